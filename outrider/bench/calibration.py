@@ -50,7 +50,7 @@ def show_calibration(document: dict[str, Any], console: Console) -> None:
     for tokens in pass_costs["target"].tokens:
         cells = []
         for cost in pass_costs.values():
-            seconds = cost(tokens, rows=1, cached=0)
+            seconds = cost(tokens, seqs=1, cached=0)
             cells += [f"{1e3 * seconds:.2f}", f"{1e3 * seconds / tokens:.2f}"]
         table.add_row(str(tokens), *cells)
     console.print(table)

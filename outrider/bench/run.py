@@ -30,7 +30,7 @@ from outrider.measure.prompts import Prompt, read_prompts
 from outrider.native.target import NativeTarget
 from outrider.plan.planner import Planner
 from outrider.plan.store import PlanFile, restored
-from outrider.propose.expression import pasted
+from outrider.propose.expression import command_line_form
 from outrider.propose.registry import default_proposer, draft_model, parse
 from outrider.system import machine
 
@@ -140,7 +140,7 @@ def _document(
     return {
         "benchmark": "outrider bench",
         "arguments": asdict(settings),
-        "proposer": pasted(settings.proposer or default_proposer(settings.target)),
+        "proposer": command_line_form(settings.proposer or default_proposer(settings.target)),
         "verifier": parts.verifier.name,
         "exact": parts.verifier.exact,
         "kernels": parts.target.kernels,

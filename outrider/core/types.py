@@ -206,9 +206,12 @@ class StopRule:
     min_draft_probs: tuple[float, ...] = ()  # if 1, 2, ... sequences still draft; (): never stop
     ends: tuple[int, ...] = ()  # tokens that end the text
 
-    def until(self, rows: int) -> float:
-        """Return the probability below which a sequence stops, while `rows` sequences draft."""
-        return self.min_draft_probs[min(rows, len(self.min_draft_probs)) - 1] if self.min_draft_probs else 0.0
+    def threshold(self, seqs: int) -> float:
+        """Return the acceptance probability of a path below which its sequence stops, while `seqs` sequences draft.
+
+        0 if there is no threshold.
+        """
+        return self.min_draft_probs[min(seqs, len(self.min_draft_probs)) - 1] if self.min_draft_probs else 0.0
 
 
 class DrawParams(NamedTuple):

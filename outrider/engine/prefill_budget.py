@@ -17,13 +17,13 @@ class PrefillBudget:
     with prompts determine the time per token.
     """
 
-    def __init__(self, most: int, *, seconds: float | None = None) -> None:
-        """Allow at most `most` tokens per round, and about `seconds` for a round in which a sequence decodes."""
-        if most < 1:
-            raise OutriderError(f"max_num_batched_tokens is {most}; use at least 1")
+    def __init__(self, max_tokens: int, *, seconds: float | None = None) -> None:
+        """Allow up to `max_tokens` tokens per round, and about `seconds` for a round in which a sequence decodes."""
+        if max_tokens < 1:
+            raise OutriderError(f"max_num_batched_tokens is {max_tokens}; use at least 1")
         if seconds is not None and not seconds > 0:
             raise OutriderError(f"the time limit of a round is {seconds} seconds; use a number above 0, or None")
-        self._max_tokens = most
+        self._max_tokens = max_tokens
         self._max_seconds = seconds
         self._base_seconds = 0.0
         self._token_seconds = 0.0

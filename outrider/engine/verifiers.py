@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.core.types import Draw
 from outrider.errors import OutriderError
-from outrider.propose.registry import CHAINS, COMBINATIONS, DRAWN, NAMED, Maker, check_proposer, parse
+from outrider.propose.registry import CHAINS, COMBINATIONS, NAMED, SAMPLING_PROPOSERS, Maker, check_proposer, parse
 from outrider.verify.lossy import LOSSY
 from outrider.verify.rules import EXACT, Verifier
 
@@ -68,6 +68,6 @@ def _default_name(proposer: str | Maker) -> str:
     if not isinstance(proposer, str):
         return "walk"
     expression = parse(proposer)
-    if DRAWN.isdisjoint(expression.names()):
+    if SAMPLING_PROPOSERS.isdisjoint(expression.names()):
         return "walk"
     return "block" if CHAINS.issuperset(expression.names()) else "traversal"

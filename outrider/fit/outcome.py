@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from outrider.fit.rules import ranked
-from outrider.propose.expression import pasted, short
+from outrider.propose.expression import command_line_form, short
 from outrider.report.console import count_text
 from outrider.tune.advice import WORTHWHILE
 
@@ -171,8 +171,8 @@ class Outcome:
         where = held_out if self.complete else "the first measurement"
         memory = f" It takes {size(option.memory_bytes)} of memory." if option.memory_bytes else " It needs no weights."
         return (
-            f"Chosen: {pasted(option.proposer)} with k {option.k}. On {where} it is {option.interval} times as fast as"
-            f" plain decoding, with {option.tau:.2f} tokens per pass.{memory}"
+            f"Chosen: {command_line_form(option.proposer)} with k {option.k}. On {where} it is {option.interval} times"
+            f" as fast as plain decoding, with {option.tau:.2f} tokens per pass.{memory}"
         )
 
     def _training(self) -> Iterator[str]:
@@ -181,7 +181,7 @@ class Outcome:
             if reason:
                 yield f"No head was trained: {reason}."
             return
-        taus = ", ".join(f"{each['tau']:.2f} at {name}" for name, each in self.training["held_out"].items())
+        taus = ", ".join(f"{each['tau']:.2f} at {name}" for name, each in self.training["evaluation"].items())
         yield (
             f"The head of kind {self.training['kind']} has {self.training['parameters'] / 1e6:.1f}M parameters and"
             f" trained for {duration(self.training['minutes'])} ({count_text(self.training['steps'], 'step')}): tau"

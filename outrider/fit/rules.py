@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from outrider.fit.settings import AUTO_HEAD
 from outrider.plan.pass_cost import CostModel
 from outrider.plan.speedup import expected_tau
-from outrider.propose.expression import pasted
-from outrider.propose.registry import DRAWN, parse
+from outrider.propose.expression import command_line_form
+from outrider.propose.registry import SAMPLING_PROPOSERS, parse
 
 _SMALL = 1024  # width of a target up to which a head of half the width is trained
 _EAGLE_LAYERS = 4  # the fewest layers that EAGLE kinds read
@@ -119,7 +119,7 @@ def finalists(cases: Sequence[Mapping[str, Any]], head: str | None) -> tuple[str
     order = [str(case["proposer"]) for case in ranked(cases)]
     chosen = order[:_FINALISTS]
     if head is not None:
-        draft = pasted(f'draft:"{head}"')
+        draft = command_line_form(f'draft:"{head}"')
         chosen.append(draft)
         lookups = [proposer for proposer in order if is_lookup(proposer)]
         chosen += [f"merge({proposer},{draft})" for proposer in lookups[:1]]
@@ -129,4 +129,4 @@ def finalists(cases: Sequence[Mapping[str, Any]], head: str | None) -> tuple[str
 def is_lookup(proposer: str) -> bool:
     """Return whether a proposer can be a part of a merge with a head: it has no model, and is no combination."""
     expression = parse(proposer)
-    return not expression.parts and expression.name not in DRAWN | {"draft-text", "lookahead"}
+    return not expression.parts and expression.name not in SAMPLING_PROPOSERS | {"draft-text", "lookahead"}

@@ -90,7 +90,7 @@ def train_head(settings: Settings, plan: TrainingPlan, training: Training, progr
         "kind": plan.kind,
         "parameters": document["parameters"],
         "steps": document["steps"],
-        "held_out": document["held_out"],
+        "evaluation": document["evaluation"],
         "expected": None if report.gain is None else report.gain._asdict(),
     }
 

@@ -155,8 +155,8 @@ def read_target_info(folder: str | Path) -> TargetInfo:
         name=str(folder),
         head=lambda: _read_table(path, "lm_head.weight", "embed_tokens.weight"),
         embedding=lambda: _read_embedding(path, text),
-        spare=_unused_id(path, vocab),
-        kinds=tuple(text.get("layer_types") or ()),
+        unused_id=_unused_id(path, vocab),
+        layer_types=tuple(text.get("layer_types") or ()),
     )
 
 

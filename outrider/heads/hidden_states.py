@@ -59,7 +59,7 @@ class HiddenStates:
         states = self.read_raw(slot, begin, end)
         if not self._description.aux_states.final or not len(states):
             return states
-        last = normed(states[:, -1:], self._tables)
+        last = apply_final_norm(states[:, -1:], self._tables)
         return last if states.shape[1] == 1 else torch.cat([states[:, :-1], last], 1)
 
     def read_raw(self, slot: int, begin: int, end: int) -> torch.Tensor:
@@ -179,6 +179,6 @@ class NoCache(UnboundedCache):
         return self._states.bytes()
 
 
-def normed(states: torch.Tensor, tables: SharedWeights) -> torch.Tensor:
+def apply_final_norm(states: torch.Tensor, tables: SharedWeights) -> torch.Tensor:
     """Apply the target's final norm to hidden states [*, H]. Return float32."""
     return functional.rms_norm(states.float(), tables.norm.shape, tables.norm.float(), tables.epsilon)

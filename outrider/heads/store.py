@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from outrider.errors import OutriderError
 from outrider.heads.description import HeadDescription
 from outrider.heads.files import read_config, text_config, write_folder
-from outrider.heads.formats.base import TargetInfo, Trained
+from outrider.heads.formats.base import ImportedHead, TargetInfo
 from outrider.heads.formats.registry import find
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.block import BlockHead
@@ -24,7 +24,7 @@ from outrider.heads.modules.parallel import ParallelHead
 
 KEY = "outrider_draft"  # in config.json
 WEIGHTS = "model.safetensors"
-OWN = "outrider"  # the name of Outrider's own format
+OWN_FORMAT = "outrider"  # the name of Outrider's own format
 HeadModule = AutoregressiveHead | ParallelHead | BlockHead | KVSharingHead
 
 _log = logging.getLogger("outrider")
@@ -39,7 +39,7 @@ def make_module(description: HeadDescription) -> HeadModule:
     return AutoregressiveHead(description) if description.body else ParallelHead(description)
 
 
-def is_head(folder: str | Path, partner: Callable[[], TargetInfo | None] | None = None) -> bool:
+def is_head(folder: str | Path, target: Callable[[], TargetInfo | None] | None = None) -> bool:
     """Return whether a folder holds a draft head in a known format.
 
     A full model may include MTP modules. It counts as a draft head if it has the sizes of the target, and as a draft
@@ -47,7 +47,7 @@ def is_head(folder: str | Path, partner: Callable[[], TargetInfo | None] | None 
 
     Args:
         folder: the folder.
-        partner: returns the target, or None if there is none. It is called only for a full model with MTP modules.
+        target: returns the target, or None if there is none. It is called only for a full model with MTP modules.
 
     Raises:
         OutriderError: a file is damaged, or the draft head is of a known kind that is not supported.
@@ -66,15 +66,15 @@ def is_head(folder: str | Path, partner: Callable[[], TargetInfo | None] | None 
         return False
     if not found.whole():
         return True
-    target = partner() if partner else None
-    return target is not None and found.belongs(target)
+    target_info = target() if target else None
+    return target_info is not None and found.belongs(target_info)
 
 
-def read_trained(folder: str | Path, partner: TargetInfo | None = None) -> Trained:
-    """Read a draft head with its weights as they are stored. `filled` checks whether they fit.
+def import_head(folder: str | Path, target: TargetInfo | None = None) -> ImportedHead:
+    """Read a draft head with its weights as they are stored. `load_module` checks whether they fit.
 
     Raises:
-        UnusedTensors: the target is needed, but no `partner` was given.
+        TargetRequired: the target is needed, but no `target` was given.
         OutriderError: a file is missing or damaged, or the folder holds no supported draft head.
     """
     path = Path(folder).expanduser()
@@ -85,20 +85,20 @@ def read_trained(folder: str | Path, partner: TargetInfo | None = None) -> Train
             weights = load_file(path / WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise OutriderError(f"{path / WEIGHTS} cannot be read ({error}); copy the draft head again") from error
-        return Trained(description=description, weights=weights, ignored={}, format="Outrider's own")
+        return ImportedHead(description=description, weights=weights, ignored={}, format="Outrider's own")
     found = find(path)
     if found is None:
         raise OutriderError(f"{path} holds no draft head in a known format; see docs/reference/formats.md")
     if text_config(config).get("quantization_config") or config.get("quantization_config"):
         _log.warning("%s: config.json has a quantization_config, but the weights are read as unquantized", path)
     try:
-        return found.read(partner)
+        return found.read(target)
     except OutriderError as error:
         raise type(error)(f"{path}: {error}") from error
 
 
 def read_head(
-    folder: str | Path, *, dtype: torch.dtype, device: torch.device, partner: TargetInfo | None = None
+    folder: str | Path, *, dtype: torch.dtype, device: torch.device, target: TargetInfo | None = None
 ) -> HeadModule:
     """Load a draft head.
 
@@ -106,19 +106,19 @@ def read_head(
         folder: the folder.
         dtype: the dtype of the weights.
         device: the device of the weights.
-        partner: the target. Some formats do not store everything and need it.
+        target: the target. Some formats do not store everything and need it.
 
     Raises:
         OutriderError: a file is missing or truncated, or a weight has another shape or is NaN or infinite.
     """
-    trained = read_trained(folder, partner)
+    trained = import_head(folder, target)
     for reason, names in trained.ignored.items():
         _log.warning("%s: %d tensors are ignored (%s): %s", folder, len(names), reason, names[0])
-    module = filled(trained.description, trained.weights, where=str(folder))
+    module = load_module(trained.description, trained.weights, where=str(folder))
     return module.to(device=device, dtype=dtype).requires_grad_(False).eval()
 
 
-def filled(description: HeadDescription, weights: Mapping[str, torch.Tensor], *, where: str) -> HeadModule:
+def load_module(description: HeadDescription, weights: Mapping[str, torch.Tensor], *, where: str) -> HeadModule:
     """Return a module with these weights.
 
     Args:

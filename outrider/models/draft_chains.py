@@ -30,7 +30,7 @@ class ChainBuilder:
             sure: [B] log-odds of acceptance from a confidence head, which replace the margin of the logits.
         """
         if self._stop_rule is not None:
-            min_prob = self._stop_rule.until(sum(count > self.depth for count in self.count))
+            min_prob = self._stop_rule.threshold(sum(count > self.depth for count in self.count))
             margins = margins_of(logits) if sure is None else sure.tolist()
             for b, (margin, token) in enumerate(zip(margins, drawn.tolist(), strict=True)):
                 if self.depth < self.count[b]:

@@ -58,7 +58,7 @@ class Passes:
         self._code.outrider_run(self._handle, ctypes.byref(c_pass))
         return PassResult(logits, best, states)
 
-    def grow(
+    def draft_chains(
         self,
         columns: Columns,
         budget: Sequence[int],
@@ -88,7 +88,7 @@ class Passes:
         weight = array("f", stop_rule.weight if stop_rule else [0])
         bias = array("f", stop_rule.bias if stop_rule else [0])
         end_ids = array("i", stop_rule.ends if stop_rule else ())
-        thresholds = array("f", [stop_rule.until(n) if stop_rule else 0.0 for n in range(1, batch_size + 1)])
+        thresholds = array("f", [stop_rule.threshold(n) if stop_rule else 0.0 for n in range(1, batch_size + 1)])
         params = array("f", [value for fields in draws.params for value in fields] if draws else ())
         uniform = draws.uniform.contiguous() if draws else None
         buffers = _ChainBuffers(budget, vocab if draws else 0)

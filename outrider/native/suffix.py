@@ -52,7 +52,7 @@ class SuffixText:
         self._code.outrider_suffix_extend(self._automaton, tokens.buffer_info()[0], len(tokens))
         self._size += len(tokens)
 
-    def guess(
+    def draft(
         self,
         continuations: Sequence[tuple[array[int], Sequence[int]]],
         matched: int,

@@ -96,7 +96,7 @@ class NativeTarget:
     def _draft(self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: UniformDraws | None) -> DraftChains:
         self._memory.reserve(batch, batch.draft_budget)
         columns, _ = columns_of(batch, tree.empty(len(batch.seqs), self.device), -1, self.vocab)
-        return self._decoder.grow(columns, batch.draft_budget, vocab, stop_rule, draws=draws)
+        return self._decoder.draft_chains(columns, batch.draft_budget, vocab, stop_rule, draws=draws)
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
         last = self._decoder.shape.layers - 1

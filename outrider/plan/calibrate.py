@@ -22,7 +22,7 @@ from outrider.plan.pass_cost import CostModel, PassCost, Sample
 from outrider.system.atomic_files import write_whole
 from outrider.system.machine import hardware, versions
 
-_COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _MAX_PER_SEQUENCE = 16  # wider passes have more sequences
 _SWEEPS, _REPEATS = 3, 3  # the first repeat of each shape is a warm-up
 _SLOW = 0.4  # seconds; wider passes are not measured after a pass this long
@@ -51,57 +51,57 @@ def _samples(target: Target) -> Iterator[Sample]:
     """Measure all shapes in several sweeps, so that a disturbance does not affect a single shape."""
     shapes = []
     widest = 1
-    for columns, rows in _shapes(target):
-        shapes.append((columns, rows, 0))
-        widest = columns
-        if _measure(target, rows, columns, 0) > _SLOW:
+    for tokens, seqs in _shapes(target):
+        shapes.append((tokens, seqs, 0))
+        widest = tokens
+        if _measure(target, seqs, tokens, 0) > _SLOW:
             break
     if not isinstance(target, RecurrentTarget):  # its passes do not depend on the cached tokens
         deep = {(1, 1), (min(widest, 8), 1), (min(target.slots, 4), min(target.slots, 4))}
-        for columns, rows in sorted(deep):
-            cached = min(_DEEP, target.context - 1 - columns)
+        for tokens, seqs in sorted(deep):
+            cached = min(_DEEP, target.context - 1 - tokens)
             if cached > 0:
-                shapes.append((columns, rows, cached))
+                shapes.append((tokens, seqs, cached))
     took: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes}
     for _ in range(_SWEEPS):
-        for columns, rows, cached in took:
-            seconds = [_measure(target, rows, columns, cached) for _ in range(_REPEATS)]
-            took[columns, rows, cached] += seconds[1:]
+        for tokens, seqs, cached in took:
+            seconds = [_measure(target, seqs, tokens, cached) for _ in range(_REPEATS)]
+            took[tokens, seqs, cached] += seconds[1:]
     # Use the minimum: disturbances only add time.
-    for (columns, rows, cached), measured in took.items():
-        yield Sample(tokens=columns, seqs=rows, cached=cached, seconds=min(measured))
+    for (tokens, seqs, cached), measured in took.items():
+        yield Sample(tokens=tokens, seqs=seqs, cached=cached, seconds=min(measured))
     if not isinstance(target, HeadTarget):  # it always computes logits for the last token only
-        columns = min(widest, _PREFILL, target.context - 1)
-        prefills = [_measure_prefill(target, columns) for _ in range(_SWEEPS * _REPEATS)]
-        yield Sample(tokens=columns, seqs=1, cached=0, seconds=min(prefills[1:]), scored=False)
+        tokens = min(widest, _PREFILL, target.context - 1)
+        prefills = [_measure_prefill(target, tokens) for _ in range(_SWEEPS * _REPEATS)]
+        yield Sample(tokens=tokens, seqs=1, cached=0, seconds=min(prefills[1:]), scored=False)
 
 
 def _shapes(target: Target) -> Iterator[tuple[int, int]]:
     """Yield the shapes: number of tokens, and of sequences that share them."""
-    for columns in _COLUMNS:
-        rows = min(target.slots, -(-columns // _MAX_PER_SEQUENCE) if columns > _MAX_PER_SEQUENCE else 1)
-        if columns > rows * (target.context - 1) or columns // rows > 4 * _MAX_PER_SEQUENCE:
+    for tokens in _TOKENS:
+        seqs = min(target.slots, -(-tokens // _MAX_PER_SEQUENCE) if tokens > _MAX_PER_SEQUENCE else 1)
+        if tokens > seqs * (target.context - 1) or tokens // seqs > 4 * _MAX_PER_SEQUENCE:
             return
-        yield columns, rows
+        yield tokens, seqs
 
 
-def _measure(target: Target, rows: int, columns: int, cached: int) -> float:
-    """Return the seconds of a pass over `columns` tokens of `rows` sequences with `cached` tokens each."""
-    shares = [columns // rows + (b < columns % rows) for b in range(rows)]
+def _measure(target: Target, seqs: int, tokens: int, cached: int) -> float:
+    """Return the seconds of a pass over `tokens` of `seqs` sequences with `cached` tokens each."""
+    shares = [tokens // seqs + (b < tokens % seqs) for b in range(seqs)]
     if isinstance(target, HeadTarget):
         return _measure_head(target, shares, cached)
     batch = Batch(
-        seqs=tuple(_sequence(target, slot) for slot in range(rows)),
-        start=(cached,) * rows,
-        feed=((0,),) * rows,
+        seqs=tuple(_sequence(target, slot) for slot in range(seqs)),
+        start=(cached,) * seqs,
+        feed=((0,),) * seqs,
         draft_budget=tuple(share - 1 for share in shares),
     )
     return _timed(target, batch, _draft(shares, target.device))
 
 
-def _measure_prefill(target: Target, columns: int) -> float:
-    """Return the seconds of a prefill of `columns` tokens."""
-    batch = Batch(seqs=(_sequence(target, 0),), start=(0,), feed=((0,) * columns,), draft_budget=(0,))
+def _measure_prefill(target: Target, tokens: int) -> float:
+    """Return the seconds of a prefill of `tokens`."""
+    batch = Batch(seqs=(_sequence(target, 0),), start=(0,), feed=((0,) * tokens,), draft_budget=(0,))
     return _timed(target, batch, tree.empty(1, target.device))
 
 
@@ -114,7 +114,7 @@ def _measure_head(target: HeadTarget, shares: list[int], cached: int) -> float:
         draft_budget=(1,) * len(shares),
     )
     for slot, share in enumerate(shares):
-        target.pretend(slot, cached, share + 1)
+        target.set_zero_states(slot, cached, share + 1)
     return _timed(target, batch, tree.empty(len(shares), target.device))
 
 
@@ -150,9 +150,9 @@ def _is_accurate(costs: CostModel, target: Target, draft: Target | None) -> bool
     scales = []
     for model, cost in ((target, costs.target), (draft, costs.draft)):
         if model is not None and cost is not None:
-            for columns in _CHECKED if model.context > max(_CHECKED) else _CHECKED[:1]:
-                took = min(_measure(model, 1, columns, 0) for _ in range(_REPEATS))
-                scales.append(took / cost(columns, rows=1, cached=0))
+            for tokens in _CHECKED if model.context > max(_CHECKED) else _CHECKED[:1]:
+                took = min(_measure(model, 1, tokens, 0) for _ in range(_REPEATS))
+                scales.append(took / cost(tokens, seqs=1, cached=0))
     return max(scales) <= min(scales) * _DRIFT
 
 

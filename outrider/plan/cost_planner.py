@@ -56,14 +56,14 @@ class CostPlanner:
     - PROBE: one round without draft tokens while speculating, to measure what plain decoding costs.
     """
 
-    def __init__(self, *costs: CostModel, most: int = 32, replay: bool = False) -> None:
-        """Plan with the `costs` of each alternative of the proposer, up to `most` draft tokens per sequence.
+    def __init__(self, *costs: CostModel, max_draft_tokens: int = 32, replay: bool = False) -> None:
+        """Plan with the `costs` of each alternative of the proposer, up to `max_draft_tokens` per sequence.
 
         With `replay`, the same seed must give the same text although the text depends on the draft. A batch that has a
         request with its own seed then always gets the same draft length.
         """
         self._replay = replay
-        self.proposers = tuple(ProposerStats(each, most=most) for each in costs)
+        self.proposers = tuple(ProposerStats(each, max_draft_tokens=max_draft_tokens) for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
         self._pricing = DraftPricing(self._clock)
         self._budget = TrialBudget()
@@ -345,7 +345,7 @@ class CostPlanner:
             return False
         if not self._repays_prefill(alternative, optimistic_gain, trial_load):
             return False
-        plain = self._clock.at(load.seqs, rows=load.seqs, cached=load.cached)
+        plain = self._clock.at(load.seqs, seqs=load.seqs, cached=load.cached)
         cost = self._trial_seconds(proposer, load, plain, gain)
         return self._budget.allows(cost, plain=plain, new_texts=new_texts, has_saved=self._has_saved_time)
 
@@ -404,8 +404,8 @@ class CostPlanner:
         spent = seconds + draft_seconds
         plain = spent
         if seqs:
-            decode = self._clock.at(seqs, rows=seqs, cached=cached)
-            with_prompts = self._clock.at(seqs + prompt_tokens, rows=seqs, cached=cached)
+            decode = self._clock.at(seqs, seqs=seqs, cached=cached)
+            with_prompts = self._clock.at(seqs + prompt_tokens, seqs=seqs, cached=cached)
             plain = decode * output_tokens / seqs + (with_prompts - decode) * window.rounds
             if window.alternative >= 0 and not window.has_fixed_alternatives:
                 extra_tokens = output_tokens - seqs * window.rounds

@@ -38,30 +38,30 @@ class PassCost:
     pair: float  # seconds per pair
     fed: float | None = None  # seconds per prompt token; None: as tokens with logits
 
-    def __call__(self, columns: float, *, rows: int, cached: float, feed: float = 0.0) -> float:
+    def __call__(self, tokens: float, *, seqs: int, cached: float, feed: float = 0.0) -> float:
         """Return the seconds of a pass.
 
         Args:
-            columns: tokens with logits.
-            rows: sequences.
+            tokens: tokens with logits.
+            seqs: sequences.
             cached: mean cached tokens per sequence.
             feed: prompt tokens without logits.
         """
-        base = self.base(columns + feed) if self.fed is None else self.base(columns) + self.fed * feed
-        return base + self.deep(columns + feed, rows=rows, cached=cached)
+        base = self.base(tokens + feed) if self.fed is None else self.base(tokens) + self.fed * feed
+        return base + self.deep(tokens + feed, seqs=seqs, cached=cached)
 
-    def deep(self, columns: float, *, rows: int, cached: float) -> float:
+    def deep(self, tokens: float, *, seqs: int, cached: float) -> float:
         """Return the seconds that the cached tokens add."""
-        return (self.entry * rows + self.pair * columns) * cached
+        return (self.entry * seqs + self.pair * tokens) * cached
 
-    def base(self, columns: float) -> float:
+    def base(self, tokens: float) -> float:
         """Return the seconds of a pass with an empty cache."""
-        at = min(max(bisect_left(self.tokens, columns), 1), len(self.tokens) - 1)
+        at = min(max(bisect_left(self.tokens, tokens), 1), len(self.tokens) - 1)
         if not at:
             return self.seconds[0]
         low, high = self.tokens[at - 1], self.tokens[at]
         slope = (self.seconds[at] - self.seconds[at - 1]) / (high - low)
-        return self.seconds[at - 1] + slope * max(columns - low, low - self.tokens[0] if at == 1 else 0)
+        return self.seconds[at - 1] + slope * max(tokens - low, low - self.tokens[0] if at == 1 else 0)
 
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> PassCost:
@@ -84,20 +84,20 @@ class CostModel:
     draft: PassCost | None  # a pass of the draft model; None: drafting costs almost nothing
     host: float = 2e-4  # seconds per round outside of the passes
 
-    def verify(self, rows: int, k: float, *, cached: float, feed: int = 0) -> float:
+    def verify(self, seqs: int, k: float, *, cached: float, feed: int = 0) -> float:
         """Return the expected seconds of a round without drafting.
 
         Args:
-            rows: decoding sequences.
+            seqs: decoding sequences.
             k: mean draft tokens per sequence.
             cached: mean cached tokens per sequence.
             feed: prompt tokens in the same pass.
         """
-        return self.host + self.target(rows * (1 + k) + feed, rows=rows, cached=cached)
+        return self.host + self.target(seqs * (1 + k) + feed, seqs=seqs, cached=cached)
 
-    def propose(self, rows: int, k: int, *, cached: float) -> float:
+    def propose(self, seqs: int, k: int, *, cached: float) -> float:
         """Return the expected seconds of drafting k tokens for each sequence, one after another."""
-        return 0.0 if self.draft is None else k * self.draft(rows, rows=rows, cached=cached)
+        return 0.0 if self.draft is None else k * self.draft(seqs, seqs=seqs, cached=cached)
 
     def dumps(self) -> str:
         """Return the costs as JSON text."""
@@ -137,22 +137,22 @@ class Clock:
         """Seconds that a round with draft tokens takes in addition to its tokens."""
         return self._factors[1] * self._one_token_round
 
-    def verify(self, rows: int, k: float, *, cached: float, feed: int = 0) -> float:
+    def verify(self, seqs: int, k: float, *, cached: float, feed: int = 0) -> float:
         """Return `CostModel.verify` with the current factors."""
-        return self.at(rows * (1 + k) + feed, rows=rows, cached=cached) + (self.extra if k else 0.0)
+        return self.at(seqs * (1 + k) + feed, seqs=seqs, cached=cached) + (self.extra if k else 0.0)
 
-    def at(self, columns: float, *, rows: int, cached: float) -> float:
-        """Return the expected seconds of a round over `columns` tokens, without drafting and `extra`."""
+    def at(self, tokens: float, *, seqs: int, cached: float) -> float:
+        """Return the expected seconds of a round over `tokens`, without drafting and `extra`."""
         a, _, b, c = self._factors
-        wide, deep = self._added_seconds(columns, rows, cached)
+        wide, deep = self._added_seconds(tokens, seqs, cached)
         return a * self._one_token_round + b * wide + c * deep
 
-    def learn(self, columns: float, rows: int, cached: float, took: float, *, drafted: bool) -> None:
+    def learn(self, tokens: float, seqs: int, cached: float, took: float, *, drafted: bool) -> None:
         """Learn from a round of `took` seconds. Outliers are clipped to half and twice the expected time."""
-        if columns > self._costs.target.tokens[-1]:
+        if tokens > self._costs.target.tokens[-1]:
             return  # there is no measurement to compare with
         unit = self._one_token_round
-        wide, deep = self._added_seconds(columns, rows, cached)
+        wide, deep = self._added_seconds(tokens, seqs, cached)
         terms = np.array((1.0, float(drafted), wide / unit, deep / unit))
         expected = float(terms @ self._factors)
         error = min(max(took / unit, expected / 2), 2 * expected) - expected
@@ -162,10 +162,10 @@ class Clock:
         step = np.linalg.solve(self._information, gradient)
         self._factors = np.maximum(self._factors + step, _MINIMA).tolist()
 
-    def _added_seconds(self, columns: float, rows: int, cached: float) -> tuple[float, float]:
+    def _added_seconds(self, tokens: float, seqs: int, cached: float) -> tuple[float, float]:
         """Return the measured seconds of the tokens after the first, and of the cached tokens."""
         target = self._costs.target
-        return target.base(columns) - self._one_token, target.deep(columns, rows=rows, cached=cached)
+        return target.base(tokens) - self._one_token, target.deep(tokens, seqs=seqs, cached=cached)
 
 
 def _pass_cost(fields: dict[str, Any]) -> PassCost:

@@ -43,13 +43,13 @@ class DraftPricing:
         """Return the number of draft tokens to keep by sequence. The likeliest tokens of all sequences come first."""
         order = sorted((-prob, b) for b, probs in enumerate(accept_probs) for prob in probs)
         first = load.seqs + load.prompt_tokens
-        plain = self._clock.at(first, rows=load.seqs, cached=load.cached)
+        plain = self._clock.at(first, seqs=load.seqs, cached=load.cached)
         best_profit = self._clock.extra
         best_count = 0
         gained = 0.0
         for count, (negative_prob, _) in enumerate(order, 1):
             gained -= negative_prob * self._token_seconds
-            profit = gained - (self._clock.at(first + count, rows=load.seqs, cached=load.cached) - plain)
+            profit = gained - (self._clock.at(first + count, seqs=load.seqs, cached=load.cached) - plain)
             if profit > best_profit:
                 best_profit = profit
                 best_count = count
@@ -75,6 +75,6 @@ class DraftPricing:
     def _added_seconds(self, tokens: float, load: RoundLoad) -> float:
         """Return the time that one more token adds to a pass of so many tokens."""
         plain_tokens = min(load.seqs + load.prompt_tokens, tokens)
-        speculative = self._clock.at(max(tokens, plain_tokens + 1), rows=load.seqs, cached=load.cached)
-        plain = self._clock.at(plain_tokens, rows=load.seqs, cached=load.cached)
+        speculative = self._clock.at(max(tokens, plain_tokens + 1), seqs=load.seqs, cached=load.cached)
+        plain = self._clock.at(plain_tokens, seqs=load.seqs, cached=load.cached)
         return max(speculative - plain, 0.0) / max(tokens - plain_tokens, 1.0)

@@ -59,17 +59,17 @@ class Outcome:
 class ProposerStats:
     """Acceptance, output tokens, draft tokens and drafting time of recent rounds of one alternative."""
 
-    def __init__(self, costs: CostModel, *, most: int) -> None:
-        """Track a proposer with these pass costs and up to `most` draft tokens per sequence."""
+    def __init__(self, costs: CostModel, *, max_draft_tokens: int) -> None:
+        """Track a proposer with these pass costs and up to `max_draft_tokens` per sequence."""
         self.costs = costs
-        self.max_draft_tokens = most
+        self.max_draft_tokens = max_draft_tokens
         self.estimates_acceptance = False  # whether its last draft had acceptance probabilities
         self.idle_rounds = ROUNDS_BEFORE_TRIAL  # the first trial is due at once
         self.trial_passes_left = 0  # 0: no trial
         self.trial_seqs = TRIAL_SEQS
         self.saved_seconds = 0.0  # sum over all its rounds
         # Decayed counts by position, as in `Stats`.
-        later_positions = min(most, _MAX_POSITIONS) - 1
+        later_positions = min(max_draft_tokens, _MAX_POSITIONS) - 1
         self._reached = [_PRIOR_WEIGHT_0, *[_PRIOR_WEIGHT] * later_positions]
         self._accepted = [_PRIOR_WEIGHT_0 * _PRIOR_0, *[_PRIOR_WEIGHT * _PRIOR] * later_positions]
         self._means = _Means()
@@ -96,28 +96,28 @@ class ProposerStats:
         """Whether few draft tokens have been verified."""
         return self._reached[0] < _NEW_BELOW
 
-    def gain(self, rows: int, cached: float, clock: Clock) -> float:
+    def gain(self, seqs: int, cached: float, clock: Clock) -> float:
         """Return the expected speedup over plain decoding. `clock` knows the pass times of the target.
 
         It is the lower one of the long-term mean and the mean since the last trial, so that neither a lucky trial nor
         an easy earlier text is enough. A new proposer also counts with its best draft length by position.
         """
         if self.estimates_acceptance and self.has_estimate:
-            plain = clock.verify(rows, 0, cached=cached)
-            unit = self._draft_unit(rows, cached)
+            plain = clock.verify(seqs, 0, cached=cached)
+            unit = self._draft_unit(seqs, cached)
             gain = inf
             for means in (self._means, self._recent):
                 if means.seen >= _MIN_PASSES:
-                    seconds = clock.verify(rows, means.nodes, cached=cached) + means.drafted * unit
+                    seconds = clock.verify(seqs, means.nodes, cached=cached) + means.drafted * unit
                     gain = min(gain, means.tau * plain / seconds)
             # A confidence estimate that is not trained yet may draft too far. A shorter draft might pay.
-            return max(gain, self.best_length(rows, cached, clock)[1]) if self.is_new else gain
-        return self.best_length(rows, cached, clock)[1]
+            return max(gain, self.best_length(seqs, cached, clock)[1]) if self.is_new else gain
+        return self.best_length(seqs, cached, clock)[1]
 
-    def best_length(self, rows: int, cached: float, clock: Clock) -> tuple[int, float]:
+    def best_length(self, seqs: int, cached: float, clock: Clock) -> tuple[int, float]:
         """Return the best draft length for all sequences, from the acceptance by position, and its speedup."""
-        plain = clock.verify(rows, 0, cached=cached)
-        unit = self._draft_unit(rows, cached)
+        plain = clock.verify(seqs, 0, cached=cached)
+        unit = self._draft_unit(seqs, cached)
         if self.costs.draft is None:  # a lookup takes the same time for any draft length
             fixed, per_token = self._means.drafted * unit, 0.0
         else:
@@ -129,28 +129,28 @@ class ProposerStats:
             if path_prob < _MIN_PATH_PROB:
                 break
             tau += path_prob
-            verify = clock.verify(rows, k, cached=cached)
+            verify = clock.verify(seqs, k, cached=cached)
             gain = tau * plain / (verify + fixed + k * per_token)
             if gain > best[1]:
                 best = k, gain
         return best
 
-    def optimistic_gain(self, rows: int, cached: float, clock: Clock) -> float:
+    def optimistic_gain(self, seqs: int, cached: float, clock: Clock) -> float:
         """Return the speedup if the first draft tokens were always accepted. Below 1, a trial cannot succeed."""
-        plain = clock.verify(rows, 0, cached=cached)
-        step = self._pass_seconds(rows, cached)
-        return max((1 + k) * plain / (clock.verify(rows, k, cached=cached) + k * step) for k in (1, 2, 4))
+        plain = clock.verify(seqs, 0, cached=cached)
+        step = self._pass_seconds(seqs, cached)
+        return max((1 + k) * plain / (clock.verify(seqs, k, cached=cached) + k * step) for k in (1, 2, 4))
 
-    def draft_seconds(self, rows: int, cached: float) -> float:
+    def draft_seconds(self, seqs: int, cached: float) -> float:
         """Return the drafting time of one more draft token, per sequence."""
-        return self._token_cost * self._pass_seconds(rows, cached) / rows
+        return self._token_cost * self._pass_seconds(seqs, cached) / seqs
 
-    def prefill_seconds(self, rows: int, cached: float) -> float:
-        """Return the time in which a draft model prefills `rows` sequences of `cached` tokens."""
+    def prefill_seconds(self, seqs: int, cached: float) -> float:
+        """Return the time in which a draft model prefills `seqs` sequences of `cached` tokens."""
         if self.costs.draft is None:
             return 0.0
-        feed = rows * max(cached - 1, 0.0)
-        return self.costs.draft(rows, rows=rows, cached=cached / 2, feed=feed)
+        feed = seqs * max(cached - 1, 0.0)
+        return self.costs.draft(seqs, seqs=seqs, cached=cached / 2, feed=feed)
 
     def learn(self, outcome: Outcome, cached: float) -> None:
         """Learn from rounds in which this alternative drafted."""
@@ -174,9 +174,9 @@ class ProposerStats:
         self._recent = _Means()
         self._means.seen = min(self._means.seen, _CARRIED_PASSES_NEW_TEXTS if new_texts else _CARRIED_PASSES)
 
-    def widen_trial(self, rows: int) -> bool:
+    def widen_trial(self, seqs: int) -> bool:
         """Repeat a successful trial with more sequences, if a draft model would have to prefill many more."""
-        if self.costs.draft is None or rows <= _WIDEN_BY * self.trial_seqs:
+        if self.costs.draft is None or seqs <= _WIDEN_BY * self.trial_seqs:
             return False
         self.trial_seqs *= _WIDEN_BY
         self.trial_passes_left = _WIDE_TRIAL_ROUNDS * self.trial_seqs
@@ -204,12 +204,12 @@ class ProposerStats:
         for name, value in fields.items():
             setattr(self, name, value)
 
-    def _pass_seconds(self, rows: int, cached: float) -> float:
-        return 0.0 if self.costs.draft is None else self.costs.draft(rows, rows=rows, cached=cached)
+    def _pass_seconds(self, seqs: int, cached: float) -> float:
+        return 0.0 if self.costs.draft is None else self.costs.draft(seqs, seqs=seqs, cached=cached)
 
-    def _draft_unit(self, rows: int, cached: float) -> float:
+    def _draft_unit(self, seqs: int, cached: float) -> float:
         """Return the unit of drafting time: a pass of the draft model, or one second per sequence."""
-        return self._pass_seconds(rows, cached) or float(rows)
+        return self._pass_seconds(seqs, cached) or float(seqs)
 
 
 @dataclass(slots=True)

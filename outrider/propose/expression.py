@@ -15,7 +15,7 @@ def short(proposer: str) -> str:
     return _render(parse(proposer), _short_argument)
 
 
-def pasted(proposer: str) -> str:
+def command_line_form(proposer: str) -> str:
     """Return the expression as a user would write it, with @NAME for a model that comes with Outrider."""
     return _render(parse(proposer), _use_embedded_name)
 

@@ -51,8 +51,7 @@ class ProposerType:
 
     make: Callable[[str, ProposerSetup], Proposer]  # gets the argument after the colon; "" if there is none
     check: Callable[[str], object]  # raises an error if the argument is wrong; does not need the target
-    form: str  # syntax, for messages
-    description: str
+    syntax: str  # for messages
 
 
 def find_proposer(spec: str, setup: ProposerSetup) -> Proposer:
@@ -185,7 +184,7 @@ def draft_sources(spec: str | Maker) -> tuple[str, ...]:
 
 def forms() -> str:
     """Return the syntax of all proposers, for messages."""
-    named = [proposer_type.form for proposer_type in NAMED.values()]
+    named = [proposer_type.syntax for proposer_type in NAMED.values()]
     return ", ".join([*named, "pkg.module:Class", *(f"{name}(A,B)" for name in COMBINATIONS)])
 
 
@@ -316,73 +315,47 @@ def _check_no_argument(name: str, argument: str) -> None:
         raise OutriderError(f"{name} takes no argument, but {argument!r} was given; write {name}")
 
 
-def _draft_type(
-    name: str, make: Callable[[str, ProposerSetup], Proposer], description: str, *, heads: bool
-) -> ProposerType:
+def _draft_type(name: str, make: Callable[[str, ProposerSetup], Proposer], *, heads: bool) -> ProposerType:
     """Describe a proposer whose argument is the folder of a draft model, or with `heads` also of a draft head."""
-    return ProposerType(make, partial(check_draft, name=name, heads=heads), f"{name}:DIR", description)
+    return ProposerType(make, partial(check_draft, name=name, heads=heads), f"{name}:DIR")
 
 
 NAMED: Mapping[str, ProposerType] = MappingProxyType(
     {
-        "none": ProposerType(_none, partial(_check_no_argument, "none"), "none", "plain decoding"),
-        "ngram": ProposerType(
-            _ngram, _check_ngram, "ngram[:MIN-MAX]", "the tokens that followed the last n-gram of the text earlier"
-        ),
-        "suffix": ProposerType(
-            suffix_proposer,
-            parse_history_size,
-            "suffix[:TOKENS]",
-            "a tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of past outputs",
-        ),
-        "recycle": ProposerType(
-            _recycle,
-            partial(_check_no_argument, "recycle"),
-            "recycle",
-            "the likeliest tokens of the target's earlier logits after the same suffix",
-        ),
-        "lookahead": ProposerType(
-            lookahead_proposer,
-            parse_lookahead_size,
-            "lookahead[:WxNxG]",
-            "n-grams that the target generates in its own passes by Jacobi iteration",
-        ),
-        "draft": _draft_type("draft", draft_proposer, "a draft model or a draft head", heads=True),
-        "draft-tokens": _draft_type(
-            "draft-tokens",
-            draft_tokens_proposer,
-            "a draft model with another vocabulary, which drafts token by token",
-            heads=False,
-        ),
-        "draft-text": _draft_type(
-            "draft-text",
-            draft_text_proposer,
-            "a draft model with another vocabulary, whose text is tokenized again",
-            heads=False,
-        ),
-        "tree": _draft_type("tree", tree_proposer, "a draft model or a draft head that drafts a tree", heads=True),
-        "cascade": _draft_type(
-            "cascade", cascade_proposer, "a draft model that looks up n-grams to need fewer passes", heads=False
-        ),
-        "retrieval": ProposerType(
-            retrieval_proposer,
-            open_datastore,
-            "retrieval:DIR[:MIN]",
-            "the tokens that followed the longest suffix of the text in a datastore; see `outrider index`",
-        ),
-        "exit": ProposerType(exit_proposer, exit_layers, "exit:LAYERS", "the first layers of the target"),
-        "skip": ProposerType(
-            skip_proposer, skip_layers, "skip:A+B+C", "the target without some of its layers; see `outrider layers`"
-        ),
-        "quantized": ProposerType(
-            quantized_proposer, quantized_bits, "quantized:int4", "the target with 4 or 8 bits per weight"
-        ),
+        # Plain decoding.
+        "none": ProposerType(_none, partial(_check_no_argument, "none"), "none"),
+        # The tokens that followed the last n-gram of the text earlier.
+        "ngram": ProposerType(_ngram, _check_ngram, "ngram[:MIN-MAX]"),
+        # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of past outputs.
+        "suffix": ProposerType(suffix_proposer, parse_history_size, "suffix[:TOKENS]"),
+        # The likeliest tokens of the target's earlier logits after the same suffix.
+        "recycle": ProposerType(_recycle, partial(_check_no_argument, "recycle"), "recycle"),
+        # N-grams that the target generates in its own passes by Jacobi iteration.
+        "lookahead": ProposerType(lookahead_proposer, parse_lookahead_size, "lookahead[:WxNxG]"),
+        # A draft model or a draft head.
+        "draft": _draft_type("draft", draft_proposer, heads=True),
+        # A draft model with another vocabulary, which drafts token by token.
+        "draft-tokens": _draft_type("draft-tokens", draft_tokens_proposer, heads=False),
+        # A draft model with another vocabulary, whose text is tokenized again.
+        "draft-text": _draft_type("draft-text", draft_text_proposer, heads=False),
+        # A draft model or a draft head that drafts a tree.
+        "tree": _draft_type("tree", tree_proposer, heads=True),
+        # A draft model that looks up n-grams to need fewer passes.
+        "cascade": _draft_type("cascade", cascade_proposer, heads=False),
+        # The tokens that followed the longest suffix of the text in a datastore; see `outrider index`.
+        "retrieval": ProposerType(retrieval_proposer, open_datastore, "retrieval:DIR[:MIN]"),
+        # The first layers of the target.
+        "exit": ProposerType(exit_proposer, exit_layers, "exit:LAYERS"),
+        # The target without some of its layers; see `outrider layers`.
+        "skip": ProposerType(skip_proposer, skip_layers, "skip:A+B+C"),
+        # The target with 4 or 8 bits per weight.
+        "quantized": ProposerType(quantized_proposer, quantized_bits, "quantized:int4"),
     }
 )
 # Proposers that may sample draft tokens from a distribution.
-DRAWN = frozenset({"draft", "draft-tokens", "tree", "cascade", "exit", "skip", "quantized"})
+SAMPLING_PROPOSERS = frozenset({"draft", "draft-tokens", "tree", "cascade", "exit", "skip", "quantized"})
 # Proposers that draft chains, and combinations that make no tree of chains.
-CHAINS = (DRAWN - {"tree"}) | {"draft-text", "none", "first", "switch"}
+CHAINS = (SAMPLING_PROPOSERS - {"tree"}) | {"draft-text", "none", "first", "switch"}
 COMBINATIONS: Mapping[str, Callable[[ProposerSetup, Sequence[Proposer]], Proposer]] = MappingProxyType(
     {"first": First, "merge": Merge, "switch": Switch}
 )

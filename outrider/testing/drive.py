@@ -86,7 +86,7 @@ class FuzzedRun:
         self._release(seqs)
 
     def _admit(self, text: Sequence[int], params: SamplingParams, slots: Sequence[int]) -> list[SequenceState]:
-        seqs = [make_row(list(text[:_PROMPT_TOKENS]), slot, params) for slot in sorted(slots)]
+        seqs = [make_seq(list(text[:_PROMPT_TOKENS]), slot, params) for slot in sorted(slots)]
         for seq in seqs:
             self.target.cache.admit(seq.slot, seq.token_ids)
             self.proposer.admit(seq.slot, seq.request)
@@ -193,7 +193,7 @@ def random_text(target: ToyTarget, length: int, rng: random.Random) -> list[int]
     return text
 
 
-def make_row(text: list[int], slot: int, params: SamplingParams | None = None) -> SequenceState:
+def make_seq(text: list[int], slot: int, params: SamplingParams | None = None) -> SequenceState:
     """Return a sequence in `slot` with the prompt `text`. It never ends, and it is greedy without `params`."""
     request = Request(
         id=slot,

@@ -22,7 +22,7 @@ from outrider.testing.drive import (
     append,
     expect,
     make_round,
-    make_row,
+    make_seq,
     random_text,
     random_tree,
 )
@@ -186,7 +186,7 @@ def _admit(
     """Admit a random prefix of `tokens` with a random continuation, or with `whole` the tokens themselves."""
     continuation = [rng.randrange(target.vocab) for _ in range(rng.randint(2, 9))]
     prompt = list(tokens) if whole else [*tokens[: rng.randint(0, len(tokens))], *continuation]
-    seq = make_row(prompt, slot)
+    seq = make_seq(prompt, slot)
     seq.num_cached_tokens = target.cache.admit(slot, seq.token_ids, "one")
     expect(0 <= seq.num_cached_tokens < len(seq.token_ids), "admit must return less than the number of tokens")
     return seq

@@ -11,9 +11,9 @@ from rich.console import Console
 from outrider.errors import OutriderError
 from outrider.heads.description import HeadDescription
 from outrider.heads.files import read_target_info, write_folder
-from outrider.heads.formats.base import Config, TargetInfo, Tensors, Trained
+from outrider.heads.formats.base import Config, ImportedHead, TargetInfo, Tensors
 from outrider.heads.formats.registry import format_of
-from outrider.heads.store import KEY, OWN, WEIGHTS, filled, read_trained
+from outrider.heads.store import KEY, OWN_FORMAT, WEIGHTS, import_head, load_module
 from outrider.loader.embedded import model_folder
 from outrider.system.atomic_files import check_folder
 
@@ -34,7 +34,7 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
     Raises:
         OutriderError: the draft is damaged, or the format cannot represent it. Nothing is written then.
     """
-    format = None if to == OWN else format_of(to)
+    format = None if to == OWN_FORMAT else format_of(to)
     path = Path(out).expanduser()
     check_folder(out, "--out")
     if path.exists() and any(path.iterdir()):
@@ -57,29 +57,29 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
         "to": converted.format,
         "out": out,
         "tensors": len(tensors),
-        "left_aside": {reason: list(names) for reason, names in head.ignored.items()},
+        "ignored": {reason: list(names) for reason, names in head.ignored.items()},
         "description": converted.description.to_json(),
     }
 
 
-def checked(folder: str | Path, partner: TargetInfo | None) -> Trained:
+def checked(folder: str | Path, target: TargetInfo | None) -> ImportedHead:
     """Read a draft head and check its weights.
 
     Args:
         folder: the folder of the draft head.
-        partner: the sizes of the target; None: do not compare them.
+        target: the sizes of the target; None: do not compare them.
 
     Raises:
         OutriderError: the head cannot be read, its weights do not fit, or it belongs to another target.
     """
-    head = read_trained(folder, partner)
-    filled(head.description, head.weights, where=str(folder))
+    head = import_head(folder, target)
+    load_module(head.description, head.weights, where=str(folder))
     description = head.description
     sizes = (description.vocab, description.target_hidden, description.target_layers)
-    if partner and sizes != (partner.vocab, partner.hidden, partner.layers):
+    if target and sizes != (target.vocab, target.hidden, target.layers):
         raise OutriderError(
             f"{folder} was trained on a target with vocabulary {sizes[0]}, width {sizes[1]} and {sizes[2]} layers, and"
-            f" the given target has {partner.vocab}, {partner.hidden} and {partner.layers}; give the target of the head"
+            f" the given target has {target.vocab}, {target.hidden} and {target.layers}; give the target of the head"
         )
     return head
 
@@ -98,7 +98,7 @@ def _dtype(tensors: Tensors) -> str:
     return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
 
 
-def _print_result(head: Trained, converted: Trained, out: str, console: Console) -> None:
+def _print_result(head: ImportedHead, converted: ImportedHead, out: str, console: Console) -> None:
     def show(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 

@@ -15,7 +15,7 @@ from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.heads.description import Body, DraftBlock, Feedback, FuseNorm, FusionPoint, HeadDescription, Kind
 from outrider.heads.files import read_target_info
-from outrider.heads.formats.base import Trained, UnusedTensors
+from outrider.heads.formats.base import ImportedHead, TargetRequired
 from outrider.heads.formats.registry import find
 from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
@@ -127,7 +127,7 @@ def run_inspect(folder: str, *, target: str | None = None, as_json: bool = False
     target_info = read_target_info(model_folder(target)) if target else None
     try:
         document = _show_head(checked(path, target_info), show)
-    except UnusedTensors as reason:
+    except TargetRequired as reason:
         document = _show_without_target(path, reason, show)
     if target:
         result = probe(path, target)
@@ -139,7 +139,7 @@ def run_inspect(folder: str, *, target: str | None = None, as_json: bool = False
             show("check", line)
         document["probe"] = {
             "agreement": result.agreement,
-            "guesses": result.draft_tokens,
+            "draft_tokens": result.draft_tokens,
             "checklist": list(result.checklist),
         }
     if as_json:
@@ -157,7 +157,7 @@ class ProgressPrinter:
         self._console.print(f"{name:12}{text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _show_head(head: Trained, show: ProgressPrinter) -> dict[str, Any]:
+def _show_head(head: ImportedHead, show: ProgressPrinter) -> dict[str, Any]:
     """Print the description of a draft head, and return its document."""
     show("format", head.format)
     for name, text in describe(head.description):
@@ -167,10 +167,10 @@ def _show_head(head: Trained, show: ProgressPrinter) -> dict[str, Any]:
     for reason, names in head.ignored.items():
         show("ignored", f"{len(names)} tensors ({reason}), such as {names[0]}")
     ignored = {reason: list(names) for reason, names in head.ignored.items()}
-    return {"format": head.format, **sizes, "left_aside": ignored, "description": head.description.to_json()}
+    return {"format": head.format, **sizes, "ignored": ignored, "description": head.description.to_json()}
 
 
-def _show_without_target(folder: Path, reason: UnusedTensors, show: ProgressPrinter) -> dict[str, Any]:
+def _show_without_target(folder: Path, reason: TargetRequired, show: ProgressPrinter) -> dict[str, Any]:
     """Print and return the sizes of a draft head whose description needs its target."""
     match = find(folder)
     assert match is not None

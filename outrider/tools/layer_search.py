@@ -42,7 +42,7 @@ class Figures:
     """The simulated result of drafting with some layers."""
 
     expression: str
-    accepted: tuple[int, ...]  # the layers that are kept
+    layers: tuple[int, ...]  # the layers that are kept
     k: int
     agreement: float  # share of tokens that the draft predicts
     tau: float
@@ -153,9 +153,9 @@ class LayerSearch:
         current = max(results, key=_objective)
         best = current
         steps_without_gain = 0
-        while steps_without_gain < _PATIENCE and len(current.accepted) > 1:
-            removable = [layer for layer in order if layer in current.accepted][:_BREADTH]
-            candidates = [_without(current.accepted, layer) for layer in removable]
+        while steps_without_gain < _PATIENCE and len(current.layers) > 1:
+            removable = [layer for layer in order if layer in current.layers][:_BREADTH]
+            candidates = [_without(current.layers, layer) for layer in removable]
             results = [figures for kept in candidates if (figures := self._try(kept))]
             if not results:
                 break
@@ -174,7 +174,7 @@ class LayerSearch:
 
     def report(self, found: Figures, texts: Sequence[Text]) -> Figures:
         """Evaluate the same layers and draft length on other texts."""
-        return self._figures(found.accepted, texts, ks=(found.k,))
+        return self._figures(found.layers, texts, ks=(found.k,))
 
     def _try(self, kept: tuple[int, ...]) -> Figures | None:
         """Evaluate layers on the search texts. Return None if `max_trials` is reached."""
@@ -195,7 +195,7 @@ class LayerSearch:
         candidates = (
             Figures(
                 expression=expression(kept, self.layers),
-                accepted=kept,
+                layers=kept,
                 k=k,
                 agreement=sum(map(sum, agree)) / num_tokens,
                 tau=num_tokens / sum(rounds(text_agree, k) for text_agree in agree),
@@ -229,7 +229,7 @@ def agreement(part: Target, text: Text) -> list[bool]:
 def measure(target: Target, figures: Figures, text: Text) -> Timing:
     """Time draft tokens and passes after `text`, interleaved."""
     assert isinstance(target, SelfDraftTarget)
-    submodel = target.make_submodel(figures.accepted)
+    submodel = target.make_submodel(figures.layers)
     seq = SequenceState.of(text.prompt)
     prefill = Batch(seqs=(seq,), start=(0,), feed=(text.prompt,), draft_budget=(0,))
     for model in (submodel, target):

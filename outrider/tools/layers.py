@@ -71,7 +71,7 @@ def _entry(searched: Figures, held_out: Figures, timing: Timing) -> dict[str, An
         **asdict(held_out),
         "speedup": held_out.speedup,
         "speedup_searched": searched.speedup,
-        "guess_ms": timing.draft,
+        "draft_ms": timing.draft,
         "plain_ms": timing.plain,
         "verify_ms": timing.verify,
         "speedup_by_time": timing.speedup(held_out),
@@ -89,12 +89,12 @@ def show_layers(document: dict[str, Any], console: Console) -> None:
         table.add_row(
             entry["expression"],
             str(entry["k"]),
-            f"{len(entry['accepted'])} of {document['layers']}",
+            f"{len(entry['layers'])} of {document['layers']}",
             f"{100 * entry['agreement']:.0f}",
             f"{entry['tau']:.2f}",
             f"{entry['cost']:.2f}",
             f"{entry['speedup']:.2f}",
-            f"{entry['guess_ms']:.2f}",
+            f"{entry['draft_ms']:.2f}",
             f"{entry['plain_ms']:.2f}",
             f"{entry['speedup_by_time']:.2f}",
         )

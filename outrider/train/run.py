@@ -28,14 +28,14 @@ from outrider.system.atomic_files import check_folder
 from outrider.system.heap import Heap
 from outrider.train.budget import TimeBudget
 from outrider.train.data.answers import AnswerGenerator, AnswerParams
-from outrider.train.data.batches import Reader
+from outrider.train.data.batches import Collator
 from outrider.train.data.feature_cache import FeatureCache, origin_of
-from outrider.train.data.prompts import count_repeated, encoded, read_prompts, split
+from outrider.train.data.prompts import count_repeated, encode_prompt, read_prompts, split
 from outrider.train.data.schedule import PromptSchedule
 from outrider.train.distributed import join_group, leave_group, rank, world_size
 from outrider.train.evaluate import Evaluator
 from outrider.train.loss.losses import parse
-from outrider.train.model.joint import TARGET, DatasetReader, DatasetTexts
+from outrider.train.model.joint import TARGET, DatasetCollator, DatasetTexts
 from outrider.train.model.presets import KINDS
 from outrider.train.report.log import Log, write
 from outrider.train.settings import DRAFT, Settings
@@ -90,7 +90,7 @@ class Training:
         num_prompts = max(len(train_prompts), len(eval_prompts))
         self._setup = make_train_setup(kind, settings, self._target, num_prompts=num_prompts)
         join_group(self._setup.parts.device)
-        self._schedule, self._reader = self._prepare_data(train_prompts)
+        self._schedule, self._collator = self._prepare_data(train_prompts)
         trainee = self._setup.trainee
         if state is None:
             trainee.begin(lambda: self._schedule.samples(0))
@@ -100,7 +100,7 @@ class Training:
         self._cycle = 0  # generation cycles that are done
         if state:
             self._trainer.load(state)
-            self._cycle = state["wave"]
+            self._cycle = state["cycle"]
         self._budget: TimeBudget | None = None
         if settings.max_minutes is not None:
             used = state.get("seconds", 0.0) if state else 0.0
@@ -209,7 +209,7 @@ class Training:
         if self._budget is not None:
             # The last cycle may end a little early. A finished training stays finished.
             facts["seconds"] = max(self._budget.elapsed, self._budget.seconds if finished else 0.0)
-        self._trainer.save(self._out, wave=self._cycle, identity=self._identity, **facts)
+        self._trainer.save(self._out, cycle=self._cycle, identity=self._identity, **facts)
 
     def _run_cycle(self) -> tuple[list[StepStats], dict[str, float]]:
         """Run one generation cycle. Return the statistics of its steps, and the seconds of answers and steps."""
@@ -221,15 +221,15 @@ class Training:
         answered = perf_counter()
         stats = []
         for i, micro_batches in enumerate(self._schedule.steps(samples, self._cycle)):
-            batches = (self._reader.read(group, everything=settings.train_on_prompts) for group in micro_batches)
+            batches = (self._collator.collate(group, everything=settings.train_on_prompts) for group in micro_batches)
             stats.append(self._trainer.train(batches, progress=self._share(i / settings.steps_per_generation)))
             self._heap.tidy()
         self._cycle += 1
         self._cycle_seconds = perf_counter() - start
         return stats, {"answers": answered - start, "steps": perf_counter() - answered}
 
-    def _prepare_data(self, prompts: Sequence[Prompt]) -> tuple[PromptSchedule, Reader | DatasetReader]:
-        """Encode the prompts of this process. Return the schedule of samples, and the reader that batches them.
+    def _prepare_data(self, prompts: Sequence[Prompt]) -> tuple[PromptSchedule, Collator | DatasetCollator]:
+        """Encode the prompts of this process. Return the schedule of samples, and the collator that batches them.
 
         Raises:
             OutriderError: there are too few prompts, or no draft can be trained for the target.
@@ -245,12 +245,14 @@ class Training:
                 f"{len(prompts)} prompts are too few for {world_size()} processes; give more prompts, or start fewer"
                 " processes"
             )
-        reader = Reader(trainee.aux_states, recorder.layers, self._setup.tables, trainee.ids, views=trainee.shared_kv)
-        reader.check(parts.target, self._prompt_tokens(prompts[rank()])[:_CHECK_TOKENS])
+        collator = Collator(
+            trainee.aux_states, recorder.layers, self._setup.tables, trainee.ids, views=trainee.shared_kv
+        )
+        collator.check(parts.target, self._prompt_tokens(prompts[rank()])[:_CHECK_TOKENS])
         if settings.train_target is not None:
-            texts = {i: encoded(parts.tokenizer, prompts[i], whole=True)[: parts.context] for i in numbers}
+            texts = {i: encode_prompt(parts.tokenizer, prompts[i], whole=True)[: parts.context] for i in numbers}
             schedule = PromptSchedule(DatasetTexts(texts), numbers, settings, most_per_process=most_per_process)
-            return schedule, DatasetReader(trainee.ids, parts.vocab)
+            return schedule, DatasetCollator(trainee.ids, parts.vocab)
         generator = AnswerGenerator(
             parts,
             recorder,
@@ -263,13 +265,13 @@ class Training:
             ),
             cache=self._feature_cache(),
         )
-        return PromptSchedule(generator, numbers, settings, most_per_process=most_per_process), reader
+        return PromptSchedule(generator, numbers, settings, most_per_process=most_per_process), collator
 
     def _encode_prompts(self, prompts: Sequence[Prompt], numbers: range) -> dict[int, tuple[int, ...]]:
         """Return the tokens of prompts by number, cut to half of the context, which leaves as much for the answer."""
         parts = self._setup.parts
         limit = parts.context // 2
-        tokens = {i: encoded(parts.tokenizer, prompts[i]) for i in numbers}
+        tokens = {i: encode_prompt(parts.tokenizer, prompts[i]) for i in numbers}
         num_cut = sum(len(prompt) > limit for prompt in tokens.values())
         if num_cut and not rank():
             _log.warning(
@@ -289,7 +291,7 @@ class Training:
         return FeatureCache(
             settings.cache_dir,
             gigabytes=settings.cache_gb or _DEFAULT_CACHE_GB,
-            origin=origin_of(self._setup.parts, self._target, recorder.looked),
+            origin=origin_of(self._setup.parts, self._target, recorder.kv_layers),
             layers=recorder.layers,
         )
 
@@ -297,7 +299,7 @@ class Training:
         """Return the tokens that the target continues: a prompt, or with --train-target the first half of a text."""
         parts = self._setup.parts
         is_text = self._settings.train_target is not None
-        tokens = encoded(parts.tokenizer, prompt, whole=is_text)[: parts.context // 2]
+        tokens = encode_prompt(parts.tokenizer, prompt, whole=is_text)[: parts.context // 2]
         return tokens[: max(len(tokens) // 2, 1)] if is_text else tokens
 
     def _write_draft(self, evaluation: Mapping[str, Any]) -> None:
@@ -314,12 +316,12 @@ class Training:
             "kind": self._kind,
             "out": self._settings.out,
             "target": self._target.name,
-            "taught_target": None if self._settings.train_target is None else str(Path(self._settings.out) / TARGET),
-            "waves": self._cycle,
+            "trained_target": None if self._settings.train_target is None else str(Path(self._settings.out) / TARGET),
+            "cycles": self._cycle,
             "steps": self._trainer.step,
             "parameters": sum(weight.numel() for weight in self._setup.trainee.module.parameters()),
             "k": self._settings.k,
-            "held_out": dict(evaluation),
+            "evaluation": dict(evaluation),
             "held_out_in_data": self._num_repeated,
             "seconds": round(perf_counter() - self._start_time, 1),
             "hardware": machine.hardware(str(self._setup.parts.device)),

@@ -52,7 +52,7 @@ def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts
         layers = sorted({*trainee.aux_states.layers, setup.target.layers - 1})
         kv_layers = sorted({view.layer for view in trainee.shared_kv})
         proposer = find_proposer(settings.proposer, setup)
-        recorder = Recorder(proposer, layers, memory=tables.kv_view, looked=kv_layers)
+        recorder = Recorder(proposer, layers, kv_view=tables.kv_view, kv_layers=kv_layers)
         created.append((trainee, recorder, tables))
         return recorder
 

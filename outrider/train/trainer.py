@@ -18,13 +18,13 @@ from outrider.heads.files import save_tensors
 from outrider.train.distributed import all_reduce_sum, world_size
 from outrider.train.loss.chunked import chunked_loss
 from outrider.train.loss.losses import LENGTH, length_loss
-from outrider.train.loss.steps import Texts
+from outrider.train.loss.steps import TrainingBatch
 from outrider.train.model.trainee import DraftTrainee
 from outrider.train.optimizer import Optimizer
 from outrider.train.precision import matmul_dtype
 
 STATE = "state.pt"
-_STATE_KEYS = frozenset({"module", "optimiser", "step", "random", "identity", "wave"})
+_STATE_KEYS = frozenset({"module", "optimiser", "step", "random", "identity", "cycle"})
 _ALPHA_EVERY = 4  # steps between two records of alpha; to read alpha takes as long as the loss itself
 _WARMUP = 0.03  # share of the training in which the learning rate rises
 _FINAL_LR = 0.05  # learning rate at the end, as a share of its peak
@@ -81,7 +81,7 @@ class Trainer:
         self._device = next(trainee.module.parameters()).device
         self._mixed_precision = matmul_dtype(self._device) is torch.bfloat16  # weights are float32
 
-    def train(self, micro_batches: Iterable[Texts], *, progress: float) -> StepStats:
+    def train(self, micro_batches: Iterable[TrainingBatch], *, progress: float) -> StepStats:
         """Make one step on all micro-batches. `progress` is the share of the training that is done.
 
         Raises:
@@ -90,11 +90,11 @@ class Trainer:
         stats = StepStats()
         module = self.trainee.module
         module.train()
-        for texts in micro_batches:
-            if not bool(texts.learn.any()):
+        for batch in micro_batches:
+            if not bool(batch.loss_mask.any()):
                 continue
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._mixed_precision):
-                loss = self._loss(texts, stats)
+                loss = self._loss(batch, stats)
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
             stats.loss += float(loss.detach())
@@ -112,14 +112,14 @@ class Trainer:
         self.step += 1
         return stats
 
-    def _loss(self, texts: Texts, stats: StepStats) -> torch.Tensor:
+    def _loss(self, batch: TrainingBatch, stats: StepStats) -> torch.Tensor:
         """Return the loss of a micro-batch, summed over its columns."""
         loss = torch.zeros((), device=self._device)
         extra_loss = torch.zeros((), device=self._device)
         alphas: list[torch.Tensor] = []
         masks: list[torch.Tensor] = []
         weights: list[float] = []
-        for position, step in enumerate(self.trainee.unroll(texts, self._steps)):
+        for position, step in enumerate(self.trainee.unroll(batch, self._steps)):
             weight = step.weight * self._decay**position
             losses, alpha = chunked_loss(step.logits, step.target, self._losses)
             loss = loss + weight * losses.sum()
@@ -131,10 +131,12 @@ class Trainer:
             if step.extra_loss is not None:
                 extra_loss = extra_loss + step.extra_loss
             if position == 0:
-                stats.columns += float(step.learn.sum())
+                stats.columns += float(step.loss_mask.sum())
             if LENGTH in self._losses:
-                alphas.append(torch.zeros(step.learn.shape, device=self._device).masked_scatter(step.learn, alpha))
-                masks.append(step.learn)
+                alphas.append(
+                    torch.zeros(step.loss_mask.shape, device=self._device).masked_scatter(step.loss_mask, alpha)
+                )
+                masks.append(step.loss_mask)
                 weights.append(step.weight)
             if self.step % _ALPHA_EVERY == 0:
                 stats.add_alpha(position, alpha.detach())

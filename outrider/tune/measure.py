@@ -21,7 +21,7 @@ from outrider.measure.prompts import read_prompts
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.planner import FixedPlanner, Planner
 from outrider.propose.base import Proposer
-from outrider.propose.registry import DRAWN, Expression, parse
+from outrider.propose.registry import SAMPLING_PROPOSERS, Expression, parse
 from outrider.tune.settings import Settings
 from outrider.tune.trial import PromptBatch, Trial, Variant, run
 
@@ -29,7 +29,7 @@ _WARMUP_TOKENS = 8
 _MIN_BATCHES = 2  # batches of prompts that are measured in spite of the time limit, so that there is an interval
 # Proposers without memory of finished outputs. Every other proposer is created again before it gets a prompt a second
 # time. Otherwise it would remember the output.
-_FORGETFUL = DRAWN | {"draft-text", "ngram", "suffix", "retrieval", "first", "merge", "switch"}
+_FORGETFUL = SAMPLING_PROPOSERS | {"draft-text", "ngram", "suffix", "retrieval", "first", "merge", "switch"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from shlex import quote
 
 from outrider.benchmarking.memory import MemoryUse
 from outrider.core.params import AUTO
-from outrider.propose.expression import pasted, short
+from outrider.propose.expression import command_line_form, short
 from outrider.tune.advice import WORTHWHILE, Advice
 from outrider.tune.engines import other_engines
 from outrider.tune.figures import Case, Estimate
@@ -54,7 +54,7 @@ def _answer(advice: Advice) -> str:
         reason = ""
         if advice.adaptive:
             reason = " It was a little slower than a fixed k, but it stops where drafting does not pay."
-        return f"Use {quote(pasted(variant.proposer))} with k {variant.k}.{reason}"
+        return f"Use {quote(command_line_form(variant.proposer))} with k {variant.k}.{reason}"
     fastest = f"{short(variant.proposer)} with k {variant.k}"
     if overall.value < WORTHWHILE:
         return (

@@ -20,7 +20,7 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.propose.draft_model.chain import DraftModelProposer
-from outrider.testing.drive import make_row
+from outrider.testing.drive import make_seq
 from outrider.testing.toy_target import ToyTarget
 from tests.helpers import tiny
 from tests.helpers.conformance import EVERY
@@ -354,7 +354,7 @@ def test_static_cache_prefers_the_prefix_in_its_own_slot():
     text = random_tokens(9)
     cache.set_prefix_caching(True)
     for slot in range(3):
-        seq = make_row(text, slot)
+        seq = make_seq(text, slot)
         cache.admit(slot, text, f"scope {slot}")  # with different scopes, each sequence is prefilled
         batch = tiny.everything([seq])
         values = torch.full((1, len(text), 4), float(slot + 1))

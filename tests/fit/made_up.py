@@ -47,5 +47,5 @@ TRAINED = {
     "kind": "slim",
     "parameters": 1_000_000,
     "steps": 50,
-    "held_out": {"temperature 0": {"tau": 1.5, "acceptance": [0.5]}},
+    "evaluation": {"temperature 0": {"tau": 1.5, "acceptance": [0.5]}},
 }

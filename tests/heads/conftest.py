@@ -12,7 +12,7 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer
-from outrider.testing.drive import make_row
+from outrider.testing.drive import make_seq
 from outrider.train.data.sample import Sample
 from tests.helpers.engines import make_engine, outputs, run
 
@@ -31,7 +31,7 @@ def nano():
     target.export_hidden_states(range(2))
     samples = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        seq = make_row([*prompt, *answer], 0)
+        seq = make_seq([*prompt, *answer], 0)
         target.cache.admit(0, seq.token_ids)
         batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:-1]),), draft_budget=(0,))
         with torch.inference_mode():

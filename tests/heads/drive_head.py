@@ -14,7 +14,7 @@ from outrider.heads.description import HeadDescription
 from outrider.heads.store import HeadModule, make_module
 from outrider.heads.targets.registry import make_head_target
 from outrider.propose.draft_model.trained_head import HeadProposer
-from outrider.testing.drive import make_round, make_row
+from outrider.testing.drive import make_round, make_seq
 from tests.helpers.engines import make_engine, run
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def random_head(description: HeadDescription, seed: int = 0, perturbed: tuple[st
 
 def admit(head, texts) -> list[SequenceState]:
     """Start a sequence for each text. Return the sequences."""
-    seqs = [make_row(list(text), slot) for slot, text in enumerate(texts)]
+    seqs = [make_seq(list(text), slot) for slot, text in enumerate(texts)]
     # By slot, the number of states that `note_states` has passed to the head.
     head.num_noted = {seq.slot: 0 for seq in seqs}
     for seq in seqs:
@@ -59,7 +59,7 @@ def note_states(head, seqs, aux_states, ends) -> None:
     batch = Batch(seqs=tuple(seqs), start=tuple(begins), feed=feeds, draft_budget=(0,) * len(seqs))
     scores = Scores(logits=torch.zeros(len(seqs), 1, 1), hidden_states=node_states, feed_hidden_states=feed_states)
     empty = [()] * len(seqs)
-    head.note(make_round(batch, tree.empty(len(seqs), CPU), scores, empty, empty))
+    head.record_states(make_round(batch, tree.empty(len(seqs), CPU), scores, empty, empty))
     head.num_noted |= {seq.slot: end for seq, end in zip(seqs, ends, strict=True)}
 
 

@@ -22,11 +22,11 @@ from outrider.propose.draft_model import chain as chain_module
 from outrider.propose.draft_model.confidence import Confidence
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.testing import ToyTarget, toy_setup
-from outrider.testing.drive import make_row, random_tree
-from outrider.train.data.batches import Reader
+from outrider.testing.drive import make_seq, random_tree
+from outrider.train.data.batches import Collator
 from outrider.train.loss import blocks
 from outrider.train.loss.losses import parse
-from outrider.train.loss.steps import Texts
+from outrider.train.loss.steps import TrainingBatch
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.presets import Sizes, describe
 from outrider.train.trainer import Trainer
@@ -43,11 +43,11 @@ from tests.heads.drive_head import (
     score_texts,
 )
 from tests.helpers.heads import check_text
-from tests.helpers.train_setup import spread
+from tests.helpers.train_setup import scatter
 
-SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, guesses=4)
-MINI = Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=2, guesses=4)
-NANO = Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, depth=1, guesses=4)
+SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, draft_tokens=4)
+MINI = Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=2, draft_tokens=4)
+NANO = Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, depth=1, draft_tokens=4)
 KINDS = ["dflash", "dspark"]
 
 
@@ -123,7 +123,7 @@ def test_invalid_descriptions_are_rejected(change, message):
 
 
 def test_presets_for_large_targets_follow_the_papers():
-    sizes = Sizes(hidden=4096, layers=36, vocab=151936, epsilon=1e-6, guesses=15)
+    sizes = Sizes(hidden=4096, layers=36, vocab=151936, epsilon=1e-6, draft_tokens=15)
     dflash, dspark = (describe(kind, sizes) for kind in KINDS)
     assert dflash.aux_states.layers == dspark.aux_states.layers == (1, 9, 17, 25, 33)
     assert dflash.block == DraftBlock(size=16)
@@ -143,14 +143,16 @@ def test_engine_logits_equal_training_logits(kind, name):
     num_draft_tokens = module.block.draft_tokens
     tokens = torch.randint(0, 40, (3, size + 1))
     aux_states = torch.randn(3, size, len(description.aux_states.layers), 64)
-    learn = torch.arange(size) < torch.tensor(lengths)[:, None]
+    loss_mask = torch.arange(size) < torch.tensor(lengths)[:, None]
     target_probs = torch.rand(3, size, description.output_vocab)
-    texts = Texts(tokens=tokens, aux_states=aux_states, target_probs=target_probs[learn], learn=learn)
+    texts = TrainingBatch(
+        tokens=tokens, aux_states=aux_states, target_probs=target_probs[loss_mask], loss_mask=loss_mask
+    )
     steps = list(unrolled(module, texts, 9))
-    training_logits = [spread(step.logits, step.learn) for step in steps]
-    training_targets = [spread(step.target, step.learn) for step in steps]
+    training_logits = [scatter(step.logits, step.loss_mask) for step in steps]
+    training_targets = [scatter(step.target, step.loss_mask) for step in steps]
     has_confidence = module.block.confidence
-    training_confidence = [spread(step.confidence, step.learn) if has_confidence else None for step in steps]
+    training_confidence = [scatter(step.confidence, step.loss_mask) if has_confidence else None for step in steps]
     assert len(steps) == num_draft_tokens
     seqs = admit(head, [tokens[b, :5].tolist() for b in range(3)])
     note_states(head, seqs, aux_states, [4] * 3)
@@ -171,8 +173,8 @@ def test_engine_logits_equal_training_logits(kind, name):
         for b, seq in enumerate(seqs):
             position = len(seq.token_ids) - 1
             for depth, step in enumerate(steps):
-                assert bool(step.learn[seq.slot, position - 1]) == (position + depth < lengths[seq.slot])
-                if step.learn[seq.slot, position - 1]:
+                assert bool(step.loss_mask[seq.slot, position - 1]) == (position + depth < lengths[seq.slot])
+                if step.loss_mask[seq.slot, position - 1]:
                     expected = training_logits[depth][seq.slot, position - 1]
                     assert (scores[depth].logits[b, -1, module.ids] - expected).abs().max() < 1e-3
                     target = training_targets[depth][seq.slot, position - 1]
@@ -210,12 +212,12 @@ def test_cached_states_give_the_same_logits_again():
 
 def test_blocks_start_at_random_trained_positions(monkeypatch):
     monkeypatch.setattr(blocks, "_MAX_BLOCKS", 4)
-    learn = torch.zeros(3, 12, dtype=torch.bool)
-    learn[0, 2:] = True
-    learn[1, 7:9] = True
+    loss_mask = torch.zeros(3, 12, dtype=torch.bool)
+    loss_mask[0, 2:] = True
+    loss_mask[1, 7:9] = True
     seen = set()
     for _ in range(40):
-        positions, valid = blocks.anchors(learn, 1.0)
+        positions, valid = blocks.anchors(loss_mask, 1.0)
         assert positions.shape == valid.shape == (3, 4)
         assert valid.sum(1).tolist() == [4, 2, 0]
         assert positions[1, :2].tolist() == [7, 8]
@@ -235,36 +237,36 @@ def test_share_of_positions_at_which_blocks_start():
 def test_blocks_in_one_training_pass_are_independent(monkeypatch):
     module = make_head(describe("dspark", SMALL))
     module.share_weights(TABLES.embedding, TABLES.head)
-    texts = Texts(
+    texts = TrainingBatch(
         tokens=torch.randint(0, 40, (2, 16)),
         aux_states=torch.randn(2, 15, 5, 64),
         target_probs=torch.rand(30, 40),
-        learn=torch.ones(2, 15, dtype=torch.bool),
+        loss_mask=torch.ones(2, 15, dtype=torch.bool),
     )
     all_steps = list(unrolled(module, texts, 9))
     monkeypatch.setattr(blocks, "_MAX_BLOCKS", 5)
     torch.manual_seed(8)
-    positions, _ = blocks.anchors(texts.learn, 1.0)
+    positions, _ = blocks.anchors(texts.loss_mask, 1.0)
     torch.manual_seed(8)
     for step, full_step in zip(unrolled(module, texts, 9), all_steps, strict=True):
         index = positions - 1  # the full pass has a block at each position but the first
-        full_logits = spread(full_step.logits, full_step.learn)
+        full_logits = scatter(full_step.logits, full_step.loss_mask)
         expected = full_logits.gather(1, index[..., None].expand(-1, -1, 40))
-        assert torch.allclose(spread(step.logits, step.learn), expected, atol=1e-5, equal_nan=True)
-        assert torch.equal(step.learn, full_step.learn.gather(1, index))
+        assert torch.allclose(scatter(step.logits, step.loss_mask), expected, atol=1e-5, equal_nan=True)
+        assert torch.equal(step.loss_mask, full_step.loss_mask.gather(1, index))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_of_one_token_is_not_trained(kind):
     module = make_module(describe(kind, SMALL))
     module.share_weights(TABLES.embedding, TABLES.head)
-    texts = Texts(
+    texts = TrainingBatch(
         tokens=torch.tensor([[3, 1]]),
         aux_states=torch.randn(1, 1, 5, 64),
         target_probs=torch.rand(1, 40),
-        learn=torch.ones(1, 1, dtype=torch.bool),
+        loss_mask=torch.ones(1, 1, dtype=torch.bool),
     )
-    assert not any(bool(step.learn.any()) for step in unrolled(module, texts, 9))
+    assert not any(bool(step.loss_mask.any()) for step in unrolled(module, texts, 9))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -347,7 +349,7 @@ def test_single_pass_heads_ignore_the_price_of_another_pass(kind, min_depth, mak
     sizes = replace(SMALL, own_lm_head=False)
     head = make_head_target(make_head(describe(kind, sizes)), TABLES, slots=1, context=32)
     proposer = make(replace(toy_setup(ToyTarget(vocab=40)), draw=Draw.ARGMAX), head)
-    seq = make_row([1, 2, 3, 4, 5], 0, SamplingParams(temperature=temperature))
+    seq = make_seq([1, 2, 3, 4, 5], 0, SamplingParams(temperature=temperature))
     proposer.admit(0, seq.request)
     head.num_noted = {0: 0}
     note_states(head, [seq], torch.randn(1, 4, len(head.description.aux_states.layers), 64), [4])
@@ -365,7 +367,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(kind, nano):
     tables = target.share_weights()
     module = make_module(description)
     module.share_weights(tables.embedding.float(), tables.head.float())
-    texts = Reader(description.aux_states, range(2), tables, module.ids).read(samples, everything=False)
+    texts = Collator(description.aux_states, range(2), tables, module.ids).collate(samples, everything=False)
     trainee = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
     trainer = Trainer(trainee, losses=parse("ce:0.1,tv:1.8"), steps=4, decay=0.8, lr=3e-3)
     tau_before = measure_tau(module, target, prompts)

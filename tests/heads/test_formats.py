@@ -18,9 +18,9 @@ from outrider.core.stats import Stats
 from outrider.errors import OutriderError
 from outrider.heads.description import Feedback, Kind
 from outrider.heads.files import TensorFiles, read_target_info, write_folder
-from outrider.heads.formats.base import Source, TargetInfo, UnusedTensors
+from outrider.heads.formats.base import Source, TargetInfo, TargetRequired
 from outrider.heads.formats.registry import FORMATS, format_of
-from outrider.heads.store import is_head, read_head, read_trained, write_head
+from outrider.heads.store import import_head, is_head, read_head, write_head
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
@@ -30,7 +30,7 @@ from tests.helpers.heads import HEAD, KINDS, MASK, PROMPTS, TABLE, cases, guesse
 
 SMALL = cases()
 MINI = cases(hidden=384, vocab=12288)
-TARGET = TargetInfo(vocab=96, hidden=64, layers=8, head=lambda: HEAD, embedding=lambda: TABLE, kinds=KINDS)
+TARGET = TargetInfo(vocab=96, hidden=64, layers=8, head=lambda: HEAD, embedding=lambda: TABLE, layer_types=KINDS)
 # Cases that cannot be read without their target: it has the layers that an assistant attends to, tables that these
 # heads share, or the embedding with the mask.
 CASES_THAT_NEED_THE_TARGET = [
@@ -93,7 +93,7 @@ def test_every_format_has_a_case():
 @pytest.mark.parametrize("case", SMALL)
 def test_import_of_an_export_gives_the_same_draft_head(case, tmp_path):
     module = export_case(tmp_path, case)
-    trained = read_trained(tmp_path, TARGET)
+    trained = import_head(tmp_path, TARGET)
     assert trained.description == module.description
     # Both Medusa formats of the authors are recognized as the first one.
     title = format_of(SMALL[case][0]).title.replace("(its authors', safetensors)", "(its authors')")
@@ -118,7 +118,7 @@ def test_export_of_an_import_gives_the_same_checkpoint(case):
 @pytest.mark.parametrize("case", [case for case in SMALL if case not in CASES_THAT_NEED_THE_TARGET])
 def test_import_without_the_target(case, tmp_path):
     module = export_case(tmp_path, case)
-    assert read_trained(tmp_path).description == module.description
+    assert import_head(tmp_path).description == module.description
 
 
 @pytest.fixture(scope="module")
@@ -180,26 +180,26 @@ def test_layers_have_defaults(case, change, tmp_path):
         config.pop("num_target_layers")
 
     folder = export_changed(tmp_path, case, change_and_drop_num_layers)
-    assert read_trained(folder, TARGET).description == SMALL[case][1]
+    assert import_head(folder, TARGET).description == SMALL[case][1]
 
 
 def test_error_if_the_target_is_needed(tmp_path):
     folder = export_changed(tmp_path / "a", "eagle", lambda config, _: config.pop("num_target_layers"))
-    with pytest.raises(UnusedTensors, match="give the target with --target DIR"):
-        read_trained(folder)
+    with pytest.raises(TargetRequired, match="give the target with --target DIR"):
+        import_head(folder)
     default_layers = export_changed(tmp_path / "b", "eagle3", lambda config, _: config.pop("num_target_layers"))
     # Layers 1, 3 and 4 are the default for a target with 8 layers.
-    assert read_trained(default_layers).description.target_layers == 8
-    with pytest.raises(UnusedTensors, match="uses its target's"):
+    assert import_head(default_layers).description.target_layers == 8
+    with pytest.raises(TargetRequired, match="uses its target's"):
         format_of("medusa-vllm").write(*random_case("legacy medusa"), None)
 
 
 def test_norm_output_has_two_meanings(tmp_path):
     flat = export_changed(tmp_path / "a", "eagle3", lambda config, _: config.update(norm_output=True))
-    assert read_trained(flat).description == SMALL["eagle3"][1]
-    assert read_trained(flat).description.feedback is Feedback.RAW
+    assert import_head(flat).description == SMALL["eagle3"][1]
+    assert import_head(flat).description.feedback is Feedback.RAW
     nested = export_changed(tmp_path / "b", "speculators", lambda config, _: config.update(norm_output=True))
-    assert read_trained(nested).description.feedback is Feedback.NORMED
+    assert import_head(nested).description.feedback is Feedback.NORMED
     config, _ = format_of("eagle3").write(*random_case("eagle3"), None)
     assert "norm_output" not in config
     with pytest.raises(OutriderError, match="feeds back the normed state"):
@@ -425,8 +425,8 @@ def test_invalid_checkpoints_are_rejected(name, tmp_path):
 def test_mask_is_stored_as_a_row_of_the_embedding(tmp_path):
     """The embedding is the head's own or the target's. A mask that equals no row is written to an unused row."""
     export_case(tmp_path / "a", "dflash")
-    with pytest.raises(UnusedTensors, match=r"a row of the target's embedding.*; give the target with --target DIR"):
-        read_trained(tmp_path / "a")
+    with pytest.raises(TargetRequired, match=r"a row of the target's embedding.*; give the target with --target DIR"):
+        import_head(tmp_path / "a")
     description, weights = random_case("dflash of speculators")
     weights["mask"] = torch.randn(64)
     for name in ("dflash", "dflash-speculators"):
@@ -435,7 +435,7 @@ def test_mask_is_stored_as_a_row_of_the_embedding(tmp_path):
         ):
             format_of(name).write(description, weights, TARGET)
     format = format_of("dflash-speculators")
-    config, tensors = format.write(description, weights, replace(TARGET, spare=91))
+    config, tensors = format.write(description, weights, replace(TARGET, unused_id=91))
     assert config["mask_token_id"] == 91
     assert torch.equal(tensors["embed_tokens.weight"][:91], TABLE[:91])
     imported_description, imported_weights = format.read(Source(config, tensors, TARGET))
@@ -443,19 +443,19 @@ def test_mask_is_stored_as_a_row_of_the_embedding(tmp_path):
     assert torch.equal(imported_weights["mask"], weights["mask"])
     (tmp_path / "a" / "mask_embedding.pt").touch()
     with pytest.raises(OutriderError, match=r"the mask in mask_embedding.pt is not the embedding of a token"):
-        read_trained(tmp_path / "a", TARGET)
+        import_head(tmp_path / "a", TARGET)
 
 
 def test_unused_row_of_the_embedding_is_found_from_the_tokenizer(tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_bytes((embedded("nano") / name).read_bytes())
-    assert read_target_info(tmp_path).spare is None
+    assert read_target_info(tmp_path).unused_id is None
     assert torch.equal(read_target_info(tmp_path).embedding(), TensorFiles(tmp_path)["model.embed_tokens.weight"])
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 8}))
-    assert read_target_info(tmp_path).spare == config["vocab_size"]
+    assert read_target_info(tmp_path).unused_id == config["vocab_size"]
     (tmp_path / "tokenizer.json").unlink()
-    assert read_target_info(tmp_path).spare is None
+    assert read_target_info(tmp_path).unused_id is None
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gemma3_text"}))
     with pytest.raises(OutriderError, match="scales its embeddings"):
         read_target_info(tmp_path).embedding()
@@ -484,7 +484,7 @@ def test_confidence_head_without_markov_input():
 )
 def test_default_of_sample_from_anchor_depends_on_the_format(case, values, expected, tmp_path):
     folder = export_changed(tmp_path, case, lambda config, _: config.update(values))
-    assert read_trained(folder, TARGET).description.block.sample_from_anchor is expected
+    assert import_head(folder, TARGET).description.block.sample_from_anchor is expected
 
 
 def test_specforge_config_with_all_values_in_dflash_config(tmp_path):
@@ -497,7 +497,7 @@ def test_specforge_config_with_all_values_in_dflash_config(tmp_path):
         config.update(architectures=["DSparkDraftModel"], dflash_config=inner)
 
     folder = export_changed(tmp_path, "dspark", nest)
-    assert read_trained(folder, TARGET).description == SMALL["dspark"][1]
+    assert import_head(folder, TARGET).description == SMALL["dspark"][1]
 
 
 def test_assistant_is_exported_only_for_a_matching_target():
@@ -517,8 +517,8 @@ def test_assistant_is_exported_only_for_a_matching_target():
     other_kind = {"kind": Kind.MTP, "shared_kv": (), "body": SMALL["qwen"][1].body}
     for change, target, message in (
         ({}, None, "give the target with --target DIR"),
-        ({}, replace(TARGET, kinds=("full_attention",) * 8), "which the given target does not have"),
-        ({}, replace(TARGET, kinds=KINDS[::-1]), "attends to other layers than the target's last ones"),
+        ({}, replace(TARGET, layer_types=("full_attention",) * 8), "which the given target does not have"),
+        ({}, replace(TARGET, layer_types=KINDS[::-1]), "attends to other layers than the target's last ones"),
         ({"shared_kv": (sliding, replace(sliding, window=5), full)}, TARGET, "attend to different keys and values"),
         ({"body": replace(description.body, gemma=False)}, TARGET, "has other layers than Gemma 4"),
         (other_kind, TARGET, "is of kind mtp"),
@@ -596,12 +596,12 @@ def test_pickled_prefixed_and_sharded_files_are_read(tmp_path):
         save_file({name: tensors[name] for name in names}, tmp_path / "b" / f"part-{i}.safetensors")
         weight_map |= dict.fromkeys(names, f"part-{i}.safetensors")
     (tmp_path / "b" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    trained = read_trained(tmp_path / "b")
+    trained = import_head(tmp_path / "b")
     assert trained.description == module.description
     assert all(torch.equal(trained.weights[name], value) for name, value in module.state_dict().items())
     (tmp_path / "b" / "part-1.safetensors").unlink()
     with pytest.raises(OutriderError, match=r"part-1.safetensors cannot be read"):
-        read_trained(tmp_path / "b")
+        import_head(tmp_path / "b")
 
 
 def test_ignored_tensors_are_logged(tmp_path, caplog):
@@ -610,7 +610,7 @@ def test_ignored_tensors_are_logged(tmp_path, caplog):
         f"model.layers.9.{name}": torch.zeros(2) for name in ("enorm.weight", "mlp.experts.0.up_proj.weight")
     }
     save_file({**load_file(tmp_path / "model.safetensors"), **later_module}, tmp_path / "model.safetensors")
-    trained = read_trained(tmp_path)
+    trained = import_head(tmp_path)
     assert trained.description == module.description
     ignored = [names for reason, names in trained.ignored.items() if "modules after the first" in reason]
     assert ignored == [tuple(sorted(later_module))]
@@ -621,7 +621,7 @@ def test_ignored_tensors_are_logged(tmp_path, caplog):
 
 def test_config_with_fewer_modules_than_the_checkpoint(tmp_path):
     folder = export_changed(tmp_path, "three modules", lambda config, _: config.update(num_nextn_predict_layers=2))
-    trained = read_trained(folder)
+    trained = import_head(folder)
     assert trained.description == replace(SMALL["three modules"][1], modules=2)
     (names,) = trained.ignored.values()
     assert all(name.startswith("model.layers.10.") for name in names)
@@ -652,7 +652,7 @@ def test_only_deepseek_names_support_several_modules(name):
 def test_tensors_that_are_not_needed_are_ignored(case, names, reason, tmp_path):
     extra = {name: torch.zeros(1) for name in names}
     folder = export_changed(tmp_path, case, lambda _, tensors: tensors.update(extra))
-    trained = read_trained(folder, TARGET)
+    trained = import_head(folder, TARGET)
     assert trained.description == SMALL[case][1]
     assert sorted(name for ignored in trained.ignored.values() for name in ignored) == names
     assert any(reason in each for each in trained.ignored)
@@ -676,7 +676,7 @@ def test_full_model_is_a_draft_head_only_for_its_own_target(plain_output, tmp_pa
     body = description.body
     config |= {"num_attention_heads": body.heads, "head_dim": body.dim, "intermediate_size": body.ffn}
     write_folder(tmp_path, config, {**tensors, **TensorFiles(embedded("mini"))}, "model.safetensors")
-    trained = read_trained(tmp_path)
+    trained = import_head(tmp_path)
     assert "weights of the target" in trained.ignored
     assert not is_head(tmp_path)
     assert not is_head(tmp_path, lambda: replace(TARGET, vocab=12288))
@@ -700,7 +700,7 @@ def test_convert_to_other_formats_and_back(tmp_path):
         assert "and read back" in result.output
     first, last = (load_file(tmp_path / name / "model.safetensors") for name in "ad")
     assert all_equal(first, last)
-    assert read_trained(tmp_path / "d").description == module.description
+    assert import_head(tmp_path / "d").description == module.description
     assert json.loads((tmp_path / "d" / "config.json").read_text())["torch_dtype"] == "float32"
 
 
@@ -715,7 +715,7 @@ def test_convert_a_block_head_and_back(tmp_path):
         result = invoke(*arguments, "--target", embedded("mini"))
         assert result.exit_code == 0, result.output
         assert "describes the head differently" not in result.output
-    assert read_trained(tmp_path / "d", target).description == module.description
+    assert import_head(tmp_path / "d", target).description == module.description
     first, last = (load_file(tmp_path / name / "model.safetensors") for name in "ad")
     assert all_equal(first, last)
     assert (tmp_path / "a" / "config.json").read_text().count("block_size") == 1
@@ -747,10 +747,10 @@ def test_quantization_config_with_unquantized_weights_is_logged(inner, tmp_path,
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
     quantized = {**config, "quantization_config": {"quant_method": "fp8"}}
-    read_trained(tmp_path)
+    import_head(tmp_path)
     assert not caplog.records
     file.write_text(json.dumps({**config, "text_config": quantized} if inner else quantized))
-    read_trained(tmp_path)
+    import_head(tmp_path)
     assert "config.json has a quantization_config, but the weights are read as unquantized" in caplog.text
 
 
@@ -791,7 +791,7 @@ def test_probe_detects_a_head_with_low_acceptance(tmp_path):
     result = invoke("inspect", tmp_path, "--target", embedded("mini"), "--json")
     assert result.exit_code == 0, result.output
     probe = json.loads(result.stdout)["probe"]
-    assert probe["guesses"] >= 50
+    assert probe["draft_tokens"] >= 50
     assert probe["agreement"] < inspect_draft.ENOUGH
     assert [line.split(":")[0] for line in probe["checklist"]][:4] == ["layer index", "norm", "rotary", "concat order"]
 

@@ -19,7 +19,7 @@ from outrider.heads.formats.llama import read_rope, write_body
 from outrider.heads.formats.registry import format_of
 from outrider.heads.modules.layers import Attention, rotation
 from outrider.heads.rotary import frequencies
-from outrider.heads.store import filled
+from outrider.heads.store import load_module
 from outrider.heads.targets.autoregressive import AutoregressiveTarget, NativeAutoregressiveTarget
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
@@ -226,7 +226,7 @@ def import_case(case):
     weights = random_draft(description, seed=3).state_dict()
     config, tensors = format_of(name).write(description, weights, target)
     imported_description, imported_weights = format_of(name).read(Source(config, tensors, target))
-    module = filled(imported_description, imported_weights, where=case)
+    module = load_module(imported_description, imported_weights, where=case)
     module.share_weights(TABLE, HEAD)
     return tensors, module
 
@@ -261,10 +261,10 @@ def test_autoregressive_heads_agree_with_references(case):
     aux_states = torch.randn(7, len(module.description.aux_states.layers), 64)
     first_states = aux_states if module.description.aux_states.fused else aux_states[:, 0]
     expected, state = reference(tokens[0], first_states)
-    out = module(tokens[0], module.fused(aux_states), positions, causal)
+    out = module(tokens[0], module.fuse_states(aux_states), positions, causal)
     assert_close(module.logits(out), expected)
     expected, _ = reference(tokens[1], state)
-    out = module(tokens[1], module.recycled(out), positions, causal)
+    out = module(tokens[1], module.feed_back(out), positions, causal)
     assert_close(module.logits(out), expected)
     if module.description.draft_vocab:
         assert torch.equal(tensors["d2t"] + torch.arange(40), module.ids)
@@ -284,7 +284,7 @@ def test_modules_take_the_output_of_the_module_before():
         out = module(tokens[1 + index :], state, torch.arange(index, 7), causal, index)
         torch.testing.assert_close(module.logits(out, index), expected, atol=2e-4, rtol=2e-4)
         reference_state = reference_out[:-1]
-        state = module.recycled(out, index)[:-1]
+        state = module.feed_back(out, index)[:-1]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_mask_token_heads_agree_with_references(case, first):
     aux_states = torch.randn(7, len(module.description.aux_states.layers), 64)
     expected = peagle(tensors, first)(tokens, aux_states, 3)
     tokens = torch.cat([tokens, torch.full((3,), module.description.masks.token)])
-    states = torch.cat([module.fused(aux_states), module.masked().expand(3, -1)])
+    states = torch.cat([module.fuse_states(aux_states), module.mask_state().expand(3, -1)])
     logits = module.logits(module(tokens, states, torch.arange(10), causal))
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
 
@@ -309,13 +309,13 @@ def test_export_in_another_order_swaps_columns_of_the_projection():
     config, tensors = format_of("mtp-mimo").write(module.description, module.state_dict(), None)
     description, weights = format_of("mtp-mimo").read(Source(config, tensors, None))
     assert description == mimo
-    imported = filled(description, weights, where="mimo")
+    imported = load_module(description, weights, where="mimo")
     tokens = torch.randint(0, 96, (7,))
     aux_states = torch.randn(7, 1, 64)
     outs = []
     for each in (module, imported):
         each.share_weights(TABLE, HEAD)
-        outs.append(each(tokens, each.fused(aux_states), torch.arange(7), causal))
+        outs.append(each(tokens, each.fuse_states(aux_states), torch.arange(7), causal))
     torch.testing.assert_close(*outs)
 
 
@@ -397,7 +397,7 @@ def test_block_heads_agree_with_references(case, size, first):
     t, module = import_case(case)
     aux_states = torch.randn(6, 3, 64)
     expected = block(t, size=size, mask=MASK, first=first)(aux_states, 11)
-    context = module.shown(module.fused(aux_states), torch.arange(6))
+    context = module.keys_and_values(module.fuse_states(aux_states), torch.arange(6))
 
     def attend(attention, query, key, value):
         context_key, context_value = context[attention.layer_idx]
@@ -410,7 +410,7 @@ def test_block_heads_agree_with_references(case, size, first):
     if module.block.markov_rank:
         markov = t["markov_head.markov_w1.weight"][before]
         expected_logits = expected_logits + markov @ t["markov_head.markov_w2.weight"].T
-    logits = module.corrected(module.logits(out), before)
+    logits = module.correct_logits(module.logits(out), before)
     torch.testing.assert_close(logits, expected_logits, atol=1e-3, rtol=1e-3)
     if module.block.confidence:
         weight = t["confidence_head.proj.weight"][0]

@@ -15,7 +15,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import DrawParams, UniformDraws
 from outrider.errors import OutriderError
 from outrider.heads.description import AuxStates, Feedback, FuseNorm, HeadDescription, Kind, SharedKV
-from outrider.heads.hidden_states import NoCache, normed
+from outrider.heads.hidden_states import NoCache, apply_final_norm
 from outrider.heads.store import KEY, make_module, read_head, write_head
 from outrider.heads.targets.autoregressive import AutoregressiveTarget, NativeAutoregressiveTarget
 from outrider.heads.targets.masked import MaskedTarget, NativeMaskedTarget
@@ -31,11 +31,11 @@ from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProp
 from outrider.propose.registry import draft_model
 from outrider.testing import random_tree
 from outrider.train.loss.steps import Chains
-from outrider.train.loss.unroll import Texts, unrolled
+from outrider.train.loss.unroll import TrainingBatch, unrolled
 from outrider.train.model.presets import KINDS, Sizes, describe
 from tests.helpers import tiny
-from tests.helpers.heads import PROMPTS, check_text, far, feed, guessed_by, plain_text, shown
-from tests.helpers.train_setup import spread
+from tests.helpers.heads import PROMPTS, check_text, far, feed, guessed_by, make_kv_view, plain_text
+from tests.helpers.train_setup import scatter
 
 VIEW = SharedKV(layer=3, key_heads=2, dim=64)
 MINI = Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=1, view=VIEW)
@@ -125,20 +125,20 @@ def test_engine_logits_equal_training_logits(kind):
     tokens = torch.randint(0, 12288, (1, size + 1))
     aux_states = torch.randn(1, size, len(description.aux_states.layers), 128)
     target_kv = torch.randn(2, 1, 2, 64, 32)
-    tables = replace(tables, kv_view=shown(3, target_kv))
+    tables = replace(tables, kv_view=make_kv_view(3, target_kv))
     head = make_head_target(module, tables, slots=1, context=64)
-    texts = Texts(
+    texts = TrainingBatch(
         tokens=tokens,
         aux_states=aux_states,
         target_probs=torch.zeros(size, 12288),
-        learn=torch.ones(1, size, dtype=bool),
-        shown={3: (target_kv[0, :, :, :size], target_kv[1, :, :, :size])},
+        loss_mask=torch.ones(1, size, dtype=bool),
+        shared_kv={3: (target_kv[0, :, :, :size], target_kv[1, :, :, :size])},
     )
     # Training batches hold the last state after the final norm. The engine applies the norm itself.
     if description.aux_states.final:
-        normed_last = normed(aux_states[:, :, -1:], tables)
+        normed_last = apply_final_norm(aux_states[:, :, -1:], tables)
         texts = replace(texts, aux_states=torch.cat([aux_states[:, :, :-1], normed_last], 2))
-    training_logits = [spread(step.logits, step.learn)[0] for step in unrolled(module, texts, 3)]
+    training_logits = [scatter(step.logits, step.loss_mask)[0] for step in unrolled(module, texts, 3)]
     assert len(training_logits) == 3
     text = tokens[0].tolist()
     for end in range(2, size):  # the first `end` tokens are committed, and the next three are drafted
@@ -266,30 +266,30 @@ def test_sampled_columns_give_the_logits_of_a_full_pass(kind):
     description = describe(kind, SMALL)
     module = make_module(description).requires_grad_(False)
     module.share_weights(torch.randn(40, 64), torch.randn(40, 64))
-    learn = torch.arange(15) < torch.tensor([15, 9])[:, None]
-    learn[:, :3] = False
-    texts = Texts(
+    loss_mask = torch.arange(15) < torch.tensor([15, 9])[:, None]
+    loss_mask[:, :3] = False
+    texts = TrainingBatch(
         tokens=torch.randint(0, 40, (2, 16)),
         aux_states=torch.randn(2, 15, len(description.aux_states.layers), 64),
-        target_probs=torch.rand(int(learn.sum()), 40),
-        learn=learn,
+        target_probs=torch.rand(int(loss_mask.sum()), 40),
+        loss_mask=loss_mask,
     )
     all_steps = list(unrolled(module, texts, 4))
     torch.manual_seed(7)
     sampled_steps = list(unrolled(module, texts, 4, later=0.5))
     torch.manual_seed(7)
-    chains = Chains.of(learn[:, 1:], 0.5, 14)
+    chains = Chains.of(loss_mask[:, 1:], 0.5, 14)
     is_sampled = torch.zeros(2, 14, dtype=torch.bool)
-    is_sampled[chains.rows[chains.live], chains.columns[chains.live]] = True
-    assert 0 < int(is_sampled.sum()) < int(learn[:, 1:].sum())
+    is_sampled[chains.rows[chains.valid], chains.columns[chains.valid]] = True
+    assert 0 < int(is_sampled.sum()) < int(loss_mask[:, 1:].sum())
     assert torch.equal(sampled_steps[0].logits, all_steps[0].logits)
     for step, full_step in zip(sampled_steps[1:], all_steps[1:], strict=True):
-        assert step.weight == pytest.approx(float(learn[:, 1:].sum() / is_sampled.sum()))
-        assert torch.equal(step.learn, is_sampled & full_step.learn)
+        assert step.weight == pytest.approx(float(loss_mask[:, 1:].sum() / is_sampled.sum()))
+        assert torch.equal(step.loss_mask, is_sampled & full_step.loss_mask)
         for name in ("logits", "target"):
-            values = spread(getattr(step, name), step.learn)
-            full_values = spread(getattr(full_step, name), full_step.learn)
-            assert torch.allclose(values[step.learn], full_values[step.learn], atol=1e-5)
+            values = scatter(getattr(step, name), step.loss_mask)
+            full_values = scatter(getattr(full_step, name), full_step.loss_mask)
+            assert torch.allclose(values[step.loss_mask], full_values[step.loss_mask], atol=1e-5)
 
 
 def _set_field(folder, name, value):
@@ -334,6 +334,6 @@ def test_pass_times_can_be_measured(kind, tmp_path, monkeypatch):
     expected = plain_text(0.0)
     llm = guessed_by(f"draft:{tmp_path / 'head'}", k=2)
     cost = measure_pass(draft_model(llm.parts.proposer))
-    assert cost(1, rows=1, cached=0) > 0
+    assert cost(1, seqs=1, cached=0) > 0
     completions = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24))
     assert [completion.token_ids for completion in completions] == expected

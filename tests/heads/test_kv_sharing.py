@@ -17,7 +17,7 @@ from outrider.core.types import Batch, SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import Scaling, SharedKV
 from outrider.heads.files import read_target_info
-from outrider.heads.store import filled, make_module, read_trained, write_head
+from outrider.heads.store import import_head, load_module, make_module, write_head
 from outrider.heads.targets.kv_sharing import KVSharingTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.llm import LLM
@@ -26,20 +26,20 @@ from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer
 from outrider.propose.draft_model.trained_head import HeadProposer
-from outrider.testing.drive import make_row
+from outrider.testing.drive import make_seq
 from outrider.train.data.answers import Recorder
-from outrider.train.data.batches import Reader
+from outrider.train.data.batches import Collator
 from outrider.train.data.sample import Sample
 from outrider.train.loss.losses import parse
 from outrider.train.loss.unroll import unrolled
-from outrider.train.model.kv_probe import find_view
+from outrider.train.model.kv_probe import find_shared_kv
 from outrider.train.model.presets import Sizes, describe
 from outrider.train.model.trainee import make_trainee
 from outrider.train.trainer import Trainer
 from tests.heads.drive_head import CPU, admit, next_batch, note_states, random_head
 from tests.helpers import tiny, train_setup
 from tests.helpers.engines import make_engine, outputs, run
-from tests.helpers.heads import shown
+from tests.helpers.heads import make_kv_view
 from tests.helpers.train_setup import make_settings, make_setup
 
 
@@ -56,7 +56,7 @@ def shelf(tmp_path_factory):
 def test_last_layer_with_full_attention_is_found(name, layer, rotary, shelf):
     """The rotary positions of its keys are found by a probe, not from the config."""
     target = shelf.target(name)
-    shared = find_view(target, target.share_weights())
+    shared = find_shared_kv(target, target.share_weights())
     assert (shared.layer, shared.key_heads, shared.rotary) == (layer, 2, rotary)
     assert (shared.rope is not None) == (name == "gemma4_text")
     assert target.cache.length(0) == 0
@@ -67,9 +67,9 @@ def test_unsupported_keys_are_rejected(name, shelf):
     """Interleaved rotary positions, latent attention and attention sinks are not supported."""
     target = shelf.target(name)
     with pytest.raises(OutriderError, match=r"of the keys in layer \d of this target is not supported; use mtp"):
-        find_view(target, target.share_weights())
+        find_shared_kv(target, target.share_weights())
     with pytest.raises(OutriderError, match="this target does not export them"):
-        find_view(target, replace(target.share_weights(), kv_view=None))
+        find_shared_kv(target, replace(target.share_weights(), kv_view=None))
 
 
 def make_kv_head(window=0, seed=0):
@@ -90,11 +90,11 @@ def make_tables(kv_view):
 def test_sequence_attends_only_to_its_own_entries(window, slots):
     """It attends to the committed entries of its slot, or to the last ones in a window, whatever the batch."""
     target_kv = torch.randn(2, 4, 2, 32, 16)
-    head = make_head_target(make_kv_head(window), make_tables(shown(5, target_kv)), slots=4, context=32)
+    head = make_head_target(make_kv_head(window), make_tables(make_kv_view(5, target_kv)), slots=4, context=32)
     assert isinstance(head, KVSharingTarget)
     texts = {slots[0]: [1, 2, 3, 4, 5, 6, 7], slots[1]: [8, 9], slots[2]: [5, 6, 7, 8]}
     aux_states = torch.randn(4, 7, 1, 64)
-    seqs = [make_row(text, slot) for slot, text in texts.items()]
+    seqs = [make_seq(text, slot) for slot, text in texts.items()]
     head.num_noted = dict.fromkeys(slots, 0)
     for seq in seqs:
         head.cache.admit(seq.slot, seq.token_ids)
@@ -145,7 +145,7 @@ def test_target_that_exports_no_keys_and_values_is_rejected():
 
 def test_head_has_no_kv_cache():
     target_kv = torch.randn(2, 1, 2, 32, 16)
-    head = make_head_target(make_kv_head(), make_tables(shown(5, target_kv)), slots=1, context=32)
+    head = make_head_target(make_kv_head(), make_tables(make_kv_view(5, target_kv)), slots=1, context=32)
     seqs = admit(head, [[1, 2, 3, 4, 5]])
     note_states(head, seqs, torch.randn(1, 4, 1, 64), [4])
     head.score(next_batch(head, seqs), tree.empty(1, CPU))
@@ -165,11 +165,11 @@ def test_recorded_entries_equal_the_targets_cache(nano):
     recorders = []
 
     def make_recorder(setup):
-        recorders.append(Recorder(HeadProposer(setup, head), (1,), memory=tables.kv_view, looked=(0, 1)))
+        recorders.append(Recorder(HeadProposer(setup, head), (1,), kv_view=tables.kv_view, kv_layers=(0, 1)))
         return recorders[0]
 
     torch.manual_seed(2)
-    shared = find_view(target, tables)
+    shared = find_shared_kv(target, tables)
     module = make_module(describe("kv-sharing", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, view=shared)))
     head = make_head_target(module.eval().requires_grad_(False), tables, slots=2, context=64)
     engine = make_engine(target, make_recorder, k=3, rows=2)
@@ -179,7 +179,7 @@ def test_recorded_entries_equal_the_targets_cache(nano):
     for seq in seqs:
         states, recorded = recorders[0].take(seq.request.id)
         assert recorded.shape == (len(states), 2 * 2 * shared.key_heads * shared.dim)
-        fresh_seq = make_row(seq.token_ids, 0)
+        fresh_seq = make_seq(seq.token_ids, 0)
         target.cache.admit(0, fresh_seq.token_ids)
         feed = tuple(fresh_seq.token_ids[: len(states)])
         batch = Batch(seqs=(fresh_seq,), start=(0,), feed=(feed,), draft_budget=(0,))
@@ -205,7 +205,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(nano):
     trainee = make_trainee("kv-sharing", make_settings(), make_setup(nano), tables)
     samples = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        seq = make_row([*prompt, *answer], 0)
+        seq = make_seq([*prompt, *answer], 0)
         target.cache.admit(0, seq.token_ids)
         batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:-1]),), draft_budget=(0,))
         with torch.inference_mode():
@@ -218,13 +218,13 @@ def test_training_lowers_the_loss_and_raises_acceptance(nano):
                 tokens=tuple(seq.token_ids),
                 states=states.clone(),
                 prompt=len(prompt),
-                shown=keys_and_values.clone(),
+                shared_kv=keys_and_values.clone(),
             )
         )
         target.cache.release(0)
-    reader = Reader(trainee.aux_states, (1,), tables, trainee.ids, views=trainee.shared_kv)
-    texts = reader.read(samples, everything=False)
-    assert texts.shown[1][0].shape[:2] == (2, 1)
+    collator = Collator(trainee.aux_states, (1,), tables, trainee.ids, views=trainee.shared_kv)
+    texts = collator.collate(samples, everything=False)
+    assert texts.shared_kv[1][0].shape[:2] == (2, 1)
     trainer = Trainer(trainee, losses=parse("ce"), steps=3, decay=0.8, lr=3e-3)
 
     def tau():
@@ -244,10 +244,10 @@ def test_training_lowers_the_loss_and_raises_acceptance(nano):
 def test_native_kernels_export_keys_and_values(tmp_path):
     checkpoint = load_checkpoint(embedded("mini"), dtype="bfloat16", device="cpu")
     targets = [make_target(checkpoint, slots=1, context=32, kernels=kernels) for kernels in ("native", "torch")]
-    native_shared, torch_shared = (find_view(target, target.share_weights()) for target in targets)
+    native_shared, torch_shared = (find_shared_kv(target, target.share_weights()) for target in targets)
     assert native_shared == torch_shared
     for target in targets:
-        seq = make_row(list(range(40, 56)), 0)
+        seq = make_seq(list(range(40, 56)), 0)
         target.cache.admit(0, seq.token_ids)
         batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids),), draft_budget=(0,))
         target.score(batch, tree.empty(1, CPU))
@@ -302,11 +302,11 @@ def assistant(shelf, tmp_path, monkeypatch):
 def test_assistant_agrees_with_transformers(assistant, shelf):
     """Two draft tokens after a small Gemma 4, from transformers' own keys and values, have the same logits."""
     reference, folder, target_folder = assistant
-    trained = read_trained(folder, read_target_info(target_folder))
+    trained = import_head(folder, read_target_info(target_folder))
     description = trained.description
     assert [shared.layer for shared in description.shared_kv] == [2, 2, 3]
     assert description.shared_kv[2].rope.scaling is Scaling.PROPORTIONAL
-    module = filled(description, trained.weights, where="assistant").eval()
+    module = load_module(description, trained.weights, where="assistant").eval()
     text = tiny.text(random.Random(5), 21)
     target = shelf.target("gemma4_text", (3,))
     seq = tiny.admit(target, 0, text)

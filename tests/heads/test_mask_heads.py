@@ -18,10 +18,10 @@ from outrider.heads.store import make_module, read_head, write_head
 from outrider.heads.targets.masked import MaskedTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.testing.drive import random_tree
-from outrider.train.data.batches import Reader
+from outrider.train.data.batches import Collator
 from outrider.train.loss import masks
 from outrider.train.loss.losses import parse
-from outrider.train.loss.steps import Chains, Texts
+from outrider.train.loss.steps import Chains, TrainingBatch
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.presets import Sizes, describe
 from outrider.train.trainer import Trainer
@@ -37,9 +37,9 @@ from tests.heads.drive_head import (
     random_head,
     score_texts,
 )
-from tests.helpers.train_setup import spread
+from tests.helpers.train_setup import scatter
 
-SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, guesses=4)
+SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, draft_tokens=4)
 
 
 def make_head(description: HeadDescription, seed: int = 0):
@@ -96,7 +96,7 @@ def test_invalid_descriptions_are_rejected(change, message):
     with pytest.raises(OutriderError, match=message):
         replace(describe("peagle", SMALL), **change)
     with pytest.raises(OutriderError, match="use --draft-tokens 2 or more"):
-        describe("peagle", replace(SMALL, guesses=1))
+        describe("peagle", replace(SMALL, draft_tokens=1))
 
 
 @pytest.mark.parametrize("name", variants())
@@ -111,12 +111,14 @@ def test_engine_logits_equal_training_logits(name):
     num_draft_tokens = description.masks.draft_tokens
     tokens = torch.randint(0, 40, (3, size + 1))
     aux_states = torch.randn(3, size, 3, 64)
-    learn = torch.arange(size) < torch.tensor(lengths)[:, None]
+    loss_mask = torch.arange(size) < torch.tensor(lengths)[:, None]
     target_probs = torch.rand(3, size, description.output_vocab)
-    texts = Texts(tokens=tokens, aux_states=aux_states, target_probs=target_probs[learn], learn=learn)
+    texts = TrainingBatch(
+        tokens=tokens, aux_states=aux_states, target_probs=target_probs[loss_mask], loss_mask=loss_mask
+    )
     steps = list(unrolled(module, texts, 9))
-    training_logits = [spread(step.logits, step.learn) for step in steps]
-    training_targets = [spread(step.target, step.learn) for step in steps]
+    training_logits = [scatter(step.logits, step.loss_mask) for step in steps]
+    training_targets = [scatter(step.target, step.loss_mask) for step in steps]
     assert len(steps) == num_draft_tokens
     seqs = admit(head, [tokens[b, :5].tolist() for b in range(3)])
     note_states(head, seqs, aux_states, [4] * 3)
@@ -136,8 +138,8 @@ def test_engine_logits_equal_training_logits(name):
         for b, seq in enumerate(seqs):
             column = len(seq.token_ids) - 2
             for depth, step in enumerate(steps[: budgets[b]]):
-                assert bool(step.learn[seq.slot, column]) == (column + 1 + depth < lengths[seq.slot])
-                if step.learn[seq.slot, column]:
+                assert bool(step.loss_mask[seq.slot, column]) == (column + 1 + depth < lengths[seq.slot])
+                if step.loss_mask[seq.slot, column]:
                     expected = training_logits[depth][seq.slot, column]
                     assert (logits[depth][b, module.ids] - expected).abs().max() < 1e-3
                     target = training_targets[depth][seq.slot, column]
@@ -179,26 +181,26 @@ def test_masks_at_the_end_of_the_context():
 def test_masks_in_one_training_pass_are_independent(share, max_columns, monkeypatch):
     module = make_head(describe("peagle", SMALL))
     module.share_weights(TABLES.embedding, TABLES.head)
-    texts = Texts(
+    texts = TrainingBatch(
         tokens=torch.randint(0, 40, (2, 16)),
         aux_states=torch.randn(2, 15, 3, 64),
         target_probs=torch.rand(30, 40),
-        learn=torch.ones(2, 15, dtype=torch.bool),
+        loss_mask=torch.ones(2, 15, dtype=torch.bool),
     )
     all_steps = list(unrolled(module, texts, 9))
     monkeypatch.setattr(masks, "_MAX_COLUMNS", max_columns)
     torch.manual_seed(8)
     sampled_steps = list(unrolled(module, texts, 9, share))
-    assert torch.equal(sampled_steps[0].learn, all_steps[0].learn)
-    counts = [int(step.learn.sum()) for step in sampled_steps]
-    assert 0 < counts[1] < int(all_steps[1].learn.sum())
-    chosen = sampled_steps[1].learn
+    assert torch.equal(sampled_steps[0].loss_mask, all_steps[0].loss_mask)
+    counts = [int(step.loss_mask.sum()) for step in sampled_steps]
+    assert 0 < counts[1] < int(all_steps[1].loss_mask.sum())
+    chosen = sampled_steps[1].loss_mask
     for step, full_step in zip(sampled_steps[1:], all_steps[1:], strict=True):
-        assert torch.equal(step.learn, full_step.learn & chosen)
+        assert torch.equal(step.loss_mask, full_step.loss_mask & chosen)
         assert step.weight > 1
-        expected = spread(full_step.logits, full_step.learn)[step.learn]
+        expected = scatter(full_step.logits, full_step.loss_mask)[step.loss_mask]
         assert torch.allclose(step.logits, expected, atol=1e-5)
-        chosen = step.learn | (chosen & ~full_step.learn)
+        chosen = step.loss_mask | (chosen & ~full_step.loss_mask)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
@@ -206,27 +208,27 @@ def test_chains_stay_in_their_column_when_columns_are_sampled(kind):
     """`--loss length` combines the steps of a column, so all of them must belong to one chain."""
     module = make_head(describe(kind, SMALL))
     module.share_weights(TABLES.embedding, TABLES.head)
-    learn = torch.zeros(2, 15, dtype=torch.bool)
-    learn[0, 3:] = True
-    learn[1, 6:12] = True
+    loss_mask = torch.zeros(2, 15, dtype=torch.bool)
+    loss_mask[0, 3:] = True
+    loss_mask[1, 6:12] = True
     target_probs = torch.rand(2, 15, 40)
-    texts = Texts(
+    texts = TrainingBatch(
         tokens=torch.randint(0, 40, (2, 16)),
         aux_states=torch.randn(2, 15, 3, 64),
-        target_probs=target_probs[learn],
-        learn=learn,
+        target_probs=target_probs[loss_mask],
+        loss_mask=loss_mask,
     )
     torch.manual_seed(2)
     for depth, step in enumerate(unrolled(module, texts, 4, 0.5)):
-        assert step.learn.shape == (2, 14)
-        seq, column = step.learn.nonzero(as_tuple=True)
-        assert learn[seq, column + 1].all()
+        assert step.loss_mask.shape == (2, 14)
+        seq, column = step.loss_mask.nonzero(as_tuple=True)
+        assert loss_mask[seq, column + 1].all()
         assert torch.equal(step.target, target_probs[seq, column + 1 + depth])
 
 
 def test_no_chains_without_trained_columns():
     chains = Chains.of(torch.zeros(2, 5, dtype=torch.bool), 0.5, 9)
-    assert not chains.live.any()
+    assert not chains.valid.any()
     assert chains.weight == 0
 
 
@@ -245,7 +247,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(nano):
     tables = target.share_weights()
     module = make_module(description)
     module.share_weights(tables.embedding.float(), tables.head.float())
-    texts = Reader(description.aux_states, range(2), tables, module.ids).read(samples, everything=False)
+    texts = Collator(description.aux_states, range(2), tables, module.ids).collate(samples, everything=False)
     trainee = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
     trainer = Trainer(trainee, losses=parse("ce:0.1,tv:1.8"), steps=4, decay=0.8, lr=3e-3)
     tau_before = measure_tau(module, target, prompts)
@@ -263,14 +265,14 @@ def test_texts_of_one_and_two_tokens_are_trained():
     module = make_module(describe("peagle", SMALL))
     module.share_weights(TABLES.embedding, TABLES.head)
     for length in (1, 2):
-        texts = Texts(
+        texts = TrainingBatch(
             tokens=torch.ones(1, length + 1, dtype=torch.int64),
             aux_states=torch.randn(1, length, 3, 64),
             target_probs=torch.rand(length, 40),
-            learn=torch.ones(1, length, dtype=torch.bool),
+            loss_mask=torch.ones(1, length, dtype=torch.bool),
         )
         steps = list(unrolled(module, texts, 9))
-        assert sum(int(step.learn.sum()) for step in steps) == length - 1
+        assert sum(int(step.loss_mask.sum()) for step in steps) == length - 1
 
 
 def test_prefill_without_draft_budget():

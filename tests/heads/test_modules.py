@@ -12,14 +12,14 @@ import torch
 from outrider.core import tree
 from outrider.errors import OutriderError
 from outrider.heads.description import Feedback, HeadDescription
-from outrider.heads.hidden_states import normed
+from outrider.heads.hidden_states import apply_final_norm
 from outrider.heads.store import make_module
 from outrider.heads.targets.multi_module import MultiModuleTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.testing.drive import random_tree
-from outrider.train.data.batches import Reader
+from outrider.train.data.batches import Collator
 from outrider.train.loss.losses import parse
-from outrider.train.loss.steps import Texts
+from outrider.train.loss.steps import TrainingBatch
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.presets import Sizes, describe
 from outrider.train.model.trainee import make_trainee
@@ -36,7 +36,7 @@ from tests.heads.drive_head import (
     random_head,
 )
 from tests.helpers import train_setup
-from tests.helpers.train_setup import make_settings, make_setup, spread
+from tests.helpers.train_setup import make_settings, make_setup, scatter
 
 SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, modules=3)
 
@@ -79,12 +79,17 @@ def test_engine_logits_equal_training_logits(name):
     modules = description.modules
     tokens = torch.randint(0, 40, (3, size + 1))
     aux_states = torch.randn(3, size, 1, 64)
-    learn = torch.arange(size) < torch.tensor(lengths)[:, None]
+    loss_mask = torch.arange(size) < torch.tensor(lengths)[:, None]
     target_probs = torch.rand(3, size, description.output_vocab)
-    texts = Texts(tokens=tokens, aux_states=normed(aux_states, TABLES), target_probs=target_probs[learn], learn=learn)
+    texts = TrainingBatch(
+        tokens=tokens,
+        aux_states=apply_final_norm(aux_states, TABLES),
+        target_probs=target_probs[loss_mask],
+        loss_mask=loss_mask,
+    )
     steps = list(unrolled(module, texts, modules))
-    training_logits = [spread(step.logits, step.learn) for step in steps]
-    training_targets = [spread(step.target, step.learn) for step in steps]
+    training_logits = [scatter(step.logits, step.loss_mask) for step in steps]
+    training_targets = [scatter(step.target, step.loss_mask) for step in steps]
     assert len(steps) == modules
     seqs = admit(head, [tokens[b, :5].tolist() for b in range(3)])
     note_states(head, seqs, aux_states, [4] * 3)
@@ -106,8 +111,8 @@ def test_engine_logits_equal_training_logits(name):
         for b, seq in enumerate(seqs):
             column = len(seq.token_ids) - 2
             for depth, step in enumerate(steps):
-                assert step.learn.shape[1] == size - 1 - depth
-                if column < step.learn.shape[1] and step.learn[seq.slot, column]:
+                assert step.loss_mask.shape[1] == size - 1 - depth
+                if column < step.loss_mask.shape[1] and step.loss_mask[seq.slot, column]:
                     expected = training_logits[depth][seq.slot, column]
                     assert (logits[depth][b, module.ids] - expected).abs().max() < 1e-3
                     target = training_targets[depth][seq.slot, column]
@@ -171,7 +176,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(nano):
     tables = target.share_weights()
     module = make_module(description)
     module.share_weights(tables.embedding.float(), tables.head.float())
-    texts = Reader(description.aux_states, range(2), tables, module.ids).read(samples, everything=False)
+    texts = Collator(description.aux_states, range(2), tables, module.ids).collate(samples, everything=False)
     trainee = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
     trainer = Trainer(trainee, losses=parse("ce:0.1,tv:1.8"), steps=3, decay=0.8, lr=3e-3)
     tau_before = measure_tau(module, target, prompts)
@@ -204,7 +209,7 @@ def test_all_modules_are_trained():
     trainee = make_trainee("mtp", make_settings(mtp_modules=3), make_setup(setup), setup.tables)
     assert trainee.steps == 3
     trainer = Trainer(trainee, losses=parse("ce,length:0.5"), steps=3, decay=0.8, lr=1e-3)
-    gradients = train_setup.watched(trainer)
-    trainer.train([train_setup.make_texts()], progress=0.5)
+    gradients = train_setup.record_gradients(trainer)
+    trainer.train([train_setup.make_batch()], progress=0.5)
     assert gradients[0].isfinite().all()
     assert all(weight.grad is None for weight in trainee.module.parameters())

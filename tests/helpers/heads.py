@@ -59,8 +59,8 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, HeadDesc
         }
         return HeadDescription(kind=Kind.EAGLE3, **common, **given)
 
-    def peagle(guesses=5, **more):
-        return replace(eagle3(**more), kind=Kind.PEAGLE, masks=MaskTokens(draft_tokens=guesses, token=vocab - 3))
+    def peagle(draft_tokens=5, **more):
+        return replace(eagle3(**more), kind=Kind.PEAGLE, masks=MaskTokens(draft_tokens=draft_tokens, token=vocab - 3))
 
     def mtp(**more):
         join = InputFusion(at=FusionPoint.PROJECTION, **more.pop("input_fusion", {}))
@@ -130,7 +130,7 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, HeadDesc
         ),
         "peagle": ("peagle", peagle(draft_vocab=40, norm=FuseNorm.EACH, body=deep, own_embedding=True)),
         "plain peagle": ("peagle", peagle(norm=FuseNorm.WHOLE)),
-        "peagle of speculators": ("peagle-speculators", peagle(aux_states=five, body=deep, guesses=3)),
+        "peagle of speculators": ("peagle-speculators", peagle(aux_states=five, body=deep, draft_tokens=3)),
         "eagle": ("eagle", eagle),
         "medusa": ("medusa", stack(stack=ParallelHeads(heads=3, layers=2))),
         "legacy medusa": ("medusa", stack(stack=ParallelHeads(heads=3, shared_head=True))),
@@ -211,7 +211,7 @@ def feed(head, description, text, taps):
     head.cache.admit(0, request.prompt_token_ids)
     batch = Batch(seqs=(row,), start=(0,), feed=(tuple(text[:-1]),), draft_budget=(0,))
     width = taps.shape[-1]
-    head.note(
+    head.record_states(
         Round(
             batch=batch,
             draft=tree.empty(1, CPU),
@@ -253,13 +253,13 @@ def guessed_by(proposer: str, *, k: int, chunk: int = 512) -> LLM:
 
 @cache
 def plain_text(temperature: float) -> list[tuple[int, ...]]:
-    """What the embedded target says to `PROMPTS` without any guesses."""
+    """What the embedded target says to `PROMPTS` without any draft."""
     params = SamplingParams(temperature=temperature, max_tokens=24, seed=5)
     return [each.token_ids for each in guessed_by("none", k=0).generate(PROMPTS, params)]
 
 
 def check_text(folder, make, *, temperature, k):
-    """What a draft guesses, as a chain or as a tree, leaves the embedded target's text as it is."""
+    """What a draft proposes, as a chain or as a tree, leaves the embedded target's text as it is."""
     wanted = plain_text(temperature)
     llm = guessed_by(f"{'draft' if make is HeadProposer else 'tree'}:{folder}", k=k)
     assert isinstance(llm.parts.proposer, make)
@@ -268,8 +268,8 @@ def check_text(folder, make, *, temperature, k):
     assert sum(each.stats.draft_tokens for each in got)
 
 
-def shown(layer, pair):
-    """A memory of keys and values [2, slots, key heads, entries, D] of one layer."""
+def make_kv_view(layer, pair):
+    """A view of keys and values [2, slots, key heads, entries, D] of one layer."""
 
     def entries(wanted, slots, begin, end):
         assert wanted == layer

@@ -1,4 +1,4 @@
-"""What trainings are tested on: a small target, random texts, and a draft whose predictions are its weights."""
+"""What trainings are tested on: a small target, random batches, and a trainee whose logits are its weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.propose.base import ProposerSetup
 from outrider.train.data.sample import Sample
-from outrider.train.loss.steps import Step, Texts
+from outrider.train.loss.steps import Step, TrainingBatch
 from outrider.train.settings import Settings
 
 NANO = str(embedded("nano"))
@@ -55,50 +55,50 @@ def make_sample(tokens, *, prompt=1, id=0, states=None):
     return Sample(id=id, tokens=tuple(tokens), states=states.to(torch.bfloat16), prompt=prompt)
 
 
-def make_texts(*, lengths=(9, 6, 4), seed=0, hidden=128, vocab=12288):
+def make_batch(*, lengths=(9, 6, 4), seed=0, hidden=128, vocab=12288):
     chance = torch.Generator().manual_seed(seed)
     size, rows = max(lengths), len(lengths)
-    laws = (torch.randn(rows, size, vocab, generator=chance) * 3).softmax(-1)
-    learn = torch.arange(size) < torch.tensor(lengths)[:, None]
-    return Texts(
+    probs = (torch.randn(rows, size, vocab, generator=chance) * 3).softmax(-1)
+    loss_mask = torch.arange(size) < torch.tensor(lengths)[:, None]
+    return TrainingBatch(
         tokens=torch.randint(0, vocab, (rows, size + 1), generator=chance),
         aux_states=torch.randn(rows, size, 1, hidden, generator=chance),
-        target_probs=laws[learn],
-        learn=learn,
+        target_probs=probs[loss_mask],
+        loss_mask=loss_mask,
     )
 
 
-def cut(texts, row, length):
+def single_sequence(batch, row, length):
     one = slice(row, row + 1)
-    return Texts(
-        tokens=texts.tokens[one, : length + 1],
-        aux_states=texts.aux_states[one, :length],
-        target_probs=spread(texts.target_probs, texts.learn)[row, :length],
-        learn=texts.learn[one, :length],
+    return TrainingBatch(
+        tokens=batch.tokens[one, : length + 1],
+        aux_states=batch.aux_states[one, :length],
+        target_probs=scatter(batch.target_probs, batch.loss_mask)[row, :length],
+        loss_mask=batch.loss_mask[one, :length],
     )
 
 
-def spread(values, learn):
-    """Values [n, ...] of what is learned from, at their places [B, L, ...]; nan elsewhere."""
-    out = values.new_full((*learn.shape, *values.shape[1:]), torch.nan)
-    out[learn] = values
+def scatter(values, loss_mask):
+    """Values [n, ...] where the loss mask is true, at their positions [B, L, ...]; nan elsewhere."""
+    out = values.new_full((*loss_mask.shape, *values.shape[1:]), torch.nan)
+    out[loss_mask] = values
     return out
 
 
-def watched(trainer):
-    """The slopes of all weights [*], a tensor for each step that the trainer makes from now on."""
-    slopes, move = [], trainer._optimizer.step
+def record_gradients(trainer):
+    """The gradients of all weights [*], a tensor for each step that the trainer makes from now on."""
+    gradients, move = [], trainer._optimizer.step
 
     def step(lr):
-        slopes.append(torch.cat([weight.grad.flatten() for weight in trainer.trainee.module.parameters()]))
+        gradients.append(torch.cat([weight.grad.flatten() for weight in trainer.trainee.module.parameters()]))
         move(lr)
 
     trainer._optimizer.step = step
-    return slopes
+    return gradients
 
 
-class Still:
-    """A pupil whose guesses are its weights, whatever the texts are."""
+class ConstantTrainee:
+    """A trainee whose logits are its weights, whatever the batch is."""
 
     def __init__(self, steps, vocab, seed=0):
         self.module = torch.nn.Module()
@@ -106,9 +106,9 @@ class Still:
         self.module.weight = torch.nn.Parameter(start)
         self.ids = torch.arange(vocab)
 
-    def unroll(self, texts, steps):
+    def unroll(self, batch, steps):
         for step in range(steps):
-            learn = texts.learn[:, step:]
-            row, column = learn.nonzero(as_tuple=True)
+            loss_mask = batch.loss_mask[:, step:]
+            row, column = loss_mask.nonzero(as_tuple=True)
             logits = self.module.weight[step].expand(len(row), -1)
-            yield Step(logits=logits, target=texts.target_probs_at(row, column + step), learn=learn)
+            yield Step(logits=logits, target=batch.target_probs_at(row, column + step), loss_mask=loss_mask)

@@ -12,14 +12,14 @@ from outrider.llm import LLM
 from outrider.loader.embedded import embedded
 from outrider.measure.prompts import Prompt, chat_text, chat_tokens
 from outrider.tools import index
-from outrider.train.data.prompts import encoded
+from outrider.train.data.prompts import encode_prompt
 
 MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
 CONVERSATION = Prompt(id="one", category="", prompt=None, messages=MESSAGES)
 CALLERS = {
     "llm": lambda llm, tokenizer: llm.encode_chat(MESSAGES),
     "audit": lambda llm, tokenizer: encode(tokenizer, MESSAGES),
-    "train": lambda llm, tokenizer: encoded(tokenizer, CONVERSATION),
+    "train": lambda llm, tokenizer: encode_prompt(tokenizer, CONVERSATION),
     "index": lambda llm, tokenizer: index._text_of(
         '{"messages": [{"role": "a", "content": "b"}]}', "x:1", None, tokenizer
     ),

@@ -9,7 +9,7 @@ import torch
 
 from outrider.core.params import SamplingParams
 from outrider.native.sampling import fastest_sampling
-from outrider.testing.drive import make_row
+from outrider.testing.drive import make_seq
 from outrider.verify.sampling import SamplingTensors, target_probs
 from tests.helpers import tiny
 
@@ -35,7 +35,7 @@ def sampling_tensors(params_list, vocab):
     """Return the tensors of one sequence for each set of sampling parameters."""
     seqs = []
     for slot, params in enumerate(params_list):
-        seqs.append(make_row([1], slot, SamplingParams(**({"temperature": 1.0} | params))))
+        seqs.append(make_seq([1], slot, SamplingParams(**({"temperature": 1.0} | params))))
     return SamplingTensors.of(seqs, vocab, CPU)
 
 

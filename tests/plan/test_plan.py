@@ -92,22 +92,22 @@ def simulate(planner, rows, acceptance, rounds, *, took=lambda k: (1.0, 0.0), se
 
 def test_costs_are_interpolated_between_measurements():
     cost = PassCost.fit([sample(1, 2.0), sample(4, 2.0), sample(8, 6.0)])
-    assert [cost(c, rows=1, cached=0) for c in (1, 4, 6, 8, 10)] == [2.0, 2.0, 4.0, 6.0, 8.0]
+    assert [cost(c, seqs=1, cached=0) for c in (1, 4, 6, 8, 10)] == [2.0, 2.0, 4.0, 6.0, 8.0]
 
 
 def test_disturbed_measurement_is_ignored():
     cost = PassCost.fit([sample(1, 9.0), sample(2, 2.0), sample(4, 3.0)])
-    assert [cost(c, rows=1, cached=0) for c in (1, 2, 4)] == [2.0, 2.0, 3.0]
+    assert [cost(c, seqs=1, cached=0) for c in (1, 2, 4)] == [2.0, 2.0, 3.0]
 
 
 def test_fit_separates_reading_the_cache_from_attention():
-    def true_cost(columns, rows, cached):
-        return 1.0 + columns * 0.5 + 3e-4 * rows * cached + 2e-5 * columns * cached
+    def true_cost(tokens, seqs, cached):
+        return 1.0 + tokens * 0.5 + 3e-4 * seqs * cached + 2e-5 * tokens * cached
 
     shapes = [(1, 1, 0), (8, 1, 0), (1, 1, 1000), (8, 1, 1000), (4, 4, 1000)]
     samples = [sample(tokens, true_cost(tokens, seqs, cached), seqs, cached) for tokens, seqs, cached in shapes]
     cost = PassCost.fit(samples)
-    assert cost(5, rows=2, cached=700) == pytest.approx(true_cost(5, 2, 700))
+    assert cost(5, seqs=2, cached=700) == pytest.approx(true_cost(5, 2, 700))
     assert PassCost.fit([sample(1, 1.0), sample(8, 1.0), sample(1, 0.5, 1, 100)]).entry == 0
 
 
@@ -115,8 +115,8 @@ def test_cost_of_prompt_tokens_without_logits():
     """A small model spends most of its time on the output layer, so a prefill is faster."""
     prefill = Sample(tokens=200, seqs=1, cached=0, seconds=10.0, scored=False)
     cost = PassCost.fit([sample(1, 1.0), sample(101, 51.0), prefill])
-    assert cost(1, rows=1, cached=0, feed=100) == pytest.approx(1.0 + 100 * 0.05)
-    assert replace(cost, fed=None)(1, rows=1, cached=0, feed=100) == pytest.approx(51.0)
+    assert cost(1, seqs=1, cached=0, feed=100) == pytest.approx(1.0 + 100 * 0.05)
+    assert replace(cost, fed=None)(1, seqs=1, cached=0, feed=100) == pytest.approx(51.0)
 
 
 def test_cost_model_round_trip_through_json():
@@ -129,23 +129,27 @@ def test_cost_model_round_trip_through_json():
 
 
 def test_draft_length_follows_the_acceptance():
-    assert simulate(CostPlanner(costs(FLAT), most=12), 1, [0.95] * 12, 200)[-1] == 12
+    assert simulate(CostPlanner(costs(FLAT), max_draft_tokens=12), 1, [0.95] * 12, 200)[-1] == 12
     tenth = PassCost(tokens=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
-    medium = simulate(CostPlanner(costs(FLAT, tenth), most=12), 1, [0.6] * 12, 400, took=lambda k: (1.0, 0.1 * k))
+    medium = simulate(
+        CostPlanner(costs(FLAT, tenth), max_draft_tokens=12), 1, [0.6] * 12, 400, took=lambda k: (1.0, 0.1 * k)
+    )
     assert 1 <= sorted(medium[200:])[100] <= 5  # 4 is best: (1 - a^5) / ((1 - a)(1 + 4 c)) at a = 0.6, c = 0.1
 
 
 def test_no_drafts_if_a_draft_token_costs_as_much_as_an_output_token():
     took = lambda k: (4.0 * (1 + k), 0.0)  # noqa: E731
-    assert set(simulate(CostPlanner(costs(STEEP), most=12), 4, [1.0] * 12, 100, took=took)) == {0}
+    assert set(simulate(CostPlanner(costs(STEEP), max_draft_tokens=12), 4, [1.0] * 12, 100, took=took)) == {0}
 
 
 def test_speculation_stops_and_is_tried_again():
     fifth = PassCost(tokens=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
-    chosen = simulate(CostPlanner(costs(FLAT, fifth), most=12), 1, [0.0] * 12, 3000, took=lambda k: (1.0, 0.2 * k))
+    chosen = simulate(
+        CostPlanner(costs(FLAT, fifth), max_draft_tokens=12), 1, [0.0] * 12, 3000, took=lambda k: (1.0, 0.2 * k)
+    )
     late = chosen[100:]
     assert 0 < sum(0.2 * k for k in late) < 0.012 * len(late)
-    planner = CostPlanner(costs(FLAT), most=12)
+    planner = CostPlanner(costs(FLAT), max_draft_tokens=12)
     simulate(planner, 1, [0.0] * 12, 60)
     assert planner.proposers[0].acceptance[0] < 0.5
     assert simulate(planner, 1, [1.0] * 12, 3000)[-1] > 5
@@ -155,7 +159,7 @@ def test_speculation_stops_and_is_tried_again():
 def test_cheap_trials_are_more_frequent(unit):
     """Failed trials take about 1% of the time, for any cost of a trial. The time between trials is limited."""
     draft = PassCost(tokens=(1, 64), seconds=(unit, unit), entry=0, pair=0)
-    planner = CostPlanner(costs(FLAT, draft), most=12)
+    planner = CostPlanner(costs(FLAT, draft), max_draft_tokens=12)
     chosen = simulate(planner, 8, [0.0] * 12, 4000, took=lambda k: (1.0, unit * k))[1000:]
     drafting_rounds = [i for i, k in enumerate(chosen) if k]
     assert sum(chosen) * unit < 0.04 * len(chosen)
@@ -165,7 +169,7 @@ def test_cheap_trials_are_more_frequent(unit):
 
 def test_trials_are_more_frequent_if_speculation_has_paid_before():
     def drafting_rounds(good_rounds):
-        planner = CostPlanner(costs(FLAT, fifth), most=12)
+        planner = CostPlanner(costs(FLAT, fifth), max_draft_tokens=12)
         took = lambda k: (1.0, 0.2 * k)  # noqa: E731
         simulate(planner, 1, [0.95] * 12, good_rounds, took=took)
         return sum(map(bool, simulate(planner, 1, [0.0] * 12, 3000, took=took)[500:]))
@@ -176,7 +180,7 @@ def test_trials_are_more_frequent_if_speculation_has_paid_before():
 
 def test_planner_learns_from_rounds_that_take_longer_than_expected():
     # The cost model says that drafting is free, but a draft token takes as long as an output token.
-    chosen = simulate(CostPlanner(costs(FLAT), most=12), 1, [0.9] * 12, 400, took=lambda k: (1.0, 1.0 * k))
+    chosen = simulate(CostPlanner(costs(FLAT), max_draft_tokens=12), 1, [0.9] * 12, 400, took=lambda k: (1.0, 1.0 * k))
     assert set(chosen[-20:]) <= {0, 1}
 
 
@@ -186,7 +190,7 @@ def test_planner_learns_the_fixed_cost_of_speculation(rate):
     sloped = PassCost(tokens=(1, 64), seconds=(1.0, 7.3), entry=0.0, pair=0.0)
     draft = PassCost(tokens=(1, 2), seconds=(0.02, 0.02), entry=0.0, pair=0.0)
     took = lambda k: ((1.5 if k else 1.0) + 0.1 * k, 0.02 * k)  # noqa: E731
-    chosen = simulate(CostPlanner(costs(sloped, draft), most=12), 1, [rate] * 12, 1500, took=took)[500:]
+    chosen = simulate(CostPlanner(costs(sloped, draft), max_draft_tokens=12), 1, [rate] * 12, 1500, took=took)[500:]
     tau = [sum(rate**i for i in range(k + 1)) for k in range(13)]
     speed = sum(tau[k] for k in chosen) / sum(sum(took(k)) for k in chosen)
     best = max(tau[k] / sum(took(k)) for k in range(13))
@@ -196,14 +200,14 @@ def test_planner_learns_the_fixed_cost_of_speculation(rate):
 @pytest.mark.parametrize("acceptance", [[0.95] * 12, [0.0] * 12])
 def test_trial_continues_while_the_draft_model_prefills(acceptance):
     """Prefill rounds do not count as rounds of the trial. A failed trial still ends."""
-    planner = CostPlanner(costs(FLAT), most=12)
+    planner = CostPlanner(costs(FLAT), max_draft_tokens=12)
     chosen = simulate(planner, 8, acceptance, 600, waits=9)
     drafting = sum(map(bool, chosen[300:]))
     assert drafting == 300 if acceptance[0] else 0 < drafting < 60
 
 
 def test_plain_decoding_continues_when_sequences_join_or_leave():
-    planner = CostPlanner(costs(STEEP), most=12)
+    planner = CostPlanner(costs(STEEP), max_draft_tokens=12)
     decisions = []
     plain_rounds = 0
     seconds = 8.0 * 40
@@ -221,7 +225,7 @@ def test_plain_decoding_continues_when_sequences_join_or_leave():
 
 def test_drafting_starts_when_the_first_sequence_decodes():
     """Its prompt is prefilled in several rounds."""
-    planner = CostPlanner(costs(FLAT), most=4)
+    planner = CostPlanner(costs(FLAT), max_draft_tokens=4)
     assert simulate(planner, 1, [0.9] * 4, 40)[-1] == 4
     (other,) = batch(1).seqs
     seq = SequenceState(request=replace(other.request, id=7), slot=0, token_ids=[0] * 31)
@@ -233,7 +237,7 @@ def test_drafting_starts_when_the_first_sequence_decodes():
 
 
 def test_seeded_request_gets_a_fixed_draft_length_during_plain_decoding():
-    planner = CostPlanner(costs(STEEP), most=12, replay=True)
+    planner = CostPlanner(costs(STEEP), max_draft_tokens=12, replay=True)
     unseeded = batch(2)
     simulate(planner, 2, [0.0] * 12, 40, took=lambda k: (2.0 * (1 + k), 0.0))
     stats = Stats(rounds=40, target_seconds=80.0)
@@ -246,7 +250,7 @@ def test_seeded_request_gets_a_fixed_draft_length_during_plain_decoding():
 
 def test_draft_model_prefills_only_sequences_that_repay_it():
     draft = PassCost(tokens=(1, 1024), seconds=(0.1, 10.0), entry=0, pair=0)  # 0.1 rounds, and more for long prefills
-    planner = CostPlanner(costs(FLAT, draft), most=4)
+    planner = CostPlanner(costs(FLAT, draft), max_draft_tokens=4)
     took = lambda k: (1.0, 0.1 * k)  # noqa: E731
     assert simulate(planner, 2, [0.9] * 4, 101, took=took)[-1] == 4
     prefilled = batch(2)
@@ -268,7 +272,7 @@ def test_draft_model_prefills_only_sequences_that_repay_it():
 
 
 def test_plan_never_raises_a_budget():
-    planner = CostPlanner(costs(FLAT), most=12)
+    planner = CostPlanner(costs(FLAT), max_draft_tokens=12)
     limited = replace(batch(3), draft_budget=(0, 2, 20))
     budget = planner.plan(limited, Stats()).draft_budget
     assert budget[0] == 0
@@ -286,7 +290,7 @@ def test_calibration_of_a_toy_target():
 def test_costs_are_cached_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target = ToyTarget(slots=2, context=32)
-    monkeypatch.setattr("outrider.plan.calibrate._measure", lambda target, rows, columns, cached: columns * 1e-3)
+    monkeypatch.setattr("outrider.plan.calibrate._measure", lambda target, seqs, tokens, cached: tokens * 1e-3)
     first = known_costs(target, None)
     assert known_costs(target, None) == first
     assert cost_file(target, None).parent.parent == tmp_path
@@ -298,7 +302,7 @@ def test_costs_are_cached_on_disk(tmp_path, monkeypatch):
 
 def test_least_recently_used_cost_files_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("outrider.plan.calibrate._measure", lambda target, rows, columns, cached: columns * 1e-3)
+    monkeypatch.setattr("outrider.plan.calibrate._measure", lambda target, seqs, tokens, cached: tokens * 1e-3)
     monkeypatch.setattr("outrider.plan.calibrate._FILES", 3)
     targets = [ToyTarget(slots=2, context=context) for context in range(32, 37)]
     files = [cost_file(target, None) for target in targets]
@@ -314,7 +318,7 @@ def test_least_recently_used_cost_files_are_removed(tmp_path, monkeypatch):
 
 def test_cost_file_is_written_atomically(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("outrider.plan.calibrate._measure", lambda target, rows, columns, cached: columns * 1e-3)
+    monkeypatch.setattr("outrider.plan.calibrate._measure", lambda target, seqs, tokens, cached: tokens * 1e-3)
     target = ToyTarget(slots=2, context=32)
     known_costs(target, None)
     before = cost_file(target, None).read_text()
@@ -338,17 +342,17 @@ def test_inaccurate_cost_file_is_measured_again(tmp_path, monkeypatch, slow_mode
     slow = {"target": target, "draft": draft}[slow_model]
     scale = {"all": 1.0, "slow": 2.0}
 
-    def took(target, rows, columns, cached):
-        passes.append(columns)
-        factor = scale["slow"] if target is slow and columns >= first_slow else 1.0
-        return columns * 1e-3 * scale["all"] * factor
+    def took(target, seqs, tokens, cached):
+        passes.append(tokens)
+        factor = scale["slow"] if target is slow and tokens >= first_slow else 1.0
+        return tokens * 1e-3 * scale["all"] * factor
 
     monkeypatch.setattr("outrider.plan.calibrate._measure", took)
-    monkeypatch.setattr("outrider.plan.calibrate._measure_prefill", lambda target, columns: columns * 5e-4)
+    monkeypatch.setattr("outrider.plan.calibrate._measure_prefill", lambda target, tokens: tokens * 5e-4)
     known_costs(target, draft)
     scale["slow"] = 1.0
     corrected = known_costs(target, draft)
-    assert corrected.target(8, rows=1, cached=0) == pytest.approx(8e-3)
+    assert corrected.target(8, seqs=1, cached=0) == pytest.approx(8e-3)
     assert corrected.draft == corrected.target
     assert CostModel.loads(cost_file(target, draft).read_text()) == corrected
     passes.clear()
@@ -383,7 +387,7 @@ def test_calibration_leaves_an_empty_cache():
 def test_planner_does_not_probe_forever_if_speculation_almost_pays():
     """With a gain of about 1, probes cost nothing. But with probes only, the planner would never learn that it pays."""
     tenth = PassCost(tokens=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
-    planner = CostPlanner(costs(FLAT, tenth), most=12)
+    planner = CostPlanner(costs(FLAT, tenth), max_draft_tokens=12)
     poor = simulate(planner, 1, [0.08] * 12, 12, took=lambda k: (1.0, 0.1 * k))
     assert any(poor)
     planner.proposers[0].estimates_acceptance = True
@@ -394,7 +398,7 @@ def test_planner_does_not_probe_forever_if_speculation_almost_pays():
 def test_speculation_is_tried_again_soon_after_a_bad_start():
     """The beginning of a text is often hard to draft."""
     fifth = PassCost(tokens=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
-    planner = CostPlanner(costs(FLAT, fifth), most=12)
+    planner = CostPlanner(costs(FLAT, fifth), max_draft_tokens=12)
     took = lambda k: (1.0, 0.2 * k)  # noqa: E731
     simulate(planner, 1, [0.0] * 12, 30, took=took)
     assert sum(map(bool, simulate(planner, 1, [0.9] * 12, 150, took=took))) > 75
@@ -406,7 +410,7 @@ def test_trial_starts_at_once_for_new_requests():
     took = lambda k: (1.0, 0.2 * k)  # noqa: E731
     started = []
     for first in (0, 1):
-        planner = CostPlanner(costs(FLAT, fifth), most=12)
+        planner = CostPlanner(costs(FLAT, fifth), max_draft_tokens=12)
         assert simulate(planner, 1, [0.0] * 12, 20, took=took)[-1] == 0
         started.append(any(simulate(planner, 1, [0.9] * 12, 3, took=took, first=first)))
     assert started == [False, True]
@@ -414,7 +418,7 @@ def test_trial_starts_at_once_for_new_requests():
 
 def test_sequences_of_a_trial_continue_if_other_prefills_do_not_pay():
     expensive_prefill = PassCost(tokens=(1, 64), seconds=(0.01, 0.01), entry=0, pair=0, fed=0.08)
-    planner = CostPlanner(costs(FLAT, expensive_prefill), most=12)
+    planner = CostPlanner(costs(FLAT, expensive_prefill), max_draft_tokens=12)
     simulate(planner, 8, [0.9] * 12, 9, took=lambda k: (1.0, 0.01 * k))
     assert not planner.proposers[0].trial_passes_left
     stats = Stats(rounds=planner._stats.rounds + planner._window.rounds)

@@ -17,7 +17,7 @@ from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.registry import find_proposer
 from outrider.propose.vocabulary.wrapped_target import WrappedTarget
 from outrider.testing import ToyTarget, toy_setup
-from outrider.testing.drive import make_row
+from outrider.testing.drive import make_seq
 from tests.helpers.engines import make_engine, outputs, run
 
 PROMPTS = (
@@ -107,7 +107,7 @@ def test_sampled_requests_with_greedy_drafts_use_the_cascade(models):
 
 def draft_chains(target, texts, budget, *, vocab=None, stop_rule=None):
     """Return the greedy chains of a target after texts that it has not prefilled."""
-    seqs = tuple(make_row(list(text), slot) for slot, text in enumerate(texts))
+    seqs = tuple(make_seq(list(text), slot) for slot, text in enumerate(texts))
     for seq in seqs:
         target.cache.admit(seq.slot, seq.token_ids)
     feed = tuple(tuple(seq.token_ids) for seq in seqs)

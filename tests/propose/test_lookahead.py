@@ -18,7 +18,7 @@ from outrider.propose.lookup import lookahead
 from outrider.propose.lookup.lookahead import LookaheadProposer, Sizes
 from outrider.propose.registry import find_proposer
 from outrider.testing import ToyTarget, toy_setup
-from outrider.testing.drive import make_round, make_row
+from outrider.testing.drive import make_round, make_seq
 from outrider.verify.rules import verify_greedy
 from tests.helpers.engines import make_engine, outputs, run
 
@@ -36,7 +36,7 @@ def admitted(prompts, sizes=SIZES, vocab=12):
     """Return a target, a proposer, and sequences that are admitted to it."""
     target = ToyTarget(vocab=vocab, spread=3.0)
     proposer = LookaheadProposer(toy_setup(target), sizes)
-    seqs = [make_row(list(prompt), slot) for slot, prompt in enumerate(prompts)]
+    seqs = [make_seq(list(prompt), slot) for slot, prompt in enumerate(prompts)]
     for seq in seqs:
         proposer.admit(seq.slot, seq.request)
     return target, proposer, seqs
@@ -207,7 +207,7 @@ def test_sequences_share_no_ngrams():
     assert set(alone_pool) | {token for ngrams in alone_pool.values() for ngram in ngrams for token in ngram}
     in_batch.release(1)
     assert 1 not in in_batch._windows
-    in_batch.admit(1, make_row([2, 2], 1).request)
+    in_batch.admit(1, make_seq([2, 2], 1).request)
     assert not ngrams_of(in_batch, 1)
     assert batch_pool is ngrams_of(in_batch, 0)
 

@@ -21,7 +21,7 @@ from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
 from outrider.propose.registry import draft_model, find_proposer
 from outrider.testing import ToyTarget, joint_distribution, toy_setup
-from outrider.testing.drive import append, make_round, make_row
+from outrider.testing.drive import append, make_round, make_seq
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 from tests.helpers.engines import make_engine, outputs, run
 
@@ -45,7 +45,7 @@ def admitted(params, *, draw=Draw.SAMPLE, seed=5, vocab=6, context=256):
     model = ToyTarget(vocab=vocab, seed=seed, context=context)
     proposer = TreeProposer(toy_setup(ToyTarget(vocab=vocab), draw=draw), model)
     params_of_seqs = params if isinstance(params, list) else [params]
-    seqs = [make_row([1, 2, slot], slot, seq_params) for slot, seq_params in enumerate(params_of_seqs)]
+    seqs = [make_seq([1, 2, slot], slot, seq_params) for slot, seq_params in enumerate(params_of_seqs)]
     for seq in seqs:
         proposer.admit(seq.slot, seq.request)
     return proposer, model, seqs
@@ -296,7 +296,7 @@ def test_level_by_level_passes_equal_one_pass_of_a_real_model(temperature):
     reference = make_target(nano, slots=2, context=64)
     proposer = TreeProposer(replace(toy_setup(model), context=64), model)
     params = SamplingParams(temperature=temperature)
-    seqs = [make_row(nano.tokenizer.encode(text), i, params) for i, text in enumerate(("def add(a", "The old man"))]
+    seqs = [make_seq(nano.tokenizer.encode(text), i, params) for i, text in enumerate(("def add(a", "The old man"))]
     for seq in seqs:
         proposer.admit(seq.slot, seq.request)
         reference.cache.admit(seq.slot, seq.token_ids)

@@ -18,7 +18,7 @@ from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.recycle import RecycleProposer
 from outrider.propose.registry import find_proposer
 from outrider.testing import ToyTarget, toy_setup
-from outrider.testing.drive import make_round, make_row
+from outrider.testing.drive import make_round, make_seq
 from outrider.verify.rules import verify_greedy
 from tests.helpers.engines import make_engine, outputs, run
 
@@ -60,7 +60,7 @@ def admitted(prompts, *, vocab=40, seed=0):
     """Return a target, a proposer, and sequences that are admitted to it."""
     target = ToyTarget(vocab=vocab, seed=seed, spread=3.0)
     proposer = RecycleProposer(toy_setup(target))
-    seqs = [make_row(list(prompt), slot) for slot, prompt in enumerate(prompts)]
+    seqs = [make_seq(list(prompt), slot) for slot, prompt in enumerate(prompts)]
     for seq in seqs:
         proposer.admit(seq.slot, seq.request)
     return target, proposer, seqs
@@ -121,7 +121,7 @@ def ngram_table(proposer):
 def test_prompt_is_stored_as_it_is_prefilled(make, table_of):
     """Not at admission, which would delay other sequences. The draft is the same as with the whole prompt at once."""
     rng = random.Random(5)
-    seq = make_row([rng.randrange(6) for _ in range(90)], 0)
+    seq = make_seq([rng.randrange(6) for _ in range(90)], 0)
     chunked = make(toy_setup(ToyTarget(vocab=6)))
     at_once = make(toy_setup(ToyTarget(vocab=6)))
     for proposer in (chunked, at_once):
@@ -217,7 +217,7 @@ def test_sequences_share_no_successors():
     assert seqs[0].token_ids == batch_seqs[0].token_ids
     assert successors_of(alone, 0) == successors_of(in_batch, 0)
     in_batch.release(1)
-    new_seq = make_row([2, 2], 1)
+    new_seq = make_seq([2, 2], 1)
     in_batch.admit(1, new_seq.request)
     in_batch.propose(batch_of([new_seq], 0))
     assert set(successors_of(in_batch, 1)) == {(2,)}

@@ -22,7 +22,7 @@ from outrider.propose.lookup.datastore import LONGEST, SORTED, Datastore, join, 
 from outrider.propose.lookup.retrieval import RetrievalProposer
 from outrider.propose.registry import find_proposer
 from outrider.testing import ToyTarget, toy_setup
-from outrider.testing.drive import make_round, make_row
+from outrider.testing.drive import make_round, make_seq
 from outrider.tools import index
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n"
@@ -136,7 +136,7 @@ def propose(documents, text, *, budget=8, vocab=10, **settings):
     """Return a proposer, a batch of one sequence, and the draft for it."""
     setup = replace(toy_setup(ToyTarget()), vocab=vocab)
     proposer = RetrievalProposer(setup, Datastore.of(documents, vocab), **settings)
-    seq = make_row(list(text), 0)
+    seq = make_seq(list(text), 0)
     batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(text),), draft_budget=(budget,))
     return proposer, batch, proposer.propose(batch)
 
@@ -181,7 +181,7 @@ def test_ids_beyond_the_targets_vocabulary_are_not_drafted():
     _, _, draft = propose(documents, [1, 2], vocab=10)
     assert 9 in draft.tokens
     proposer = RetrievalProposer(replace(toy_setup(ToyTarget()), vocab=9), Datastore.of(documents, 10))
-    seq = make_row([1, 2], 0)
+    seq = make_seq([1, 2], 0)
     draft = proposer.propose(Batch(seqs=(seq,), start=(0,), feed=((1, 2),), draft_budget=(8,)))
     assert draft.tokens.tolist() == [[4]]
 
@@ -419,7 +419,7 @@ def test_random_suffix_array_does_no_harm(corpus, tmp_path, setup):
     proposer = find_proposer(f"retrieval:{tmp_path / 'store'}:1", setup)
     for end in range(1, 20):
         text = setup.tokenizer.encode(CODE)[:end]
-        batch = Batch(seqs=(make_row(text, 0),), start=(0,), feed=(tuple(text),), draft_budget=(8,))
+        batch = Batch(seqs=(make_seq(text, 0),), start=(0,), feed=(tuple(text),), draft_budget=(8,))
         assert all(token < setup.vocab for token in proposer.propose(batch).tokens[0].tolist())
 
 

@@ -22,7 +22,7 @@ from outrider.propose.lookup.suffix_text import NativeSuffixIndex, PythonSuffixI
 from outrider.propose.lookup.suffix_tree import ShareCalibration
 from outrider.propose.registry import find_proposer
 from outrider.testing import ToyTarget, toy_setup
-from outrider.testing.drive import append, make_round, make_row
+from outrider.testing.drive import append, make_round, make_seq
 
 
 def has_compiler() -> bool:
@@ -297,7 +297,7 @@ def propose(proposer, seq, budget=4):
 
 def run_request(proposer, output, scope, *, prompt=(4,)):
     """Run a request with this output to its end."""
-    seq = make_row(list(prompt), 2, SamplingParams(scope=scope))
+    seq = make_seq(list(prompt), 2, SamplingParams(scope=scope))
     proposer.admit(2, seq.request)
     for token in output:
         batch, draft = propose(proposer, seq)
@@ -309,7 +309,7 @@ def run_request(proposer, output, scope, *, prompt=(4,)):
 
 def draft_tokens(proposer, tokens, scope):
     """Return the draft tokens of a new request."""
-    seq = make_row(list(tokens), 1, SamplingParams(scope=scope))
+    seq = make_seq(list(tokens), 1, SamplingParams(scope=scope))
     proposer.admit(1, seq.request)
     _, draft = propose(proposer, seq)
     proposer.release(1)
@@ -346,7 +346,7 @@ def test_prompts_are_not_stored():
 def test_tokens_after_a_stop_are_not_stored():
     """A stop within the emitted tokens of a round ends the output before them."""
     proposer = SuffixProposer(setup(), history=100)
-    seq = make_row([4], 2)
+    seq = make_seq([4], 2)
     proposer.admit(2, seq.request)
     batch, draft = propose(proposer, seq)
     proposer.commit(make_round(batch, draft, Scores(logits=torch.empty(0)), [()], [tuple(STORY)]))
@@ -360,7 +360,7 @@ def test_useful_outputs_are_kept_longer():
     proposer = SuffixProposer(setup(), history=len(STORY) + len(other) + 8)
     run_request(proposer, STORY, "a")
     run_request(proposer, other, "b")
-    seq = make_row([0, *STORY[:5]], 1, SamplingParams(scope="a"))
+    seq = make_seq([0, *STORY[:5]], 1, SamplingParams(scope="a"))
     proposer.admit(1, seq.request)
     batch, draft = propose(proposer, seq)
     emitted = (*draft.tokens[0].tolist(), 0)
@@ -372,7 +372,7 @@ def test_useful_outputs_are_kept_longer():
 
 def test_prompt_is_indexed_as_it_is_prefilled():
     proposer = SuffixProposer(setup(), history=10)
-    seq = make_row(STORY * 2, 0)
+    seq = make_seq(STORY * 2, 0)
     proposer.admit(0, seq.request)
     batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:20]),), draft_budget=(0,))
     assert proposer.propose(batch).size == 0

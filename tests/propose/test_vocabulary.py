@@ -25,7 +25,7 @@ from outrider.propose.vocabulary.text_draft import TextProposer
 from outrider.propose.vocabulary.token_text import counterparts, token_text
 from outrider.propose.vocabulary.wrapped_target import WrappedTarget
 from outrider.testing import ToyTarget, check_cache
-from outrider.testing.drive import make_row
+from outrider.testing.drive import make_seq
 from tests.helpers import tiny
 from tests.helpers.conformance import PROPOSERS, letters
 from tests.helpers.engines import make_engine, run
@@ -222,7 +222,7 @@ def test_greedy_chains_have_no_missing_tokens():
     num_with_missing = 0
     for seed in range(20):
         rng = random.Random(seed)
-        seq = make_row([rng.randrange(4) for _ in range(4)], 0)
+        seq = make_seq([rng.randrange(4) for _ in range(4)], 0)
         model.cache.admit(0, seq.token_ids)
         batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids),), draft_budget=(3,))
         tokens = model.draft_greedy(batch, 4).tokens

@@ -49,7 +49,7 @@ def trained_draft(folder):
 
 
 def trainer_state(folder):
-    Trainer(train_setup.Still(1, 4), losses={"ce": 1.0}, steps=1, decay=1.0, lr=0.1).save(folder)
+    Trainer(train_setup.ConstantTrainee(1, 4), losses={"ce": 1.0}, steps=1, decay=1.0, lr=0.1).save(folder)
 
 
 def inflated_model(folder):

@@ -96,13 +96,13 @@ def test_layers_without_effect_are_removed(llm):
     texts = generate_texts(llm, random_prompts(6), 24)
     search = make_search(llm, texts)
     best_skip = search.best_skip()
-    assert set(NO_EFFECT) <= set(range(tiny.LAYERS)) - set(best_skip.accepted)
+    assert set(NO_EFFECT) <= set(range(tiny.LAYERS)) - set(best_skip.layers)
     held_out = search.report(best_skip, generate_texts(llm, random_prompts(9)[6:], 24))
-    assert (held_out.accepted, held_out.k) == (best_skip.accepted, best_skip.k)
+    assert (held_out.layers, held_out.k) == (best_skip.layers, best_skip.k)
     assert best_skip.speedup > 1.2
     best_exit = search.best_exit()
-    assert best_exit.expression == f"exit:{len(best_exit.accepted)}"
-    assert best_exit.accepted == (0,)  # the layers after it have no effect or a small one
+    assert best_exit.expression == f"exit:{len(best_exit.layers)}"
+    assert best_exit.layers == (0,)  # the layers after it have no effect or a small one
     assert search.tried <= tiny.LAYERS**2
     assert search.report(best_skip, texts).agreement == best_skip.agreement
     effective = tuple(set(range(tiny.LAYERS)) - set(NO_EFFECT))
@@ -124,11 +124,11 @@ def test_search_is_deterministic(folder, llm):
 def test_search_stops_after_max_trials(llm):
     texts = generate_texts(llm, random_prompts(2), 8)
     search = make_search(llm, texts, max_trials=2)
-    assert search.best_exit().accepted in ((0,), (0, 1))
+    assert search.best_exit().layers in ((0,), (0, 1))
     assert search.best_skip() is None
     assert search.tried == 2
     search = make_search(llm, texts, max_trials=5)
-    assert len(search.best_skip().accepted) in (tiny.LAYERS - 1, tiny.LAYERS - 2)
+    assert len(search.best_skip().layers) in (tiny.LAYERS - 1, tiny.LAYERS - 2)
     assert search.tried == 5
 
 

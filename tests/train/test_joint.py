@@ -17,13 +17,13 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch
 from outrider.errors import OutriderError
-from outrider.heads.hidden_states import normed
+from outrider.heads.hidden_states import apply_final_norm
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded
-from outrider.testing.drive import make_row
+from outrider.testing.drive import make_seq
 from outrider.train.loss.losses import parse
 from outrider.train.loss.unroll import unrolled
-from outrider.train.model.joint import TARGET, DatasetReader, DatasetTexts, JointTrainee
+from outrider.train.model.joint import TARGET, DatasetCollator, DatasetTexts, JointTrainee
 from outrider.train.report.log import read_log
 from outrider.train.run import Training
 from outrider.train.settings import Settings
@@ -59,16 +59,16 @@ def make_samples(loaded):
 
 def make_batch(loaded, ids=None):
     ids = torch.arange(loaded.target.vocab) if ids is None else ids
-    return DatasetReader(ids, loaded.target.vocab).read(make_samples(loaded), everything=False)
+    return DatasetCollator(ids, loaded.target.vocab).collate(make_samples(loaded), everything=False)
 
 
 def test_target_distribution_is_the_next_token(nano):
     texts = make_batch(nano)
-    assert texts.learn.sum(1).tolist() == [len(nano.checkpoint.tokenizer.encode(text)) - 1 for text in TEXTS[:3]]
-    assert torch.equal(texts.target_probs.argmax(-1), texts.tokens[:, 1:][texts.learn])
+    assert texts.loss_mask.sum(1).tolist() == [len(nano.checkpoint.tokenizer.encode(text)) - 1 for text in TEXTS[:3]]
+    assert torch.equal(texts.target_probs.argmax(-1), texts.tokens[:, 1:][texts.loss_mask])
     assert torch.equal(texts.target_probs.sum(-1), torch.ones(len(texts.target_probs)))
     draft_texts = make_batch(nano, torch.tensor([5, 7, int(texts.tokens[0, 1])]))
-    in_draft_vocab = texts.tokens[:, 1:][texts.learn] == texts.tokens[0, 1]
+    in_draft_vocab = texts.tokens[:, 1:][texts.loss_mask] == texts.tokens[0, 1]
     assert torch.equal(draft_texts.target_probs[:, 2] == 1, in_draft_vocab)
     assert not draft_texts.target_probs[~in_draft_vocab].any()
 
@@ -81,15 +81,15 @@ def test_loss_is_target_loss_plus_weighted_draft_loss(nano, modules):
     draft = trainee.module["draft"]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
-        size = texts.learn.shape[1]
-        labels = torch.where(texts.learn, texts.tokens[:, 1:], -100)
+        size = texts.loss_mask.shape[1]
+        labels = torch.where(texts.loss_mask, texts.tokens[:, 1:], -100)
         out = model(texts.tokens[:, :size], output_hidden_states=True)
         logits = out.logits.flatten(0, 1).float()
         target_loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
         draft.share_weights(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         draft_texts = replace(texts, aux_states=out.hidden_states[-1][:, :, None])
         draft_loss = 0.0
-        columns = float(texts.learn[:, 1:].sum())
+        columns = float(texts.loss_mask[:, 1:].sum())
         for index, step in enumerate(unrolled(draft, draft_texts, 2)):
             draft_loss += 0.5**index * float(-(step.target * step.logits.float().log_softmax(-1)).sum())
     stats = trainer.train([texts], progress=0.5)
@@ -100,12 +100,12 @@ def test_loss_is_target_loss_plus_weighted_draft_loss(nano, modules):
 def test_micro_batches_do_not_change_the_gradient(nano):
     """Neither that of the target's loss nor that of the draft's."""
     samples = make_samples(nano)
-    reader = DatasetReader(torch.arange(nano.target.vocab), nano.target.vocab)
+    collator = DatasetCollator(torch.arange(nano.target.vocab), nano.target.vocab)
     gradients = []
     for groups in ([samples], [[sample] for sample in samples]):
         trainer = Trainer(make_joint_trainee(nano), losses=parse("ce"), steps=2, decay=0.5, lr=1e-4)
-        watched_gradients = train_setup.watched(trainer)
-        trainer.train([reader.read(group, everything=False) for group in groups], progress=0.5)
+        watched_gradients = train_setup.record_gradients(trainer)
+        trainer.train([collator.collate(group, everything=False) for group in groups], progress=0.5)
         gradients.append(watched_gradients[0])
     one_batch, single_sequences = gradients
     assert (one_batch - single_sequences).norm() < 0.02 * one_batch.norm()
@@ -115,8 +115,8 @@ def test_draft_is_trained_on_the_states_of_the_engine(nano):
     """The states that the engine exports, after the final norm, equal those that the module is trained on."""
     trainee = make_joint_trainee(nano)
     texts = make_batch(nano)
-    tokens = texts.tokens[0, : int(texts.learn[0].sum())].tolist()
-    seq = make_row(tokens, 0)
+    tokens = texts.tokens[0, : int(texts.loss_mask[0].sum())].tolist()
+    seq = make_seq(tokens, 0)
     nano.target.cache.admit(0, tokens)
     batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(tokens),), draft_budget=(0,))
     with torch.inference_mode():
@@ -125,7 +125,7 @@ def test_draft_is_trained_on_the_states_of_the_engine(nano):
     nano.target.cache.release(0)
     model = trainee.module["target"]
     trained_states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
-    assert torch.allclose(trained_states, normed(engine_states, nano.tables), atol=1e-4)
+    assert torch.allclose(trained_states, apply_final_norm(engine_states, nano.tables), atol=1e-4)
 
 
 def test_gradients_of_the_draft_loss_reach_the_target(nano):
@@ -133,7 +133,7 @@ def test_gradients_of_the_draft_loss_reach_the_target(nano):
     for weight in (0.5, 1e-9):
         trainee = make_joint_trainee(nano, weight=weight)
         trainer = Trainer(trainee, losses=parse("ce"), steps=1, decay=1.0, lr=1e-4)
-        gradients[weight] = train_setup.watched(trainer)
+        gradients[weight] = train_setup.record_gradients(trainer)
         trainer.train([make_batch(nano)], progress=0.5)
     count = sum(parameter.numel() for parameter in trainee.module["target"].parameters())
     with_draft, without_draft = (gradients[weight][0][:count] for weight in gradients)
@@ -229,7 +229,7 @@ def load_weights(folder):
 
 def test_training_writes_draft_and_target_and_can_be_resumed(data, tmp_path, monkeypatch):
     document, lines = Training("mtp", make_run_settings(data, tmp_path / "complete")).run(QUIET)
-    assert document["taught_target"] == str(tmp_path / "complete" / TARGET)
+    assert document["trained_target"] == str(tmp_path / "complete" / TARGET)
     assert lines[-1]["loss"] < lines[0]["loss"]
     run_cycle = Training._run_cycle
     num_cycles = [0]
@@ -298,11 +298,11 @@ def test_other_architectures_are_trained_on_the_states_of_the_engine(name, tmp_p
     trainee = JointTrainee("mtp", settings, make_setup(loaded), loaded.tables)
     tokens = (1, 2, 3, 4, 5)
     loaded.target.cache.admit(0, tokens)
-    batch = Batch(seqs=(make_row(list(tokens), 0),), start=(0,), feed=(tokens,), draft_budget=(0,))
+    batch = Batch(seqs=(make_seq(list(tokens), 0),), start=(0,), feed=(tokens,), draft_budget=(0,))
     with torch.inference_mode():
         scores = loaded.target.score(batch, tree.empty(1, CPU))
     engine_states = scores.feed_hidden_states[loaded.target.layers - 1][0]
     out = trainee.module["target"](torch.tensor([tokens]), output_hidden_states=True)
-    assert torch.allclose(out.hidden_states[-1][0], normed(engine_states, loaded.tables), atol=1e-3)
+    assert torch.allclose(out.hidden_states[-1][0], apply_final_norm(engine_states, loaded.tables), atol=1e-3)
     trainee.save(tmp_path / "out")
     assert Path(tmp_path / "out" / TARGET / "config.json").is_file()

@@ -100,14 +100,14 @@ def test_training_ends_with_its_time_and_continues_with_more(settings, monkeypat
     document, lines = Training("mtp", settings(3 * HOUR)).run(
         QUIET, on_evaluation=lambda figures, done: evaluations.append((done, "temperature 0" in figures))
     )
-    assert (document["waves"], document["steps"], len(lines)) == (3, 6, 3)
+    assert (document["cycles"], document["steps"], len(lines)) == (3, 6, 3)
     assert [done for done, _ in evaluations] == [pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]
     assert all(measured for _, measured in evaluations)
     cycles.clear()
     document, _ = Training("mtp", settings(3 * HOUR)).run(QUIET)  # it is finished
-    assert (document["waves"], len(cycles)) == (3, 0)
+    assert (document["cycles"], len(cycles)) == (3, 0)
     document, lines = Training("mtp", settings(5 * HOUR)).run(QUIET)
-    assert (document["waves"], len(cycles), [line["wave"] for line in lines]) == (5, 2, [1, 2, 3, 4, 5])
+    assert (document["cycles"], len(cycles), [line["cycle"] for line in lines]) == (5, 2, [1, 2, 3, 4, 5])
 
 
 @pytest.mark.parametrize(("minutes", "other"), [(0.0, {}), (-1.0, {}), (float("inf"), {}), (1.0, {"epochs": 2})])

@@ -19,8 +19,8 @@ from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.formats.base import TargetInfo
 from outrider.heads.formats.registry import format_of
-from outrider.heads.hidden_states import normed
-from outrider.heads.store import make_module, read_trained
+from outrider.heads.hidden_states import apply_final_norm
+from outrider.heads.store import import_head, make_module
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.train.loss import chunked
@@ -34,14 +34,14 @@ from outrider.train.trainer import StepStats, Trainer, lr_factor
 from tests.helpers import engines, tiny, train_setup
 from tests.helpers.train_setup import (
     NANO,
-    Still,
-    cut,
+    ConstantTrainee,
+    make_batch,
     make_sample,
     make_settings,
     make_setup,
-    make_texts,
-    spread,
-    watched,
+    record_gradients,
+    scatter,
+    single_sequence,
 )
 
 
@@ -213,10 +213,10 @@ def _expected_step_loss(texts, logits, losses, decay):
     """The loss of a step by its definition, column by column, for the `logits` [steps, V] of all columns."""
     total = 0.0
     num_columns = 0
-    target_probs = spread(texts.target_probs, texts.learn)
+    target_probs = scatter(texts.target_probs, texts.loss_mask)
     decay_sum = sum(decay**step for step in range(len(logits)))
-    for b in range(len(texts.learn)):
-        length = int(texts.learn[b].sum())
+    for b in range(len(texts.loss_mask)):
+        length = int(texts.loss_mask[b].sum())
         num_columns += length
         for c in range(length):
             alphas = []
@@ -232,9 +232,9 @@ def _expected_step_loss(texts, logits, losses, decay):
 
 @pytest.mark.parametrize("text", ["ce", "kl:0.3,tv:0.7", "length", "ce:0.5,length:2"])
 def test_step_loss_is_the_mean_over_columns(text):
-    texts = make_texts(vocab=11)
+    texts = make_batch(vocab=11)
     losses = parse(text)
-    trainee = Still(3, 11)
+    trainee = ConstantTrainee(3, 11)
     trainer = Trainer(trainee, losses=losses, steps=3, decay=0.8, lr=1e-3)
     logits = trainee.module.weight.detach().clone()
     stats = trainer.train([texts], progress=0.5)
@@ -244,19 +244,19 @@ def test_step_loss_is_the_mean_over_columns(text):
 
 @pytest.mark.parametrize("kind", ["mtp", "medusa"])
 def test_micro_batches_and_padding_do_not_change_the_gradient(kind, nano):
-    batch = make_texts()
+    batch = make_batch()
     with_other_padding = replace(
         batch,
-        aux_states=torch.where(batch.learn[..., None, None], batch.aux_states, 1e3),
-        tokens=torch.where(torch.nn.functional.pad(batch.learn, (1, 0), value=True), batch.tokens, 5),
+        aux_states=torch.where(batch.loss_mask[..., None, None], batch.aux_states, 1e3),
+        tokens=torch.where(torch.nn.functional.pad(batch.loss_mask, (1, 0), value=True), batch.tokens, 5),
     )
-    single_sequences = [cut(batch, b, length) for b, length in enumerate((9, 6, 4))]
+    single_sequences = [single_sequence(batch, b, length) for b, length in enumerate((9, 6, 4))]
     results = []
     for micro_batches in ([batch], [with_other_padding], single_sequences):
         torch.manual_seed(7)
         trainee = make_trainee(kind, make_settings(), make_setup(nano), nano.tables)
         trainer = Trainer(trainee, losses=parse("ce"), steps=trainee.steps, decay=0.8, lr=1e-3)
-        gradients = watched(trainer)
+        gradients = record_gradients(trainer)
         stats = trainer.train(micro_batches, progress=0.5)
         results.append((stats.loss, gradients[0]))
     (loss, gradient), *other_results = results
@@ -265,7 +265,7 @@ def test_micro_batches_and_padding_do_not_change_the_gradient(kind, nano):
         assert torch.nn.functional.cosine_similarity(gradient, other_gradient, dim=0) > 0.999
 
 
-class _PartialChains(Still):
+class _PartialChains(ConstantTrainee):
     """A trainee with three equal chains, of which only some have a second draft token."""
 
     def __init__(self, has_second):
@@ -277,17 +277,17 @@ class _PartialChains(Still):
         count = int(self._has_second.sum())
         target = texts.target_probs[:1].expand(count, -1)
         logits = self.module.weight[1].expand(count, -1)
-        yield Step(logits=logits, target=target, learn=self._has_second[None], weight=3 / count)
+        yield Step(logits=logits, target=target, loss_mask=self._has_second[None], weight=3 / count)
 
 
 @pytest.mark.parametrize("text", ["ce", "length", "tv:0.5,length:2"])
 def test_chosen_chains_represent_all_chains(text):
-    texts = make_texts(lengths=(3,), vocab=11)
+    texts = make_batch(lengths=(3,), vocab=11)
     texts = replace(texts, target_probs=texts.target_probs[:1].expand(3, -1))
     results = []
     for has_second in ([True, True, True], [False, True, False]):
         trainer = Trainer(_PartialChains(has_second), losses=parse(text), steps=2, decay=0.8, lr=1e-3)
-        gradients = watched(trainer)
+        gradients = record_gradients(trainer)
         loss = trainer.train([texts], progress=0.5).loss
         results.append((loss, gradients[0]))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
@@ -295,24 +295,24 @@ def test_chosen_chains_represent_all_chains(text):
 
 
 def test_step_without_trained_columns_changes_no_weights():
-    trainee = Still(2, 11)
+    trainee = ConstantTrainee(2, 11)
     before = trainee.module.weight.detach().clone()
     trainer = Trainer(trainee, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
-    texts = make_texts(vocab=11)
-    for micro_batches in ([], [replace(texts, learn=torch.zeros_like(texts.learn))]):
+    texts = make_batch(vocab=11)
+    for micro_batches in ([], [replace(texts, loss_mask=torch.zeros_like(texts.loss_mask))]):
         assert trainer.train(micro_batches, progress=0.5).columns == 0
     assert trainer.step == 2
     assert torch.equal(trainee.module.weight, before)
 
 
 def test_nan_loss_ends_the_training():
-    trainee = Still(2, 11)
+    trainee = ConstantTrainee(2, 11)
     with torch.no_grad():
         trainee.module.weight[0, 0] = torch.nan
     before = trainee.module.weight.detach().clone()
     trainer = Trainer(trainee, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
     with pytest.raises(OutriderError, match=r"the loss at step 0 is nan .* use a smaller --lr"):
-        trainer.train([make_texts(vocab=11)], progress=0.5)
+        trainer.train([make_batch(vocab=11)], progress=0.5)
     assert torch.equal(trainee.module.weight.nan_to_num(), before.nan_to_num())
 
 
@@ -320,11 +320,11 @@ def test_confidence_head_learns_the_acceptance(nano):
     torch.manual_seed(1)
     trainee = make_trainee("dspark", make_settings(draft_tokens=2), make_setup(nano), nano.tables)
     trainer = Trainer(trainee, losses=parse("tv"), steps=2, decay=1.0, lr=1e-2)
-    (step, *_) = list(trainee.unroll(make_texts(), 2))
+    (step, *_) = list(trainee.unroll(make_batch(), 2))
     assert step.confidence is not None
     for _ in range(30):
-        trainer.train([make_texts()], progress=0.5)
-    step, _ = trainee.unroll(make_texts(), 2)
+        trainer.train([make_batch()], progress=0.5)
+    step, _ = trainee.unroll(make_batch(), 2)
     dist = Distributions(step.target, step.logits.log_softmax(-1))
     assert (step.confidence.sigmoid().mean() - dist.alpha.mean()).abs() < 0.1
 
@@ -342,7 +342,7 @@ def test_learning_rate_rises_and_falls():
 
 def test_mask_token_id_uses_a_frozen_embedding(nano, tmp_path):
     trainee = make_trainee("dflash", make_settings(draft_tokens=2, mask_token_id=9), make_setup(nano), nano.tables)
-    texts = make_texts()
+    texts = make_batch()
     aux_states = torch.randn(*texts.aux_states.shape[:2], len(trainee.aux_states.layers), 128)
     trainer = Trainer(trainee, losses={"ce": 1.0}, steps=2, decay=1.0, lr=1e-2)
     before = trainee.module.fuse.weight.clone()
@@ -350,7 +350,7 @@ def test_mask_token_id_uses_a_frozen_embedding(nano, tmp_path):
     assert not torch.equal(trainee.module.fuse.weight, before)
     assert torch.equal(trainee.module.mask, nano.tables.embedding[9])
     trainee.save(tmp_path / "draft")
-    trained = read_trained(tmp_path / "draft")
+    trained = import_head(tmp_path / "draft")
     target_info = TargetInfo(vocab=12288, hidden=128, layers=2, embedding=lambda: nano.tables.embedding)
     config, _ = format_of("dflash").write(trained.description, trained.weights, target_info)
     assert config["dflash_config"]["mask_token_id"] == 9
@@ -370,13 +370,13 @@ from outrider.train.loss.losses import parse
 from outrider.train.distributed import join_group, leave_group, rank
 from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.trainer import Trainer
-from tests.helpers.train_setup import CPU, Still, cut, make_sample, make_texts, watched
+from tests.helpers.train_setup import CPU, ConstantTrainee, make_batch, make_sample, record_gradients, single_sequence
 torch.set_num_threads(1)
 join_group(CPU)
-texts, trainee = make_texts(vocab=11), Still(3, 11)
+texts, trainee = make_batch(vocab=11), ConstantTrainee(3, 11)
 trainer = Trainer(trainee, losses=parse("ce:0.5,length:2"), steps=3, decay=0.8, lr=1e-3)
-micro_batches = [[cut(texts, 0, 9)], [cut(texts, 1, 6), cut(texts, 2, 4)]][rank()]
-gradients = watched(trainer)
+micro_batches = [[single_sequence(texts, 0, 9)], [single_sequence(texts, 1, 6), single_sequence(texts, 2, 4)]][rank()]
+gradients = record_gradients(trainer)
 stats = trainer.train(micro_batches, progress=0.5)
 ids = most_frequent_tokens([make_sample([[0, 5, 5, 6], [0, 7, 7, 6]][rank()])], 10, 3, CPU)
 torch.save([stats.loss, stats.columns, gradients[0], ids], f"{sys.argv[1]}/{rank()}.pt")
@@ -398,10 +398,10 @@ def test_two_processes_make_the_same_step_as_one(tmp_path):
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    trainee = Still(3, 11)
+    trainee = ConstantTrainee(3, 11)
     trainer = Trainer(trainee, losses=parse("ce:0.5,length:2"), steps=3, decay=0.8, lr=1e-3)
-    gradients = watched(trainer)
-    stats = trainer.train([make_texts(vocab=11)], progress=0.5)
+    gradients = record_gradients(trainer)
+    stats = trainer.train([make_batch(vocab=11)], progress=0.5)
     for rank in range(2):
         loss, columns, gradient, ids = torch.load(tmp_path / f"{rank}.pt")
         assert (loss, columns) == (pytest.approx(stats.loss, rel=1e-5), 19)
@@ -482,7 +482,7 @@ def test_narrow_draft_starts_with_principal_directions_of_the_tables():
     init_weights(module, tables)
     state = torch.randn(5, 64) @ torch.linalg.qr(basis.T).Q.T  # in the subspace on which the logits depend
     projection = module.fuse.weight[:, -128:].detach()
-    target_probs = (normed(state, tables) @ tables.head.T).float()[:, 3:12].softmax(-1)
+    target_probs = (apply_final_norm(state, tables) @ tables.head.T).float()[:, 3:12].softmax(-1)
     assert torch.allclose(module.logits(state @ projection.T).softmax(-1), target_probs, atol=1e-4)
     directions = principal_directions(basis, 9)
     assert torch.allclose(directions.T @ directions, torch.eye(9), atol=1e-5)
@@ -543,7 +543,7 @@ def test_trained_head_can_be_trained_further(kind, nano, tmp_path):
     assert second.ids.tolist() == first.ids.tolist()
     for name, weight in first.module.state_dict().items():
         assert torch.equal(second.module.state_dict()[name], weight.to(torch.bfloat16).to(weight.dtype))
-    texts = make_texts(lengths=(6, 4))
+    texts = make_batch(lengths=(6, 4))
     texts = replace(texts, target_probs=texts.target_probs[:, second.ids])
     trainer = Trainer(second, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
     assert trainer.train([texts], progress=0.5).columns
@@ -556,14 +556,14 @@ def test_trained_head_can_be_trained_further(kind, nano, tmp_path):
 
 def test_draft_model_has_the_logits_of_transformers(nano):
     trainee = make_trainee(DRAFT, make_settings(init_from=NANO), make_setup(nano), nano.tables)
-    texts = make_texts(lengths=(9, 6))
+    texts = make_batch(lengths=(9, 6))
     model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
     logits = model(texts.tokens[:, :9]).logits
-    target_probs = spread(texts.target_probs, texts.learn)
+    target_probs = scatter(texts.target_probs, texts.loss_mask)
     for i, step in enumerate(list(trainee.unroll(texts, 3))):
-        assert torch.allclose(step.logits, logits[:, i:][step.learn], atol=1e-4)
-        assert torch.equal(step.target, target_probs[:, i:][step.learn])
-        assert torch.equal(step.learn, texts.learn[:, i:])
+        assert torch.allclose(step.logits, logits[:, i:][step.loss_mask], atol=1e-4)
+        assert torch.equal(step.target, target_probs[:, i:][step.loss_mask])
+        assert torch.equal(step.loss_mask, texts.loss_mask[:, i:])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss", "mixtral"])
@@ -573,7 +573,7 @@ def test_draft_models_of_several_architectures_can_be_trained(name, tmp_path):
     loaded = train_setup.load_target(tmp_path / "target")
     settings = make_settings(init_from=str(tmp_path / "draft"))
     trainee = make_trainee(DRAFT, settings, make_setup(loaded), loaded.tables)
-    texts = make_texts(hidden=32, vocab=tiny.VOCAB)
+    texts = make_batch(hidden=32, vocab=tiny.VOCAB)
     trainer = Trainer(trainee, losses=parse("ce"), steps=1, decay=0.8, lr=1e-2)
     losses = [trainer.train([texts], progress=0.5).loss for _ in range(5)]
     assert losses[-1] < losses[0]

@@ -27,13 +27,13 @@ from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.suffix import SuffixProposer
 from outrider.train.data import prompts
 from outrider.train.data.answers import Recorder, generate_samples
-from outrider.train.data.batches import Reader, micro_batches, most_frequent_tokens, split_evenly
+from outrider.train.data.batches import Collator, micro_batches, most_frequent_tokens, split_evenly
 from outrider.train.data.feature_cache import FeatureCache
 from outrider.train.loss.losses import parse
 from outrider.train.report import log
 from outrider.train.trainer import StepStats, Trainer, read_state
 from tests.helpers import engines, train_setup
-from tests.helpers.train_setup import CPU, NANO, Still, make_request, make_sample, make_texts
+from tests.helpers.train_setup import CPU, NANO, ConstantTrainee, make_batch, make_request, make_sample
 
 
 @pytest.fixture(scope="module")
@@ -106,50 +106,50 @@ def test_failed_request_gives_no_sample():
 # Batches
 
 
-def _reader(nano, ids=None, *, final=True):
+def _collator(nano, ids=None, *, final=True):
     ids = torch.arange(nano.target.vocab) if ids is None else ids
-    return Reader(AuxStates(layers=(1,), final=final), (1,), nano.tables, ids)
+    return Collator(AuxStates(layers=(1,), final=final), (1,), nano.tables, ids)
 
 
 def test_target_probs_equal_those_of_transformers(nano):
     tokens = nano.checkpoint.tokenizer.encode("def add(a, b):\n    return a + b\n")
     states, _ = _score_in_one_pass(nano.target, tokens[:-1], (1,))
-    texts = _reader(nano).read([make_sample(tokens, states=states)], everything=True)
+    texts = _collator(nano).collate([make_sample(tokens, states=states)], everything=True)
     model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
     expected = model(torch.tensor([tokens[:-1]])).logits[0].softmax(-1)
     assert texts.target_probs.shape == expected.shape
     assert torch.minimum(texts.target_probs, expected).sum(-1).min() > 0.97
     draft_ids = torch.tensor([3, 7, 300])
-    draft_texts = _reader(nano, draft_ids).read([make_sample(tokens, states=states)], everything=True)
+    draft_texts = _collator(nano, draft_ids).collate([make_sample(tokens, states=states)], everything=True)
     assert torch.equal(draft_texts.target_probs, texts.target_probs[..., draft_ids])
 
 
 def test_target_with_scaled_logits_is_rejected(nano):
     tokens = tuple(nano.checkpoint.tokenizer.encode("import os\nimport"))
-    _reader(nano).check(nano.target, tokens)
+    _collator(nano).check(nano.target, tokens)
     scaled = replace(nano.tables, head=nano.tables.head * 0.2)
-    reader = Reader(AuxStates(layers=(1,), final=True), (1,), scaled, torch.arange(nano.target.vocab))
+    collator = Collator(AuxStates(layers=(1,), final=True), (1,), scaled, torch.arange(nano.target.vocab))
     with pytest.raises(OutriderError, match="its logits are scaled or capped"):
-        reader.check(nano.target, tokens)
+        collator.check(nano.target, tokens)
 
 
 def test_loss_mask_covers_answers_but_not_padding(nano):
     samples = [make_sample(range(9), prompt=4), make_sample(range(5), prompt=1), make_sample(range(3), prompt=3)]
-    learn = _reader(nano).read(samples, everything=False).learn
+    loss_mask = _collator(nano).collate(samples, everything=False).loss_mask
     # Position t has the distribution after token t, so the last prompt token is trained, too.
-    assert learn.tolist() == [
+    assert loss_mask.tolist() == [
         [False] * 3 + [True] * 5,
         [True] * 4 + [False] * 4,
         [False] * 8,
     ]
-    everything = _reader(nano).read(samples, everything=True).learn
+    everything = _collator(nano).collate(samples, everything=True).loss_mask
     assert everything.tolist() == [[True] * 8, [True] * 4 + [False] * 4, [True] * 2 + [False] * 6]
 
 
 def test_final_aux_states_are_normed(nano):
     sample = make_sample(range(6))
-    raw = _reader(nano, final=False).read([sample], everything=True).aux_states
-    final = _reader(nano, final=True).read([sample], everything=True).aux_states
+    raw = _collator(nano, final=False).collate([sample], everything=True).aux_states
+    final = _collator(nano, final=True).collate([sample], everything=True).aux_states
     assert torch.equal(raw[0], sample.states.float())
     scale = raw.square().mean(-1, keepdim=True).add(nano.tables.epsilon).rsqrt()
     assert torch.allclose(final, raw * scale * nano.tables.norm, atol=1e-5)
@@ -260,10 +260,10 @@ def test_messages_need_a_chat_template():
 
     dialogue = Prompt(id="f:1", category="", prompt=None, messages=({"role": "user", "content": "Hi"},))
     with pytest.raises(OutriderError, match="f:1 has messages, and this target has no chat template"):
-        prompts.encoded(Tokenizer(), dialogue)
-    assert prompts.encoded(Tokenizer(), _prompt("ab")) == (97, 98)
+        prompts.encode_prompt(Tokenizer(), dialogue)
+    assert prompts.encode_prompt(Tokenizer(), _prompt("ab")) == (97, 98)
     with pytest.raises(OutriderError, match="f:2: the text holds half of a surrogate pair"):
-        prompts.encoded(Tokenizer(), Prompt(id="f:2", category="", prompt="a\ud800", messages=None))
+        prompts.encode_prompt(Tokenizer(), Prompt(id="f:2", category="", prompt="a\ud800", messages=None))
 
 
 # The feature cache
@@ -277,11 +277,11 @@ def test_cached_sample_is_read(tmp_path):
     sample = make_sample([1, 2, 3, 4], prompt=2)
     _cache(tmp_path).write(make_request(), sample)
     cached = _cache(tmp_path).read(make_request(id=7))
-    assert (cached.id, cached.tokens, cached.prompt, cached.shown) == (7, sample.tokens, 2, None)
+    assert (cached.id, cached.tokens, cached.prompt, cached.shared_kv) == (7, sample.tokens, 2, None)
     assert torch.equal(cached.states, sample.states)
-    with_kv = replace(sample, shown=torch.randn(3, 8).bfloat16())
-    _cache(tmp_path, origin="looked").write(make_request(), with_kv)
-    assert torch.equal(_cache(tmp_path, origin="looked").read(make_request()).shown, with_kv.shown)
+    with_kv = replace(sample, shared_kv=torch.randn(3, 8).bfloat16())
+    _cache(tmp_path, origin="with KV").write(make_request(), with_kv)
+    assert torch.equal(_cache(tmp_path, origin="with KV").read(make_request()).shared_kv, with_kv.shared_kv)
     for other in (
         make_request(seed=1),
         make_request(temperature=0.5),
@@ -364,17 +364,17 @@ def test_log_of_a_resumed_training_drops_later_cycles(tmp_path, monkeypatch):
             {"answers_per_prompt": 1.0, "ttt_length": 2.0},
         )
     assert log.read_log(tmp_path)[-1] == {
-        "wave": 3,
+        "cycle": 3,
         "loss": 1.5,
         "alpha": [],
         "tokens": 12,
-        "held_out": {"temperature 0": {"tau": 3, "acceptance": [0.5]}},
+        "evaluation": {"temperature 0": {"tau": 3, "acceptance": [0.5]}},
         "seconds": {"answers_per_prompt": 1.0, "ttt_length": 2.0},
     }
     with (tmp_path / log.FILE).open("a") as file:
-        file.write('{"wave": 4, "lo')
+        file.write('{"cycle": 4, "lo')
     resumed = log.Log(tmp_path, begin=2, events=False)
-    assert [line["wave"] for line in resumed.lines] == [1, 2]
+    assert [line["cycle"] for line in resumed.lines] == [1, 2]
     assert resumed.last_evaluation["temperature 0"]["tau"] == 2
     assert log.read_log(tmp_path) == resumed.lines
     assert log.Log(tmp_path, begin=0, events=False).last_evaluation == {}
@@ -424,10 +424,10 @@ def test_tensorboard_events(tmp_path, monkeypatch):
 )
 def test_damaged_state_is_rejected(damage, message, tmp_path):
     assert read_state(tmp_path) is None
-    trainer = Trainer(Still(2, 11), losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
-    trainer.train([make_texts(vocab=11)], progress=0.5)
-    trainer.save(tmp_path, wave=1, identity="me")
-    assert read_state(tmp_path)["wave"] == 1
+    trainer = Trainer(ConstantTrainee(2, 11), losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
+    trainer.train([make_batch(vocab=11)], progress=0.5)
+    trainer.save(tmp_path, cycle=1, identity="me")
+    assert read_state(tmp_path)["cycle"] == 1
     damage(tmp_path / "state.pt")
     with pytest.raises(OutriderError, match=message):
         read_state(tmp_path)

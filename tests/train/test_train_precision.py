@@ -8,7 +8,7 @@ import torch
 from outrider.train.loss.losses import parse
 from outrider.train.precision import matmul_dtype
 from outrider.train.trainer import Trainer
-from tests.helpers.train_setup import Still, make_texts
+from tests.helpers.train_setup import ConstantTrainee, make_batch
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def test_gpu_always_uses_bfloat16(monkeypatch):
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_training_step_uses_this_dtype(has_bf16, monkeypatch):
     _set_cpu(monkeypatch, bf16=has_bf16)
-    trainee = Still(2, 11)
+    trainee = ConstantTrainee(2, 11)
     trainer = Trainer(trainee, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
     dtypes = []
     unroll = trainee.unroll
@@ -54,5 +54,5 @@ def test_training_step_uses_this_dtype(has_bf16, monkeypatch):
         return unroll(texts, steps)
 
     trainee.unroll = record_dtype
-    trainer.train([make_texts(vocab=11)], progress=0.5)
+    trainer.train([make_batch(vocab=11)], progress=0.5)
     assert dtypes == [matmul_dtype(CPU)]

@@ -128,8 +128,8 @@ def test_resumed_training_ends_in_the_same_weights(kind, options, data, uninterr
     assert len(read_log(tmp_path)) == 2
     training = Training(kind, settings)
     document, lines = training.run(QUIET)
-    assert (document["waves"], document["steps"]) == (4, 8)
-    assert [line["wave"] for line in lines] == [1, 2, 3, 4]
+    assert (document["cycles"], document["steps"]) == (4, 8)
+    assert [line["cycle"] for line in lines] == [1, 2, 3, 4]
     expected = uninterrupted(kind, **options)
     assert _same_weights(tmp_path, expected)
     assert [line["loss"] for line in read_log(tmp_path)] == [line["loss"] for line in read_log(expected)]
@@ -206,7 +206,7 @@ def test_overwrite_starts_a_new_training(data, uninterrupted, tmp_path):
     assert not _same_weights(tmp_path, uninterrupted("mtp"))
     Training("mtp", _settings(data, tmp_path, overwrite=True)).run(QUIET)
     assert _same_weights(tmp_path, uninterrupted("mtp"))
-    assert [line["wave"] for line in read_log(tmp_path)] == [1, 2, 3, 4]
+    assert [line["cycle"] for line in read_log(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_model_in_the_output_folder_is_not_overwritten(data, uninterrupted, tmp_path):
@@ -231,7 +231,7 @@ def test_damaged_state_is_reported(data, tmp_path):
     with pytest.raises(OutriderError, match=r"state.pt cannot be read .* use --overwrite, or another --out"):
         Training("mtp", _settings(data, tmp_path, epochs=1))
     document, _ = Training("mtp", _settings(data, tmp_path, epochs=1, overwrite=True)).run(QUIET)
-    assert document["waves"] == 2
+    assert document["cycles"] == 2
 
 
 def _raise_disk_full(*_, **__):
@@ -276,7 +276,7 @@ def test_finished_training_restores_missing_files(data, uninterrupted, tmp_path)
     (tmp_path / "model.safetensors").unlink()
     second, lines = Training("mtp", settings).run(QUIET)
     assert _same_weights(tmp_path, uninterrupted("mtp"))
-    assert second["held_out"] == first["held_out"]
+    assert second["evaluation"] == first["evaluation"]
     assert len(lines) == 4
 
 
@@ -488,16 +488,16 @@ def test_command_prints_and_writes_the_results(command_run):
     folder, result = command_run
     document = json.loads(result.stdout.splitlines()[-1])
     assert document["kind"] == "hydra"
-    assert document["waves"] == 2
-    assert set(document["held_out"]) == {"temperature 0", "temperature 1"}
-    assert all(len(each["acceptance"]) == 2 and each["tau"] >= 1 for each in document["held_out"].values())
+    assert document["cycles"] == 2
+    assert set(document["evaluation"]) == {"temperature 0", "temperature 1"}
+    assert all(len(each["acceptance"]) == 2 and each["tau"] >= 1 for each in document["evaluation"].values())
     assert f"--proposer draft:{folder / 'draft'}" in result.stdout
     facts = json.loads((folder / "draft" / "training.json").read_text())
     assert facts["arguments"]["depth"] == 2
-    assert facts["held_out"] == document["held_out"]
+    assert facts["evaluation"] == document["evaluation"]
     lines = [json.loads(line) for line in (folder / "draft" / FILE).read_text().splitlines()]
-    assert [line["wave"] for line in lines] == [1, 2]
-    assert lines[-1]["held_out"] == document["held_out"]
+    assert [line["cycle"] for line in lines] == [1, 2]
+    assert lines[-1]["evaluation"] == document["evaluation"]
 
 
 def test_report_has_all_plots(command_run):

@@ -74,8 +74,8 @@ def test_head_moved_to_its_own_target_is_unchanged(targets, head):
 
     @torch.no_grad()
     def relative_error():
-        fused = trainee.module.fused(states)
-        expected = original.fused(states)
+        fused = trainee.module.fuse_states(states)
+        expected = original.fuse_states(states)
         return float((fused - expected).norm() / (expected - expected.mean(0)).norm())
 
     before = relative_error()
@@ -97,11 +97,11 @@ def test_fitted_fusion_layer_is_optimal(targets, head):
     assert trainee.module.description.target_hidden == 96
     original = read_head(head, dtype=torch.float32, device=torch.device("cpu"))
     trainee.begin(lambda: samples)
-    expected = torch.cat([original.fused(sample.states[:, :3].float()) for sample in previous_samples])
+    expected = torch.cat([original.fuse_states(sample.states[:, :3].float()) for sample in previous_samples])
 
     @torch.no_grad()
     def squared_error():
-        fused = torch.cat([trainee.module.fused(sample.states[:, :3].float()) for sample in samples])
+        fused = torch.cat([trainee.module.fuse_states(sample.states[:, :3].float()) for sample in samples])
         return float((fused - expected).square().sum())
 
     best = squared_error()
@@ -136,7 +136,7 @@ def test_training_moves_a_head_to_another_target(targets, head, tmp_path):
         target=str(targets / "new"),
     )
     document, lines = Training("slim", settings).run(QUIET)
-    assert document["waves"] == len(lines) == 2
+    assert document["cycles"] == len(lines) == 2
     assert read_head(tmp_path / "out", dtype=torch.float32, device=torch.device("cpu")).description.target_hidden == 96
     with pytest.raises(OutriderError, match="has a training with other options"):
         Training("slim", replace(settings, init_target=str(targets / "new")))

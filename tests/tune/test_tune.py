@@ -24,7 +24,7 @@ from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.pass_cost import PassCost
 from outrider.plan.planner import FixedPlanner
 from outrider.plan.store import PlanFile, model_print, proposer_name, restored
-from outrider.propose.expression import pasted, short
+from outrider.propose.expression import command_line_form, short
 from outrider.propose.registry import default_proposer, parse
 from outrider.system.atomic_files import check_writable, write_whole
 from outrider.tune.advice import advise
@@ -326,9 +326,9 @@ def test_short_expressions_have_no_folders():
 
 def test_embedded_models_have_short_names():
     spec = f"merge(ngram,draft:{embedded('nano')})"
-    assert short(spec) == pasted(spec) == "merge(ngram,draft:@nano)"
-    assert parse(pasted(spec)) == parse(spec)
-    assert pasted('draft:"/a, b/small"') == 'draft:"/a, b/small"'
+    assert short(spec) == command_line_form(spec) == "merge(ngram,draft:@nano)"
+    assert parse(command_line_form(spec)) == parse(spec)
+    assert command_line_form('draft:"/a, b/small"') == 'draft:"/a, b/small"'
 
 
 def test_recommended_expression_can_be_pasted_into_a_shell():
@@ -580,14 +580,14 @@ def test_config_has_absolute_folders(tmp_path, monkeypatch):
 
 def unsuccessful_planner():
     """Return a planner whose draft tokens were all rejected."""
-    planner = CostPlanner(costs(CONSTANT, FIFTH), most=12)
+    planner = CostPlanner(costs(CONSTANT, FIFTH), max_draft_tokens=12)
     simulate(planner, 1, [0.0] * 12, 400, took=lambda k: (1.0, 0.2 * k))
     return planner
 
 
 def test_restored_planner_continues_where_it_stopped():
-    fresh = CostPlanner(costs(CONSTANT, FIFTH), most=12)
-    restored_planner = CostPlanner(costs(CONSTANT, FIFTH), most=12)
+    fresh = CostPlanner(costs(CONSTANT, FIFTH), max_draft_tokens=12)
+    restored_planner = CostPlanner(costs(CONSTANT, FIFTH), max_draft_tokens=12)
     state = json.loads(json.dumps(unsuccessful_planner().state()))
     state["proposers"][0]["idle_rounds"] = 0  # so that no trial is due now
     restored_planner.restore(state)

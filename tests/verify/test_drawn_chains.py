@@ -17,7 +17,7 @@ from outrider.models.base import ChainSampler
 from outrider.propose.base import ProposerSetup
 from outrider.propose.draft_model import chain as model
 from outrider.propose.draft_model.chain import DraftModelProposer
-from outrider.testing.drive import make_round, make_row
+from outrider.testing.drive import make_round, make_seq
 from tests.core.test_packed import PlainTarget
 from tests.helpers import tiny
 
@@ -47,7 +47,7 @@ def make_seqs(rng, temperatures=TEMPERATURES, filters=({},) * 4):
     """Return four sequences with prompts of different lengths."""
     settings = zip(temperatures, filters, strict=True)
     params = [SamplingParams(temperature=temperature, **filter) for temperature, filter in settings]
-    return [make_row(random_tokens(rng, 3 + 5 * b), b, seq_params) for b, seq_params in enumerate(params)]
+    return [make_seq(random_tokens(rng, 3 + 5 * b), b, seq_params) for b, seq_params in enumerate(params)]
 
 
 def draw_params(temperature):
@@ -186,7 +186,7 @@ def test_draft_model_with_nan_logits_drafts_token_0(folder):
     """Its q is one-hot at this token, so verification stays exact."""
     model = model_of(folder)
     model.update_weights({"model.norm.weight": torch.full((32,), torch.nan)}, 1)
-    seq = make_row([1, 2, 3], 0, SamplingParams())
+    seq = make_seq([1, 2, 3], 0, SamplingParams())
     model.cache.admit(0, seq.token_ids)
     batch = Batch(seqs=(seq,), start=(0,), feed=((1, 2, 3),), draft_budget=(2,))
     draws = UniformDraws(params=(draw_params(1.0),), uniform=torch.full((1, 2), 0.5, dtype=torch.float64))

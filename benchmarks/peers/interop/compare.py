@@ -29,7 +29,7 @@ from outrider import LLM
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
 from outrider.heads.files import read_config, read_target_info
-from outrider.heads.store import KEY, is_head, read_trained
+from outrider.heads.store import KEY, import_head, is_head
 from outrider.measure.prompts import Prompt, read_prompts
 from outrider.report.console import standard_output
 from outrider.system import machine
@@ -71,7 +71,7 @@ def export(args: argparse.Namespace, out: Path) -> Exported:
     target_info = read_target_info(args.target)
     if not is_head(args.draft, lambda: target_info):
         return Exported(folder=args.draft, format="", method=args.method or _DRAFT_MODEL)
-    kind = read_trained(args.draft, target_info).description.kind
+    kind = import_head(args.draft, target_info).description.kind
     method = args.method or str(kind)
     if not args.to and KEY not in read_config(Path(args.draft)):
         return Exported(folder=args.draft, format="", method=method)

@@ -23,7 +23,7 @@ Config = dict[str, Any]
 _FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
-class UnusedTensors(OutriderError):
+class TargetRequired(OutriderError):
     """The checkpoint leaves out something that its target determines, but no target was given."""
 
 
@@ -38,8 +38,8 @@ class TargetInfo:
     name: str | None = None
     head: Callable[[], torch.Tensor] | None = None  # loads the LM head [V, H]
     embedding: Callable[[], torch.Tensor] | None = None  # loads the input of the first layer by token, [V, H]
-    spare: int | None = None  # an id that no token has, if one is known
-    kinds: tuple[str, ...] = ()  # `layer_types` of the config; () if it has none
+    unused_id: int | None = None  # an id that no token has, if one is known
+    layer_types: tuple[str, ...] = ()  # from the config; () if it has none
 
 
 class Format(Protocol):
@@ -67,17 +67,17 @@ class Format(Protocol):
         """Return the draft head of a checkpoint.
 
         Raises:
-            UnusedTensors: the target is needed.
+            TargetRequired: the target is needed.
             OutriderError: something is missing, contradictory or not supported.
         """
 
     def write(
-        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
     ) -> tuple[Config, Tensors]:
         """Return the config and tensors of a draft head.
 
         Raises:
-            UnusedTensors: the target is needed.
+            TargetRequired: the target is needed.
             OutriderError: the format cannot represent this draft head.
         """
 
@@ -86,10 +86,10 @@ class Source:
     """A checkpoint that is being imported. Each tensor must be taken or ignored; `close` checks this."""
 
     def __init__(
-        self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], partner: TargetInfo | None
+        self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: TargetInfo | None
     ) -> None:
         self.config = Settings(config)
-        self.partner = partner
+        self.target = target
         self._tensors = tensors
         self._unhandled = set(tensors)
         self._ignored: dict[str, tuple[str, ...]] = {}
@@ -144,19 +144,19 @@ class Source:
             derived: used if neither the config nor the target has the number; 0: unknown.
 
         Raises:
-            UnusedTensors: the number is unknown.
+            TargetRequired: the number is unknown.
         """
         configured = self.config.whole("num_target_layers", 0) or self.config.whole("target_layers", 0)
-        layers = configured or (self.partner.layers if self.partner else derived)
+        layers = configured or (self.target.layers if self.target else derived)
         if not layers:
-            raise UnusedTensors(
+            raise TargetRequired(
                 "the checkpoint does not say how many layers its target has; give the target with --target DIR"
             )
         return layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class ImportedHead:
     """An imported draft head."""
 
     description: HeadDescription
@@ -179,22 +179,22 @@ def refuse(name: str, reasons: Mapping[str, bool]) -> None:
             raise OutriderError(f"format {name} cannot represent this draft head, because it {reason}{advice}")
 
 
-def shared_lm_head(partner: TargetInfo | None, ids: torch.Tensor | None = None) -> torch.Tensor:
+def shared_lm_head(target: TargetInfo | None, ids: torch.Tensor | None = None) -> torch.Tensor:
     """Return the target's LM head [V, H] or its rows `ids`, for a draft head without its own."""
-    if partner is None or partner.head is None:
-        raise UnusedTensors(
+    if target is None or target.head is None:
+        raise TargetRequired(
             "this format stores an LM head, but the draft head uses its target's; give the target with --target DIR"
         )
-    return partner.head() if ids is None else partner.head()[ids]
+    return target.head() if ids is None else target.head()[ids]
 
 
-def shared_embedding(partner: TargetInfo | None) -> torch.Tensor:
+def shared_embedding(target: TargetInfo | None) -> torch.Tensor:
     """Return the target's embedding [V, H], for a draft head without its own."""
-    if partner is None or partner.embedding is None:
-        raise UnusedTensors(
+    if target is None or target.embedding is None:
+        raise TargetRequired(
             "the mask is a row of the target's embedding, which is not known; give the target with --target DIR"
         )
-    return partner.embedding()
+    return target.embedding()
 
 
 def same(one: torch.Tensor, two: torch.Tensor) -> bool:

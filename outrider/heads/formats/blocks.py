@@ -123,7 +123,7 @@ class Blocks:
         return description, weights
 
     def write(
-        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
     ) -> tuple[Config, Tensors]:
         body = description.body
         block = description.block
@@ -131,8 +131,8 @@ class Blocks:
         assert body is not None
         assert block is not None
         refuse(self.name, self._reasons(description, body, block))
-        tensors = self._tensors(description, body, weights, partner)
-        base = write_body(body, description.vocab, partner)
+        tensors = self._tensors(description, body, weights, target)
+        base = write_body(body, description.vocab, target)
         config: Config = {
             "block_size": block.size,
             "target_hidden_size": description.target_hidden,
@@ -146,11 +146,11 @@ class Blocks:
             config["markov_head_type"] = "vanilla"
             config["confidence_head_with_markov"] = confidence.uses_markov
             config["enable_confidence_head"] = block.confidence
-        mask_token = _mask_row(self.name, weights["mask"], tensors, partner)
+        mask_token = _mask_row(self.name, weights["mask"], tensors, target)
         aux_layers = description.aux_states.layers
         if self.nested:
             architecture = "DSparkSpeculator" if self.spark else "DFlashSpeculator"
-            config |= speculators(self._kind, architecture, partner, block.draft_tokens)
+            config |= speculators(self._kind, architecture, target, block.draft_tokens)
             config["transformer_layer_config"] = base
             config["draft_vocab_size"] = description.output_vocab
             config["mask_token_id"] = mask_token
@@ -165,7 +165,7 @@ class Blocks:
         return {"architectures": ["DFlashDraftModel"], **base, **config, "dflash_config": inputs}, tensors
 
     def _tensors(
-        self, description: HeadDescription, body: Body, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, body: Body, weights: Tensors, target: TargetInfo | None
     ) -> Tensors:
         """Return all tensors except for the confidence head."""
         stored_names = {**_REQUIRED, **_MARKOV, **_TABLES}
@@ -174,9 +174,9 @@ class Blocks:
             tensors |= layer_tensors(weights, i, f"layers.{i}.")
         if self.nested:
             if not description.own_lm_head:
-                tensors["lm_head.weight"] = shared_lm_head(partner, weights.get("ids"))
+                tensors["lm_head.weight"] = shared_lm_head(target, weights.get("ids"))
             if not description.own_embedding:
-                tensors["embed_tokens.weight"] = shared_embedding(partner)
+                tensors["embed_tokens.weight"] = shared_embedding(target)
             if description.draft_vocab:
                 tensors |= write_ids(description, weights)
         return tensors
@@ -276,7 +276,7 @@ def _take_tables(source: Source, vocab: int, mask_token: int) -> Tensors:
     """Return the mask, the ids of the draft vocabulary, and the tables that differ from the target's."""
     tables = {name: source.take(stored) for name, stored in _TABLES.items() if stored in source}
     ids = read_ids(source, vocab, tables.get("head.weight"))
-    target = source.partner
+    target = source.target
     embedding = tables["embedding.weight"] if "embedding.weight" in tables else shared_embedding(target)
     if not 0 <= mask_token < len(embedding):
         raise OutriderError(
@@ -325,18 +325,18 @@ def _written_confidence(weights: Tensors, hidden: int) -> _WrittenConfidence:
     return _WrittenConfidence(tensors, uses_markov)
 
 
-def _mask_row(name: str, mask: torch.Tensor, tensors: Tensors, partner: TargetInfo | None) -> int:
+def _mask_row(name: str, mask: torch.Tensor, tensors: Tensors, target: TargetInfo | None) -> int:
     """Return the row of the embedding that equals the mask.
 
     If there is none, and `tensors` has an embedding, the mask is written to a row that no token uses.
     """
     stored = tensors.get("embed_tokens.weight")
-    embedding = shared_embedding(partner) if stored is None else stored
+    embedding = shared_embedding(target) if stored is None else stored
     rows = (embedding[:, 0].to(mask) == mask[0]).nonzero()[:, 0]
     rows = rows[(embedding[rows].to(mask) == mask).all(1)]
     if len(rows):
         return int(rows[0])
-    unused_id = partner.spare if partner else None
+    unused_id = target.unused_id if target else None
     if stored is None or unused_id is None:
         detail = "" if stored is None else " and the target's embedding has no unused row"
         refuse(name, {f"has a mask that is not the embedding of a token{detail}; train it with --mask-token-id": True})

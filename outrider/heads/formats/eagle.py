@@ -62,7 +62,7 @@ class Eagle:
         return description, weights
 
     def write(
-        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
     ) -> tuple[Config, Tensors]:
         body = description.body
         fusion = description.input_fusion
@@ -86,7 +86,7 @@ class Eagle:
         refuse(self.name, reasons)
         config = {
             "architectures": ["LlamaForCausalLM"],
-            **write_body(body, description.vocab, partner),
+            **write_body(body, description.vocab, target),
             "bias": fusion.bias,
             "num_target_layers": description.target_layers,
         }

@@ -85,7 +85,7 @@ class Eagle3:
         return _read(source, config, choices)
 
     def write(
-        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
     ) -> tuple[Config, Tensors]:
         body = description.body
         fusion = description.input_fusion
@@ -103,7 +103,7 @@ class Eagle3:
         assert body is not None
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
-            **write_body(body, description.vocab, partner),
+            **write_body(body, description.vocab, target),
             "draft_vocab_size": description.output_vocab,
             "num_target_layers": description.target_layers,
             "fc_norm": aux.norm is FuseNorm.EACH,
@@ -118,7 +118,7 @@ class Eagle3:
         if not description.final_norm:
             config["norm_output"] = False
         tensors = {**_tensors(description, weights, "midlayer."), **write_ids(description, weights)}
-        tensors["lm_head.weight"] = _lm_head(description, weights, partner)
+        tensors["lm_head.weight"] = _lm_head(description, weights, target)
         return config, tensors
 
 
@@ -150,15 +150,15 @@ class SpeculatorsEagle3:
         return _read(source, layer, choices)
 
     def write(
-        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
     ) -> tuple[Config, Tensors]:
         body = description.body
         refuse(self.name, {**_reasons(description), "has no final norm": not description.final_norm})
         assert body is not None
         assert description.input_fusion is not None
         config = {
-            **speculators("eagle3", "Eagle3Speculator", partner),
-            "transformer_layer_config": write_body(body, description.vocab, partner),
+            **speculators("eagle3", "Eagle3Speculator", target),
+            "transformer_layer_config": write_body(body, description.vocab, target),
             "draft_vocab_size": description.output_vocab,
             "target_hidden_size": description.target_hidden,
             "num_target_layers": description.target_layers,
@@ -169,7 +169,7 @@ class SpeculatorsEagle3:
             _IDS: [layer + 1 for layer in description.aux_states.layers],
         }
         tensors = _tensors(description, weights, "layers.0.")
-        tensors["lm_head.weight"] = _lm_head(description, weights, partner)
+        tensors["lm_head.weight"] = _lm_head(description, weights, target)
         return config, tensors | (write_ids(description, weights) if description.draft_vocab else {})
 
 
@@ -340,9 +340,9 @@ def _tensors(description: HeadDescription, weights: Tensors, first: str) -> Tens
     return tensors | {stored: weights[name] for name, stored in optional.items() if name in weights}
 
 
-def _lm_head(description: HeadDescription, weights: Tensors, partner: TargetInfo | None) -> torch.Tensor:
+def _lm_head(description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> torch.Tensor:
     """Return the LM head [Vd, H], from the target if the draft head has none."""
-    return weights["head.weight"] if description.own_lm_head else shared_lm_head(partner, weights.get("ids"))
+    return weights["head.weight"] if description.own_lm_head else shared_lm_head(target, weights.get("ids"))
 
 
 def write_ids(description: HeadDescription, weights: Tensors) -> Tensors:

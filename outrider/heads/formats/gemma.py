@@ -22,7 +22,7 @@ from outrider.heads.description import (
     Scaling,
     SharedKV,
 )
-from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors, UnusedTensors, refuse
+from outrider.heads.formats.base import Config, Source, TargetInfo, TargetRequired, Tensors, refuse
 from outrider.heads.formats.llama import layer_tensors, rope_of, take_layer
 
 _NAMES: Mapping[str, str] = MappingProxyType(
@@ -86,7 +86,7 @@ class Gemma4Assistant:
         shared_kv = []
         for i, layer_type in enumerate(layer_types):
             head_dim = len(weights[f"layers.{i}.self_attn.q_norm.weight"])
-            shared_kv.append(_shared_kv(text, i, layer_type, head_dim, source.partner))
+            shared_kv.append(_shared_kv(text, i, layer_type, head_dim, source.target))
         target_layers = source.target_layers()
         description = HeadDescription(
             kind=Kind.KV_SHARING,
@@ -112,12 +112,12 @@ class Gemma4Assistant:
         return description, weights
 
     def write(
-        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
     ) -> tuple[Config, Tensors]:
         body = description.body
         refuse(self.name, {f"is of kind {description.kind}": not description.shared_kv})
         assert body is not None
-        refuse(self.name, _reasons(description, body, partner))
+        refuse(self.name, _reasons(description, body, target))
         tensors = {stored: weights[name] for name, stored in _NAMES.items()} | {_LM_HEAD: weights["head.weight"]}
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"model.layers.{i}.")
@@ -128,7 +128,7 @@ class Gemma4Assistant:
             "num_target_layers": description.target_layers,
             "use_ordered_embeddings": False,
             "tie_word_embeddings": True,
-            "text_config": _text_config(description, body, partner),
+            "text_config": _text_config(description, body, target),
         }
         return config, tensors
 
@@ -138,14 +138,14 @@ def _layer_types(description: HeadDescription) -> tuple[str, ...]:
     return tuple(_SLIDING if shared.window else _FULL for shared in description.shared_kv)
 
 
-def _reasons(description: HeadDescription, body: Body, partner: TargetInfo | None) -> dict[str, bool]:
+def _reasons(description: HeadDescription, body: Body, target: TargetInfo | None) -> dict[str, bool]:
     """Return why the format cannot represent a draft head."""
     by_type = dict(zip(_layer_types(description), description.shared_kv, strict=True))
     standard_rope = all(
         shared.rope is None or shared.rope.scaling is Scaling.PROPORTIONAL for shared in description.shared_kv
     )
     standard_fusion = description.input_fusion == InputFusion(at=FusionPoint.PROJECTION, norms=False)
-    attends_elsewhere = any(shared.layer != _last_layer(partner, layer_type) for layer_type, shared in by_type.items())
+    attends_elsewhere = any(shared.layer != _last_layer(target, layer_type) for layer_type, shared in by_type.items())
     return {
         "has other layers than Gemma 4": not (body.gemma and body.head_norms),
         "combines embeddings and states with norms or in another order, or has no final norm or LM head": not (
@@ -160,7 +160,7 @@ def _reasons(description: HeadDescription, body: Body, partner: TargetInfo | Non
     }
 
 
-def _text_config(description: HeadDescription, body: Body, partner: TargetInfo | None) -> Config:
+def _text_config(description: HeadDescription, body: Body, target: TargetInfo | None) -> Config:
     """Return the nested config of the layers."""
     by_type = dict(zip(_layer_types(description), description.shared_kv, strict=True))
     full = by_type.get(_FULL, description.shared_kv[0])
@@ -185,11 +185,11 @@ def _text_config(description: HeadDescription, body: Body, partner: TargetInfo |
         "rope_parameters": {_SLIDING: _written_rope(sliding), _FULL: _written_rope(full)},
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 0,
-        "max_position_embeddings": (partner.context if partner else None) or _DEFAULT_CONTEXT,
+        "max_position_embeddings": (target.context if target else None) or _DEFAULT_CONTEXT,
     }
 
 
-def _shared_kv(text: Settings, i: int, layer_type: str, head_dim: int, partner: TargetInfo | None) -> SharedKV:
+def _shared_kv(text: Settings, i: int, layer_type: str, head_dim: int, target: TargetInfo | None) -> SharedKV:
     """Return the keys and values that layer `i` attends to."""
     ropes = text.table("rope_parameters")
     if layer_type not in ropes:
@@ -201,7 +201,7 @@ def _shared_kv(text: Settings, i: int, layer_type: str, head_dim: int, partner: 
     key_heads = text.table("per_layer_config").table(str(i)).size("num_key_value_heads", key_heads)
     window = text.size("sliding_window") + 1 if layer_type == _SLIDING else 0
     return SharedKV(
-        layer=_last_layer(partner, layer_type),
+        layer=_last_layer(target, layer_type),
         key_heads=key_heads,
         dim=head_dim,
         theta=theta,
@@ -211,13 +211,13 @@ def _shared_kv(text: Settings, i: int, layer_type: str, head_dim: int, partner: 
     )
 
 
-def _last_layer(partner: TargetInfo | None, layer_type: str) -> int:
+def _last_layer(target: TargetInfo | None, layer_type: str) -> int:
     """Return the target's last layer of this type."""
-    if partner is None or not partner.kinds:
-        raise UnusedTensors(
+    if target is None or not target.layer_types:
+        raise TargetRequired(
             "the layers that it attends to depend on its target, a Gemma 4 model; give the target with --target DIR"
         )
-    layers = [i for i, kind in enumerate(partner.kinds) if kind == layer_type]
+    layers = [i for i, kind in enumerate(target.layer_types) if kind == layer_type]
     if not layers:
         raise OutriderError(
             f"it attends to a layer of type {layer_type}, which the given target does not have; give its own target"

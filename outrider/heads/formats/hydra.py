@@ -63,7 +63,7 @@ class Hydra:
         return replace(description, kind=kind_of_head, aux_states=aux_states), weights
 
     def write(
-        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
     ) -> tuple[Config, Tensors]:
         stack = description.stack
         aux = description.aux_states
@@ -84,7 +84,7 @@ class Hydra:
         }
         for i in range(stack.heads):
             head = 0 if stack.one_head else i
-            table = shared_lm_head(partner) if stack.shared_head else weights[f"heads.{head}.weight"]
+            table = shared_lm_head(target) if stack.shared_head else weights[f"heads.{head}.weight"]
             zeros = torch.zeros(len(table), dtype=table.dtype)
             tensors[f"hydra_lm_head.{i}.weight"] = table
             tensors[f"hydra_lm_head.{i}.bias"] = weights[f"heads.{head}.bias"] if stack.head_bias else zeros
@@ -94,7 +94,7 @@ class Hydra:
             "hydra_head_arch": "mlp",
             "grounded_heads": description.kind is Kind.HYDRA,
             "hidden_state_offset": offset,
-            "base_model_name_or_path": partner.name if partner else None,
+            "base_model_name_or_path": target.name if target else None,
             "hidden_size": description.target_hidden,
             "vocab_size": description.vocab,
             "num_target_layers": description.target_layers,

@@ -150,7 +150,7 @@ def _mscale(m: float, factor: float) -> float:
     return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def write_body(body: Body, vocab: int, partner: TargetInfo | None) -> Config:
+def write_body(body: Body, vocab: int, target: TargetInfo | None) -> Config:
     """Return the config of these layers, with the keys of transformers before version 5, which all engines read."""
     same_bias = body.attention_bias == body.output_bias
     return {
@@ -169,7 +169,7 @@ def write_body(body: Body, vocab: int, partner: TargetInfo | None) -> Config:
         "attention_bias": body.attention_bias if same_bias else body.output_bias,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "max_position_embeddings": (partner.context if partner else None) or _max_context(body.rope),
+        "max_position_embeddings": (target.context if target else None) or _max_context(body.rope),
         **({} if same_bias else {"qkv_bias": body.attention_bias}),
         **({} if body.rotary == 1 else {"partial_rotary_factor": body.rotary}),
     }

@@ -11,7 +11,16 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.heads.description import AuxStates, HeadDescription, Kind, ParallelHeads
-from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors, UnusedTensors, refuse, same, shared_lm_head
+from outrider.heads.formats.base import (
+    Config,
+    Source,
+    TargetInfo,
+    TargetRequired,
+    Tensors,
+    refuse,
+    same,
+    shared_lm_head,
+)
 
 _BLOCK = re.compile(r"(?P<prefix>medusa_head\.)?(?P<head>\d+)\.(?P<layer>\d+)\.linear\.weight")
 _VLLM_BLOCK = re.compile(r"(?P<prefix>medusa_heads\.)?blocks\.(?P<head>\d+)\.layers\.(?P<layer>\d+)\.weight")
@@ -57,7 +66,7 @@ class Medusa:
         return describe_heads(source, stack, weights, vocab=vocab, target_layers=target_layers), weights
 
     def write(
-        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
     ) -> tuple[Config, Tensors]:
         stack = description.stack
         refuse(self.name, _reasons(description))
@@ -74,7 +83,7 @@ class Medusa:
         config = {
             "medusa_num_heads": stack.heads,
             "medusa_num_layers": stack.layers,
-            "base_model_name_or_path": partner.name if partner else None,
+            "base_model_name_or_path": target.name if target else None,
             "version": "2",
             "hidden_size": description.target_hidden,
             "vocab_size": description.vocab,
@@ -119,7 +128,7 @@ class VllmMedusa:
             weights[f"heads.{i}.weight"] = table if token_map is None else _drafted_rows(table, token_map, vocab)
         if token_map is not None:
             weights["ids"] = token_map.ids
-        target = source.partner
+        target = source.target
         shared_head = bool(one_head and token_map is None and target and target.head and same(tables[0], target.head()))
         if shared_head:
             del weights["heads.0.weight"]
@@ -129,7 +138,7 @@ class VllmMedusa:
         return describe_heads(source, stack, weights, vocab=vocab), weights
 
     def write(
-        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
     ) -> tuple[Config, Tensors]:
         stack = description.stack
         refuse(self.name, _reasons(description))
@@ -142,7 +151,7 @@ class VllmMedusa:
                 for kind in kinds:
                     tensors[f"blocks.{i}.layers.{j}.{kind}"] = weights[f"blocks.{i}.{j}.linear.{kind}"]
         if stack.shared_head:
-            tensors["lm_head.weight"] = shared_lm_head(partner, weights.get("ids"))
+            tensors["lm_head.weight"] = shared_lm_head(target, weights.get("ids"))
         elif stack.one_head:
             tensors["lm_head.weight"] = weights["heads.0.weight"]
         else:
@@ -238,9 +247,9 @@ def _vocab_size(source: Source) -> int:
     """Return the vocabulary size of the target."""
     if "vocab_size" in source.config:
         return source.config.size("vocab_size")
-    if source.partner is None:
-        raise UnusedTensors("the heads use the target's LM head; give the target with --target DIR")
-    return source.partner.vocab
+    if source.target is None:
+        raise TargetRequired("the heads use the target's LM head; give the target with --target DIR")
+    return source.target.vocab
 
 
 def _one_lm_head(source: Source, prefix: str) -> str:

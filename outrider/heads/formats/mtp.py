@@ -117,7 +117,7 @@ class Mtp:
         return description, weights
 
     def write(
-        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
     ) -> tuple[Config, Tensors]:
         body = description.body
         fusion = description.input_fusion
@@ -133,12 +133,12 @@ class Mtp:
         for i in range(description.modules):
             tensors |= self._module_tensors(fusion, weights, i, self.place.format(first_number + i))
         config = {
-            **self._layer_config(body, description.vocab, partner),
+            **self._layer_config(body, description.vocab, target),
             "num_hidden_layers": description.target_layers,
         }
         if not self.nested:
             return {**config, "num_nextn_predict_layers": description.modules}, tensors
-        common = speculators("mtp", "MTPDraftModel", partner)
+        common = speculators("mtp", "MTPDraftModel", target)
         return {**common, self.nested: config, "num_nextn_predict_layers": 1}, tensors
 
     def _project_pattern(self) -> re.Pattern[str]:
@@ -254,9 +254,9 @@ class Mtp:
         """Return the tensors of a module's decoder layer by their stored names."""
         return layer_tensors(weights, 0, prefix + self.layer)
 
-    def _layer_config(self, body: Body, vocab: int, partner: TargetInfo | None) -> Config:
+    def _layer_config(self, body: Body, vocab: int, target: TargetInfo | None) -> Config:
         """Return the config of the decoder layer."""
-        config = write_body(body, vocab, partner)
+        config = write_body(body, vocab, target)
         return {**config, "model_type": _GATED_MODEL_TYPE} if body.attention_gate else config
 
     def _reasons(self, description: HeadDescription, body: Body, fusion: InputFusion) -> dict[str, bool]:

@@ -67,8 +67,8 @@ class NemotronMtp(Mtp):
     def _layer_tensors(self, weights: Tensors, prefix: str) -> Tensors:
         return {stored: weights[name] for name, stored in _STORED_NAMES.items()}
 
-    def _layer_config(self, body: Body, vocab: int, partner: TargetInfo | None) -> Config:
-        llama = write_body(body, vocab, partner)
+    def _layer_config(self, body: Body, vocab: int, target: TargetInfo | None) -> Config:
+        llama = write_body(body, vocab, target)
         config = {name: value for name, value in llama.items() if name not in _LLAMA_ONLY_KEYS}
         config["model_type"] = "nemotron_h"
         config["layer_norm_epsilon"] = body.epsilon

@@ -42,7 +42,7 @@ class PEagle(Eagle3):
         return _with_masks(source, description, weights, draft_tokens)
 
     def write(
-        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
     ) -> tuple[Config, Tensors]:
         num_layers = len(description.aux_states.layers)
         reasons = {
@@ -52,7 +52,7 @@ class PEagle(Eagle3):
         refuse(self.name, reasons)
         assert description.masks is not None
         assert description.body is not None
-        config, tensors = SpeculatorsEagle3().write(*_without_masks(description, weights), partner)
+        config, tensors = SpeculatorsEagle3().write(*_without_masks(description, weights), target)
         common = {
             name: value for name, value in config.items() if name not in _NESTED_ONLY_KEYS and "speculators" not in name
         }
@@ -87,7 +87,7 @@ class SpeculatorsPEagle(SpeculatorsEagle3):
         return _with_masks(source, description, weights, draft_tokens)
 
     def write(
-        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+        self, description: HeadDescription, weights: Tensors, target: TargetInfo | None
     ) -> tuple[Config, Tensors]:
         norms_each = description.aux_states.norm is FuseNorm.EACH
         reasons = {
@@ -96,8 +96,8 @@ class SpeculatorsPEagle(SpeculatorsEagle3):
         }
         refuse(self.name, reasons)
         assert description.masks is not None
-        config, tensors = super().write(*_without_masks(description, weights), partner)
-        config |= speculators("peagle", "PEagleSpeculator", partner, description.masks.draft_tokens)
+        config, tensors = super().write(*_without_masks(description, weights), target)
+        config |= speculators("peagle", "PEagleSpeculator", target, description.masks.draft_tokens)
         config["mask_token_id"] = description.masks.token
         return config, tensors | _mask_state(weights)
 

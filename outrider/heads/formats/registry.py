@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.errors import OutriderError
 from outrider.heads.files import SIZES, TensorFiles, read_config, text_config
-from outrider.heads.formats.base import Format, Source, TargetInfo, Trained
+from outrider.heads.formats.base import Format, ImportedHead, Source, TargetInfo
 from outrider.heads.formats.blocks import BLOCKS
 from outrider.heads.formats.eagle import Eagle
 from outrider.heads.formats.eagle3 import Eagle3, SpeculatorsEagle3
@@ -55,21 +55,21 @@ class Found:
             return False
         return any("layers.0." in name and not name.startswith(prefix) for name in self.stored)
 
-    def belongs(self, partner: TargetInfo) -> bool:
+    def belongs(self, target: TargetInfo) -> bool:
         """Return whether the sizes of a full model are those of a target, so that it may be the target itself."""
         config = text_config(self.config)
-        return [config.get(name) for name in SIZES] == [partner.vocab, partner.hidden, partner.layers]
+        return [config.get(name) for name in SIZES] == [target.vocab, target.hidden, target.layers]
 
-    def read(self, partner: TargetInfo | None) -> Trained:
+    def read(self, target: TargetInfo | None) -> ImportedHead:
         """Return the draft head.
 
         Raises:
-            UnusedTensors: the target is needed.
+            TargetRequired: the target is needed.
             OutriderError: the draft head is damaged or not supported.
         """
-        source = Source(self.config, self.stored, partner)
+        source = Source(self.config, self.stored, target)
         description, weights = self.format.read(source)
-        return Trained(description=description, weights=weights, ignored=source.close(), format=self.format.title)
+        return ImportedHead(description=description, weights=weights, ignored=source.close(), format=self.format.title)
 
 
 def find(folder: Path) -> Found | None:

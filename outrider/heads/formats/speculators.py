@@ -8,13 +8,13 @@ _VERSION = "0.7.0"  # of speculators
 _DRAFT_TOKENS = 3  # suggested to engines for draft heads that can predict any number of tokens
 
 
-def speculators(kind: str, architecture: str, partner: TargetInfo | None, draft_tokens: int = _DRAFT_TOKENS) -> Config:
+def speculators(kind: str, architecture: str, target: TargetInfo | None, draft_tokens: int = _DRAFT_TOKENS) -> Config:
     """Return the common part of a config.
 
     Args:
         kind: the kind of draft head, as speculators names it.
         architecture: the class that loads it in speculators.
-        partner: the target.
+        target: the target.
         draft_tokens: draft tokens in each round.
     """
     return {
@@ -25,6 +25,6 @@ def speculators(kind: str, architecture: str, partner: TargetInfo | None, draft_
             "algorithm": kind,
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": draft_tokens}],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": partner.name if partner else None, "architectures": []},
+            "verifier": {"name_or_path": target.name if target else None, "architectures": []},
         },
     }

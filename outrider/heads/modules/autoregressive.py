@@ -107,12 +107,12 @@ class AutoregressiveHead(HeadBase, DraftModule):
         self.build(description, 0)
         self.deeper = nn.ModuleList(LaterModule(description, index) for index in range(1, description.modules))
 
-    def fused(self, aux_states: torch.Tensor) -> torch.Tensor:
+    def fuse_states(self, aux_states: torch.Tensor) -> torch.Tensor:
         """Return the fused states [*, H] of the target's hidden states [*, layers, target H]."""
-        gathered = self.gathered(aux_states)
+        gathered = self.gather_states(aux_states)
         return self.fuse(gathered) if self.description.aux_states.fused else gathered
 
-    def gathered(self, aux_states: torch.Tensor) -> torch.Tensor:
+    def gather_states(self, aux_states: torch.Tensor) -> torch.Tensor:
         """Return the input of the fusion [*, layers * target H]: the normalized and concatenated states."""
         if self.description.aux_states.norm is FuseNorm.EACH:
             aux_states = torch.stack([norm(aux_states[..., i, :]) for i, norm in enumerate(self.fuse_norm)], -2)
@@ -121,14 +121,14 @@ class AutoregressiveHead(HeadBase, DraftModule):
             return self.fuse_norm[0](aux_states)  # type: ignore[no-any-return]
         return aux_states
 
-    def masked(self) -> torch.Tensor:
+    def mask_state(self) -> torch.Tensor:
         """Return the fused state [H] of mask tokens."""
-        return self.fused(self.mask.view(-1, self.description.target_hidden))
+        return self.fuse_states(self.mask.view(-1, self.description.target_hidden))
 
     def forward(
         self,
         tokens: torch.Tensor,  # [*, T] target ids
-        states: torch.Tensor,  # [*, T, H] fused states, or the head's own from `recycled`
+        states: torch.Tensor,  # [*, T, H] fused states, or the head's own from `feed_back`
         positions: torch.Tensor,  # [*, T] of the states; the second token of a sequence has position 0
         attend: AttentionFunction,
         module: int = 0,
@@ -136,7 +136,7 @@ class AutoregressiveHead(HeadBase, DraftModule):
         """Return the outputs [*, T, H] of one module, before the final norm."""
         return self._get_module(module).run(self.embed(tokens).to(states.dtype), states, positions, attend)
 
-    def recycled(self, out: torch.Tensor, module: int = 0) -> torch.Tensor:
+    def feed_back(self, out: torch.Tensor, module: int = 0) -> torch.Tensor:
         """Return the state that is fed back with the next draft token, for outputs [*, H]."""
         return self._get_module(module).apply_norm(out) if self.description.feedback is Feedback.NORMED else out
 

@@ -26,7 +26,7 @@ _INIT_STD = 0.02  # of new embeddings
 class BlockHead(HeadBase):
     """Decoder layers over a block, with an optional Markov correction and confidence head.
 
-    Pass the result of `logits` to `corrected` before sampling.
+    Pass the result of `logits` to `correct_logits` before sampling.
     """
 
     def __init__(self, description: HeadDescription) -> None:
@@ -56,12 +56,12 @@ class BlockHead(HeadBase):
         if block.confidence:
             self.judge = nn.Linear(width + block.markov_rank, 1)
 
-    def fused(self, aux_states: torch.Tensor) -> torch.Tensor:
+    def fuse_states(self, aux_states: torch.Tensor) -> torch.Tensor:
         """Return the fused states [*, H] of the target's hidden states [*, layers, target H]."""
         states = aux_states.flatten(-2)
         return self.state_norm(self.fuse(states) if self.description.aux_states.fused else states)  # type: ignore[no-any-return]
 
-    def shown(self, states: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def keys_and_values(self, states: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the keys and values of each layer for fused states.
 
         Args:
@@ -72,7 +72,7 @@ class BlockHead(HeadBase):
             Keys and values [*, key heads, T, D], by layer.
         """
         rotary = rotation(positions, self.body, states.dtype)
-        return [layer.self_attn.shown(states, rotary) for layer in self.layers]  # type: ignore[operator, union-attr]
+        return [layer.self_attn.keys_and_values(states, rotary) for layer in self.layers]  # type: ignore[operator, union-attr]
 
     def forward(self, anchors: torch.Tensor, positions: torch.Tensor, attend: AttentionFunction) -> torch.Tensor:
         """Run one pass over n blocks.
@@ -97,7 +97,7 @@ class BlockHead(HeadBase):
         # Make the strides contiguous. Otherwise torch copies the LM head for each block to multiply by it.
         return predicting.reshape(-1, x.shape[-1]).view(predicting.shape)
 
-    def corrected(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    def correct_logits(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Return the logits [*, Vd] of draft tokens after the Markov correction by the tokens `before` [*] them."""
         if not self.block.markov_rank:
             return logits

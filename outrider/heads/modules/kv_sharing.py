@@ -45,14 +45,14 @@ class KVSharingHead(HeadBase):
             self.norm = Norm(body.hidden, body.epsilon)
         self.back = nn.Linear(body.hidden, target_hidden, bias=False)
 
-    def fused(self, aux_states: torch.Tensor) -> torch.Tensor:
+    def fuse_states(self, aux_states: torch.Tensor) -> torch.Tensor:
         """Return the target's last hidden state [*, H] of its hidden states [*, layers, H]."""
         return aux_states[..., -1, :]
 
     def forward(
         self,
         tokens: torch.Tensor,  # [*, T] target ids
-        states: torch.Tensor,  # [*, T, target H] the target's states, or the head's own from `recycled`
+        states: torch.Tensor,  # [*, T, target H] the target's states, or the head's own from `feed_back`
         positions: torch.Tensor,  # [*, T] positions of the last committed tokens
         attend: KVSharingAttention,
     ) -> torch.Tensor:
@@ -69,7 +69,7 @@ class KVSharingHead(HeadBase):
             x = layer(x, rotary[shared], attend)
         return self.norm(x) if self.description.final_norm else x  # type: ignore[no-any-return]
 
-    def recycled(self, out: torch.Tensor) -> torch.Tensor:
+    def feed_back(self, out: torch.Tensor) -> torch.Tensor:
         """Return the state [*, target H] that is fed back with the next draft token, for outputs [*, H]."""
         return self.back(out)  # type: ignore[no-any-return]
 

@@ -54,12 +54,14 @@ class Attention(nn.Module):
         query = query_and_gate[..., : self.dim].transpose(-2, -3)
         if hasattr(self, "q_norm"):
             query = self.q_norm(query)
-        out = attend(self, rotate(query, *rotary), *self.shown(x, rotary)).transpose(-2, -3)
+        out = attend(self, rotate(query, *rotary), *self.keys_and_values(x, rotary)).transpose(-2, -3)
         if self.query_size > self.dim:
             out = out * query_and_gate[..., self.dim :].sigmoid()
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
-    def shown(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(
+        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values [*, key heads, T, D] of inputs [*, T, inputs]."""
         key = self._split_heads(self.k_proj(x))
         value = self._split_heads(self.v_proj(x))

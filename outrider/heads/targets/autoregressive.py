@@ -38,7 +38,7 @@ class AutoregressiveTarget(HeadRunner):
         head_batch = skip_tokens(batch)
         states = torch.cat([self._input_states(batch, draft, first, b) for b in range(len(batch.seqs))])
         out, logits = self._run(head_batch, draft, first, states)
-        self._store_states(self.module.recycled(out), head_batch, draft, first)
+        self._store_states(self.module.feed_back(out), head_batch, draft, first)
         return self._scores(logits)
 
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +67,7 @@ class AutoregressiveTarget(HeadRunner):
 
     def _target_states(self, slot: int, begin: int, end: int) -> torch.Tensor:
         """Return the target's states [end - begin, H] as the module takes them."""
-        return self.module.fused(self._hidden_states.read(slot, begin, end).to(self._dtype))
+        return self.module.fuse_states(self._hidden_states.read(slot, begin, end).to(self._dtype))
 
     def _store_states(self, states: torch.Tensor, batch: Batch, draft: Draft, first: int) -> None:
         """Store the state after the last committed token or after each new node, for its children."""
@@ -141,7 +141,7 @@ class NativeAutoregressiveTarget(NativeHead):
         states = torch.cat([self._input_states(batch, empty, -1, b) for b in range(len(batch.seqs))])
         self._paged_cache.reserve(head_batch, batch.draft_budget)
         columns, _ = columns_of(head_batch, empty, -1, self.vocab)
-        return self._decoder.grow(
+        return self._decoder.draft_chains(
             columns, batch.draft_budget, vocab, stop_rule, draws=draws, state=states.float().contiguous()
         )
 

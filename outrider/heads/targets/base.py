@@ -1,7 +1,8 @@
 """The base class of targets that run draft heads.
 
 A draft head implements the same `Target` protocol as a draft model, so proposers and planners treat both alike. In
-addition, a draft head needs the target's hidden state before each token. These states come with each round (`note`).
+addition, a draft head needs the target's hidden state before each token. They come with each round
+(`record_states`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class HeadTarget(Target, Protocol):
     description: HeadDescription
     max_draft_tokens: int
 
-    def note(self, round: Round) -> None:
+    def record_states(self, round: Round) -> None:
         """Store the hidden states of the feed and the accepted path. Call it before the round is committed."""
 
-    def piled(self, slot: int) -> int:
+    def num_pending_states(self, slot: int) -> int:
         """Return the number of positions in a slot whose hidden states the head has not processed yet."""
 
-    def pretend(self, slot: int, start: int, count: int) -> None:
+    def set_zero_states(self, slot: int, start: int, count: int) -> None:
         """Store zeros as the hidden states of `count` positions from `start` on, to time passes without a target."""
 
 
@@ -58,13 +59,13 @@ class HeadRunner:
         self._dtype = next(module.parameters()).dtype
         module.share_weights(tables.embedding, tables.head)
 
-    def note(self, round: Round) -> None:
+    def record_states(self, round: Round) -> None:
         self._hidden_states.record(round)
 
-    def piled(self, slot: int) -> int:
+    def num_pending_states(self, slot: int) -> int:
         return self._hidden_states.num_pending(slot)
 
-    def pretend(self, slot: int, start: int, count: int) -> None:
+    def set_zero_states(self, slot: int, start: int, count: int) -> None:
         self._hidden_states.set_zeros(slot, start, count)
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:

@@ -38,7 +38,7 @@ class BlockTarget(HeadRunner):
             self._run_blocks(batch)
         depth = torch.cat([torch.zeros_like(self._last_tokens), tree.depths(draft)], 1)[:, 1 + first :]
         before = torch.cat([self._last_tokens, draft.tokens], 1)[:, 1 + first :]
-        scores = self._scores(self.module.corrected(at_depth(self._logits, depth), before))
+        scores = self._scores(self.module.correct_logits(at_depth(self._logits, depth), before))
         if not self.module.block.confidence:
             return scores
         # The confidence depends on a node and its ancestors, but not on the token that is sampled after the node. So it
@@ -66,8 +66,8 @@ class BlockTarget(HeadRunner):
             self._hidden_states.read(seq.slot, start, start + len(feed))
             for seq, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True)
         ]
-        fused = self.module.fused(torch.cat(states).to(self._dtype))
-        for layer, (keys, values) in enumerate(self.module.shown(fused, layout.positions)):
+        fused = self.module.fuse_states(torch.cat(states).to(self._dtype))
+        for layer, (keys, values) in enumerate(self.module.keys_and_values(fused, layout.positions)):
             self._kv_cache.write(layer, layout, keys, values)
 
 

@@ -48,14 +48,14 @@ class KVSharingTarget(HeadRunner):
             ends = zip(self._slots, self._lengths, strict=True)
             target_states = torch.cat([self._hidden_states.read(slot, end - 2, end - 1) for slot, end in ends])
             tokens = tree.upload([feed[-1:] for feed in batch.feed], self.device)
-            states = self.module.fused(target_states)[:, None].to(self._dtype)
+            states = self.module.fuse_states(target_states)[:, None].to(self._dtype)
         else:
             parents = draft.parent[:, first:].clamp(max=first - 1) + 1
             tokens = draft.tokens[:, first:]
             states = self._states.gather(1, parents[..., None].expand(-1, -1, self._states.shape[-1]))
         positions = tree.upload([length - 1 for length in self._lengths], self.device)[:, None].expand_as(tokens)
         out = self.module(tokens, states, positions, self._attend)
-        new_states = self.module.recycled(out)
+        new_states = self.module.feed_back(out)
         self._states = new_states if first < 0 else torch.cat([self._states[:, : 1 + first], new_states], 1)
         return self._scores(self.module.logits(out))
 

@@ -42,7 +42,7 @@ class MaskedTarget(AutoregressiveTarget):
         num_masks = tuple(max(min(budget, self.max_draft_tokens) - 1, 0) for budget in batch.draft_budget)
         tokens = torch.full((len(num_masks), max(num_masks)), self._masks.token, device=self.device)
         empty = tree.empty(len(num_masks), self.device)
-        mask_state = self.module.masked()
+        mask_state = self.module.mask_state()
         states = []
         for b, count in enumerate(num_masks):
             states.append(self._input_states(batch, empty, -1, b))

@@ -53,7 +53,7 @@ class MultiModuleTarget(HeadRunner):
             self._hidden_states.read(slot, max(start, 1) - 1, end - 1)
             for slot, start, end in zip(slots, batch.start, ends, strict=True)
         ]
-        fused = self.module.fused(torch.cat(target_states).to(self._dtype))
+        fused = self.module.fuse_states(torch.cat(target_states).to(self._dtype))
         states = list(torch.split(fused, [len(seq_states) for seq_states in target_states]))
         self._node_states = [{-1: self._zero_states.clone()} for _ in slots]
         empty = tree.empty(len(slots), self.device)
@@ -64,7 +64,7 @@ class MultiModuleTarget(HeadRunner):
             if not index:
                 last_columns = tree.upload([end - 1 for end in accumulate(sizes)], self.device)
                 logits = self.module.logits(out[last_columns])[:, None]
-            for b, new_states in enumerate(torch.split(self.module.recycled(out, index), sizes)):
+            for b, new_states in enumerate(torch.split(self.module.feed_back(out, index), sizes)):
                 if len(new_states):
                     self._node_states[b][-1][index] = new_states[-1]
                 states[b] = new_states[:-1]
@@ -95,7 +95,7 @@ class MultiModuleTarget(HeadRunner):
         for index in range(min(depths), self.max_draft_tokens):
             states = torch.stack([self._node_states[b][parents[b][node]][index - 1] for b, node in nodes])
             out, layout = self._run_module(index, batch, draft, first, states)
-            for (b, node), state in zip(nodes, self.module.recycled(out, index), strict=True):
+            for (b, node), state in zip(nodes, self.module.feed_back(out, index), strict=True):
                 self._node_states[b][node][index] = state
             module_logits = self.module.logits(out, index)
             if len(logits):

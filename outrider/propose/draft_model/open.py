@@ -146,7 +146,7 @@ def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
         )
     weights = setup.target.share_weights()
     info = _target_info(weights, setup.target.layers)
-    module = read_head(folder, dtype=setup.dtype, device=setup.device, partner=info)
+    module = read_head(folder, dtype=setup.dtype, device=setup.device, target=info)
     description = module.description
     trained_on = (description.vocab, description.target_hidden, description.target_layers)
     if trained_on != (info.vocab, info.hidden, info.layers):
@@ -176,7 +176,7 @@ def _target_info(weights: SharedWeights, layers: int) -> TargetInfo:
         layers=layers,
         head=lambda: weights.head,
         embedding=lambda: weights.embedding,
-        kinds=tuple(weights.kv_view.layer_config.get("layer_types") or ()) if weights.kv_view else (),
+        layer_types=tuple(weights.kv_view.layer_config.get("layer_types") or ()) if weights.kv_view else (),
     )
 
 

@@ -30,7 +30,7 @@ class _HiddenStateProposer(DraftModelProposer):
         return super().propose(batch)
 
     def commit(self, round: Round) -> None:
-        self._head.note(round)
+        self._head.record_states(round)
         super().commit(round)
 
 
@@ -67,7 +67,7 @@ def feed_pending(head: HeadTarget, batch: Batch) -> None:
         start = head.cache.length(seq.slot)
         # The last state stays pending, because the next draft starts from it.
         stop = min(batch.start[b], start + tokens_left)
-        has_many = not batch.draft_budget[b] and head.piled(seq.slot) >= _MAX_PENDING
+        has_many = not batch.draft_budget[b] and head.num_pending_states(seq.slot) >= _MAX_PENDING
         if start < stop <= head.context and has_many:
             due.append((b, start, stop))
             tokens_left -= stop - start

@@ -221,7 +221,7 @@ class TreeProposer(DraftModelProposer):
             sampled = {b: growth for b, growth in growing.items() if growth.sampled}
             self._add_likeliest_children(greedy, distributions[-1], batch.min_path_prob)
             self._sample_children(sampled, distributions[-1], uniform, batch.min_path_prob)
-            min_level_prob = stop_rule.until(len(growing))
+            min_level_prob = stop_rule.threshold(len(growing))
             first = self._fed.size
             levels = {b: self._next_level(growth, batch.min_path_prob, min_level_prob) for b, growth in growing.items()}
             growing = {b: growth for b, growth in growing.items() if levels[b] and len(distributions) != self._reach}

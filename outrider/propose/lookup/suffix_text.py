@@ -49,7 +49,7 @@ class NativeSuffixIndex(SuffixText):
     def grow(
         self, continuations: Sequence[Continuation], matched: int, calibration: array[float], budget: int
     ) -> SuffixDraft:
-        tokens, parents, accept_probs, kinds, masks = self.guess(continuations, matched, calibration, budget)
+        tokens, parents, accept_probs, kinds, masks = self.draft(continuations, matched, calibration, budget)
         return SuffixDraft(TreeBuilder(tokens, parents, accept_probs), kinds, masks, continuations)
 
 

@@ -38,21 +38,21 @@ class Recorder:
     """A proposer that drafts with another proposer and records hidden states."""
 
     def __init__(
-        self, inner: Proposer, layers: Sequence[int], *, memory: KVView | None = None, looked: Sequence[int] = ()
+        self, inner: Proposer, layers: Sequence[int], *, kv_view: KVView | None = None, kv_layers: Sequence[int] = ()
     ) -> None:
         """Wrap a proposer.
 
         Args:
             inner: the proposer that drafts.
             layers: the layers of the target whose outputs are recorded.
-            memory: the target's keys and values.
-            looked: the layers whose keys and values are recorded.
+            kv_view: the target's keys and values.
+            kv_layers: the layers whose keys and values are recorded.
         """
         self.inner = inner
         self.layers = tuple(layers)
-        self.looked = tuple(looked)
+        self.kv_layers = tuple(kv_layers)
         self.needs = replace(inner.needs, layers=tuple(sorted({*inner.needs.layers, *layers})))
-        self._kv_view = memory
+        self._kv_view = kv_view
         self._running: dict[int, _Recording] = {}  # by slot
         self._finished: dict[int, _Recorded] = {}  # by request id
 
@@ -71,7 +71,7 @@ class Recorder:
             states = round.scores.states(self.layers, b, path)
             # A copy: the states may be a view that keeps those of all sequences in memory.
             recording.states.append(states.to(torch.bfloat16, copy=True))
-            if self.looked:
+            if self.kv_layers:
                 recording.keys_and_values.append(self._read_kv(seq.slot, begin, begin + len(states)))
         self.inner.commit(round)
 
@@ -90,7 +90,7 @@ class Recorder:
         """Return the concatenated keys and values [end - begin, n] of tokens that were just committed."""
         assert self._kv_view is not None
         tensors = []
-        for layer in self.looked:
+        for layer in self.kv_layers:
             entries = self._kv_view.entries(layer, [slot], begin, end)
             assert entries is not None
             tensors += [tensor[0].transpose(0, 1).flatten(1).to(torch.bfloat16) for tensor in entries]
@@ -108,13 +108,13 @@ def generate_samples(engine: Engine, recorder: Recorder, requests: Iterable[Requ
             recorded = recorder.take(seq.request.id)
             if recorded is None or seq.finish_reason is FinishReason.ERROR:
                 continue
-            states, shown = recorded
+            states, shared_kv = recorded
             length = min(len(states), len(seq.token_ids) - 1)
             yield Sample(
                 id=seq.request.id,
                 tokens=tuple(seq.token_ids[: length + 1]),
                 states=states[:length],
-                shown=None if shown is None else shown[:length],
+                shared_kv=None if shared_kv is None else shared_kv[:length],
                 prompt=len(seq.request.prompt_token_ids),
             )
 

@@ -13,17 +13,17 @@ from outrider.core import tree
 from outrider.core.types import Batch, Scores, SequenceState, SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import AuxStates, SharedKV
-from outrider.heads.hidden_states import normed
+from outrider.heads.hidden_states import apply_final_norm
 from outrider.models.base import Target
 from outrider.train.data.sample import Sample
 from outrider.train.distributed import all_reduce_sum
-from outrider.train.loss.steps import Texts
+from outrider.train.loss.steps import TrainingBatch
 from outrider.train.precision import matmul_dtype
 
 _MIN_OVERLAP = 0.9  # of two distributions that should be equal; bfloat16 changes less than a hundredth
 
 
-class Reader:
+class Collator:
     """Makes batches for drafts that read the hidden states `taps` of a target."""
 
     def __init__(
@@ -53,35 +53,35 @@ class Reader:
         self._last_layer = layers[-1]
         self._head = tables.head.to(matmul_dtype(tables.head.device))
 
-    def read(self, samples: Sequence[Sample], *, everything: bool) -> Texts:
+    def collate(self, samples: Sequence[Sample], *, everything: bool) -> TrainingBatch:
         """Return a padded batch. The loss mask covers the answers only; with `everything` also the prompts."""
         device = self._head.device
         states = pad_sequence([sample.states.to(device) for sample in samples], batch_first=True)
         tokens = pad_sequence([torch.tensor(sample.tokens) for sample in samples], batch_first=True).to(device)
-        last_states = normed(states[:, :, -1], self._tables)
+        last_states = apply_final_norm(states[:, :, -1], self._tables)
         aux_states = states[:, :, self._tap_indices].float()
         if self._taps.final:
             aux_states[:, :, -1] = last_states
         positions = torch.arange(states.shape[1], device=device)
         lengths = torch.tensor([len(sample.states) for sample in samples], device=device)[:, None]
         prompts = torch.tensor([sample.prompt for sample in samples], device=device)[:, None]
-        learn = (positions < lengths) & ((positions >= prompts - 1) | everything)
-        target_probs = self._target_probs(last_states[learn])
+        loss_mask = (positions < lengths) & ((positions >= prompts - 1) | everything)
+        target_probs = self._target_probs(last_states[loss_mask])
         if len(self._ids) != target_probs.shape[-1]:
             target_probs = target_probs[:, self._ids]
-        return Texts(
+        return TrainingBatch(
             tokens=tokens,
             aux_states=aux_states,
-            learn=learn,
+            loss_mask=loss_mask,
             target_probs=target_probs,
-            shown=self._keys_and_values(samples),
+            shared_kv=self._keys_and_values(samples),
         )
 
     def _keys_and_values(self, samples: Sequence[Sample]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return the keys and values [B, key heads, L, D] by layer of the target."""
         if not self._views:
             return {}
-        tensors = [sample.shown.to(self._head.device) for sample in samples if sample.shown is not None]
+        tensors = [sample.shared_kv.to(self._head.device) for sample in samples if sample.shared_kv is not None]
         padded = pad_sequence(tensors, batch_first=True).float()
         sizes = [view.key_heads * view.dim for _, view in self._views for _ in range(2)]
         parts = iter(torch.split(padded, sizes, -1))
@@ -103,7 +103,7 @@ class Reader:
         scores = score_sequence(target, text)
         last_state = scores.feed_hidden_states[self._last_layer][0][-1]
         expected = scores.logits[0, 0].softmax(-1)
-        computed = self._target_probs(normed(last_state, self._tables))
+        computed = self._target_probs(apply_final_norm(last_state, self._tables))
         overlap = float(torch.minimum(expected, computed).sum())
         if not overlap > _MIN_OVERLAP:
             raise OutriderError(

@@ -20,7 +20,7 @@ from outrider.plan.store import model_print
 from outrider.train.data.sample import Sample
 from outrider.train.distributed import world_size
 
-_FORMAT = 2  # version of the files; files of another version are not found
+_FORMAT = 3  # version of the files; files of another version are not found
 _log = logging.getLogger("outrider")
 
 
@@ -62,17 +62,19 @@ class FeatureCache:
             tokens = tuple(tensors["tokens"].tolist())
             layers = tensors["layers"].tolist()
             states = tensors["states"][:, [layers.index(layer) for layer in self._layers]]
-            shown = tensors.get("shown")
+            shared_kv = tensors.get("shared_kv")
         except (OSError, SafetensorError, KeyError, ValueError, IndexError):
             return None
         prompt = request.prompt_token_ids
         if states.dim() != 3 or len(states) + 1 != len(tokens) or tokens[: len(prompt)] != prompt:
             return None
-        return Sample(id=request.id, tokens=tokens, states=states, prompt=len(prompt), shown=shown)
+        return Sample(id=request.id, tokens=tokens, states=states, prompt=len(prompt), shared_kv=shared_kv)
 
     def write(self, request: Request, sample: Sample) -> None:
         """Write a sample if there is space. If the disk is full, nothing more is cached, and the training goes on."""
-        size = sample.states.nbytes + 8 * len(sample.tokens) + (0 if sample.shown is None else sample.shown.nbytes)
+        size = (
+            sample.states.nbytes + 8 * len(sample.tokens) + (0 if sample.shared_kv is None else sample.shared_kv.nbytes)
+        )
         if size > self._free_bytes:
             return
         file = self._file(request)
@@ -84,8 +86,8 @@ class FeatureCache:
                 "layers": torch.tensor(self._layers),
                 "states": sample.states.cpu().contiguous(),
             }
-            if sample.shown is not None:
-                tensors["shown"] = sample.shown.cpu().contiguous()
+            if sample.shared_kv is not None:
+                tensors["shared_kv"] = sample.shared_kv.cpu().contiguous()
             temporary.write_bytes(save(tensors))
             temporary.replace(file)
             self._free_bytes -= size

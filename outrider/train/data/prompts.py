@@ -54,7 +54,7 @@ def count_repeated(train_prompts: Sequence[Prompt], eval_prompts: Sequence[Promp
     return sum(_content(prompt) in train_contents for prompt in eval_prompts)
 
 
-def encoded(tokenizer: Any, prompt: Prompt, *, whole: bool = False) -> tuple[int, ...]:
+def encode_prompt(tokenizer: Any, prompt: Prompt, *, whole: bool = False) -> tuple[int, ...]:
     """Return the tokens of a prompt, at least one.
 
     With `whole` the prompt is a complete text: messages get no start of an answer.

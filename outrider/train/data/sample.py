@@ -15,4 +15,4 @@ class Sample:
     tokens: tuple[int, ...]  # [L + 1]
     states: torch.Tensor  # [L, layers, H] bfloat16, outputs of the recorded layers at all tokens but the last
     prompt: int  # number of prompt tokens
-    shown: torch.Tensor | None = None  # [L, n] bfloat16, concatenated keys and values of the recorded layers
+    shared_kv: torch.Tensor | None = None  # [L, n] bfloat16, concatenated keys and values of the recorded layers

@@ -16,64 +16,64 @@ import torch
 
 from outrider.heads.modules.block import BlockHead
 from outrider.heads.modules.layers import Attention
-from outrider.train.loss.steps import Step, Texts, sample_columns
+from outrider.train.loss.steps import Step, TrainingBatch, sample_columns
 
 _MAX_BLOCKS = 512  # per sequence
 
 
-def unroll_blocks(module: BlockHead, texts: Texts, steps: int, share: float) -> Iterator[Step]:
+def unroll_blocks(module: BlockHead, batch: TrainingBatch, steps: int, share: float) -> Iterator[Step]:
     """Yield the draft tokens 0, 1, ... of blocks at a share of the positions. A column is the same block in all steps.
 
     Args:
         module: the block head.
-        texts: the batch.
+        batch: the sequences to train on.
         steps: the most steps.
         share: share of the trained positions at which a block begins, in (0, 1].
     """
-    starts, live = anchors(texts.learn, share)
-    out = _forward(module, texts, starts)
+    starts, valid = anchors(batch.loss_mask, share)
+    out = _forward(module, batch, starts)
     rows = torch.arange(len(starts), device=starts.device)[:, None].expand_as(starts)
-    last = texts.learn.shape[1] - 1
+    last = batch.loss_mask.shape[1] - 1
     for index in range(min(steps, module.block.draft_tokens)):
         position = (starts + index).clamp(max=last)  # of the token before the draft token
-        live = live & (starts + index <= last) & texts.learn[rows, position]
-        index_out = out[:, :, index][live]
-        previous_tokens = texts.tokens[rows, position][live]
+        valid = valid & (starts + index <= last) & batch.loss_mask[rows, position]
+        index_out = out[:, :, index][valid]
+        previous_tokens = batch.tokens[rows, position][valid]
         yield Step(
-            learn=live,
-            logits=module.corrected(module.logits(index_out), previous_tokens),
-            target=texts.target_probs_at(rows[live], position[live]),
+            loss_mask=valid,
+            logits=module.correct_logits(module.logits(index_out), previous_tokens),
+            target=batch.target_probs_at(rows[valid], position[valid]),
             confidence=module.confidence(index_out, previous_tokens) if module.block.confidence else None,
         )
 
 
-def anchors(learn: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
+def anchors(loss_mask: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the positions at which blocks begin, at random.
 
     Args:
-        learn: [B, L] bool: whether to train on the distribution after a token.
+        loss_mask: [B, L] bool: whether to train on the distribution after a token.
         share: share of these positions to choose, in (0, 1].
 
     Returns:
         The positions [B, A] in ascending order, never the first of a sequence; and whether [B, A] they are trained.
         Sequences with fewer positions have padding at the end.
     """
-    allowed = learn.clone()
+    allowed = loss_mask.clone()
     allowed[:, 0] = False
     if share < 1:
         allowed &= torch.rand(allowed.shape).to(allowed.device) < share
     return sample_columns(allowed, _MAX_BLOCKS)
 
 
-def _forward(module: BlockHead, texts: Texts, starts: torch.Tensor) -> torch.Tensor:
+def _forward(module: BlockHead, batch: TrainingBatch, starts: torch.Tensor) -> torch.Tensor:
     """Return the outputs [B, A, draft tokens, H] of blocks that begin at positions `starts` [B, A]."""
-    states = module.fused(texts.aux_states)
+    states = module.fuse_states(batch.aux_states)
     device = starts.device
     positions = torch.arange(states.shape[1], device=device)
     block_positions = starts[..., None] + torch.arange(module.block.size, device=device)
-    state_kv = module.shown(states, positions.expand(len(states), -1))
+    state_kv = module.keys_and_values(states, positions.expand(len(states), -1))
     attention = _BlockAttention(state_kv, positions >= starts[..., None])
-    first_tokens = texts.tokens.gather(1, starts)
+    first_tokens = batch.tokens.gather(1, starts)
     return module(first_tokens, block_positions.flatten(1), attention)  # type: ignore[no-any-return]
 
 

@@ -17,35 +17,35 @@ from torch.nn import functional
 
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.layers import Attention
-from outrider.train.loss.steps import Chains, Step, Texts, all_columns_step
+from outrider.train.loss.steps import Chains, Step, TrainingBatch, all_columns_step
 
 _MAX_COLUMNS = 512  # with masks, per sequence
 
 
-def unroll_masks(module: AutoregressiveHead, texts: Texts, steps: int, later: float) -> Iterator[Step]:
+def unroll_masks(module: AutoregressiveHead, batch: TrainingBatch, steps: int, later: float) -> Iterator[Step]:
     """Yield the first draft token of all columns, then those of the masks after a share `later` of the columns."""
     assert module.description.masks is not None
-    states = module.fused(texts.aux_states[:, :-1])
+    states = module.fuse_states(batch.aux_states[:, :-1])
     rows, size = states.shape[:2]
     masks = max(min(steps, module.description.masks.draft_tokens, size) - 1, 0)
-    chains = Chains.of(texts.learn[:, 1:], later, _MAX_COLUMNS)
+    chains = Chains.of(batch.loss_mask[:, 1:], later, _MAX_COLUMNS)
     device = states.device
     count = chains.columns.shape[1]
-    mask_tokens = texts.tokens.new_full((rows, count * masks), module.description.masks.token)
-    mask_states = module.masked().to(states.dtype).expand(rows, count * masks, -1)
+    mask_tokens = batch.tokens.new_full((rows, count * masks), module.description.masks.token)
+    mask_states = module.mask_state().to(states.dtype).expand(rows, count * masks, -1)
     depths = torch.arange(1, 1 + masks, device=device)
     mask_positions = (chains.columns[..., None] + depths).flatten(1)
     positions = torch.arange(size, device=device).expand(rows, -1)
     out = module(
-        torch.cat([texts.tokens[:, 1 : 1 + size], mask_tokens], 1),
+        torch.cat([batch.tokens[:, 1 : 1 + size], mask_tokens], 1),
         torch.cat([states, mask_states], 1),
         torch.cat([positions, mask_positions], 1),
         _MaskAttention(size, chains.columns),
     )
-    yield all_columns_step(texts, 0, out, module.logits)
+    yield all_columns_step(batch, 0, out, module.logits)
     mask_out = out[:, size:].reshape(rows, count, masks, out.shape[-1])
     for index in range(1, 1 + masks):
-        yield chains.step(texts, index, mask_out[:, :, index - 1], module.logits)
+        yield chains.step(batch, index, mask_out[:, :, index - 1], module.logits)
 
 
 class _MaskAttention:

@@ -10,26 +10,26 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Texts:
+class TrainingBatch:
     """A batch of B sequences with the target's hidden states and distributions, padded at the end."""
 
     tokens: torch.Tensor  # [B, L + 1] int64
     aux_states: torch.Tensor  # [B, L, taps, H] hidden states of the target, of all tokens but the last
-    learn: torch.Tensor  # [B, L] bool, the loss mask: whether to train on the distribution after a token
-    # [n, Vd] the target's distributions over the draft vocabulary, where `learn` is true
+    loss_mask: torch.Tensor  # [B, L] bool: whether to train on the distribution after a token
+    # [n, Vd] the target's distributions over the draft vocabulary, where `loss_mask` is true
     target_probs: torch.Tensor
     # By layer of the target, its keys and values [B, key heads, L, D] of the same tokens.
-    shown: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    shared_kv: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
     def _row_index(self) -> torch.Tensor:
         """[B, L] the row of `target_probs` that belongs to a token."""
-        return self.learn.flatten().cumsum(0).view(self.learn.shape) - 1
+        return self.loss_mask.flatten().cumsum(0).view(self.loss_mask.shape) - 1
 
     def target_probs_at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the target's distributions [m, Vd] after the tokens at `positions` [m] of sequences `rows` [m].
 
-        `learn` must be true for all of them.
+        `loss_mask` must be true for all of them.
         """
         return self.target_probs[self._row_index[rows, positions]]
 
@@ -41,7 +41,7 @@ class Step:
     In step s, each of these draft tokens is the one at index s of its chain.
     """
 
-    learn: torch.Tensor  # [B, C] bool, the trained columns; a column is the same chain in all steps
+    loss_mask: torch.Tensor  # [B, C] bool, true for trained columns; a column is the same chain in all steps
     logits: torch.Tensor  # [n, Vd] of the draft
     target: torch.Tensor  # [n, Vd] the target's probabilities for the same tokens
     confidence: torch.Tensor | None = None  # [n] log-odds of acceptance that the draft itself predicts
@@ -50,15 +50,17 @@ class Step:
 
 
 def all_columns_step(
-    texts: Texts,
+    batch: TrainingBatch,
     index: int,
     out: torch.Tensor,  # [B, C, H] the draft's outputs, of all columns that have this draft token
     logits: Callable[[torch.Tensor], torch.Tensor],  # LM head: from outputs to logits
 ) -> Step:
     """Return the step that trains draft token number `index` of all columns."""
-    learn = texts.learn[:, 1 + index :]
-    row, column = learn.nonzero(as_tuple=True)
-    return Step(learn=learn, logits=logits(out[row, column]), target=texts.target_probs_at(row, column + 1 + index))
+    loss_mask = batch.loss_mask[:, 1 + index :]
+    row, column = loss_mask.nonzero(as_tuple=True)
+    return Step(
+        loss_mask=loss_mask, logits=logits(out[row, column]), target=batch.target_probs_at(row, column + 1 + index)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,26 +73,26 @@ class Chains:
 
     size: int  # columns of the batch
     columns: torch.Tensor  # [B, A] the chosen columns
-    live: torch.Tensor  # [B, A] bool: false for padding, in sequences with fewer chosen columns
+    valid: torch.Tensor  # [B, A] bool: false for padding, in sequences with fewer chosen columns
     weight: float  # of each chosen column
 
     @classmethod
-    def of(cls, learn: torch.Tensor, share: float, most: int) -> Chains:
+    def of(cls, loss_mask: torch.Tensor, share: float, most: int) -> Chains:
         """Choose a random share of the columns whose first draft token is trained, up to `most` per sequence.
 
         Args:
-            learn: [B, C] bool, the columns whose first draft token is trained.
+            loss_mask: [B, C] bool, the columns whose first draft token is trained.
             share: the share to choose, in (0, 1].
             most: the most columns of a sequence.
         """
-        size = learn.shape[1]
+        size = loss_mask.shape[1]
         if share == 1.0 and size <= most:
-            columns = torch.arange(size, device=learn.device).expand(learn.shape)
-            return cls(size=size, columns=columns, live=torch.ones_like(learn), weight=1.0)
-        in_share = torch.rand(learn.shape).to(learn.device) < share
-        columns, live = sample_columns(learn & in_share, most)
-        weight = float(learn.sum()) / max(float(live.sum()), 1.0)
-        return cls(size=size, columns=columns, live=live, weight=weight)
+            columns = torch.arange(size, device=loss_mask.device).expand(loss_mask.shape)
+            return cls(size=size, columns=columns, valid=torch.ones_like(loss_mask), weight=1.0)
+        in_share = torch.rand(loss_mask.shape).to(loss_mask.device) < share
+        columns, valid = sample_columns(loss_mask & in_share, most)
+        weight = float(loss_mask.sum()) / max(float(valid.sum()), 1.0)
+        return cls(size=size, columns=columns, valid=valid, weight=weight)
 
     @property
     def rows(self) -> torch.Tensor:
@@ -106,7 +108,7 @@ class Chains:
 
     def step(
         self,
-        texts: Texts,
+        batch: TrainingBatch,
         index: int,
         out: torch.Tensor,  # [B, A, H] the draft's outputs
         logits: Callable[[torch.Tensor], torch.Tensor],  # LM head: from outputs to logits
@@ -114,11 +116,11 @@ class Chains:
         """Return the step that trains draft token number `index` of the chosen columns."""
         rows = self.rows
         positions = self.positions(index)
-        trained = self.live & (self.columns + 1 + index <= self.size) & texts.learn[rows, positions]
-        learn = torch.zeros(len(rows), self.size, dtype=torch.bool, device=trained.device)
-        learn[rows[trained], self.columns[trained]] = True
-        target = texts.target_probs_at(rows[trained], positions[trained])
-        return Step(learn=learn, logits=logits(out[trained]), target=target, weight=self.weight)
+        trained = self.valid & (self.columns + 1 + index <= self.size) & batch.loss_mask[rows, positions]
+        loss_mask = torch.zeros(len(rows), self.size, dtype=torch.bool, device=trained.device)
+        loss_mask[rows[trained], self.columns[trained]] = True
+        target = batch.target_probs_at(rows[trained], positions[trained])
+        return Step(loss_mask=loss_mask, logits=logits(out[trained]), target=target, weight=self.weight)
 
 
 def sample_columns(allowed: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:

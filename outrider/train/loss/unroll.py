@@ -29,91 +29,91 @@ from outrider.train.loss.blocks import unroll_blocks
 from outrider.train.loss.masks import unroll_masks
 from outrider.train.loss.steps import Chains, all_columns_step
 from outrider.train.loss.steps import Step as Step
-from outrider.train.loss.steps import Texts as Texts
+from outrider.train.loss.steps import TrainingBatch as TrainingBatch
 
 
-def unrolled(module: HeadModule, texts: Texts, steps: int, later: float = 1.0) -> Iterator[Step]:
+def unrolled(module: HeadModule, batch: TrainingBatch, steps: int, later: float = 1.0) -> Iterator[Step]:
     """Yield steps 0, 1, ..., as far as the sequences reach.
 
     Args:
         module: the draft head.
-        texts: the batch.
+        batch: the sequences to train on.
         steps: the most steps.
         later: share of the columns that train more than the first draft token, chosen at random. The other columns
             are still attended to. For block heads, the share of the positions at which a block begins.
     """
     if isinstance(module, BlockHead):
-        return unroll_blocks(module, texts, steps, later)
+        return unroll_blocks(module, batch, steps, later)
     if isinstance(module, ParallelHead):
-        return _unroll_parallel(module, texts, steps)
+        return _unroll_parallel(module, batch, steps)
     if isinstance(module, KVSharingHead):
-        return _unroll_autoregressive(module, texts, steps, later)
+        return _unroll_autoregressive(module, batch, steps, later)
     if module.description.masks:
-        return unroll_masks(module, texts, steps, later)
+        return unroll_masks(module, batch, steps, later)
     if module.description.modules > 1:
-        return _unroll_modules(module, texts, steps)
-    return _unroll_autoregressive(module, texts, steps, later)
+        return _unroll_modules(module, batch, steps)
+    return _unroll_autoregressive(module, batch, steps, later)
 
 
 def _unroll_autoregressive(
-    module: AutoregressiveHead | KVSharingHead, texts: Texts, steps: int, later: float
+    module: AutoregressiveHead | KVSharingHead, batch: TrainingBatch, steps: int, later: float
 ) -> Iterator[Step]:
     """Apply one module again and again."""
-    states = module.fused(texts.aux_states[:, :-1])
+    states = module.fuse_states(batch.aux_states[:, :-1])
     rows, size = states.shape[:2]
     columns = torch.arange(size, device=states.device).expand(rows, -1)
     shares_kv = isinstance(module, KVSharingHead)
     attention: _SharedKVAttention | _ChainAttention
     if isinstance(module, KVSharingHead):
-        attention = _SharedKVAttention(module, texts, columns)
+        attention = _SharedKVAttention(module, batch, columns)
     else:
         attention = _ChainAttention()
-    out = module(texts.tokens[:, 1 : 1 + size], states, columns + int(shares_kv), attention)
-    learn = texts.learn[:, 1:]
-    yield all_columns_step(texts, 0, out, module.logits)
-    if min(steps, size) == 1 or not bool(learn.any()):
+    out = module(batch.tokens[:, 1 : 1 + size], states, columns + int(shares_kv), attention)
+    loss_mask = batch.loss_mask[:, 1:]
+    yield all_columns_step(batch, 0, out, module.logits)
+    if min(steps, size) == 1 or not bool(loss_mask.any()):
         return
-    chains = Chains.of(learn, later, size)
-    states = module.recycled(out)[chains.rows, chains.columns]
+    chains = Chains.of(loss_mask, later, size)
+    states = module.feed_back(out)[chains.rows, chains.columns]
     attention.select(chains.columns)
     for step in range(1, min(steps, size)):
-        tokens = texts.tokens[chains.rows, chains.positions(step)]
+        tokens = batch.tokens[chains.rows, chains.positions(step)]
         out = module(tokens, states, chains.columns + (1 if shares_kv else step), attention)
-        states = module.recycled(out)
-        yield chains.step(texts, step, out, module.logits)
+        states = module.feed_back(out)
+        yield chains.step(batch, step, out, module.logits)
 
 
-def _unroll_modules(module: AutoregressiveHead, texts: Texts, steps: int) -> Iterator[Step]:
+def _unroll_modules(module: AutoregressiveHead, batch: TrainingBatch, steps: int) -> Iterator[Step]:
     """Apply each module once. It reads the states of the module before it, and tokens one position later."""
-    states = module.fused(texts.aux_states[:, :-1])
+    states = module.fuse_states(batch.aux_states[:, :-1])
     for step in range(min(steps, module.description.modules, states.shape[1])):
         rows, size = states.shape[:2]
         positions = torch.arange(step, step + size, device=states.device).expand(rows, -1)
-        out = module(texts.tokens[:, 1 + step : 1 + step + size], states, positions, _ChainAttention(), step)
-        yield all_columns_step(texts, step, out, partial(module.logits, module=step))
-        states = module.recycled(out, step)[:, :-1]
+        out = module(batch.tokens[:, 1 + step : 1 + step + size], states, positions, _ChainAttention(), step)
+        yield all_columns_step(batch, step, out, partial(module.logits, module=step))
+        states = module.feed_back(out, step)[:, :-1]
 
 
-def _unroll_parallel(module: ParallelHead, texts: Texts, steps: int) -> Iterator[Step]:
+def _unroll_parallel(module: ParallelHead, batch: TrainingBatch, steps: int) -> Iterator[Step]:
     """Apply each of the parallel heads to the target's last hidden state."""
-    states = texts.aux_states[:, :, -1]
+    states = batch.aux_states[:, :, -1]
     size = states.shape[1]
     for head in range(min(steps, module.stack.heads, size - 1)):
         columns = size - 1 - head
         # [B, C, head + 1] the tokens after the state
-        tokens = texts.tokens[:, 1:].unfold(1, head + 1, 1)[:, :columns]
-        learn = texts.learn[:, 1 + head :]
-        row, column = learn.nonzero(as_tuple=True)
+        tokens = batch.tokens[:, 1:].unfold(1, head + 1, 1)[:, :columns]
+        loss_mask = batch.loss_mask[:, 1 + head :]
+        row, column = loss_mask.nonzero(as_tuple=True)
         logits = module(states[row, column], tokens[row, column], head)
-        yield Step(learn=learn, logits=logits, target=texts.target_probs_at(row, column + 1 + head))
+        yield Step(loss_mask=loss_mask, logits=logits, target=batch.target_probs_at(row, column + 1 + head))
 
 
 class _SharedKVAttention:
     """Attention of a kv-sharing head to the target's keys and values up to each column."""
 
-    def __init__(self, module: KVSharingHead, texts: Texts, columns: torch.Tensor) -> None:
+    def __init__(self, module: KVSharingHead, batch: TrainingBatch, columns: torch.Tensor) -> None:
         self._views = module.description.shared_kv
-        self._shared_kv = texts.shown
+        self._shared_kv = batch.shared_kv
         self._columns = columns
 
     def select(self, columns: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from outrider.models.checkpoint import Checkpoint
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.train.data.sample import Sample
-from outrider.train.loss.steps import Step, Texts
+from outrider.train.loss.steps import Step, TrainingBatch
 from outrider.train.settings import DRAFT, Settings
 
 
@@ -63,13 +63,15 @@ class DraftModelTrainee:
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
         """Do nothing: the draft model has its weights and predicts all tokens."""
 
-    def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
-        size = min(texts.learn.shape[1], self._checkpoint.context)
-        logits = self.module(input_ids=texts.tokens[:, :size], use_cache=False).logits[..., : len(self.ids)]
+    def unroll(self, batch: TrainingBatch, steps: int) -> Iterator[Step]:
+        size = min(batch.loss_mask.shape[1], self._checkpoint.context)
+        logits = self.module(input_ids=batch.tokens[:, :size], use_cache=False).logits[..., : len(self.ids)]
         for step in range(min(steps, size)):
-            learn = texts.learn[:, step:size]
-            row, column = learn.nonzero(as_tuple=True)
-            yield Step(learn=learn, logits=logits[row, column + step], target=texts.target_probs_at(row, column + step))
+            loss_mask = batch.loss_mask[:, step:size]
+            row, column = loss_mask.nonzero(as_tuple=True)
+            yield Step(
+                loss_mask=loss_mask, logits=logits[row, column + step], target=batch.target_probs_at(row, column + step)
+            )
 
     def proposer(self, setup: ProposerSetup) -> Proposer:
         model = frozen_copy(self.module, setup.dtype)

@@ -24,7 +24,7 @@ from outrider.models.submodel import shared_weights
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.train.data.sample import Sample
 from outrider.train.loss.losses import LENGTH, parse
-from outrider.train.loss.steps import Step, Texts
+from outrider.train.loss.steps import Step, TrainingBatch
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.draft_model import load_trainable, write_model
 from outrider.train.model.trainee import HeadTrainee, target_weights
@@ -63,18 +63,18 @@ class JointTrainee(HeadTrainee):
         self._version = 0
         self.module = nn.ModuleDict({"target": self._checkpoint.model, "draft": self._module})
 
-    def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
+    def unroll(self, batch: TrainingBatch, steps: int) -> Iterator[Step]:
         model = self._checkpoint.model
-        size = texts.learn.shape[1]
-        out = model(input_ids=texts.tokens[:, :size], use_cache=False, output_hidden_states=True)
+        size = batch.loss_mask.shape[1]
+        out = model(input_ids=batch.tokens[:, :size], use_cache=False, output_hidden_states=True)
         tables = shared_weights(model)
         self._module.share_weights(tables.embedding, tables.head)
         # transformers applies the final norm to the last of the hidden states.
-        draft_texts = replace(texts, aux_states=out.hidden_states[-1][:, :, None])
-        logits = out.logits[texts.learn].float()
-        next_tokens = texts.tokens[:, 1:][texts.learn]
+        draft_batch = replace(batch, aux_states=out.hidden_states[-1][:, :, None])
+        logits = out.logits[batch.loss_mask].float()
+        next_tokens = batch.tokens[:, 1:][batch.loss_mask]
         target_loss = functional.cross_entropy(logits, next_tokens, reduction="sum")
-        for index, step in enumerate(unrolled(self._module, draft_texts, steps, self._later_share)):
+        for index, step in enumerate(unrolled(self._module, draft_batch, steps, self._later_share)):
             extra_loss = target_loss if index == 0 else None
             yield replace(step, weight=step.weight * self._draft_weight, extra_loss=extra_loss)
 
@@ -104,7 +104,7 @@ class DatasetTexts:
         return [Sample(id=number, tokens=self._texts[number], states=no_states, prompt=1) for number in sorted(numbers)]
 
 
-class DatasetReader:
+class DatasetCollator:
     """Makes batches of samples without hidden states."""
 
     def __init__(self, ids: torch.Tensor, vocab: int) -> None:
@@ -112,16 +112,16 @@ class DatasetReader:
         self._ids = ids
         self._vocab = vocab
 
-    def read(self, samples: Sequence[Sample], *, everything: bool) -> Texts:
+    def collate(self, samples: Sequence[Sample], *, everything: bool) -> TrainingBatch:
         """Return a padded batch that trains on every token. `everything` has no effect."""
         device = self._ids.device
         tokens = pad_sequence([torch.tensor(sample.tokens) for sample in samples], batch_first=True).to(device)
         lengths = torch.tensor([len(sample.tokens) - 1 for sample in samples], device=device)
-        learn = torch.arange(tokens.shape[1] - 1, device=device) < lengths[:, None]
+        loss_mask = torch.arange(tokens.shape[1] - 1, device=device) < lengths[:, None]
         draft_ids = torch.full((self._vocab,), -1, device=device)  # by token; -1: not in the draft vocabulary
         draft_ids[self._ids] = torch.arange(len(self._ids), device=device)
-        next_ids = draft_ids[tokens[:, 1:][learn]]
+        next_ids = draft_ids[tokens[:, 1:][loss_mask]]
         target_probs = torch.zeros(len(next_ids), len(self._ids), device=device)
         target_probs[next_ids >= 0] = functional.one_hot(next_ids[next_ids >= 0], len(self._ids)).float()
-        no_states = torch.empty(*learn.shape, 0, 0, device=device)
-        return Texts(tokens=tokens, aux_states=no_states, learn=learn, target_probs=target_probs)
+        no_states = torch.empty(*loss_mask.shape, 0, 0, device=device)
+        return TrainingBatch(tokens=tokens, aux_states=no_states, loss_mask=loss_mask, target_probs=target_probs)

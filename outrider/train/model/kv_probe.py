@@ -24,7 +24,7 @@ _TOLERANCE = 0.05  # difference of equal keys in bfloat16, relative to the large
 
 
 @torch.inference_mode()
-def find_view(target: Target, tables: SharedWeights) -> SharedKV:
+def find_shared_kv(target: Target, tables: SharedWeights) -> SharedKV:
     """Return a description of the keys and values of the last layer with full attention.
 
     In a sequence that repeats one token, every layer computes the same values at all positions, and so does attention.

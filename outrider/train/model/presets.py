@@ -42,7 +42,7 @@ class Sizes:
     depth: int = 1  # decoder layers, or parallel heads
     ffn: int = 0  # width of the MLP; 0: as in Llama
     width: int = 0  # of decoder layers; 0: that of the target, half of it for slim
-    guesses: int = 0  # draft tokens of the kinds that draft all tokens in one pass; 0: 7
+    draft_tokens: int = 0  # draft tokens of the kinds that draft all tokens in one pass; 0: 7
     modules: int = 1  # of mtp
     view: SharedKV | None = None  # the target's keys and values, for kv-sharing
     own_lm_head: bool | None = None  # whether the draft has its own LM head; None: as the kind was published
@@ -121,10 +121,10 @@ def _slim(sizes: Sizes) -> HeadDescription:
 
 
 def _peagle(sizes: Sizes) -> HeadDescription:
-    if sizes.guesses == 1:
+    if sizes.draft_tokens == 1:
         raise OutriderError("peagle drafts all tokens after the first with masks; use --draft-tokens 2 or more")
     # The last token of a vocabulary is padding, reserved or rare.
-    masks = MaskTokens(draft_tokens=sizes.guesses or _DRAFT_TOKENS, token=sizes.vocab - 1)
+    masks = MaskTokens(draft_tokens=sizes.draft_tokens or _DRAFT_TOKENS, token=sizes.vocab - 1)
     return replace(_eagle3(sizes), kind=Kind.PEAGLE, masks=masks)
 
 
@@ -193,7 +193,7 @@ def _block(kind: Kind) -> Callable[[Sizes], HeadDescription]:
 
     def describe_kind(sizes: Sizes) -> HeadDescription:
         is_dspark = kind is Kind.DSPARK
-        draft_tokens = sizes.guesses or _DRAFT_TOKENS
+        draft_tokens = sizes.draft_tokens or _DRAFT_TOKENS
         return HeadDescription(
             kind=kind,
             target_hidden=sizes.hidden,

@@ -13,7 +13,7 @@ from torch import nn
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import AuxStates, FusionPoint, HeadDescription, SharedKV
-from outrider.heads.store import HeadModule, filled, make_module, read_head, write_head
+from outrider.heads.store import HeadModule, load_module, make_module, read_head, write_head
 from outrider.heads.targets.registry import make_head_target
 from outrider.loader.embedded import model_folder
 from outrider.models.base import WeightSharer
@@ -21,11 +21,11 @@ from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.draft_model.trained_head import HeadProposer
 from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.data.sample import Sample
-from outrider.train.loss.steps import Step, Texts
+from outrider.train.loss.steps import Step, TrainingBatch
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.draft_model import DraftModelTrainee
 from outrider.train.model.init_weights import init_weights
-from outrider.train.model.kv_probe import find_view
+from outrider.train.model.kv_probe import find_shared_kv
 from outrider.train.model.presets import KV_SHARING, Sizes, describe
 from outrider.train.model.transfer import PreviousTarget
 from outrider.train.settings import DRAFT, Settings
@@ -51,7 +51,7 @@ class DraftTrainee(Protocol):
         Called once before the training, but not if the training is resumed.
         """
 
-    def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
+    def unroll(self, batch: TrainingBatch, steps: int) -> Iterator[Step]:
         """Yield steps 0, 1, ..., as far as the sequences reach."""
 
     def proposer(self, setup: ProposerSetup) -> Proposer:
@@ -86,7 +86,7 @@ class HeadTrainee:
         self._later_share = settings.multi_step_share
         sizes = _sizes(settings, setup, tables)
         if kind == KV_SHARING:
-            sizes = replace(sizes, view=find_view(setup.target, tables))
+            sizes = replace(sizes, view=find_shared_kv(setup.target, tables))
         description = describe(kind, sizes)
         self._is_new = settings.init_from is None
         if self._is_new:
@@ -124,8 +124,8 @@ class HeadTrainee:
             self._share_weights()
         init_weights(module, self._tables)
 
-    def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
-        return unrolled(self._module, texts, steps, self._later_share)
+    def unroll(self, batch: TrainingBatch, steps: int) -> Iterator[Step]:
+        return unrolled(self._module, batch, steps, self._later_share)
 
     def proposer(self, setup: ProposerSetup) -> Proposer:
         module = self._frozen_copy(setup.dtype)
@@ -143,7 +143,7 @@ class HeadTrainee:
             name: weight.detach().to(dtype, copy=True) if weight.is_floating_point() else weight.clone()
             for name, weight in self._module.state_dict().items()
         }
-        module = filled(self._description, weights, where="the draft in training")
+        module = load_module(self._description, weights, where="the draft in training")
         return module.to(self.ids.device).requires_grad_(False).eval()
 
 
@@ -186,7 +186,7 @@ def _sizes(settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> S
         depth=settings.depth or 1,
         ffn=settings.intermediate_size,
         width=settings.hidden_size or 0,
-        guesses=settings.draft_tokens,
+        draft_tokens=settings.draft_tokens,
         modules=settings.mtp_modules,
         own_lm_head=settings.own_lm_head,
     )

@@ -97,10 +97,10 @@ class PreviousTarget:
         for sample in samples:
             tokens = sample.tokens[:-1][: target.context]
             states = score_sequence(target, tokens).states(self._head.description.aux_states.layers, 0, ())
-            outputs = self._head.fused(states.float())
+            outputs = self._head.fuse_states(states.float())
             if self._head.fuse.bias is not None:  # the bias is kept, not fitted
                 outputs = outputs - self._head.fuse.bias
-            inputs = moved.gathered(sample.states[: len(tokens), tap_indices].to(outputs))
+            inputs = moved.gather_states(sample.states[: len(tokens), tap_indices].to(outputs))
             yield inputs.double(), outputs.double()
 
     def _load_target(self) -> Target:

@@ -21,7 +21,7 @@ def _header(document: dict[str, Any]) -> str:
         f"{document['parameters'] / 1e6:.1f}M parameters, {document['steps']} steps,"
         f" {document['seconds'] / 60:.1f} minutes; tau is measured with k = {document['k']}."
     )
-    tiles = [(f"{result['tau']:.2f}", f"tokens per pass at {name}") for name, result in document["held_out"].items()]
+    tiles = [(f"{result['tau']:.2f}", f"tokens per pass at {name}") for name, result in document["evaluation"].items()]
     version = document["versions"]["outrider"]
     return page_header(f"outrider {version} train", f"{document['kind']} for {document['target']}", about, tiles)
 

@@ -29,13 +29,13 @@ class Log:
         """
         self._events = _tensorboard_writer(folder) if events else None
         self._file = folder / FILE
-        self.lines = [line for line in read_log(folder) if line["wave"] <= begin]
+        self.lines = [line for line in read_log(folder) if line["cycle"] <= begin]
         write(self._file, "".join(json.dumps(line) + "\n" for line in self.lines))
 
     @property
     def last_evaluation(self) -> dict[str, Any]:
         """The results of the last evaluation; empty if there is none."""
-        return dict(self.lines[-1]["held_out"]) if self.lines else {}
+        return dict(self.lines[-1]["evaluation"]) if self.lines else {}
 
     def add(
         self, cycle: int, stats: Sequence[StepStats], evaluation: Mapping[str, Any], seconds: Mapping[str, float]
@@ -56,11 +56,11 @@ class Log:
         acceptances = [step.acceptance for step in stats if step.alpha_counts]
         alphas = [round(sum(values) / len(values), 4) for values in zip(*acceptances, strict=False)]
         line = {
-            "wave": cycle,
+            "cycle": cycle,
             "loss": loss,
             "alpha": alphas,
             "tokens": int(sum(step.columns for step in stats)),
-            "held_out": dict(evaluation),
+            "evaluation": dict(evaluation),
             "seconds": {name: round(value, 3) for name, value in seconds.items()},
         }
         self.lines.append(line)
@@ -78,11 +78,11 @@ class Log:
     def _write_events(self, line: Mapping[str, Any]) -> None:
         if not self._events:
             return
-        self._events.add_scalar("loss", line["loss"], line["wave"])
+        self._events.add_scalar("loss", line["loss"], line["cycle"])
         for position, alpha in enumerate(line["alpha"], 1):
-            self._events.add_scalar(f"alpha/{position}", alpha, line["wave"])
-        for name, result in line["held_out"].items():
-            self._events.add_scalar(f"tau/{name}", result["tau"], line["wave"])
+            self._events.add_scalar(f"alpha/{position}", alpha, line["cycle"])
+        for name, result in line["evaluation"].items():
+            self._events.add_scalar(f"tau/{name}", result["tau"], line["cycle"])
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     try:
         for text in (folder / FILE).read_text("utf-8").splitlines():
             line = json.loads(text)
-            lines.append({key: line[key] for key in ("wave", "loss", "alpha", "tokens", "held_out", "seconds")})
+            lines.append({key: line[key] for key in ("cycle", "loss", "alpha", "tokens", "evaluation", "seconds")})
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return lines

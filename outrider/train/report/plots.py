@@ -24,7 +24,7 @@ def _loss(lines: Lines) -> Figure | None:
     if not lines:
         return None
     figure, axes = svg.canvas(_HEIGHT)
-    axes.plot([line["wave"] for line in lines], [line["loss"] for line in lines], color=svg.FAST)
+    axes.plot([line["cycle"] for line in lines], [line["loss"] for line in lines], color=svg.FAST)
     _label_cycles(axes, "loss")
     return figure
 
@@ -35,7 +35,7 @@ def _alpha(lines: Lines) -> Figure | None:
         return None
     figure, axes = svg.canvas(_HEIGHT)
     for position in range(max(len(line["alpha"]) for line in with_alpha)):
-        points = [(line["wave"], line["alpha"][position]) for line in with_alpha if len(line["alpha"]) > position]
+        points = [(line["cycle"], line["alpha"][position]) for line in with_alpha if len(line["alpha"]) > position]
         colour = svg.SERIES[position % len(svg.SERIES)]
         axes.plot(*zip(*points, strict=True), color=colour, label=f"draft token {position + 1}")
     _format_rates(axes)
@@ -64,7 +64,7 @@ def _acceptance(lines: Lines) -> Figure | None:
         return None
     figure, axes = svg.canvas(_HEIGHT)
     for i, name in enumerate(names):
-        rates = lines[-1]["held_out"][name]["acceptance"]
+        rates = lines[-1]["evaluation"][name]["acceptance"]
         axes.plot(range(1, len(rates) + 1), rates, color=svg.SERIES[i], marker="o", label=name)
     _format_rates(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -73,16 +73,16 @@ def _acceptance(lines: Lines) -> Figure | None:
 
 
 def _evaluation_names(lines: Lines) -> list[str]:
-    return list(lines[-1]["held_out"]) if lines else []
+    return list(lines[-1]["evaluation"]) if lines else []
 
 
 def _evaluations(lines: Lines, name: str) -> list[tuple[int, dict[str, Any]]]:
     """Return the generation cycles with a new evaluation, and its results. A log line repeats the last results."""
     evaluations: list[tuple[int, dict[str, Any]]] = []
     for line in lines:
-        result = line["held_out"].get(name)
+        result = line["evaluation"].get(name)
         if result and (not evaluations or evaluations[-1][1] != result):
-            evaluations.append((line["wave"], result))
+            evaluations.append((line["cycle"], result))
     return evaluations
 
 

@@ -15,11 +15,11 @@ def show(document: dict[str, Any], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("evaluation prompts", "tau", "accepted by position, %"):
         table.add_column(name, justify="left")
-    for name, result in document["held_out"].items():
+    for name, result in document["evaluation"].items():
         acceptance = " ".join(f"{100 * rate:.0f}" for rate in result["acceptance"])
         table.add_row(name, f"{result['tau']:.2f}", acceptance)
     console.print(table)
-    target_option = f" and --target {document['taught_target']}" if document["taught_target"] else ""
+    target_option = f" and --target {document['trained_target']}" if document["trained_target"] else ""
     console.print(f"Use it with --proposer draft:{document['out']}{target_option}.", markup=False, soft_wrap=True)
 
 
