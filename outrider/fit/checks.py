@@ -16,6 +16,7 @@ from outrider.fit.rules import TargetSize, TrainingPlan
 from outrider.fit.settings import Settings
 from outrider.heads.store import make_module
 from outrider.loader.checkpoint import check_fits
+from outrider.loader.gguf import is_gguf, open_gguf
 from outrider.loader.memory import gigabytes
 from outrider.train.model.presets import Sizes, describe
 
@@ -26,7 +27,11 @@ _SMALL_FILES = 10_000_000  # state, log, prompts and configuration
 
 def target_size(folder: Path) -> TargetSize:
     """Read the sizes of a target from its config."""
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config: Any
+    if is_gguf(folder):
+        config = open_gguf(folder).config
+    else:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     text = config.get_text_config(decoder=True)
     return TargetSize(hidden=text.hidden_size, layers=text.num_hidden_layers, vocab=text.vocab_size)
 

@@ -16,9 +16,8 @@
 
 namespace outrider {
 
-// A barrier that spins, then yields, then sleeps. A pass waits at about a hundred barriers, each for a short time. If
-// another process has taken the processor of a thread, the others must not burn theirs while they wait for it. If two
-// threads share a processor, the one that waits gives way to the other at once.
+// A barrier that spins briefly and then sleeps. A pass waits at about a hundred barriers, each for a short time. If
+// another process has taken the processor of a thread, the others must not burn theirs while they wait for it.
 class Barrier {
  public:
   // Wait until `threads` threads have called. Pass the size of the team, since OpenMP may grant fewer threads than
@@ -35,10 +34,6 @@ class Barrier {
       if (generation_.load(std::memory_order_acquire) != generation) return;
       pause();
     }
-    for (int yields = 0; yields < kMaxYields; yields++) {
-      if (generation_.load(std::memory_order_acquire) != generation) return;
-      std::this_thread::yield();
-    }
     sleeping_.fetch_add(1, std::memory_order_seq_cst);
     while (generation_.load(std::memory_order_seq_cst) == generation) sleep(generation);
     sleeping_.fetch_sub(1, std::memory_order_relaxed);
@@ -46,7 +41,6 @@ class Barrier {
 
  private:
   static constexpr int kMaxSpins = 1000;  // longer than the parts of a team differ on a quiet machine
-  static constexpr int kMaxYields = 200;
 
   static void pause() {
 #if defined(__x86_64__)
