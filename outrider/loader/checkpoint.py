@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
-from outrider.loader.dtype import DtypeChoice, choose_dtype
+from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
 from outrider.loader.gguf import end_ids, is_gguf, load_model, load_tokenizer, open_gguf
 from outrider.loader.memory import check_memory, weight_bytes
 from outrider.models.attention import NAME, attend, receive_mask_rule
@@ -71,8 +71,7 @@ def load_checkpoint(
     config = _read_config(path)
     recurrent = _check_family(config)
     choice = choose_dtype(dtype, config, torch_device, kernels=kernels)
-    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    check_memory(path, weight_bytes(path, stored, choice.dtype), torch_device)
+    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype), torch_device)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
     model = _read_model(path, config, choice.dtype, recurrent).to(torch_device)
@@ -140,8 +139,7 @@ def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto",
     config = _read_config(path)
     _check_family(config)
     choice = choose_dtype(dtype, config, torch_device, kernels=kernels)
-    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    check_memory(path, weight_bytes(path, stored, choice.dtype), torch_device)
+    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype), torch_device)
 
 
 def _read_config(path: Path) -> Any:

@@ -23,6 +23,11 @@ class DtypeChoice(NamedTuple):
     reason: str
 
 
+def stored_dtype(config: Any) -> torch.dtype:
+    """Return the type in which a checkpoint is stored; float32 if its configuration does not say."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
 def choose_dtype(name: str, config: Any, device: torch.device, *, kernels: str) -> DtypeChoice:
     """Choose the fastest type that keeps the precision of the checkpoint.
 
@@ -39,7 +44,7 @@ def choose_dtype(name: str, config: Any, device: torch.device, *, kernels: str) 
         if name not in _DTYPES:
             raise OutriderError(f"dtype {name!r} is unknown; use auto, {', '.join(_DTYPES)}")
         return DtypeChoice(_DTYPES[name], "as asked for")
-    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    own = stored_dtype(config)
     as_stored = DtypeChoice(own, "as the checkpoint is stored")
     if device.type != "cpu" or own == torch.float32:
         return as_stored
