@@ -9,6 +9,7 @@
 #include <cmath>
 #include <utility>
 
+#include "matrix.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -255,9 +256,30 @@ constexpr auto tile_functions(std::integer_sequence<int, I...>) {
   return Table{{compute_tile<mode, I + 1>...}};
 }
 
+// Compute a panel for all rows on the matrix units.
+template <Store mode>
+void compute_matrix(MatrixUnits& units, const Linear& layer, int panel, const Rows& x, int rows, float* out,
+                    int stride) {
+  const int words = layer.in / 2;
+  const auto* weight = static_cast<const int32_t*>(layer.weight) + size_t(panel) * words * kPanel;
+  float sums[kMatrixBlock][kPanel];
+  for (int r = 0; r < rows; r += kMatrixBlock) {
+    const int count = std::min(kMatrixBlock, rows - r);
+    units.configure(count);
+    multiply_panel(weight, x.words + size_t(r) * x.stride, count, x.stride, words, sums);
+    for (int m = 0; m < count; m++)
+      store_panel<mode>(layer, panel, load(sums[m]), load(sums[m] + kLanes), out + size_t(r + m) * stride);
+  }
+}
+
 // Write out [rows][stride]. Every thread of the team calls this.
 template <Store mode>
 void apply(const Team& team, const Linear& layer, const Rows& x, int rows, float* out, int stride) {
+  if (layer.bits == 16 && has_matrix_units()) {
+    MatrixUnits units;
+    return team.share((layer.out + kPanel - 1) / kPanel,
+                      [&](int panel) { compute_matrix<mode>(units, layer, panel, x, rows, out, stride); });
+  }
   static constexpr auto table = tile_functions<mode>(std::make_integer_sequence<int, kTile>());
   team.share((layer.out + kPanel - 1) / kPanel, [&](int panel) {
     for (int r = 0; r < rows; r += kTile)
