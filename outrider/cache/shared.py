@@ -1,4 +1,4 @@
-"""The KV cache of a target, for a draft that consists of the first layers of the target."""
+"""The KV cache of a target, for a draft that is made of the target's own layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.core.types import Batch, Draft, Round
 class SharedCache:
     """Uses the cache of its owner, the target.
 
-    The first layers have the same keys and values for committed tokens, so the draft needs no prefill. Its draft tokens
+    The draft attends to the target's own keys and values of committed tokens, so it needs no prefill. Its draft tokens
     are staged after the committed tokens, and the pass of the owner overwrites them. So the pass of the owner must come
     after the draft, and the owner commits for both.
     """

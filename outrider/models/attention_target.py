@@ -119,7 +119,7 @@ class AttentionTarget:
         other = copy(self)
         other._model = requantized_model(self._model, bits)
         other._source = self._model
-        other._allocate_cache()
+        other.cache = SharedCache(self.cache)
         other._reset()
         other.kernels += f" int{bits}"
         self._copies.add(other)

@@ -86,7 +86,7 @@ class SelfDraftTarget(Protocol):
         """
 
     def make_requantized(self, bits: int) -> Target:
-        """Make a copy with linear layers of 8 or 4 bits and its own cache.
+        """Make a copy with linear layers of 8 or 4 bits, which shares the target's KV cache (see `SharedCache`).
 
         Raises:
             OutriderError: the copy would not be smaller, or the machine has no kernels for it.

@@ -48,6 +48,7 @@ class PackedWeight:
 
     words: torch.Tensor  # [outputs / 32, inputs * bits / 32, 32] int32
     scale: torch.Tensor | None  # [outputs / 32, inputs / 64, 32] bfloat16; None for 32 and 16 bits
+    minimum: torch.Tensor | None  # the same; None unless the weight has 4 bits
     bias: torch.Tensor | None  # [outputs] float32
     shape: tuple[int, int]  # without padding
     bits: int
@@ -55,13 +56,15 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Size in bytes, with padding."""
-        return sum(tensor.nbytes for tensor in (self.words, self.scale, self.bias) if tensor is not None)
+        tensors = (self.words, self.scale, self.minimum, self.bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def c(self) -> CLinear:
         """Return the structure for the kernels. It holds only addresses, so this object must outlive it."""
         return CLinear(
             weight=self.words.data_ptr(),
             scale=address(self.scale),
+            minimum=address(self.minimum),
             bias=address(self.bias),
             inputs=self.words.shape[1] * 32 // self.bits,
             outputs=self.shape[0],
@@ -75,13 +78,14 @@ class PackedWeight:
         outputs, inputs = self.shape
         if self.scale is None:
             return from_panels(self.words).view(FLOAT_DTYPES[self.bits])[:outputs, :inputs]
-        scale = from_panels(self.scale).float().repeat_interleave(GROUP, 1)
-        weight = (integers(self.words, self.bits).float() - self._offset) * scale
+        weight = (integers(self.words, self.bits).float() - self._offset) * _by_input(self.scale)
+        if self.minimum is not None:
+            weight += _by_input(self.minimum)
         return weight[:outputs, :inputs]
 
     @property
     def _offset(self) -> int:
-        return 0 if self.scale is None else 1 << (self.bits - 1)
+        return 0 if self.scale is None or self.minimum is not None else 1 << (self.bits - 1)
 
 
 def pack(
@@ -92,8 +96,8 @@ def pack(
     Args:
         weight: [outputs, inputs] of any float dtype.
         bias: [outputs], or None.
-        bits: 32 (float32), 16 (bfloat16), 8 or 4. With 8 and 4 the weight is quantized symmetrically, with one scale
-            for each output and 64 inputs.
+        bits: 32 (float32), 16 (bfloat16), 8 or 4. Quantized weights have one scale for each output and 64 inputs. With
+            8 bits they are symmetric around 0. With 4 bits they have a minimum as well, as 16 values are few.
         arena: the memory of the result; None: an arena of its own.
     """
     arena = arena or Arena()
@@ -101,12 +105,13 @@ def pack(
     padded = functional.pad(weight, (0, -inputs % GROUP, 0, -outputs % PANEL))
     if bits in FLOAT_DTYPES:
         values = padded.to(FLOAT_DTYPES[bits])
-        scale = None
+        scale = minimum = None
     else:
-        values, scale = _quantize(padded, bits)
+        values, scale, minimum = _quantize(padded, bits)
     return PackedWeight(
         words=arena.keep(to_panels(to_words(values, bits))),
         scale=None if scale is None else arena.keep(to_panels(scale)),
+        minimum=None if minimum is None else arena.keep(to_panels(minimum)),
         bias=None if bias is None else bias.float().contiguous(),
         shape=(outputs, inputs),
         bits=bits,
@@ -125,15 +130,25 @@ def separate(interleaved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate.flatten(0, 1), up.flatten(0, 1)
 
 
-def _quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values [outputs, inputs] uint8 with an offset of half their range, and scales [outputs, inputs / 64]."""
-    max_value = (1 << (bits - 1)) - 1
+def _quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return values [outputs, inputs] uint8, scales [outputs, inputs / 64], and with 4 bits minima of the same shape."""
     groups = weight.float().view(len(weight), -1, GROUP)
-    # The division uses the rounded scale, so that the rounding of the scale adds no error.
+    if bits == 4:
+        minimum = groups.amin(-1).to(torch.bfloat16)
+        shifted = groups - minimum.float()[..., None]
+        max_value = (1 << bits) - 1
+        scale = (shifted.amax(-1) / max_value).to(torch.bfloat16)
+        return _rounded(shifted, scale, 0, max_value).flatten(1), scale, minimum
+    max_value = (1 << (bits - 1)) - 1
     scale = (groups.abs().amax(-1) / max_value).to(torch.bfloat16)
+    values = _rounded(groups, scale, -max_value, max_value, offset=max_value + 1)
+    return values.flatten(1), scale, None
+
+
+def _rounded(groups: torch.Tensor, scale: torch.Tensor, low: int, high: int, *, offset: int = 0) -> torch.Tensor:
+    """Return the nearest multiples of the scales, as uint8. The scales are rounded already, which adds no error."""
     scaled = groups / scale.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
-    values = scaled.round().clamp(-max_value, max_value) + (max_value + 1)
-    return values.to(torch.uint8).flatten(1), scale
+    return (scaled.round().clamp(low, high) + offset).to(torch.uint8)
 
 
 def to_words(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -156,6 +171,11 @@ def _round_up(size: int, multiple: int) -> int:
 def from_panels(panels: torch.Tensor) -> torch.Tensor:
     """[outputs / 32, n, 32] -> [outputs, n], contiguous."""
     return panels.transpose(1, 2).reshape(-1, panels.shape[1]).contiguous()
+
+
+def _by_input(panels: torch.Tensor) -> torch.Tensor:
+    """Return scales or minima for each input: [outputs / 32, inputs / 64, 32] -> [outputs, inputs] float32."""
+    return from_panels(panels).float().repeat_interleave(GROUP, 1)
 
 
 def integers(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -128,9 +128,7 @@ class NativeTarget:
         other._layers = ()
         other.kernels = f"{self.kernels}, {count} layers"
         if tuple(layers) == tuple(range(count)):
-            # The first layers compute the same keys and values as the whole model.
-            other.cache = SharedCache(self.cache)
-            other._decoder.attach(self._memory)
+            other._share_cache(self)  # the first layers compute the same keys and values as the whole model
         else:
             other._allocate_cache(count)
         return other
@@ -141,8 +139,13 @@ class NativeTarget:
         other._decoder = self._decoder.make_requantized(bits)
         other._layers = ()
         other.kernels = f"native int{bits}"
-        other._allocate_cache(self.layers)
+        other._share_cache(self)
         return other
+
+    def _share_cache(self, owner: NativeTarget) -> None:
+        """Use the KV cache of the target that this one was made from."""
+        self.cache = SharedCache(owner.cache)
+        self._decoder.attach(owner._memory)
 
     def _allocate_cache(self, layers: int) -> None:
         """Allocate a KV cache of this many layers."""

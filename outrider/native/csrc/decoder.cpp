@@ -99,16 +99,19 @@ struct Runner {
 template <class Element>
 class Decoder final : public Runner {
  public:
-  explicit Decoder(const Model& model) : model_(model), num_candidates_(model.head.out) {
+  explicit Decoder(const Model& model)
+      : model_(model), barrier_(model.threads), team_size_(model.threads), num_candidates_(model.head.out) {
     for (int i = 0; i < model_.threads; i++) scratch_.emplace_back(model_.dim);
   }
 
   void run(const Pass& pass) override {
     reserve(pass.num_columns);
     make_tiles(pass);
-#pragma omp parallel num_threads(model_.threads)
+    const auto start = std::chrono::steady_clock::now();
+#pragma omp parallel num_threads(team_size_.threads())
     {
       const Team team{barrier_, omp_get_thread_num(), omp_get_num_threads()};
+      barrier_.enter(team.thread);
       if (pass.needs_fusion) fuse(team, pass);
       embed(team, pass);
       if (model_.entry && model_.entry->project.out) {
@@ -122,6 +125,8 @@ class Decoder final : public Runner {
       }
       lm_head(team, pass);
     }
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+    team_size_.record(pass.num_columns, seconds.count(), barrier_.take_sleeps());
   }
 
   // Draft a chain for each sequence. The first draft token follows from `pass`, each further one from a pass over the
@@ -466,6 +471,7 @@ class Decoder final : public Runner {
 
   Model model_;
   Barrier barrier_;
+  TeamSize team_size_;
   int num_candidates_;  // `best` is the likeliest of the ids below it
   int capacity_ = 0;    // columns that the buffers have space for
   std::vector<Tile> tiles_;

@@ -26,7 +26,7 @@ constexpr int kRun = 64;
 
 // A quantized weight is (q - offset) * scale + minimum. q has 8 or 4 bits; scale and minimum are those of its group.
 //
-// Groups of 64 have bfloat16 scales and no minima. Groups of 32 and 16 are GGUF blocks, whose scales and minima are half
+// Groups of 64 have bfloat16 scales and minima. Groups of 32 and 16 are GGUF blocks, whose scales and minima are half
 // floats. In formats with two levels, each is the half float of 256 inputs times a small integer of the group.
 struct Linear {
   const void* weight;         // [out / 32][in * bits / 32][32] of 32 bits
@@ -193,7 +193,7 @@ inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Flo
         for (int m = 0; m < M; m++)
           sums[i][m][p] +=
               __builtin_convertvector(group_sum[m][p], FloatReg) * (scales * x.scale[size_t(r + m) * x.groups + g]);
-        if (Group == kGroup || !layer.minimum) continue;
+        if (!layer.minimum) continue;
         const FloatReg minima = group_values<Group>(layer.minimum, layer.sub_minimum, first_group + g, lane);
         for (int m = 0; m < M; m++) {
           const size_t at = size_t(r + m) * x.groups + g;

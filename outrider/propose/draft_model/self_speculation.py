@@ -20,8 +20,8 @@ _BITS = {"int8": 8, "int4": 4}
 _MAX_FEED = 16  # no draft for feeds of this many tokens: feeding them twice costs more than the draft saves
 
 
-class ExitProposer(DraftModelProposer):
-    """Drafts with the first layers of the target, over the target's KV cache.
+class SharedCacheProposer(DraftModelProposer):
+    """Drafts with layers of the target, over the target's KV cache.
 
     The target runs the same feed again right afterwards. So there is no draft after a long feed, such as the end of a
     prompt. In the next round the KV cache holds that feed already.
@@ -42,7 +42,7 @@ def exit_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
             f"exit:{argument} asks for more layers than the {target.layers} of this target; write for example"
             f" exit:{max(target.layers // 4, 1)}"
         )
-    return ExitProposer(setup, _test_pass(target.make_submodel(range(count)), setup))
+    return SharedCacheProposer(setup, _test_pass(target.make_submodel(range(count)), setup))
 
 
 def exit_layers(argument: str) -> int:
@@ -79,7 +79,7 @@ def skip_layers(argument: str) -> set[int]:
 
 def quantized_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
     """Make `quantized:int4` or `quantized:int8`, which drafts with a copy of the target with fewer bits."""
-    return DraftModelProposer(setup, _self_draft_target(setup).make_requantized(quantized_bits(argument)))
+    return SharedCacheProposer(setup, _self_draft_target(setup).make_requantized(quantized_bits(argument)))
 
 
 def quantized_bits(argument: str) -> int:
