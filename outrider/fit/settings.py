@@ -33,7 +33,7 @@ class Settings:
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of a decoder-only model. Default: @mini, an embedded model.",
+            help="Folder of a decoder-only model, or a GGUF file. Default: @mini, an embedded model.",
             rich_help_panel=_MODEL,
         ),
     ] = None
@@ -112,7 +112,8 @@ class Settings:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="int8 or int4 weights for the target. The head is trained on the target as stored.",
+            help="int8 or int4 weights for the target, on a CPU. The head is trained on the quantized target. Default:"
+            " the weights as stored.",
             rich_help_panel=_MODEL,
         ),
     ] = None

@@ -110,7 +110,10 @@ def train_settings(settings: Settings, files: PromptFiles, plan: TrainingPlan, f
         max_num_seqs=_SEQUENCES,
         k=_DRAFT_TOKENS,
         seed=settings.seed,
+        dtype=settings.dtype,
         device=settings.device,
+        kernels=settings.kernels,
+        quantize=settings.quantize,
         threads=settings.threads,
     )
 

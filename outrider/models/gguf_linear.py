@@ -83,7 +83,8 @@ class BlockEmbedding(nn.Module):
 
 
 def expand_blocks(model: nn.Module) -> None:
-    """Replace modules with weights in blocks by dense ones, for programs that train or save the model."""
+    """Replace modules with weights in blocks by dense ones, to train or save the model. Tied weights stay tied."""
+    weights: dict[BlockWeight, nn.Parameter] = {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, BlockLinear | BlockEmbedding):
             continue
@@ -94,5 +95,7 @@ def expand_blocks(model: nn.Module) -> None:
             dense._parameters["bias"] = module.bias
         else:
             dense = nn.Embedding(outputs, inputs, device="meta")
-        dense._parameters["weight"] = nn.Parameter(module.weight, requires_grad=False)
+        if module.blocks not in weights:
+            weights[module.blocks] = nn.Parameter(module.weight, requires_grad=False)
+        dense._parameters["weight"] = weights[module.blocks]
         model.set_submodule(name, dense)

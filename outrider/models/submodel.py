@@ -86,7 +86,8 @@ def shared_weights(model: Any) -> SharedWeights:
         model_type = model.config.model_type
         raise OutriderError(f"draft heads do not support {model_type}: its final norm or LM head differs from Llama's")
     table = embedding.weight * getattr(embedding, "embed_scale", 1.0)
-    return SharedWeights(embedding=table, head=head.weight, norm=norm.weight, epsilon=float(epsilon))
+    # A quantized LM head is expanded to the type of the embedding.
+    return SharedWeights(embedding=table, head=head.weight.to(table.dtype), norm=norm.weight, epsilon=float(epsilon))
 
 
 def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:

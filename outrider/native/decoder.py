@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,11 +22,12 @@ from outrider.native.abi import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD, CLayer, 
 from outrider.native.blocks import PackedBlocks, can_pack, join_blocks, pack_blocks
 from outrider.native.calls import Passes
 from outrider.native.library import Library
-from outrider.native.pack import FLOAT_DTYPES, Arena, PackedWeight, address, interleave, pack, separate
+from outrider.native.pack import FLOAT_DTYPES, PANEL, Arena, PackedWeight, address, interleave, pack, separate
 from outrider.native.support import FAMILIES
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head"
+_PANELS_AT_ONCE = 128  # of a table that is expanded
 Weight = torch.Tensor | BlockWeight
 _log = logging.getLogger("outrider")
 _PACKED_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -125,6 +126,18 @@ def _split_values(state: Mapping[str, Weight], layers: int) -> frozenset[int]:
 
 def _dense(weight: Weight) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+
+
+def _expand(packed: PackedWeight | PackedBlocks, dtype: torch.dtype) -> torch.Tensor:
+    """Return a packed weight as a matrix [outputs, inputs]. Only some panels at a time are unpacked to float32."""
+    matrix = torch.empty(packed.shape, dtype=dtype)
+    values = {field.name: getattr(packed, field.name) for field in fields(packed) if field.name != "bias"}
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    for i, rows in enumerate(torch.split(matrix, _PANELS_AT_ONCE * PANEL)):
+        panels = slice(i * _PANELS_AT_ONCE, (i + 1) * _PANELS_AT_ONCE)
+        part: dict[str, Any] = {name: tensor[panels] for name, tensor in tensors.items()}
+        rows.copy_(replace(packed, shape=(len(rows), packed.shape[1]), **part).unpack())
+    return matrix
 
 
 def _interleaved_rows(size: int) -> torch.Tensor:
@@ -247,17 +260,19 @@ class Decoder(Passes):
         return weights
 
     def share_weights(self) -> SharedWeights:
-        """Return the weights that draft heads share."""
+        """Return the weights that draft heads share. Quantized tables are expanded to `dtype`."""
+        packed = self._packed[_HEAD]
+        head = _expand(packed, self.dtype)
         embedding = self._embedding
         if embedding is None:
             assert self._table is not None
-            embedding = self._table.unpack().to(self.dtype)
+            embedding = head if self._table is packed else _expand(self._table, self.dtype)
         return SharedWeights(
             embedding=embedding,
-            head=self._packed[_HEAD].unpack(),
+            head=head,
             norm=self._norms["model.norm.weight"],
             epsilon=self.shape.epsilon,
-            packed=self._packed[_HEAD],
+            packed=packed,
         )
 
     def bytes(self) -> int:

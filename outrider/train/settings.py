@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
 import typer
@@ -35,6 +35,7 @@ _NOT_IN_IDENTITY = frozenset(
         "report",
         "threads",
         "device",
+        "kernels",
         "eval_every",
         "save_every",
         "k",
@@ -46,8 +47,8 @@ _NOT_IN_IDENTITY = frozenset(
         "max_minutes",
     }
 )
-# Options that older versions do not have. They are part of the identity only if they are set.
-_OPTIONAL_IDENTITY = frozenset({"mask_token_id", "train_target", "hidden_size"})
+# Options that older versions do not have. They are part of the identity only if they do not have their default.
+_OPTIONAL_IDENTITY = frozenset({"mask_token_id", "train_target", "hidden_size", "dtype", "quantize"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,8 @@ class Settings:
         typer.Option(metavar="FILE", help="JSON lines with prompt or messages. Repeatable.", rich_help_panel=_DATA),
     ]
     target: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder of the target. Default: @mini, an embedded model.")
+        str | None,
+        typer.Option(metavar="DIR", help="Folder of the target, or a GGUF file. Default: @mini, an embedded model."),
     ] = None
     eval_data: Annotated[
         str | None,
@@ -257,7 +259,27 @@ class Settings:
         float | None,
         typer.Option("--cache-gb", help="Most gigabytes of --cache-dir. Default: 10.", rich_help_panel=_DATA),
     ] = None
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="auto, float32, bfloat16 or float16, for the target. The draft trains in float32.",
+            rich_help_panel=_TRAIN,
+        ),
+    ] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...", rich_help_panel=_TRAIN)] = "auto"
+    kernels: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, native or torch, for the target.", rich_help_panel=_TRAIN)
+    ] = "auto"
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="int8 or int4 weights for the target, on a CPU. The draft learns from the quantized target. Default:"
+            " the weights as stored.",
+            rich_help_panel=_TRAIN,
+        ),
+    ] = None
     threads: Annotated[int | None, typer.Option(help="CPU threads.", rich_help_panel=_TRAIN)] = None
     overwrite: Annotated[
         bool,
@@ -321,7 +343,10 @@ class Settings:
             raise OutriderError(f"--seed is {self.seed}; use a number of fewer than 19 digits")
 
     def _check_train_target(self, weight: float) -> None:
-        """Reject options for the generation of answers, because --train-target trains on the texts of --data."""
+        """Reject options for the generation of answers, because --train-target trains on the texts of --data.
+
+        Quantized weights are rejected as well.
+        """
         answer_options = {
             "--answers-per-prompt": self.answers_per_prompt,
             "--max-tokens": self.max_tokens != _DEFAULT_MAX_TOKENS,
@@ -335,10 +360,16 @@ class Settings:
             raise OutriderError(
                 f"--train-target trains on the texts of --data and generates no answers; leave {given[0]} out"
             )
+        if self.quantize is not None:
+            raise OutriderError(
+                "--train-target changes the weights of the target, and quantized ones stay as they are; leave"
+                " --quantize out"
+            )
         if not 0 < weight < math.inf:
             raise OutriderError(f"--train-target is {weight}; use a weight above 0, such as 0.3")
 
     def identity(self) -> dict[str, Any]:
         """Return the options that a resumed training must have in common with the interrupted one."""
-        unused = {name for name in _OPTIONAL_IDENTITY if getattr(self, name) is None}
+        defaults = {field.name: field.default for field in fields(self)}
+        unused = {name for name in _OPTIONAL_IDENTITY if getattr(self, name) == defaults[name]}
         return {name: value for name, value in asdict(self).items() if name not in _NOT_IN_IDENTITY | unused}

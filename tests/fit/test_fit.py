@@ -7,6 +7,7 @@ import shutil
 from collections import namedtuple
 
 import pytest
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
@@ -16,8 +17,10 @@ from outrider.fit.prompts import read_split
 from outrider.fit.settings import Settings
 from outrider.fit.state import State
 from outrider.plan.pass_cost import CostModel, PassCost
+from outrider.train.run import FACTS
 from outrider.train.trainer import STATE
-from tests.helpers.tiny import make_config, save
+from tests.helpers.gguf_files import SIZES, write_gguf
+from tests.helpers.tiny import compiles, make_config, save
 
 WORDS = ["red", "green", "blue", "black", "white", "grey", "pink", "brown", "gold", "lime"]
 PROMPTS = [{"category": "ab"[i % 2], "prompt": f"{word} {word} {word}"} for i, word in enumerate(WORDS)]
@@ -132,6 +135,37 @@ def test_finished_fit_is_not_repeated(fit, copied, finished, monkeypatch):
     assert result.exit_code == 0, result.output
     again = json.loads(result.stdout.splitlines()[-1])
     assert again["cases"] == finished[1]["cases"]
+
+
+@pytest.mark.parametrize("source", ["file", "option"])
+def test_head_is_trained_on_the_quantized_target(source, fit, tmp_path, monkeypatch):
+    trained_on = []
+
+    def record(settings, plan, training, progress):
+        trained_on.append(training._setup.parts.target.kernels)
+        return stages.train_head(settings, plan, training, progress)
+
+    monkeypatch.setattr(run, "train_head", record)
+    if source == "file":
+        config = make_config("LlamaConfig", **SIZES, head_dim=32, max_position_embeddings=256)
+        file = write_gguf(tmp_path / "target.gguf", AutoModelForCausalLM.from_config(config))
+        options = {"--target": file, "--dtype": "auto", "--kernels": "auto"}
+        kernels = "native Q8_0" if compiles() else "torch"
+    else:
+        options = {"--dtype": "auto", "--quantize": "int8"}
+        kernels = "torch int8"
+    result = fit(tmp_path / "out", **options)
+    assert result.exit_code == 0, result.output
+    document = json.loads((tmp_path / "out" / "fit.json").read_text())
+    assert trained_on == [kernels]
+    assert document["kernels"] == kernels  # of the measurements
+    measured = [option["proposer"] for option in document["fit"]["options"] if option["held_out"]]
+    assert f"draft:{(tmp_path / 'out' / 'head').resolve()}" in measured
+
+
+def test_training_has_the_options_of_the_target(finished):
+    facts = json.loads((finished[0] / "head" / FACTS).read_text())
+    assert {name: facts["arguments"][name] for name in ("dtype", "kernels")} == {"dtype": "float32", "kernels": "torch"}
 
 
 def test_table_in_words(finished, fit, copied):

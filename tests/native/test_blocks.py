@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from outrider.models.gguf_linear import BlockWeight
+from outrider.native import decoder
 from outrider.native.blocks import can_pack, join_blocks, pack_blocks
+from outrider.native.pack import pack
 
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
@@ -37,6 +39,17 @@ def test_packing_loses_nothing(kind, shape):
 def test_inputs_that_are_no_multiple_of_64_are_padded(kind):
     weight = _random(kind, 16, 96)
     assert torch.equal(pack_blocks(weight).unpack(), weight.dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_table_is_expanded_in_parts(dtype, monkeypatch):
+    monkeypatch.setattr(decoder, "_PANELS_AT_ONCE", 2)
+    for kind in KINDS:
+        weight = _random(kind, 145, 256)
+        assert torch.equal(decoder._expand(pack_blocks(weight), dtype), weight.dequantize().to(dtype))
+    for bits in (4, 8, 16, 32):
+        packed = pack(torch.randn(145, 96), bits=bits)
+        assert torch.equal(decoder._expand(packed, dtype), packed.unpack().to(dtype))
 
 
 def test_rows_can_be_joined_and_reordered():

@@ -510,6 +510,8 @@ def test_draft_model_with_another_vocabulary_is_rejected(nano):
 def test_identity_has_newer_options_only_if_they_are_set():
     assert "mask_token_id" not in make_settings().identity()
     assert make_settings(mask_token_id=0).identity()["mask_token_id"] == 0
+    assert not make_settings().identity().keys() & {"dtype", "quantize"}
+    assert make_settings(dtype="float32", quantize="int8").identity().keys() >= {"dtype", "quantize"}
 
 
 def test_invalid_settings_are_rejected():

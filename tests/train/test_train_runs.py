@@ -178,7 +178,18 @@ def test_evaluations_and_saves_do_not_change_the_weights(data, uninterrupted, tm
 
 
 @pytest.mark.parametrize(
-    "options", [{"lr": 5e-4}, {"loss": "tv"}, {"seed": 1}, {"epochs": 3}, {"depth": 2}, {"limit": 7}, {"batch_size": 3}]
+    "options",
+    [
+        {"lr": 5e-4},
+        {"loss": "tv"},
+        {"seed": 1},
+        {"epochs": 3},
+        {"depth": 2},
+        {"limit": 7},
+        {"batch_size": 3},
+        {"quantize": "int8"},
+        {"dtype": "float32"},
+    ],
 )
 def test_resuming_with_other_options_is_rejected(options, data, uninterrupted):
     with pytest.raises(OutriderError, match="has a training with other options; use another --out, or --overwrite"):

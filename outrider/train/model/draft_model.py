@@ -22,6 +22,7 @@ from outrider.loader.make import make_target
 from outrider.models.attention import NAME
 from outrider.models.base import WeightSharer
 from outrider.models.checkpoint import Checkpoint
+from outrider.models.gguf_linear import expand_blocks
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.train.data.sample import Sample
@@ -92,6 +93,7 @@ def load_trainable(folder: Path, device: torch.device) -> Checkpoint:
         OutriderError: the folder holds no model that can be loaded.
     """
     checkpoint = load_checkpoint(folder, dtype="float32", device=str(device))
+    expand_blocks(checkpoint.model)
     checkpoint.model.requires_grad_(True)
     try:
         checkpoint.model.set_attn_implementation("sdpa")

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
+from outrider.loader.gguf import is_gguf, open_gguf
 from outrider.models.submodel import shared_weights
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.train.data.sample import Sample
@@ -57,6 +58,11 @@ class JointTrainee(HeadTrainee):
         if LENGTH in parse(settings.loss):
             raise OutriderError(
                 f"loss {LENGTH} is about sampled draft tokens, and --train-target trains on given texts; use ce"
+            )
+        if is_gguf(settings.target) and open_gguf(Path(settings.target)).quantized:
+            raise OutriderError(
+                f"--train-target changes the weights of the target, and {settings.target} keeps its quantized ones; use"
+                " the folder of the Hugging Face model, or leave --train-target out"
             )
         self._checkpoint = load_trainable(Path(settings.target), setup.device)
         self._draft_weight = settings.train_target

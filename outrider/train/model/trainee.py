@@ -135,7 +135,9 @@ class HeadTrainee:
         write_head(folder, self._module, dtype=torch.bfloat16)
 
     def _share_weights(self) -> None:
-        self._module.share_weights(self._tables.embedding, self._tables.head.float())
+        head = self._tables.head
+        own = self._description.own_lm_head  # then the target's is not read, and needs no copy
+        self._module.share_weights(self._tables.embedding, head if own else head.float())
 
     def _frozen_copy(self, dtype: torch.dtype) -> HeadModule:
         """Return a copy of the module in evaluation mode, without gradients."""
