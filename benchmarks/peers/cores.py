@@ -1,4 +1,4 @@
-"""Measures the CPU time of idle workers and of other processes while an engine is measured."""
+"""Measures the CPU time of idle workers and of other processes while an engine is measured. Reads CPU flags."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from time import monotonic, process_time, sleep
 _PROC = Path("/proc")
 _WINDOW = 0.5  # seconds over which the machine must be quiet
 _QUIET = 0.1  # cores in use on a quiet machine
+_EXTENSIONS = ("sse4", "avx", "amx", "f16c", "fma", "asimd", "sve", "bf16", "i8mm")  # first letters of CPU flags
 _TICK_ERROR = 0.03  # seconds: the system counts in ticks of 10 ms
 
 
@@ -69,6 +70,16 @@ def wait_until_quiet(limit: float) -> None:
         sleep(_WINDOW)
         if Usage.now().since(before).all < _QUIET * _WINDOW:
             return
+
+
+def cpu_flags() -> list[str]:
+    """Return the vector and matrix extensions of the first CPU, or an empty list on a system without /proc."""
+    with suppress(OSError):
+        for line in (_PROC / "cpuinfo").read_text("utf-8").splitlines():
+            name, _, flags = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return sorted(flag for flag in flags.split() if flag.startswith(_EXTENSIONS))
+    return []
 
 
 def _machine_ticks() -> list[int]:

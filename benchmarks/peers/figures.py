@@ -39,11 +39,12 @@ def document(
     base = [] if first in failed else _of(samples, first)
     entries = []
     for plan in plans:
+        k = plan.options["k"]
         entry: dict[str, Any] = {
             "name": plan.name,
             "engine": plan.engine,
             "mode": plan.options["mode"],
-            "k": int(plan.options["k"]),
+            "k": k if k == "auto" else int(k),
             "dtype": plan.options["dtype"],
         }
         entry |= {name: ready.get(plan.name, {}).get(name) for name in ("versions", "settings", "load_seconds")}

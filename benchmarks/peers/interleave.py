@@ -1,6 +1,6 @@
 """Measure engines against each other with the same prompts, in turns. One process is active at a time.
 
-    python benchmarks/peers/interleave.py outrider:draft outrider:plain openvino:draft:k=8 llamacpp:plain:dtype=int8 \\
+    python benchmarks/peers/interleave.py outrider:draft outrider:plain openvino:draft:k=8 llamacpp:plain:dtype=q8_0 \\
         --target DIR --draft DIR --python openvino=VENV/bin/python --converted openvino=DIR --converted llamacpp=DIR
 
 Prints a table and, as the last line of stdout, one JSON document.
@@ -17,17 +17,27 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
-from cores import Usage, disturbed, wait_until_quiet
+from cores import Usage, cpu_flags, disturbed, wait_until_quiet
 from figures import Sample, document, show
 from remote import Plan, Worker, start
 from rich.console import Console
-from worker import Mode, PeerError, add_common_arguments, encode, read_texts, read_tokenizer, reason
+from worker import (
+    Mode,
+    PeerError,
+    Precision,
+    add_common_arguments,
+    draft_tokens,
+    encode,
+    read_texts,
+    read_tokenizer,
+    reason,
+)
 
 from outrider.errors import OutriderError
 from outrider.system import machine
 
-ENGINES = ("outrider", "transformers", "openvino", "vllm", "llamacpp")
-_OPTIONS = ("k", "dtype")  # options that can be set for a single contestant
+ENGINES = ("outrider", "transformers", "openvino", "vllm", "llamacpp", "llamacpp_python")
+_OPTIONS = {"k": draft_tokens, "dtype": Precision}  # options that can be set for a single contestant, and their types
 _PAUSE = 0.05  # seconds between turns: threads of some engines wait actively for a while before they sleep
 _WIDTH = 110  # columns of the table if the output is not a terminal
 _RETRIES = 2  # repetitions of a disturbed turn
@@ -140,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "contestants",
         nargs="+",
-        metavar="ENGINE:MODE[:k=N][:dtype=int8]",
+        metavar="ENGINE:MODE[:k=N][:dtype=NAME]",
         help=f"engines: {', '.join(ENGINES)}; modes: {', '.join(Mode)}. Ratios are to the first.",
     )
     add_common_arguments(parser)
@@ -181,15 +191,27 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
         engine, _, rest = name.partition(":")
         mode, *option_texts = rest.split(":")
         own_options = dict(text.partition("=")[::2] for text in option_texts)
-        if engine not in ENGINES or mode not in list(Mode) or not set(own_options) <= set(_OPTIONS):
+        if engine not in ENGINES or mode not in list(Mode) or not _valid(own_options):
             raise PeerError(f"contestant {name!r} is unknown; use ENGINE:MODE, such as outrider:draft:k=8:dtype=int8")
         options = {"mode": mode, "target": args.target, "k": args.k, "dtype": args.dtype, "threads": args.threads}
         folders = {"draft": args.draft, "converted": converted.get(engine)}
         options |= {option: folder for option, folder in folders.items() if folder}
         options |= own_options
         texts = {option: str(value) for option, value in options.items()}
+        if args.ignore_eos:
+            texts["ignore-eos"] = ""
         plans.append(Plan(name=name, engine=engine, options=texts, python=pythons.get(engine, sys.executable)))
     return plans
+
+
+def _valid(options: Mapping[str, str]) -> bool:
+    """Return whether the options of a contestant are known and have valid values."""
+    try:
+        for name, value in options.items():
+            _OPTIONS[name](value)
+    except (KeyError, ValueError):
+        return False
+    return True
 
 
 def _by_engine(values: Sequence[str]) -> dict[str, str]:
@@ -208,6 +230,7 @@ def _conditions(args: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "peers",
         "arguments": arguments,
         "hardware": machine.hardware("cuda" if torch.cuda.is_available() else "cpu"),
+        "cpu_flags": cpu_flags(),
         "versions": machine.versions(),
         "commit": machine.commit(),
     }

@@ -15,7 +15,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import worker
-from worker import NGRAM_SIZE, Arguments, Mode, PeerError, Run
+from worker import LLAMACPP_TYPES, NGRAM_SIZE, PEER_MODES, Arguments, Mode, PeerError, Run
 
 _PROGRAM = "llama-server"
 _LOAD_SECONDS = 120.0
@@ -27,6 +27,7 @@ class LlamaCpp:
     packages: Sequence[str] = ()
 
     def __init__(self, args: Arguments) -> None:
+        args.require(PEER_MODES, LLAMACPP_TYPES)
         program = shutil.which(_PROGRAM)
         if program is None:
             raise PeerError(f"{_PROGRAM} is not on the PATH; install it (see README.md)")
@@ -43,6 +44,7 @@ class LlamaCpp:
             "version": _version(program),
             "options": " ".join(_without_folders(options)),
         }
+        self._ignore_eos = args.ignore_eos
         self._wait_until_ready()
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
@@ -53,6 +55,7 @@ class LlamaCpp:
             "samplers": ["temperature"],
             "cache_prompt": False,
             "return_tokens": True,
+            "ignore_eos": self._ignore_eos,  # the server then never chooses an end-of-text token
         }
         status, answer = self._request("POST", "/completion", json.dumps(request))
         if status != http.client.OK:
@@ -111,10 +114,11 @@ def _options(args: Arguments) -> list[str]:
     if args.mode is Mode.DRAFT:
         draft = str(args.converted_model(args.draft_folder(), ".gguf"))
         options += ["--spec-type", "draft-simple", "--spec-draft-model", draft, "--spec-draft-threads", threads]
-        options += ["--spec-draft-n-max", str(args.k)]
+        options += ["--spec-draft-n-max", str(args.draft_length())]
     elif args.mode is Mode.NGRAM:
         options += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM_SIZE)]
-        options += ["--spec-ngram-simple-size-m", str(args.k), "--spec-draft-n-max", str(args.k)]
+        k = str(args.draft_length())
+        options += ["--spec-ngram-simple-size-m", k, "--spec-draft-n-max", k]
     return options
 
 

@@ -7,19 +7,22 @@ from time import perf_counter
 from typing import Any
 
 import worker
-from worker import NGRAM_SIZE, Arguments, Mode, Run, end_ids
+from worker import NGRAM_SIZE, PEER_MODES, Arguments, Mode, Precision, Run, end_ids
 
 _DEVICE = "CPU"
+_GGUF = (Precision.F16, Precision.Q8_0, Precision.Q4_0)  # types that its reader of GGUF files supports
 
 
 class OpenVino:
-    """A pipeline over models of `optimum-cli export openvino`."""
+    """A pipeline over models of `optimum-cli export openvino`, or over GGUF files."""
 
     packages: Sequence[str] = ("openvino-genai", "openvino")
 
     def __init__(self, args: Arguments) -> None:
         import openvino_genai as genai  # type: ignore[import-not-found]
 
+        args.require(PEER_MODES, (Precision.BF16, Precision.INT8, *_GGUF))
+        suffix = ".gguf" if args.dtype in _GGUF else ""
         properties: dict[str, Any] = {
             "INFERENCE_NUM_THREADS": args.threads,
             "INFERENCE_PRECISION_HINT": "bf16",
@@ -27,16 +30,18 @@ class OpenVino:
             "PERFORMANCE_HINT": "LATENCY",
         }
         options: dict[str, Any] = {}
-        self._config = genai.GenerationConfig(do_sample=False, stop_token_ids=set(end_ids(args.target)))
+        ends = set() if args.ignore_eos else set(end_ids(args.target))
+        self._config = genai.GenerationConfig(do_sample=False, stop_token_ids=ends, ignore_eos=args.ignore_eos)
         if args.mode is Mode.DRAFT:
-            draft = args.converted_model(args.draft_folder())
+            draft = args.converted_model(args.draft_folder(), suffix)
             options["draft_model"] = genai.draft_model(str(draft), _DEVICE, **properties)
-            self._config.num_assistant_tokens = args.k
+            self._config.num_assistant_tokens = args.draft_length()
         elif args.mode is Mode.NGRAM:
             options["prompt_lookup"] = True
-            self._config.num_assistant_tokens = args.k
+            self._config.num_assistant_tokens = args.draft_length()
             self._config.max_ngram_size = NGRAM_SIZE
-        self._pipeline = genai.LLMPipeline(str(args.converted_model(args.target)), _DEVICE, **properties, **options)
+        model = args.converted_model(args.target, suffix)
+        self._pipeline = genai.LLMPipeline(str(model), _DEVICE, **properties, **options)
         self.settings: Mapping[str, Any] = properties
         self._genai = genai
 

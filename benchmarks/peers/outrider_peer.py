@@ -9,6 +9,13 @@ from typing import Any
 import worker
 from worker import Arguments, Mode, Precision, Run
 
+_GGUF = (Precision.Q8_0, Precision.Q4_0)  # types of a file in --converted; the other precisions load the target
+_OPTIONS: Mapping[Precision, dict[str, Any]] = {
+    Precision.BF16: {"dtype": "bfloat16"},
+    Precision.INT8: {"quantize": "int8"},
+    Precision.INT4: {"quantize": "int4"},
+}
+
 
 class Outrider:
     """`LLM.stream`. A chunk has the tokens that one round has committed."""
@@ -18,17 +25,15 @@ class Outrider:
     def __init__(self, args: Arguments) -> None:
         from outrider import LLM, SamplingParams
 
-        args.refuse_converted()
-        proposer = {Mode.PLAIN: "none", Mode.NGRAM: "ngram"}.get(args.mode)
+        args.require(tuple(Mode), (*_OPTIONS, *_GGUF))
+        proposer = {Mode.PLAIN: "none", Mode.NGRAM: "ngram", Mode.MERGE: "merge(suffix,recycle)"}.get(args.mode)
         if proposer is None:
-            proposer = f"draft:{args.draft_folder()}"
-        precision: dict[str, Any] = {
-            Precision.BF16: {"dtype": "bfloat16"},
-            Precision.INT8: {"quantize": "int8"},
-        }[args.dtype]
+            proposer = f"{args.mode}:{args.draft_folder()}"
+        in_file = args.dtype in _GGUF
+        precision = {} if in_file else _OPTIONS[args.dtype]
         self._params_class = SamplingParams
         self._llm = LLM(
-            args.target,
+            args.converted_model(args.target, ".gguf") if in_file else args.target,
             proposer=proposer,
             k=args.k,
             threads=args.threads,
@@ -37,10 +42,12 @@ class Outrider:
             prefix_caching=False,
             **precision,
         )
-        self.settings: Mapping[str, Any] = precision | {"verifier": self._llm.parts.verifier.name}
+        self._ignore_eos = args.ignore_eos
+        verifier = self._llm.parts.verifier.name
+        self.settings: Mapping[str, Any] = precision | {"proposer": proposer.partition(":")[0], "verifier": verifier}
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
-        params = self._params_class(max_tokens=max_tokens, temperature=0.0)
+        params = self._params_class(max_tokens=max_tokens, temperature=0.0, ignore_eos=self._ignore_eos)
         chunks = []
         began = perf_counter()
         for chunk in self._llm.stream(prompt, params):

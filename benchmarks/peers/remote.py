@@ -26,13 +26,13 @@ class Plan:
 
     name: str  # ENGINE:MODE with options, as on the command line
     engine: str
-    options: Mapping[str, str]  # values of the worker's --NAME options
+    options: Mapping[str, str]  # values of the worker's --NAME options; a flag has an empty value
     python: str
 
     def command(self) -> list[str]:
         command = [self.python, str(_FOLDER / f"{self.engine}_peer.py")]
         for name, value in self.options.items():
-            command += [f"--{name}", value]
+            command += [f"--{name}", value] if value else [f"--{name}"]
         return command
 
 

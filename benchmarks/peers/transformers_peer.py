@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 import worker
-from worker import NGRAM_SIZE, Arguments, Mode, PeerError, Precision, Run
+from worker import NGRAM_SIZE, PEER_MODES, Arguments, Mode, Precision, Run
 
 
 class Transformers:
@@ -17,23 +17,24 @@ class Transformers:
 
     def __init__(self, args: Arguments) -> None:
         args.refuse_converted()
-        if args.dtype is Precision.INT8:
-            raise PeerError("transformers has no int8 weights without another package; use --dtype bf16")
+        args.require(PEER_MODES, (Precision.BF16,))
         import torch
 
         torch.set_num_threads(args.threads)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._torch = torch
         self._model = _load(args.target, device)
+        if args.ignore_eos:
+            self._model.generation_config.eos_token_id = None
         self._options: dict[str, Any] = {}
         if args.mode is Mode.DRAFT:
             assistant = _load(args.draft_folder(), device)
             # k is a maximum: by default the assistant stops earlier at a low confidence, which makes it faster.
-            assistant.generation_config.num_assistant_tokens = args.k
+            assistant.generation_config.num_assistant_tokens = args.draft_length()
             assistant.generation_config.num_assistant_tokens_schedule = "constant"
             self._options = {"assistant_model": assistant}
         elif args.mode is Mode.NGRAM:
-            self._options = {"prompt_lookup_num_tokens": args.k, "max_matching_ngram_size": NGRAM_SIZE}
+            self._options = {"prompt_lookup_num_tokens": args.draft_length(), "max_matching_ngram_size": NGRAM_SIZE}
         options = {name: value for name, value in self._options.items() if name != "assistant_model"}
         self.settings: Mapping[str, Any] = {"device": device, "dtype": "bfloat16"} | options
 

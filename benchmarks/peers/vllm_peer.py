@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import worker
-from worker import NGRAM_SIZE, Arguments, Mode, PeerError, Precision, Run
+from worker import NGRAM_SIZE, PEER_MODES, Arguments, Mode, Precision, Run
 
 _CACHE_GIB = 1
 
@@ -23,8 +23,7 @@ class Vllm:
 
     def __init__(self, args: Arguments) -> None:
         args.refuse_converted()
-        if args.dtype is Precision.INT8:
-            raise PeerError("vLLM needs a quantized checkpoint for int8; use --dtype bf16")
+        args.require(PEER_MODES, (Precision.BF16,))
         variables = environment(args.threads)
         os.environ.update(variables)
         from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
@@ -39,13 +38,14 @@ class Vllm:
         }
         self._engine = LLM(str(args.target), disable_log_stats=True, **settings).llm_engine
         self._ids = count()
+        self._ignore_eos = args.ignore_eos
         preloaded = [Path(library).name for library in os.environ.get("LD_PRELOAD", "").split(":") if library]
         reported = {key: value for key, value in settings.items() if key != "speculative_config"}
         self.settings: Mapping[str, Any] = reported | variables | {"LD_PRELOAD": preloaded}
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
         began = perf_counter()
-        params = self._params_class(temperature=0.0, max_tokens=max_tokens)
+        params = self._params_class(temperature=0.0, max_tokens=max_tokens, ignore_eos=self._ignore_eos)
         self._engine.add_request(str(next(self._ids)), {"prompt_token_ids": list(prompt)}, params)
         chunks: list[tuple[float, Sequence[int]]] = []
         num_seen = 0
@@ -63,10 +63,10 @@ class Vllm:
 def _speculation(args: Arguments) -> dict[str, Any] | None:
     if args.mode is Mode.PLAIN:
         return None
+    length = {"num_speculative_tokens": args.draft_length()}
     if args.mode is Mode.DRAFT:
-        return {"method": "draft_model", "model": str(args.draft_folder()), "num_speculative_tokens": args.k}
-    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": NGRAM_SIZE}
-    return {"method": "ngram", "num_speculative_tokens": args.k} | lookup
+        return {"method": "draft_model", "model": str(args.draft_folder())} | length
+    return {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": NGRAM_SIZE} | length
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
 from time import perf_counter
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 NGRAM_SIZE = 3  # longest n-gram that prompt lookup matches, in tokens
 
@@ -41,15 +41,25 @@ class Mode(StrEnum):
     """The source of draft tokens."""
 
     PLAIN = "plain"
-    DRAFT = "draft"
-    NGRAM = "ngram"
+    DRAFT = "draft"  # a draft model; Outrider also takes a draft head
+    TREE = "tree"  # the same, with token trees
+    NGRAM = "ngram"  # prompt lookup
+    MERGE = "merge"  # Outrider's merge(suffix,recycle)
 
 
 class Precision(StrEnum):
     """Precision of the weights. Activations and caches are in bf16 or f16 if the engine supports it."""
 
     BF16 = "bf16"
-    INT8 = "int8"
+    F16 = "f16"
+    INT8 = "int8"  # quantized by the engine or its converter
+    INT4 = "int4"
+    Q8_0 = "q8_0"  # types of GGUF files
+    Q4_0 = "q4_0"
+
+
+PEER_MODES = (Mode.PLAIN, Mode.DRAFT, Mode.NGRAM)  # modes of engines other than Outrider
+LLAMACPP_TYPES = (Precision.BF16, Precision.F16, Precision.Q8_0, Precision.Q4_0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +69,34 @@ class Arguments:
     target: Path
     draft: Path | None
     mode: Mode
-    k: int
+    k: int | Literal["auto"]
     dtype: Precision
     converted: Path | None
     prompts: Path | None
     limit: int | None
     max_tokens: int
     threads: int
+    ignore_eos: bool
+
+    def require(self, modes: Collection[Mode], precisions: Collection[Precision]) -> None:
+        """Check that the engine supports the mode and the precision.
+
+        Raises:
+            PeerError: it does not.
+        """
+        if self.mode not in modes:
+            raise PeerError(f"this engine has no mode {self.mode}; it has {', '.join(modes)}")
+        if self.dtype not in precisions:
+            raise PeerError(f"this engine has no {self.dtype} weights here; it has {', '.join(precisions)}")
+
+    def draft_length(self) -> int:
+        if self.k == "auto":
+            raise PeerError("only Outrider chooses k itself; give this engine a number, such as :k=4")
+        return self.k
 
     def draft_folder(self) -> Path:
         if self.draft is None:
-            raise PeerError("mode draft needs --draft DIR")
+            raise PeerError(f"mode {self.mode} needs --draft DIR")
         return self.draft
 
     def converted_model(self, folder: Path, suffix: str = "") -> Path:
@@ -123,26 +150,34 @@ class Engine(Protocol):
     settings: Mapping[str, Any]  # settings of the engine, for the report
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
-        """Complete a prompt until an end-of-text token, or up to `max_tokens`."""
+        """Complete a prompt up to `max_tokens`, or until an end-of-text token unless `ignore_eos` is set."""
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that workers and `interleave.py` share."""
     parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="the model in Hugging Face format")
     parser.add_argument("--draft", type=Path, metavar="DIR", help="its draft model")
-    parser.add_argument("--k", type=int, default=4, help="draft tokens per round (default: 4)")
-    parser.add_argument("--dtype", type=Precision, default=Precision.BF16, help="weights: bf16 or int8 (default: bf16)")
+    parser.add_argument("--k", type=draft_tokens, default=4, help="draft tokens per round, or auto (default: 4)")
+    parser.add_argument(
+        "--dtype", type=Precision, default=Precision.BF16, help=f"weights: {', '.join(Precision)} (default: bf16)"
+    )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines, as for `outrider bench`")
     parser.add_argument("--limit", type=int, help="prompts of each category (default: all)")
     parser.add_argument("--max-tokens", type=int, default=128, help="longest completion (default: 128)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--ignore-eos", action="store_true", help="always complete --max-tokens tokens")
+
+
+def draft_tokens(text: str) -> int | Literal["auto"]:
+    """Parse the value of --k."""
+    return "auto" if text == "auto" else int(text)
 
 
 def main(load: Callable[[Arguments], Engine]) -> None:
     """Load an engine and answer the requests of standard input, or with --prompts those of a file."""
     parser = argparse.ArgumentParser()
     add_common_arguments(parser)
-    parser.add_argument("--mode", type=Mode, default=Mode.PLAIN, help="plain, draft or ngram (default: plain)")
+    parser.add_argument("--mode", type=Mode, default=Mode.PLAIN, help=f"{', '.join(Mode)} (default: plain)")
     parser.add_argument("--converted", type=Path, metavar="DIR", help="models in the engine's own format")
     parsed = parser.parse_args()
     args = Arguments(**{field.name: getattr(parsed, field.name) for field in fields(Arguments)})

@@ -107,7 +107,17 @@ def test_exit_code_if_no_contestant_runs(run):
     assert "error" in json.loads(done.stdout.splitlines()[-1])["contestants"][0]
 
 
-@pytest.mark.parametrize("contestant", ["outrider", "outrider:fast", "none:plain", "outrider:plain:speed=9"])
+@pytest.mark.parametrize(
+    "contestant",
+    [
+        "outrider",
+        "outrider:fast",
+        "none:plain",
+        "outrider:plain:speed=9",
+        "outrider:ngram:k=x",
+        "outrider:plain:dtype=q1",
+    ],
+)
 def test_unknown_contestant(options, contestant):
     done = run_script(INTERLEAVE, contestant, *options)
     assert done.returncode == 2
@@ -121,3 +131,18 @@ def test_every_worker_reports_an_error_as_json(tmp_path):
             command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=60
         )
         assert "tokenizer.json is missing" in json.loads(done.stdout)["error"], file
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "error"),
+    [
+        ("transformers", ("--mode", "tree"), "this engine has no mode tree; it has plain, draft, ngram"),
+        ("llamacpp_python", ("--dtype", "int4"), "this engine has no int4 weights here; it has bf16, f16, q8_0, q4_0"),
+        ("outrider", ("--dtype", "q8_0"), "this engine needs models in its own format"),
+        ("outrider", ("--mode", "tree"), "mode tree needs --draft DIR"),
+    ],
+)
+def test_what_an_engine_does_not_support(engine, arguments, error):
+    command = [sys.executable, PEERS / f"{engine}_peer.py", "--target", embedded("mini"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=120)
+    assert json.loads(done.stdout)["error"].startswith(error)
