@@ -19,7 +19,7 @@ _REPLACED = ("general.architecture", "general.file_type")  # the writer adds the
 
 
 class Type(StrEnum):
-    """Types that the package gguf can write, and llama.cpp, OpenVINO GenAI and Outrider can read."""
+    """Types that the package gguf can write and Outrider can read."""
 
     F16 = "F16"
     BF16 = "BF16"
