@@ -119,7 +119,10 @@ class AttentionTarget:
         other = copy(self)
         other._model = requantized_model(self._model, bits)
         other._source = self._model
-        other.cache = SharedCache(self.cache)
+        if self._model.dtype == other._model.dtype:
+            other.cache = SharedCache(self.cache)
+        else:
+            other._allocate_cache()
         other._reset()
         other.kernels += f" int{bits}"
         self._copies.add(other)

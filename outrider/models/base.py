@@ -86,7 +86,9 @@ class SelfDraftTarget(Protocol):
         """
 
     def make_requantized(self, bits: int) -> Target:
-        """Make a copy with linear layers of 8 or 4 bits, which shares the target's KV cache (see `SharedCache`).
+        """Make a copy with linear layers of 8 or 4 bits.
+
+        It shares the target's KV cache (see `SharedCache`), or has its own if its keys and values have another dtype.
 
         Raises:
             OutriderError: the copy would not be smaller, or the machine has no kernels for it.

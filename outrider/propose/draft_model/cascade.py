@@ -10,13 +10,14 @@ from types import MappingProxyType
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch, DraftChains, SequenceState, StopRule
-from outrider.models.base import Target
+from outrider.core.types import Batch, DraftChains, SequenceState, StopRule, UniformDraws
+from outrider.models.base import ChainSampler, Target
 from outrider.models.draft_chains import ChainBuilder
 from outrider.propose.vocabulary.wrapped_target import WrappedTarget
 
 _NGRAM_SIZES = (4, 3, 2, 1)  # sizes of the n-grams that are looked up, largest first
 _MAX_TOKENS: Mapping[int, int] = MappingProxyType({1: 2, 2: 3, 3: 6})  # looked-up tokens, by n-gram size
+_MIN_TOKENS = 3  # with fewer looked-up tokens at the start, the chain is drafted token by token
 
 
 class Cascade(WrappedTarget):
@@ -33,6 +34,9 @@ class Cascade(WrappedTarget):
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         indexes = [self._index(seq) for seq in batch.seqs]
+        budgets = zip(indexes, batch.draft_budget, strict=True)
+        if all(len(index.lookup([], budget - 1)) < _MIN_TOKENS for index, budget in budgets):
+            return self.inner.draft_greedy(batch, vocab, stop_rule)
         builder = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(self.device) else None)
         chains: list[list[int]] = [[] for _ in batch.seqs]
         logits: list[list[torch.Tensor]] = [[] for _ in batch.seqs]  # [V] of each token
@@ -76,6 +80,21 @@ class Cascade(WrappedTarget):
             index = self._indexes[seq.slot] = _NgramIndex(seq)
         index.update()
         return index
+
+
+class _SamplingCascade(Cascade):
+    """A cascade of a draft model that samples chains in one call."""
+
+    def draft_sampled(
+        self, batch: Batch, vocab: int, draws: UniformDraws, stop_rule: StopRule | None = None
+    ) -> DraftChains:
+        assert isinstance(self.inner, ChainSampler)
+        return self.inner.draft_sampled(batch, vocab, draws, stop_rule)
+
+
+def cascade(inner: Target) -> Cascade:
+    """Return a cascade of a draft model. It samples chains as the draft model does."""
+    return _SamplingCascade(inner) if isinstance(inner, ChainSampler) else Cascade(inner)
 
 
 class _NgramIndex:

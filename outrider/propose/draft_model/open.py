@@ -20,7 +20,7 @@ from outrider.loader.make import make_target
 from outrider.models.base import Target, WeightSharer
 from outrider.models.checkpoint import Checkpoint
 from outrider.propose.base import Proposer, ProposerSetup
-from outrider.propose.draft_model.cascade import Cascade
+from outrider.propose.draft_model.cascade import cascade
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.propose.draft_model.tree import TreeProposer
@@ -70,7 +70,7 @@ def draft_text_proposer(folder: str, setup: ProposerSetup) -> Proposer:
 
 def cascade_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """Make `cascade:DIR`, a draft model that drafts by tokens with n-gram lookup."""
-    return DraftModelProposer(setup, Cascade(_open_model("cascade", folder, setup).with_target_ids()))
+    return DraftModelProposer(setup, cascade(_open_model("cascade", folder, setup).with_target_ids()))
 
 
 def tree_proposer(folder: str, setup: ProposerSetup) -> Proposer:

@@ -10,10 +10,13 @@ from dataclasses import replace
 
 import torch
 
+from outrider.cache.shared import SharedCache
+from outrider.core import tree
 from outrider.core.types import Batch, Draft, SequenceState
 from outrider.errors import MODEL_ERRORS, OutriderError
 from outrider.models.base import SelfDraftTarget, Target
 from outrider.propose.base import ProposerSetup, parse_count
+from outrider.propose.draft_model.cascade import cascade
 from outrider.propose.draft_model.chain import DraftModelProposer
 
 _BITS = {"int8": 8, "int4": 4}
@@ -79,7 +82,9 @@ def skip_layers(argument: str) -> set[int]:
 
 def quantized_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
     """Make `quantized:int4` or `quantized:int8`, which drafts with a copy of the target with fewer bits."""
-    return SharedCacheProposer(setup, _self_draft_target(setup).make_requantized(quantized_bits(argument)))
+    copy = _self_draft_target(setup).make_requantized(quantized_bits(argument))
+    proposer = SharedCacheProposer if isinstance(copy.cache, SharedCache) else DraftModelProposer
+    return proposer(setup, cascade(copy) if tree.is_cpu(setup.device) else copy)
 
 
 def quantized_bits(argument: str) -> int:
