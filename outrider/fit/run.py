@@ -12,7 +12,7 @@ from rich.console import Console
 
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
-from outrider.fit.checks import check_disk, check_memory, target_size
+from outrider.fit.checks import can_draft_for_itself, check_disk, check_memory, target_size
 from outrider.fit.outcome import Outcome, duration
 from outrider.fit.prompts import PromptSplit, read_split, write_files
 from outrider.fit.rules import TrainingPlan, finalists, plan_training
@@ -58,7 +58,7 @@ class Fit:
             raise OutriderError(f"--head {settings.head} is unknown; use {AUTO_HEAD}, {', '.join(KINDS)}")
         check_folder(settings.out, "--out")
         check_memory(settings, self._target)
-        self._proposers = _untrained(settings)
+        self._proposers = _untrained(settings, self._target)
         tune_settings(settings, self._folder, self._proposers)  # which checks them
         self._split: PromptSplit = read_split(settings.prompts, batch=settings.batch, seed=settings.seed)
         self._state = State.open(self._folder, self._identity(), overwrite=settings.overwrite)
@@ -244,9 +244,11 @@ class Fit:
         self._progress.print(f"{indent}{text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _untrained(settings: Settings) -> tuple[str, ...]:
+def _untrained(settings: Settings, target: Path) -> tuple[str, ...]:
     """Return the proposers of the first measurement."""
     if settings.proposers is not None:
         return read_proposers(settings.proposers, settings.target)
     names = ["ngram", "suffix", "suffix:100000", "recycle", "merge(suffix,recycle)"]
+    if can_draft_for_itself(settings, target):
+        names.append("quantized:int4")
     return tuple(dict.fromkeys([*names, default_proposer(settings.target)]))

@@ -65,7 +65,7 @@ def load_checkpoint(
         UnsupportedModel: the architecture is not supported.
     """
     path = Path(folder).expanduser()
-    torch_device = _device(device)
+    torch_device = choose_device(device)
     if is_gguf(path):
         return _load_gguf(path, dtype, torch_device, kernels)
     config = _read_config(path)
@@ -132,7 +132,7 @@ def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto",
         UnsupportedModel: the architecture is not supported.
     """
     path = Path(folder).expanduser()
-    torch_device = _device(device)
+    torch_device = choose_device(device)
     if is_gguf(path):
         check_memory(path, path.stat().st_size if path.is_file() else 0, torch_device)
         return
@@ -264,7 +264,12 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """Return the device of a name; auto is a GPU if there is one, else the CPU.
+
+    Raises:
+        OutriderError: there is no such device.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

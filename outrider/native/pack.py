@@ -131,7 +131,7 @@ def separate(interleaved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return values [outputs, inputs] uint8, scales [outputs, inputs / 64], and with 4 bits minima of the same shape."""
+    """Return values [outputs, inputs] uint8, scales [outputs, inputs / 64], and with 4 bits minima of that shape."""
     groups = weight.float().view(len(weight), -1, GROUP)
     if bits == 4:
         minimum = groups.amin(-1).to(torch.bfloat16)

@@ -31,6 +31,8 @@ class NativeTarget:
     same with any proposer, any number of draft tokens and any batch, in float32 and in bfloat16.
     """
 
+    cache: Cache
+
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, bits: int = 16) -> None:
         """Pack the weights and allocate a cache for `slots` sequences of up to `context` tokens.
 
@@ -158,7 +160,7 @@ class NativeTarget:
             dim=shape.dim,
             dtype=self._decoder.dtype,
         )
-        self.cache: Cache = self._memory
+        self.cache = self._memory
         self._decoder.attach(self._memory)
 
 
