@@ -14,8 +14,8 @@ from outrider.propose.registry import SAMPLING_PROPOSERS, parse
 
 _SMALL = 1024  # width of a target up to which a head of half the width is trained
 _EAGLE_LAYERS = 4  # the fewest layers that EAGLE kinds read
-_LARGE_VOCABULARY = 65_536  # above it the output layer dominates the time of a head
-_DRAFT_VOCABULARY = 32_000
+_LARGE_VOCABULARY = 32_768  # above it the output layer dominates the time of a head
+_DRAFT_SHARE, _DRAFT_VOCABULARY = 3, 32_000  # a head drafts a third of a large vocabulary, and at most so many tokens
 _FINALISTS = 3  # untrained proposers that are measured again
 _CYCLES = 16  # generation cycles in the training time, if the answers alone took it
 _BATCH, _STEPS = 16, 8  # at most: sequences of a step, and steps of a generation cycle
@@ -68,7 +68,7 @@ def plan_training(
     batch_size = min(answers, _BATCH)
     return TrainingPlan(
         kind=head_kind(size) if head == AUTO_HEAD else head,
-        draft_vocab_size=_DRAFT_VOCABULARY if size.vocab > _LARGE_VOCABULARY else 0,
+        draft_vocab_size=min(size.vocab // _DRAFT_SHARE, _DRAFT_VOCABULARY) if size.vocab > _LARGE_VOCABULARY else 0,
         batch_size=batch_size,
         steps_per_generation=answers // batch_size,
     )
