@@ -228,7 +228,7 @@ inline I half_of(I pair, int second) {
 
 // Words that hold four neighboring bytes of an input row. One word if an instruction multiplies four bytes with four
 // bytes of the matrix. Otherwise two words with two 16-bit numbers each: bytes 1 and 3, then bytes 2 and 4.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 constexpr int kByteWords = 1;
 #else
 constexpr int kByteWords = 2;
@@ -245,6 +245,8 @@ template <class I>
 inline I dot_bytes(I acc, I w, I x) {
 #if defined(__AVX512VNNI__)
   return bits<I>(_mm512_dpbusd_epi32(bits<__m512i>(acc), bits<__m512i>(w), bits<__m512i>(x)));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+  return bits<I>(_mm256_dpbusd_avx_epi32(bits<__m256i>(acc), bits<__m256i>(w), bits<__m256i>(x)));
 #elif defined(__AVX512BW__)
   return acc + bits<I>(_mm512_madd_epi16(bits<__m512i>(w), bits<__m512i>(x)));
 #elif defined(__AVX2__)
