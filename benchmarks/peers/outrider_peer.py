@@ -15,6 +15,12 @@ _OPTIONS: Mapping[Precision, dict[str, Any]] = {
     Precision.INT8: {"quantize": "int8"},
     Precision.INT4: {"quantize": "int4"},
 }
+_PROPOSERS = {
+    Mode.PLAIN: "none",
+    Mode.NGRAM: "ngram",
+    Mode.MERGE: "merge(suffix,recycle)",
+    Mode.QUANTIZED: "quantized:int4",
+}
 
 
 class Outrider:
@@ -26,7 +32,7 @@ class Outrider:
         from outrider import LLM, SamplingParams
 
         args.require(tuple(Mode), (*_OPTIONS, *_GGUF))
-        proposer = {Mode.PLAIN: "none", Mode.NGRAM: "ngram", Mode.MERGE: "merge(suffix,recycle)"}.get(args.mode)
+        proposer = _PROPOSERS.get(args.mode)
         if proposer is None:
             proposer = f"{args.mode}:{args.draft_folder()}"
         in_file = args.dtype in _GGUF

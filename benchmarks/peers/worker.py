@@ -45,6 +45,7 @@ class Mode(StrEnum):
     TREE = "tree"  # the same, with token trees
     NGRAM = "ngram"  # prompt lookup
     MERGE = "merge"  # Outrider's merge(suffix,recycle)
+    QUANTIZED = "quantized"  # Outrider's quantized:int4, a copy of the target
 
 
 class Precision(StrEnum):
