@@ -29,12 +29,7 @@ _SMALL_FILES = 10_000_000  # state, log, prompts and configuration
 
 def target_size(folder: Path) -> TargetSize:
     """Read the sizes of a target from its config."""
-    config: Any
-    if is_gguf(folder):
-        config = open_gguf(folder).config
-    else:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    text = config.get_text_config(decoder=True)
+    text = _read_config(folder).get_text_config(decoder=True)
     return TargetSize(hidden=text.hidden_size, layers=text.num_hidden_layers, vocab=text.vocab_size)
 
 
@@ -42,10 +37,15 @@ def can_draft_for_itself(settings: Settings, folder: Path) -> bool:
     """Return whether a copy of the target with 4 bits per weight is smaller, and runs on the native kernels."""
     if settings.kernels == "torch" or choose_device(settings.device).type != "cpu" or settings.quantize == "int4":
         return False
-    if not is_gguf(folder):
-        return may_run(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
-    file = open_gguf(folder)
-    return may_run(file.config) and set(file.types) <= _WIDE_TYPES
+    if is_gguf(folder) and not set(open_gguf(folder).types) <= _WIDE_TYPES:
+        return False
+    return may_run(_read_config(folder))
+
+
+def _read_config(folder: Path) -> Any:
+    if is_gguf(folder):
+        return open_gguf(folder).config
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def check_memory(settings: Settings, folder: Path) -> None:

@@ -137,6 +137,22 @@ def test_finished_fit_is_not_repeated(fit, copied, finished, monkeypatch):
     assert again["cases"] == finished[1]["cases"]
 
 
+@pytest.mark.skipif(not compiles(), reason="no C++ compiler here")
+def test_a_quantized_copy_is_measured_where_it_is_smaller_and_fast(target, tmp_path):
+    def can(folder, **options):
+        return checks.can_draft_for_itself(Settings(out="out", device="cpu", **options), folder)
+
+    assert can(target)
+    assert can(target, quantize="int8")
+    assert not can(target, quantize="int4")
+    assert not can(target, kernels="torch")
+    model = AutoModelForCausalLM.from_config(make_config("LlamaConfig", **SIZES))
+    for kind, wide in (("Q8_0", True), ("Q4_0", False)):
+        assert can(write_gguf(tmp_path / f"{kind}.gguf", model, kind)) is wide
+    other = save(tmp_path / "other", make_config("GPTNeoXConfig", hidden_size=64))
+    assert not can(other)
+
+
 @pytest.mark.parametrize("source", ["file", "option"])
 def test_head_is_trained_on_the_quantized_target(source, fit, tmp_path, monkeypatch):
     trained_on = []

@@ -45,6 +45,8 @@ def test_generation_cycle_is_shorter_for_slow_target_and_few_prompts():
 def test_named_kind_and_large_vocabulary():
     assert (plan("medusa").kind, plan("medusa").draft_vocab_size) == ("medusa", 0)
     assert plan(vocab=150_000).draft_vocab_size == 32_000
+    assert plan(vocab=49_152).draft_vocab_size == 16_384
+    assert plan(vocab=32_000).draft_vocab_size == 0
 
 
 def costs(draft_seconds):

@@ -5,6 +5,8 @@
 // than in `tile_words`, so a decoder uses either these functions for all passes, or none.
 #pragma once
 
+#include <algorithm>
+
 #include "simd.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)

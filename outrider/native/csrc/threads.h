@@ -208,7 +208,7 @@ class TeamSize {
 
   void begin_trial(double slowdown) {
     slowdown_ = slowdown;
-    if (--pause_ > 0) return;
+    if (pause_ && --pause_) return;
     const bool may_shrink = size_ > 1 && disturbed_ > kDisturbed;
     if (!may_shrink && size_ == threads_) return;
     // Try a quarter less, half, and a third more in turn, so that the search does not end at a poor size.
@@ -233,7 +233,7 @@ class TeamSize {
   const int threads_;
   int size_;
   int trial_ = 0;  // size that is tried in this window, or 0
-  int pause_ = 1, wait_ = kMinPause;
+  int pause_ = 0, wait_ = kMinPause;  // windows until the next trial, and after a trial
   int turn_ = -1;
   double slowdown_ = 1, spent_ = 0, expected_ = 0, disturbed_ = 0;
   std::array<double, 32> usual_{};  // seconds of an undisturbed pass, by the logarithm of its columns
