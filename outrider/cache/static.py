@@ -49,15 +49,9 @@ class StaticCache:
         prefix = list(tokens[:-1])
         length = 0
         if scope is not None and self._shares:
-            # The slot itself comes first. `max` prefers it among equals, and it needs no copy.
-            same_scope = [other for other in (slot, *range(self._slots)) if self._scopes[other] == scope]
-            lengths = {other: common_prefix(self._cached_tokens(other), prefix) for other in same_scope}
-            source = max(lengths, key=lambda other: lengths[other], default=slot)
-            length = lengths.get(source, 0)
-            if length and source != slot:
-                for tensor in (*self._keys.values(), *self._values.values()):
-                    tensor[slot, :, :length] = tensor[source, :, :length]
-                self._written[slot] = max(self._written[slot], length)
+            length, source = self._longest_prefix(slot, prefix, scope)
+            if length:
+                self._copy_prefix(source, length, slot)
             self._query_tokens += len(tokens)
             self._hit_tokens += length
         self._scopes[slot] = scope
@@ -135,6 +129,25 @@ class StaticCache:
             all_keys[span.slot, :, at] = keys[:, span.begin : span.end]
             all_values[span.slot, :, at] = values[:, span.begin : span.end]
         return all_keys, all_values
+
+    def _slots_of(self, scope: str, slot: int) -> list[int]:
+        """Return the slots of a scope. `slot` comes first, because it needs no copy."""
+        return [other for other in (slot, *range(self._slots)) if self._scopes[other] == scope]
+
+    def _longest_prefix(self, slot: int, prefix: list[int], scope: str) -> tuple[int, int]:
+        """Return the number of leading tokens of `prefix` that a slot of the scope has, and the slot."""
+        lengths = {
+            other: common_prefix(self._cached_tokens(other), prefix) for other in self._slots_of(scope, slot)
+        }
+        source = max(lengths, key=lambda other: lengths[other], default=slot)
+        return lengths.get(source, 0), source
+
+    def _copy_prefix(self, source: int, length: int, slot: int) -> None:
+        """Copy what is cached of the first `length` tokens of a slot to another."""
+        if source != slot:
+            for tensor in (*self._keys.values(), *self._values.values()):
+                tensor[slot, :, :length] = tensor[source, :, :length]
+            self._written[slot] = max(self._written[slot], length)
 
     def _set_sequences(self, batch: Batch) -> None:
         """Record which sequences are in the slots."""

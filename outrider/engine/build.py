@@ -20,7 +20,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.verifiers import find_verifier, fitting_verifiers
 from outrider.errors import OutriderError
 from outrider.loader.check import check_target
-from outrider.loader.checkpoint import is_recurrent, load_checkpoint
+from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import model_folder
 from outrider.loader.make import make_target
 from outrider.models.base import Target
@@ -33,7 +33,6 @@ from outrider.plan.planner import FixedPlanner, Planner
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.combine import Switch
 from outrider.propose.isolate import IsolatedProposer, isolate
-from outrider.propose.linearize import Linearized
 from outrider.propose.registry import (
     Maker,
     alternatives,
@@ -120,7 +119,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
     if planner is not None and not _is_planner(planner):
         raise OutriderError(f"planner is {planner!r}; use what has plan and trim, or None and a k")
     proposer = _proposer_of(config)
-    find_verifier(config.verifier, proposer, chains=is_recurrent(model_folder(config.target)))
+    find_verifier(config.verifier, proposer)
     return build_engine(load_target(config), config, planner=planner)
 
 
@@ -162,7 +161,7 @@ def build_engine(
     """
     checkpoint, model = loaded.checkpoint, loaded.model
     spec = _proposer_of(config)
-    rule = find_verifier(config.verifier, spec, chains=checkpoint.recurrent)
+    rule = find_verifier(config.verifier, spec)
     setup = make_setup(loaded, rule.draw)
     proposer = make_proposer(spec, setup)
     caching = CacheConfig(gigabytes=config.cache_gb, share=config.prefix_caching)
@@ -193,7 +192,7 @@ def build_engine(
         end_ids=checkpoint.end_ids,
         draft_sources=draft_sources(spec),
         proposers=names,
-        verifiers=fitting_verifiers(spec, rule.draw, chains=checkpoint.recurrent),
+        verifiers=fitting_verifiers(spec, rule.draw),
         isolated=guards,
     )
 
@@ -210,15 +209,15 @@ def assemble(
 ) -> Engine:
     """Connect the parts of an engine. Every engine of the package is made here.
 
-    The verification rule and the sampler run on the fastest kernels of the device, and a recurrent target gets chains
-    only. So what is audited, tuned or benchmarked is what users run.
+    The verification rule and the sampler run on the fastest kernels of the device. So what is audited, tuned or
+    benchmarked is what users run.
     """
     model, checkpoint = loaded.model, loaded.checkpoint
     own = slots or range(model.slots)
     budget = PrefillBudget(max_num_batched_tokens, seconds=max_round_ms / 1000 if max_round_ms else None)
     return Engine(
         target=model,
-        proposer=Linearized(proposer) if checkpoint.recurrent else proposer,
+        proposer=proposer,
         verifier=fastest_verifier(verifier, checkpoint.device),
         planner=planner,
         scheduler=Scheduler(slots=len(own), first=own.start, chunk=budget, context=model.context),

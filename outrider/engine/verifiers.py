@@ -9,13 +9,12 @@ from outrider.verify.lossy import LOSSY
 from outrider.verify.rules import EXACT, Verifier
 
 
-def find_verifier(name: str | None, proposer: str | Maker, *, chains: bool = False) -> Verifier:
+def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
     """Return a verifier by its name, or the default for a proposer.
 
     Args:
         name: the name of an exact or lossy rule; None: the rule that accepts most of the proposer's draft tokens.
         proposer: the proposer.
-        chains: whether the target turns all drafts into chains, as a recurrent target does.
 
     Raises:
         OutriderError: the name or the proposer is unknown, or the rule verifies chains only and the proposer drafts
@@ -29,7 +28,7 @@ def find_verifier(name: str | None, proposer: str | Maker, *, chains: bool = Fal
         raise OutriderError(f"verifier {name!r} is unknown; use one of {', '.join(known)}")
     verifier = known[name]
     tree_proposers = tree_makers(proposer)
-    if not verifier.trees and not chains and tree_proposers:
+    if not verifier.trees and tree_proposers:
         names = ", ".join(other.name for other in EXACT.values() if other.trees)
         raise OutriderError(
             f"verifier {name} verifies chains only, and {' and '.join(tree_proposers)} drafts trees; use one of {names}"
@@ -43,7 +42,7 @@ def tree_makers(proposer: str | Maker) -> list[str]:
     return sorted({name for name in names if name in {*NAMED, *COMBINATIONS} - CHAINS})
 
 
-def fitting_verifiers(proposer: str | Maker, draw: Draw, *, chains: bool) -> tuple[str, ...]:
+def fitting_verifiers(proposer: str | Maker, draw: Draw) -> tuple[str, ...]:
     """Return the names of the exact rules that are valid for the drafts of a proposer.
 
     Rules for chains need a proposer that drafts chains. Draft tokens of `Draw.RACE` need a rule that compares them with
@@ -53,9 +52,8 @@ def fitting_verifiers(proposer: str | Maker, draw: Draw, *, chains: bool) -> tup
     Args:
         proposer: the proposer.
         draw: how the proposer chooses draft tokens.
-        chains: whether the target turns all drafts into chains.
     """
-    chains |= isinstance(proposer, str) and CHAINS.issuperset(parse(proposer).names())
+    chains = isinstance(proposer, str) and CHAINS.issuperset(parse(proposer).names())
     return tuple(
         name
         for name, verifier in EXACT.items()

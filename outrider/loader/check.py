@@ -9,6 +9,7 @@ import torch
 from outrider.core import tree
 from outrider.core.types import Batch, SequenceState
 from outrider.errors import MODEL_ERRORS, UnsupportedModel
+from outrider.models.attention import NAME
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.gguf_linear import block_types
@@ -92,7 +93,7 @@ def _reference(checkpoint: Checkpoint, branches: list[list[int]]) -> torch.Tenso
     else:
         batches = [[branch] for branch in branches]
     attention = model.config._attn_implementation
-    if not checkpoint.recurrent:
+    if attention == NAME:
         model.set_attn_implementation("eager")
     try:
         logits = []
@@ -100,5 +101,5 @@ def _reference(checkpoint: Checkpoint, branches: list[list[int]]) -> torch.Tenso
             logits += model(input_ids=torch.tensor(batch, device=checkpoint.device), use_cache=False).logits
         return torch.stack([each[len(branch) - 1].float() for each, branch in zip(logits, branches, strict=True)])
     finally:
-        if not checkpoint.recurrent:
+        if attention == NAME:
             model.set_attn_implementation(attention)

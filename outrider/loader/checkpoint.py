@@ -32,7 +32,33 @@ from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint
 from outrider.native.support import may_run
 
-_RECURRENT = frozenset({"mamba2"})  # recurrent architectures that the tests show to be exact
+# Architectures with recurrent layers that the tests show to be exact.
+_RECURRENT = frozenset(
+    {
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "jamba",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "recurrent_gemma",
+        "rwkv",
+        "zamba2",
+    }
+)
+_WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv"})
 _INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers differ
 # Layer types with a KV cache.
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -74,7 +100,7 @@ def load_checkpoint(
     check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype), torch_device)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
-    model = _read_model(path, config, choice.dtype, recurrent).to(torch_device)
+    model = _read_model(path, config, choice.dtype).to(torch_device)
     for weight in model.parameters():
         weight.requires_grad_(False)
     return Checkpoint(
@@ -168,10 +194,10 @@ def _check_family(config: Any) -> bool:
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     if encoder or getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise OutriderError(f"{model_type} is not a causal language model; give a decoder-only text model")
-    if model_type in _RECURRENT:
-        return True
     text = config.get_text_config(decoder=True)
     types = set(getattr(text, "layer_types", None) or ())
+    if model_type in _RECURRENT and (not types or types - _ATTENTION_LAYERS):
+        return True
     if unsupported := sorted(types - _ATTENTION_LAYERS):
         raise _unsupported(model_type, f"layers of type {', '.join(unsupported)} are not supported yet")
     classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -191,7 +217,7 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"{model_type}: {reason}; use another model, or transformers.generate for this one")
 
 
-def _read_model(path: Path, config: Any, dtype: torch.dtype, recurrent: bool) -> Any:
+def _read_model(path: Path, config: Any, dtype: torch.dtype) -> Any:
     if not any(path.glob("*.safetensors")):
         raise OutriderError(f"{path} holds no .safetensors; write the weights there with save_pretrained")
     verbosity = transformers_logging.get_verbosity()
@@ -208,7 +234,7 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, recurrent: bool) ->
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **({} if recurrent else {"attn_implementation": NAME}),
+            **({} if config.model_type in _WITHOUT_ATTENTION else {"attn_implementation": NAME}),
         )
     except (*_LOAD_ERRORS, SafetensorError) as error:
         raise OutriderError(f"the model in {path} cannot be read ({error}); copy the checkpoint again") from error

@@ -18,6 +18,7 @@ from outrider.core import tree
 from outrider.errors import UnsupportedModel
 
 NAME = "outrider"  # in the attention and mask registries of transformers
+_REUSED = 1 << 16  # added to the layer index for each earlier call of a module in the same pass
 _REPLACED = frozenset({"position_ids", "cache_position"})  # tensor inputs that the layout replaces
 
 
@@ -37,9 +38,17 @@ class CacheReader:
     layout: Layout
     masks: dict[tuple[MaskRule | None, int, torch.dtype], list[torch.Tensor | None]] = field(default_factory=dict)
     groups: list[tuple[SequenceSpan, ...]] = field(init=False)  # sequences that one kernel call processes
+    calls: dict[int, int] = field(default_factory=dict)  # calls so far, by the layer index of the module
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", _adjacent_groups(self.layout))
+
+    def layer(self, module: torch.nn.Module) -> int:
+        """Return the layer of the cache for a call of a module. A module that is used in several layers has several."""
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        earlier_calls = self.calls.get(index, 0)
+        self.calls[index] = earlier_calls + 1
+        return index + earlier_calls * _REUSED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +95,7 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(kv, Fixed):
         return _attend_fixed(query, key, value, kv, scale=scale, softcap=softcap, sinks=s_aux), None
-    keys, values = kv.cache.write(int(module.layer_idx), kv.layout, key[0], value[0])  # type: ignore[arg-type]
+    keys, values = kv.cache.write(kv.layer(module), kv.layout, key[0], value[0])
     sharing = query.shape[1] // key.shape[1]
     masks = _masks(kv, attention_mask, sharing, query.dtype)
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])

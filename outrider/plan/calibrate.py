@@ -16,7 +16,6 @@ from outrider.core.types import Batch, Draft, SequenceState
 from outrider.errors import OutriderError
 from outrider.heads.targets.base import HeadTarget
 from outrider.models.base import Target
-from outrider.models.recurrent_target import RecurrentTarget
 from outrider.native.library import cache_folder
 from outrider.plan.pass_cost import CostModel, PassCost, Sample
 from outrider.system.atomic_files import write_whole
@@ -56,7 +55,7 @@ def _samples(target: Target) -> Iterator[Sample]:
         widest = tokens
         if _measure(target, seqs, tokens, 0) > _SLOW:
             break
-    if not isinstance(target, RecurrentTarget):  # its passes do not depend on the cached tokens
+    if target.cache.usage().token_bytes:  # otherwise passes do not depend on the cached tokens
         deep = {(1, 1), (min(widest, 8), 1), (min(target.slots, 4), min(target.slots, 4))}
         for tokens, seqs in sorted(deep):
             cached = min(_DEEP, target.context - 1 - tokens)

@@ -14,7 +14,6 @@ from outrider.propose.combine import First, Merge, Switch
 from outrider.propose.draft_model.cascade import Cascade
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
-from outrider.propose.linearize import Linearized
 from outrider.propose.lookup.datastore import Datastore
 from outrider.propose.lookup.lookahead import LookaheadProposer, Sizes
 from outrider.propose.lookup.ngram import NgramProposer
@@ -58,10 +57,6 @@ LEARNING: Mapping[str, Callable[[ProposerSetup], Proposer]] = {
     "merge": lambda setup: Merge(setup, [NgramProposer(setup), _toy_model(setup)]),
     "merge of two that draw": lambda setup: Merge(setup, [_toy_model(setup), _toy_model(setup)]),
     "tree": lambda setup: TreeProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99)),
-    "one way of a tree": lambda setup: Linearized(
-        TreeProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99))
-    ),
-    "one way of a merge": lambda setup: Linearized(Merge(setup, [SuffixProposer(setup), _toy_model(setup)])),
     "foreign tree": lambda setup: TreeProposer(setup, _foreign(setup)),
 }
 EVERY = {**PROPOSERS, **LEARNING}

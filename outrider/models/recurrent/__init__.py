@@ -1,0 +1,1 @@
+"""Recurrent layers of transformers, run over states that Outrider keeps."""

@@ -1,0 +1,43 @@
+"""The recurrent layers of transformers that Outrider runs, by class name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.models.recurrent.gated_delta import KimiDeltaLayer, OlmoDeltaLayer, QwenDeltaLayer
+from outrider.models.recurrent.griffin import GriffinLayer
+from outrider.models.recurrent.layer import RecurrentLayer, StateReader
+from outrider.models.recurrent.lightning import LightningLayer
+from outrider.models.recurrent.mamba import MambaLayer
+from outrider.models.recurrent.mamba2 import Mamba2Layer
+from outrider.models.recurrent.rwkv import RwkvChannelMix, RwkvTimeMix
+from outrider.models.recurrent.short_conv import ShortConvLayer
+
+LAYERS: dict[str, type[RecurrentLayer]] = {
+    "MambaMixer": MambaLayer,
+    "FalconMambaMixer": MambaLayer,
+    "JambaMambaMixer": MambaLayer,
+    "Mamba2Mixer": Mamba2Layer,
+    "BambaMixer": Mamba2Layer,
+    "FalconH1Mixer": Mamba2Layer,
+    "GraniteMoeHybridMambaLayer": Mamba2Layer,
+    "NemotronHMamba2Mixer": Mamba2Layer,
+    "Zamba2MambaMixer": Mamba2Layer,
+    "Qwen3NextGatedDeltaNet": QwenDeltaLayer,
+    "Qwen3_5GatedDeltaNet": QwenDeltaLayer,
+    "Qwen3_5MoeGatedDeltaNet": QwenDeltaLayer,
+    "OlmoHybridGatedDeltaNet": OlmoDeltaLayer,
+    "KimiLinearDeltaAttention": KimiDeltaLayer,
+    "Lfm2ShortConv": ShortConvLayer,
+    "Lfm2MoeShortConv": ShortConvLayer,
+    "MiniMaxLightningAttention": LightningLayer,
+    "RecurrentGemmaRecurrentBlock": GriffinLayer,
+    "RwkvSelfAttention": RwkvTimeMix,
+    "RwkvFeedForward": RwkvChannelMix,
+}
+
+
+def replace_layers(model: Any, states: StateReader) -> list[RecurrentLayer]:
+    """Let Outrider run the recurrent layers of a model. Returns them in order."""
+    found = [module for module in model.modules() if type(module).__name__ in LAYERS]
+    return [LAYERS[type(module).__name__](module, number, states) for number, module in enumerate(found)]

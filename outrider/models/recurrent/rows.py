@@ -1,0 +1,258 @@
+"""The tokens of one pass, arranged by sequence, for layers that process them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from outrider.cache.base import Layout, SequenceSpan
+from outrider.core import tree
+from outrider.core.types import Draft
+
+CHUNK = 64  # tokens of a prompt that are processed at once; chunks end at multiples of it
+_MAX_FEED = 16  # tokens of a feed that are staged; longer feeds are folded into the state first
+
+
+class Chunk(NamedTuple):
+    """Consecutive prompt tokens of one sequence that are folded into its state."""
+
+    row: int  # index of the sequence in the batch
+    begin: int  # first column of the pass
+    end: int  # one past the last column
+    position: int  # tokens of the sequence up to the end of the chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """The staged entries of B sequences: the tokens of their feeds, followed by their draft tokens.
+
+    There are E entries, of which the last L are new in this pass. An entry depends on the state of its sequence and on
+    the entries before it on its path. Padding depends on nothing, and nothing depends on it.
+    """
+
+    ancestors: torch.Tensor  # [B, E, E] bool: whether an entry is on the path of another, or is the entry itself
+    parent: torch.Tensor  # [B, E] int64: the entry before; -1: the state
+    num_new: int  # L
+    is_chain: bool  # whether each entry follows the one before it
+
+    @property
+    def num_entries(self) -> int:
+        """E."""
+        return self.parent.shape[1]
+
+    @property
+    def visible(self) -> torch.Tensor:
+        """[B, L, E] bool: the entries on the path of each new entry, with itself."""
+        return self.ancestors[:, -self.num_new :]
+
+    def taps(self, size: int) -> torch.Tensor:
+        """Return [B, L, size]: the inputs of a causal convolution for each new entry, the oldest first.
+
+        They are indices into the last `size - 1` inputs of the state, followed by the entries.
+        """
+        index = torch.arange(self.num_entries - self.num_new, self.num_entries, device=self.parent.device)
+        return self._taps(index.expand(len(self.parent), -1), size - 1)
+
+    def last_taps(self, last: torch.Tensor, size: int) -> torch.Tensor:
+        """Return [B, size]: the indices of entry `last` [B] and of the `size - 1` inputs before it, as in `taps`.
+
+        The state has `size` inputs here.
+        """
+        return self._taps(last[:, None], size)[:, 0, 1:]
+
+    def _taps(self, index: torch.Tensor, before: int) -> torch.Tensor:
+        """Return [B, L, before + 1]: each entry of `index` [B, L] and the `before` inputs before it."""
+        if self.is_chain:
+            return (index + before)[..., None] + torch.arange(-before, 1, device=index.device)
+        taps = [index]
+        for _ in range(before):
+            index = torch.where(index >= 0, self.parent.gather(1, index.clamp(min=0)), index - 1)
+            taps.append(index)
+        return torch.stack(taps[::-1], -1) + before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassRows:
+    """All tokens of one pass: chunks of prompts, which come first, and the staged entries of all sequences."""
+
+    slots: tuple[int, ...]  # [B]
+    positions: torch.Tensor  # [T] int64
+    chunks: tuple[Chunk, ...]
+    rows: Rows
+    columns: torch.Tensor | None  # [B, L] column of each new entry, 0 for padding; None: columns are [B, L] already
+    is_entry: torch.Tensor | None  # [B, L] bool, False for padding; None: there is none
+    feed_end: tuple[int, ...]  # [B] the last entry of the feed
+    nodes: tuple[tuple[int, ...], ...]  # [B][N] the entry of each draft token
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Rearrange [T, ...] of the columns to [B, L, ...] of the new entries."""
+        if self.columns is None:
+            return values.view(len(self.slots), -1, *values.shape[1:])
+        return values[self.columns]
+
+    def scatter(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Write [B, L, ...] of the new entries into [T, ...] of the columns."""
+        if self.columns is None:
+            into.view_as(values)[:] = values
+        elif self.is_entry is None:
+            into[self.columns.flatten()] = values.flatten(0, 1)
+        else:
+            into[self.columns[self.is_entry]] = values[self.is_entry]
+
+    def last_entry(self, paths: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return [B]: the entry of the last committed token, given the accepted path of each sequence."""
+        zipped = zip(paths, self.nodes, self.feed_end, strict=True)
+        return tuple(nodes[path[-1]] if path else end for path, nodes, end in zipped)
+
+
+def arrange(layout: Layout, draft: Draft) -> PassRows:
+    """Arrange the columns of a pass that has the feed of each sequence, and then its draft tokens."""
+    device = layout.positions.device
+    chunks: list[Chunk] = []
+    begins = []  # first staged column, by sequence
+    for row, span in enumerate(layout.spans):
+        folded = _chunks(row, span)
+        chunks += folded
+        begins.append(folded[-1].end if folded else span.begin)
+    sizes = tuple(span.end - begin for span, begin in zip(layout.spans, begins, strict=True))
+    feeds = tuple(size - span.nodes for span, size in zip(layout.spans, sizes, strict=True))
+    columns, is_entry = _columns(begins, sizes, len(layout.positions), device)
+    if layout.ancestors is None:
+        rows = _chains(sizes, max(sizes), device)
+    else:
+        rows = _trees(layout.ancestors, draft, feeds, max(sizes))
+    return PassRows(
+        slots=tuple(span.slot for span in layout.spans),
+        positions=layout.positions,
+        chunks=tuple(chunks),
+        rows=rows,
+        columns=columns,
+        is_entry=is_entry,
+        feed_end=tuple(feed - 1 for feed in feeds),
+        nodes=tuple(tuple(range(feed, size)) for feed, size in zip(feeds, sizes, strict=True)),
+    )
+
+
+def extend(earlier: PassRows, layout: Layout) -> PassRows:
+    """Arrange the columns of a pass that adds draft tokens to the chains of an earlier pass."""
+    device = layout.positions.device
+    sizes = tuple(span.end - span.begin for span in layout.spans)
+    columns, is_entry = _columns([span.begin for span in layout.spans], sizes, len(layout.positions), device)
+    staged, length = earlier.rows.num_entries, max(sizes)
+    nodes: list[tuple[int, ...]] = []
+    parents: list[list[int]] = []
+    for row, (span, size) in enumerate(zip(layout.spans, sizes, strict=True)):
+        kept = earlier.nodes[row][: span.first]
+        added = tuple(range(staged, staged + size))
+        before = kept[-1] if kept else earlier.feed_end[row]
+        nodes.append(kept + added)
+        parents.append([before, *range(staged, staged + length - 1)])
+    in_order = earlier.rows.is_chain and all(chain[0] == staged - 1 for chain in parents)
+    return PassRows(
+        slots=earlier.slots,
+        positions=layout.positions,
+        chunks=(),
+        rows=(
+            _chains((staged + length,) * len(sizes), length, device)
+            if in_order
+            else _add_chains(earlier.rows, tree.upload(parents, device))
+        ),
+        columns=columns,
+        is_entry=is_entry,
+        feed_end=earlier.feed_end,
+        nodes=tuple(nodes),
+    )
+
+
+def chunk_rows(size: int, device: torch.device) -> Rows:
+    """Return the rows of one sequence with a chain of `size` new entries."""
+    return _chains((size,), size, device)
+
+
+def _chunks(row: int, span: SequenceSpan) -> list[Chunk]:
+    """Return the chunks of a feed. At least its last token remains to be staged."""
+    feed = span.end - span.begin - span.nodes
+    last = span.start + feed - 1  # tokens up to the last one of the feed
+    stops = list(range(span.start - span.start % CHUNK + CHUNK, last + 1, CHUNK))
+    if feed > _MAX_FEED and last > (stops[-1] if stops else span.start):
+        stops.append(last)
+    begins = [span.start, *stops]
+    offset = span.begin - span.start
+    return [
+        Chunk(row, begin + offset, stop + offset, stop) for begin, stop in zip(begins, stops, strict=False)
+    ]
+
+
+def _columns(
+    begins: Sequence[int], sizes: Sequence[int], total: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return `PassRows.columns` and `PassRows.is_entry`."""
+    length = max(sizes)
+    is_padded = min(sizes) < length
+    if not is_padded and length * len(sizes) == total:
+        return None, None
+    columns = [
+        [*range(begin, begin + size), *[0] * (length - size)] for begin, size in zip(begins, sizes, strict=True)
+    ]
+    if not is_padded:
+        return tree.upload(columns, device), None
+    counts = tree.upload(sizes, device)
+    return tree.upload(columns, device), torch.arange(length, device=device) < counts[:, None]
+
+
+@lru_cache(256)
+@torch.inference_mode(False)  # callers outside of inference mode use the cached tensors as well
+def _chains(sizes: tuple[int, ...], num_new: int, device: torch.device) -> Rows:
+    """Return the rows of chains of these lengths."""
+    length = max(sizes)
+    order = torch.arange(length, device=device)
+    return Rows(
+        ancestors=(order <= order[:, None]).expand(len(sizes), -1, -1),
+        parent=(order - 1).expand(len(sizes), -1),
+        num_new=num_new,
+        is_chain=True,
+    )
+
+
+def _trees(ancestors: torch.Tensor, draft: Draft, feeds: Sequence[int], length: int) -> Rows:
+    """Return the rows of trees of draft tokens, each after a feed."""
+    batch_size = len(feeds)
+    device = draft.parent.device
+    ends = tree.upload(feeds, device)[:, None]
+    order = torch.arange(length, device=device)
+    in_feed = order < ends  # [B, E]
+    node = (order - ends).clamp(0, max(draft.size - 1, 0))  # [B, E] draft token of each entry
+    if draft.size:
+        parent = torch.where(in_feed, order - 1, draft.parent.gather(1, node) + ends)
+        among_nodes = ancestors.gather(1, node[..., None].expand(-1, -1, draft.size))
+        among_nodes = among_nodes.gather(2, node[:, None].expand(-1, length, -1))
+    else:
+        parent = (order - 1).expand(batch_size, -1)
+        among_nodes = torch.zeros(batch_size, length, length, dtype=torch.bool, device=device)
+    in_order = order <= order[:, None]
+    both_nodes = ~in_feed[:, :, None] & ~in_feed[:, None]
+    return Rows(
+        ancestors=torch.where(both_nodes, among_nodes, in_order & in_feed[:, None]),
+        parent=parent,
+        num_new=length,
+        is_chain=False,
+    )
+
+
+def _add_chains(rows: Rows, parents: torch.Tensor) -> Rows:
+    """Add chains of new entries, whose parents are [B, L]."""
+    batch_size, length = parents.shape
+    staged = rows.num_entries
+    ancestors = rows.ancestors.new_zeros(batch_size, staged + length, staged + length)
+    ancestors[:, :staged, :staged] = rows.ancestors
+    each = torch.arange(batch_size, device=parents.device)
+    for new in range(staged, staged + length):
+        ancestors[:, new] = ancestors[each, parents[:, new - staged]]
+        ancestors[:, new, new] = True
+    return Rows(
+        ancestors=ancestors, parent=torch.cat([rows.parent, parents], 1), num_new=length, is_chain=False
+    )
