@@ -238,6 +238,7 @@ def make_setup(loaded: LoadedTarget, draw: Draw) -> ProposerSetup:
         draw=draw,
         tokenizer=checkpoint.tokenizer,
         kernels=loaded.kernels,
+        target_folder=checkpoint.folder,
     )
 
 

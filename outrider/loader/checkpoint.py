@@ -111,6 +111,7 @@ def load_checkpoint(
         end_ids=_end_ids(path, config),
         recurrent=recurrent,
         dtype=choice.dtype,
+        folder=str(path),
         dtype_reason=choice.reason,
         device=torch_device,
     )
@@ -134,13 +135,24 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
         end_ids=end_ids(file),
         recurrent=False,
         dtype=choice.dtype,
+        folder=str(path),
         dtype_reason=choice.reason,
         device=device,
     )
 
 
+def check_model(folder: str | Path) -> None:
+    """Check that a folder or file is a model that can be loaded, from its config.
+
+    Raises:
+        OutriderError: the folder is not a causal language model.
+        UnsupportedModel: the architecture is not supported.
+    """
+    is_recurrent(folder)
+
+
 def is_recurrent(folder: str | Path) -> bool:
-    """Return whether a model is recurrent, from its config.
+    """Return whether a model has recurrent layers, from its config.
 
     Raises:
         OutriderError: the folder is not a causal language model.
@@ -189,7 +201,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _check_family(config: Any) -> bool:
-    """Raise for unsupported architectures. Return whether the model is recurrent."""
+    """Raise for unsupported architectures. Return whether the model has recurrent layers."""
     model_type = config.model_type
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     if encoder or getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

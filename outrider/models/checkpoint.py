@@ -20,4 +20,5 @@ class Checkpoint:
     recurrent: bool
     device: torch.device
     dtype: torch.dtype
+    folder: str = ""  # or file that it was loaded from
     dtype_reason: str = ""  # why it was chosen, such as "as the checkpoint is stored"

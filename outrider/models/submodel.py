@@ -16,6 +16,7 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.prepack import PackedLinear, can_prepack, prepack
 from outrider.models.quantize import QuantizedLinear, quantize_model
 
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm", "final_norm")
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks")
 
 
@@ -75,8 +76,8 @@ def shared_weights(model: Any) -> SharedWeights:
     """Return the weights of a model that draft heads share (see `WeightSharer`)."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    stack = layer_stack(model)[0].rpartition(".")[0]
-    norm = getattr(model.get_submodule(stack), "norm", None)
+    decoder = model.get_submodule(layer_stack(model)[0].rpartition(".")[0])
+    norm = next((norm for name in _FINAL_NORMS if (norm := getattr(decoder, name, None)) is not None), None)
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     norm_class = type(norm).__name__
     is_rms_norm = "RMSNorm" in norm_class

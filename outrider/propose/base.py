@@ -26,6 +26,7 @@ class ProposerSetup:
     draw: Draw  # how draft tokens should be chosen, so that the verifier accepts most of them
     tokenizer: Any  # the target's
     kernels: str = "auto"  # of draft models; see `make_target`
+    target_folder: str = ""  # folder or file of the target's checkpoint; "": unknown
 
 
 class Proposer(Protocol):

@@ -21,9 +21,12 @@ from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.open import (
     cascade_proposer,
     check_draft,
+    check_mtp,
     draft_proposer,
     draft_text_proposer,
     draft_tokens_proposer,
+    has_mtp,
+    mtp_proposer,
     tree_proposer,
 )
 from outrider.propose.draft_model.self_speculation import (
@@ -334,6 +337,8 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
         "lookahead": ProposerType(lookahead_proposer, parse_lookahead_size, "lookahead[:WxNxG]"),
         # A draft model or a draft head.
         "draft": _draft_type("draft", draft_proposer, heads=True),
+        # The module for multi-token prediction in the target's checkpoint.
+        "mtp": ProposerType(mtp_proposer, check_mtp, "mtp"),
         # A draft model with another vocabulary, which drafts token by token.
         "draft-tokens": _draft_type("draft-tokens", draft_tokens_proposer, heads=False),
         # A draft model with another vocabulary, whose text is tokenized again.
@@ -353,7 +358,7 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
     }
 )
 # Proposers that may sample draft tokens from a distribution.
-SAMPLING_PROPOSERS = frozenset({"draft", "draft-tokens", "tree", "cascade", "exit", "skip", "quantized"})
+SAMPLING_PROPOSERS = frozenset({"draft", "draft-tokens", "mtp", "tree", "cascade", "exit", "skip", "quantized"})
 # Proposers that draft chains, and combinations that make no tree of chains.
 CHAINS = (SAMPLING_PROPOSERS - {"tree"}) | {"draft-text", "none", "first", "switch"}
 COMBINATIONS: Mapping[str, Callable[[ProposerSetup, Sequence[Proposer]], Proposer]] = MappingProxyType(
@@ -362,5 +367,12 @@ COMBINATIONS: Mapping[str, Callable[[ProposerSetup, Sequence[Proposer]], Propose
 
 
 def default_proposer(target: str | Path | None) -> str:
-    """Return the embedded draft model for the embedded target, and `ngram`, which needs no model, for any other."""
-    return f"draft:{embedded('nano')}" if model_folder(target) == embedded("mini") else "ngram"
+    """Return the proposer of a target for which none was chosen.
+
+    It is the embedded draft model for the embedded target, `mtp` if the target's checkpoint has a module for it, and
+    else `ngram`, which needs no model.
+    """
+    folder = model_folder(target)
+    if folder == embedded("mini"):
+        return f"draft:{embedded('nano')}"
+    return "mtp" if has_mtp(folder) else "ngram"

@@ -84,7 +84,25 @@ _SHARED = {  # the last two layers read the keys of the first two
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 
-ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
+_NO_ATTENTION = {"num_attention_heads": ..., "num_key_value_heads": ..., "max_position_embeddings": ...}
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": WINDOW,
+}
+_NO_CLAMP = 1e-9  # transformers clamps the time step to a minimum in prefill, but not in decoding
+_LINEAR = ["linear_attention", "full_attention"] * (LAYERS // 2)
+_DELTA = {
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": _config("LlamaConfig", attention_bias=True),
     "qwen2": _config("Qwen2Config", use_sliding_window=True, sliding_window=WINDOW, layer_types=_MIXED),
     "qwen3": _config("Qwen3Config", head_dim=16),
@@ -118,7 +136,7 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "cohere2": _config("Cohere2Config", head_dim=8, sliding_window=WINDOW, layer_types=_MIXED),
     "granite": _config("GraniteConfig", attention_multiplier=0.2, logits_scaling=2.0),
     "granitemoe": _config("GraniteMoeConfig", num_local_experts=4, num_experts_per_tok=2, attention_multiplier=0.2),
-    "granitemoehybrid": _config(  # without its recurrent layers
+    "granitemoehybrid without recurrence": _config(
         "GraniteMoeHybridConfig",
         num_local_experts=0,
         shared_intermediate_size=48,
@@ -162,6 +180,13 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         no_rope_layers=[1, 1, 0, 1],
         attn_temperature_tuning=False,
     ),
+}
+if transformers.GPTJForCausalLM._supports_attention_backend:  # not before transformers 5.24
+    ATTENTION["gptj"] = _gpt("GPTJConfig", rotary_dim=4)
+
+RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside attention layers
+    "mamba": _config("MambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64),
+    "falcon_mamba": _config("FalconMambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64),
     "mamba2": _config(
         "Mamba2Config",
         num_heads=8,
@@ -169,14 +194,107 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         state_size=16,
         n_groups=2,
         chunk_size=WINDOW,
-        num_attention_heads=...,
-        num_key_value_heads=...,
-        max_position_embeddings=...,
         intermediate_size=...,
+        **_NO_ATTENTION,
     ),
+    "bamba": _config("BambaConfig", attn_layer_indices=[1, 3], **_MAMBA2),
+    "jamba": _config(
+        "JambaConfig",
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        attn_layer_offset=1,
+        attn_layer_period=2,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "falcon_h1": _config("FalconH1Config", mamba_d_ssm=64, head_dim=8, **_MAMBA2),
+    "granitemoehybrid": _config(
+        "GraniteMoeHybridConfig",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=48,
+        layer_types=["mamba", "attention"] * (LAYERS // 2),
+        **_MAMBA2,
+    ),
+    "nemotron_h": _config(
+        "NemotronHConfig",
+        layers_block_type=["mamba", "attention", "moe", "mamba"],
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=16,
+        n_groups=2,
+        chunk_size=WINDOW,
+        head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=24,
+        n_group=1,
+        topk_group=1,
+        time_step_min=_NO_CLAMP,
+    ),
+    "zamba2": _config(  # one attention module for two layers
+        "Zamba2Config",
+        mamba_d_state=16,
+        mamba_ngroups=2,
+        n_mamba_heads=8,
+        mamba_headdim=8,
+        num_mem_blocks=1,
+        chunk_size=WINDOW,
+        layers_block_type=["mamba", "hybrid"] * (LAYERS // 2),
+        use_mem_rope=True,
+        num_key_value_heads=4,
+        attention_head_dim=16,
+        kv_channels=8,
+        time_step_min=_NO_CLAMP,
+    ),
+    "qwen3_next": _config(
+        "Qwen3NextConfig", layer_types=_LINEAR, shared_expert_intermediate_size=24, **_EXPERTS, **_DELTA
+    ),
+    "qwen3_5_text": _config("Qwen3_5TextConfig", layer_types=_LINEAR, **_DELTA),
+    "qwen3_5_moe_text": _config(
+        "Qwen3_5MoeTextConfig", layer_types=_LINEAR, shared_expert_intermediate_size=24, **_EXPERTS, **_DELTA
+    ),
+    "olmo_hybrid": _config(
+        "OlmoHybridConfig", layer_types=_LINEAR, **_DELTA | {"linear_num_key_heads": 4, "head_dim": ...}
+    ),
+    "kimi_linear": _config(
+        "KimiLinearConfig",
+        layer_types=_LINEAR,
+        linear_num_heads=4,
+        linear_head_dim=8,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        **_LATENT | {"q_lora_rank": None, "v_head_dim": 8},
+    ),
+    "lfm2": _config("Lfm2Config", layer_types=["conv", "full_attention"] * (LAYERS // 2), conv_L_cache=3),
+    "lfm2_moe": _config(
+        "Lfm2MoeConfig",
+        layer_types=["conv", "full_attention"] * (LAYERS // 2),
+        conv_L_cache=3,
+        num_dense_layers=1,
+        **_EXPERTS,
+    ),
+    "minimax": _config(
+        "MiniMaxConfig", layer_types=_LINEAR, head_dim=8, num_local_experts=4, num_experts_per_tok=2, block_size=WINDOW
+    ),
+    "recurrent_gemma": _config(
+        "RecurrentGemmaConfig",
+        lru_width=32,
+        head_dim=8,
+        attention_window_size=WINDOW,
+        block_types=["recurrent", "attention"],
+    ),
+    "rwkv": _config("RwkvConfig", attention_hidden_size=32, context_length=128, **_NO_ATTENTION),
 }
-if transformers.GPTJForCausalLM._supports_attention_backend:  # not before transformers 5.24
-    ARCHITECTURES["gptj"] = _gpt("GPTJConfig", rotary_dim=4)
+ARCHITECTURES = {**ATTENTION, **RECURRENT}
 
 _UNREPLACED, _LAYERS = "cannot replace its attention", "layers of type .* are not supported yet"
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and the reason
@@ -184,17 +302,8 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and t
     "mpt": ({}, _UNREPLACED),
     "falcon": ({"alibi": True}, _UNREPLACED),
     "stablelm": ({}, _UNREPLACED),
-    "rwkv": ({}, _UNREPLACED),
-    "mamba": ({}, _LAYERS),
-    "jamba": ({}, _LAYERS),
-    "bamba": ({}, _LAYERS),
-    "falcon_h1": ({}, _LAYERS),
-    "nemotron_h": ({}, _LAYERS),
-    "zamba2": ({}, _LAYERS),
-    "qwen3_next": ({}, _LAYERS),
-    "minimax": ({}, _LAYERS),
-    "granitemoehybrid": ({}, _LAYERS),
-    "lfm2": ({"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, _LAYERS),
+    "lfm3": ({}, _LAYERS),
+    "zamba": ({}, _LAYERS),
     "llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
     "gemma3_text": ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "dynamic rotary"),
     "llama4_text": ({"attn_temperature_tuning": True}, "computes positions itself"),
@@ -253,9 +362,9 @@ class Shelf:
     def model(self, name: str) -> Any:
         """transformers' own, whose attention is the plain one."""
         if name not in self._models:
-            kind = {} if name == "mamba2" else {"attn_implementation": "eager"}
             folder = self.folder(name)
-            self._models[name] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kind).eval()
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            self._models[name] = model.eval()
         return self._models[name]
 
     def target(self, name: str, layers: Sequence[int] = (), dtype: str = "float32") -> Target:
@@ -268,6 +377,9 @@ class Shelf:
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """transformers' own greedy completion."""
     ids = torch.tensor([prompt])
+    for module in model.modules():
+        if hasattr(module, "conv1d_state"):  # RecurrentGemma keeps the state of the sequence before
+            module.conv1d_state = None
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
     )

@@ -137,30 +137,28 @@ def arrange(layout: Layout, draft: Draft) -> PassRows:
     )
 
 
-def extend(earlier: PassRows, layout: Layout) -> PassRows:
-    """Arrange the columns of a pass that adds draft tokens to the chains of an earlier pass."""
+def extend(earlier: PassRows, layout: Layout, draft: Draft) -> PassRows:
+    """Arrange the columns of a pass that adds draft tokens to those of an earlier pass."""
     device = layout.positions.device
     sizes = tuple(span.end - span.begin for span in layout.spans)
     columns, is_entry = _columns([span.begin for span in layout.spans], sizes, len(layout.positions), device)
     staged, length = earlier.rows.num_entries, max(sizes)
-    nodes: list[tuple[int, ...]] = []
-    parents: list[list[int]] = []
-    for row, (span, size) in enumerate(zip(layout.spans, sizes, strict=True)):
-        kept = earlier.nodes[row][: span.first]
-        added = tuple(range(staged, staged + size))
-        before = kept[-1] if kept else earlier.feed_end[row]
-        nodes.append(kept + added)
-        parents.append([before, *range(staged, staged + length - 1)])
-    in_order = earlier.rows.is_chain and all(chain[0] == staged - 1 for chain in parents)
+    nodes = []
+    for kept, span, size in zip(earlier.nodes, layout.spans, sizes, strict=True):
+        nodes.append(kept[: span.first] + tuple(range(staged, staged + size)))
+    in_order = earlier.rows.is_chain and all(
+        (entries[span.first - 1] if span.first else end) == staged - 1
+        for entries, span, end in zip(nodes, layout.spans, earlier.feed_end, strict=True)
+    )
+    if draft.chain and in_order:
+        rows = _chains((staged + length,) * len(sizes), length, device)
+    else:
+        rows = _add_nodes(earlier.rows, _parent_entries(nodes, earlier.feed_end, layout, draft, length))
     return PassRows(
         slots=earlier.slots,
         positions=layout.positions,
         chunks=(),
-        rows=(
-            _chains((staged + length,) * len(sizes), length, device)
-            if in_order
-            else _add_chains(earlier.rows, tree.upload(parents, device))
-        ),
+        rows=rows,
         columns=columns,
         is_entry=is_entry,
         feed_end=earlier.feed_end,
@@ -243,8 +241,21 @@ def _trees(ancestors: torch.Tensor, draft: Draft, feeds: Sequence[int], length: 
     )
 
 
-def _add_chains(rows: Rows, parents: torch.Tensor) -> Rows:
-    """Add chains of new entries, whose parents are [B, L]."""
+def _parent_entries(
+    nodes: Sequence[Sequence[int]], feed_end: Sequence[int], layout: Layout, draft: Draft, length: int
+) -> torch.Tensor:
+    """Return [B, L]: the entry before each new draft token."""
+    device = draft.parent.device
+    entries = tree.upload([[*row, *[0] * (draft.size - len(row))] for row in nodes], device)  # [B, N]
+    ends = tree.upload(feed_end, device)[:, None]
+    before = torch.where(draft.parent < 0, ends, entries.gather(1, draft.parent.clamp(min=0)))  # [B, N]
+    first = tree.upload([span.first for span in layout.spans], device)[:, None]
+    index = first + torch.arange(length, device=device)
+    return before.gather(1, index.clamp(max=draft.size - 1))
+
+
+def _add_nodes(rows: Rows, parents: torch.Tensor) -> Rows:
+    """Add new entries, whose parents are [B, L]."""
     batch_size, length = parents.shape
     staged = rows.num_entries
     ancestors = rows.ancestors.new_zeros(batch_size, staged + length, staged + length)
@@ -254,5 +265,8 @@ def _add_chains(rows: Rows, parents: torch.Tensor) -> Rows:
         ancestors[:, new] = ancestors[each, parents[:, new - staged]]
         ancestors[:, new, new] = True
     return Rows(
-        ancestors=ancestors, parent=torch.cat([rows.parent, parents], 1), num_new=length, is_chain=False
+        ancestors=ancestors,
+        parent=torch.cat([rows.parent, parents], 1),
+        num_new=length,
+        is_chain=False,
     )

@@ -42,7 +42,7 @@ class RecurrentStates:
         """Prepare a pass. It extends the last one, or replaces it."""
         if extends:
             assert self._pass is not None
-            self._pass = extend(self._pass, layout)
+            self._pass = extend(self._pass, layout, draft)
             return
         self._staged.clear()
         self._new_snapshots.clear()

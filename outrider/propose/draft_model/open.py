@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -15,7 +16,7 @@ from outrider.heads.store import is_head, read_head
 from outrider.heads.targets.base import HeadTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.loader.check import check_target
-from outrider.loader.checkpoint import is_recurrent, load_checkpoint
+from outrider.loader.checkpoint import check_model, load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.base import Target, WeightSharer
 from outrider.models.checkpoint import Checkpoint
@@ -56,6 +57,36 @@ def draft_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     if by_tokens:
         return DraftModelProposer(setup, SharedVocabulary(opened.model(), vocabulary_map))
     return opened.text_proposer()
+
+
+def mtp_proposer(argument: str, setup: ProposerSetup) -> Proposer:
+    """Make `mtp`, the module for multi-token prediction in the target's own checkpoint.
+
+    Raises:
+        OutriderError: the checkpoint has no such module, or its kind is not supported.
+    """
+    check_mtp(argument)
+    folder = setup.target_folder
+    if not (folder and is_head(folder, lambda: _head_partner(setup))):
+        raise OutriderError(
+            "the target's checkpoint has no module for multi-token prediction; use ngram, draft:DIR or quantized:int4"
+        )
+    return HeadProposer(setup, _open_head(folder, setup))
+
+
+def check_mtp(argument: str) -> None:
+    """Raise an error for an argument of `mtp`."""
+    if argument:
+        raise OutriderError(f"mtp takes no argument, but {argument!r} was given; write mtp, or draft:DIR for a folder")
+
+
+def has_mtp(folder: str | Path) -> bool:
+    """Return whether the checkpoint of a target has a supported module for multi-token prediction."""
+    try:
+        info = _own_target_info(str(folder))
+        return info is not None and is_head(folder, lambda: info) and not is_head(folder)
+    except OutriderError:
+        return False
 
 
 def draft_tokens_proposer(folder: str, setup: ProposerSetup) -> Proposer:
@@ -194,10 +225,8 @@ def check_draft(folder: str, *, name: str, heads: bool) -> None:
     if not folder:
         raise OutriderError(f"{name} needs the folder of a draft model; write {name}:DIR")
     # The target is not known yet, so assume that a head belongs to the model in its own folder.
-    if not (heads and is_head(folder, lambda: _own_target_info(folder))) and is_recurrent(folder):
-        raise OutriderError(
-            f"{folder} is recurrent, and recurrent draft models are not supported; use an attention model"
-        )
+    if not (heads and is_head(folder, lambda: _own_target_info(folder))):
+        check_model(folder)
 
 
 def _own_target_info(folder: str) -> TargetInfo | None:

@@ -1,0 +1,170 @@
+"""Recurrent layers: states after every accepted node, batches, chunks of prompts, shared prefixes and drafts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from outrider.core import tree
+from outrider.core.params import SamplingParams
+from outrider.core.types import Round
+from outrider.llm import LLM
+from outrider.models.recurrent import delta_rule, state_space
+from outrider.models.recurrent.rows import CHUNK
+from outrider.testing import random_tree
+from tests.helpers import tiny
+
+NAMES = tuple(tiny.RECURRENT)
+TOLERANCE = 1e-4  # relative to the norm of the logits
+OPTIONS = {"dtype": "float32", "device": "cpu"}
+# Layers whose several tokens can be processed by their states as well as by their inputs.
+TWO_WAYS = {"mamba2": state_space, "minimax": state_space, "qwen3_5_text": delta_rule, "kimi_linear": delta_rule}
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    return tiny.Shelf(tmp_path_factory.mktemp("recurrent"))
+
+
+def relative_error(actual, expected):
+    return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+
+
+def commit(target, batch, draft, scores, paths, bonus):
+    emitted = [
+        (*(int(draft.tokens[b, node]) for node in path), token)
+        for b, (path, token) in enumerate(zip(paths, bonus, strict=True))
+    ]
+    target.cache.commit(
+        Round(
+            batch=batch,
+            draft=draft,
+            scores=scores,
+            path=tuple(map(tuple, paths)),
+            emitted=tuple(emitted),
+            sampled_logprob=tuple((0.0,) * len(tokens) for tokens in emitted),
+            failed=(False,) * len(batch.seqs),
+        )
+    )
+    for seq, path, tokens in zip(batch.seqs, paths, emitted, strict=True):
+        seq.num_cached_tokens = len(seq.token_ids) + len(path)
+        seq.token_ids += tokens
+
+
+def next_logits(target, seqs):
+    return target.score(tiny.everything(seqs), tree.empty(len(seqs), target.device)).logits[:, 0]
+
+
+def expected_logits(model, seq):
+    return model(torch.tensor([seq.token_ids]), use_cache=False).logits[0, -1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batch_of_many_lengths_equals_generate(name, shelf):
+    rng = random.Random(3)
+    prompts = [tiny.text(rng, length) for length in (2, 3, 5, 8, 13, 21, 34, 55, 89, 70, 64, 65, 16, 17, 31, 2)]
+    expected = [tiny.greedy(shelf.model(name), prompt, 8) for prompt in prompts]
+    llm = LLM(shelf.folder(name), proposer="merge(ngram,recycle)", k=4, max_num_seqs=16, max_model_len=128, **OPTIONS)
+    completions = llm.generate(prompts, SamplingParams(max_tokens=8))
+    assert [list(completion.token_ids) for completion in completions] == expected
+    assert llm.stats.draft_tokens > 0
+
+
+@pytest.mark.parametrize("width", [1, 3, 6])
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_state_after_every_rejection(name, width, shelf):
+    model = shelf.model(name)
+    target = shelf.target(name)
+    for accepted in range(width + 1):
+        rng = random.Random(accepted)
+        seq = tiny.admit(target, 1, tiny.text(rng, 11))
+        batch = tiny.everything([seq])
+        draft = tree.chain(torch.tensor([tiny.text(rng, width)]), (width,))
+        commit(target, batch, draft, target.score(batch, draft), [range(accepted)], [rng.randrange(tiny.VOCAB)])
+        assert relative_error(next_logits(target, [seq])[0], expected_logits(model, seq)) < TOLERANCE
+        target.cache.release(1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_chain_that_is_drafted_token_by_token(name, shelf):
+    rng = random.Random(7)
+    model = shelf.model(name)
+    target = shelf.target(name)
+    seqs = [tiny.admit(target, slot, tiny.text(rng, length)) for slot, length in ((0, 3), (2, 9))]
+    for accepted in ((0, 2), (3, 0), (1, 3)):
+        batch = tiny.everything(seqs)
+        draft = tree.empty(2, target.device)
+        scores = target.score(batch, draft)
+        for depth in range(1, 5):
+            tokens = torch.cat([draft.tokens, torch.randint(tiny.VOCAB, (2, 1))], 1)
+            draft = tree.chain(tokens, (depth, depth))
+            if depth < 4:
+                scores = target.score(batch, draft, first=depth - 1)
+                for b, seq in enumerate(seqs):
+                    whole = seq.token_ids + tokens[b].tolist()
+                    expected = model(torch.tensor([whole]), use_cache=False).logits[0, -1]
+                    assert relative_error(scores.logits[b, -1], expected) < TOLERANCE
+        commit(target, batch, draft, scores, [range(count) for count in accepted], [1, 2])
+    for seq, logits in zip(seqs, next_logits(target, seqs), strict=True):
+        assert relative_error(logits, expected_logits(model, seq)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", TWO_WAYS)
+@pytest.mark.parametrize("is_chain", [True, False])
+@torch.inference_mode()
+def test_both_ways_give_the_same_states(name, is_chain, shelf, monkeypatch):
+    logits = {}
+    for max_states in (0, 100):
+        monkeypatch.setattr(TWO_WAYS[name], "_MAX_STATES", max_states)
+        rng = random.Random(2)
+        target = shelf.target(name)
+        seqs = [tiny.admit(target, slot, tiny.text(rng, 4 + 5 * slot)) for slot in range(3)]
+        for _ in range(3):
+            draft = random_tree([4, 2, 5], tiny.VOCAB, rng)
+            if is_chain:
+                draft = tree.chain(draft.tokens, draft.width)
+            paths = [tiny.branch(draft, b, rng.randint(-1, width - 1)) for b, width in enumerate(draft.width)]
+            batch = tiny.everything(seqs)
+            commit(target, batch, draft, target.score(batch, draft), paths, [rng.randrange(tiny.VOCAB)] * 3)
+        logits[max_states] = next_logits(target, seqs)
+    assert relative_error(logits[0], logits[100]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_shared_prefix_continues_from_a_snapshot(name, shelf):
+    rng = random.Random(5)
+    model = shelf.model(name)
+    target = shelf.target(name)
+    target.cache.set_prefix_caching(True)
+    common = tiny.text(rng, CHUNK + 9)
+
+    def admit(slot, tokens):
+        seq = tiny.admit(target, slot, tokens)
+        target.cache.release(slot)
+        seq.num_cached_tokens = target.cache.admit(slot, tokens, "scope")
+        return seq
+
+    first = admit(0, common + tiny.text(rng, 20))
+    assert first.num_cached_tokens == 0
+    batch = tiny.everything([first])
+    draft = tree.chain(torch.tensor([tiny.text(rng, 4)]), (4,))
+    commit(target, batch, draft, target.score(batch, draft), [range(2)], [9])
+    second = admit(1, common + tiny.text(rng, 7))  # the prompts differ inside of a chunk
+    assert second.num_cached_tokens == CHUNK
+    assert relative_error(next_logits(target, [second])[0], expected_logits(model, second)) < TOLERANCE
+    assert relative_error(next_logits(target, [first])[0], expected_logits(model, first)) < TOLERANCE
+    target.cache.release(0)
+    whole = len(first.token_ids) - 1  # the last token is not cached
+    third = admit(2, first.token_ids + tiny.text(rng, 3))
+    assert third.num_cached_tokens == whole
+    assert relative_error(next_logits(target, [third])[0], expected_logits(model, third)) < TOLERANCE
+    again = admit(0, list(first.token_ids[: CHUNK + 30]))  # the slot's own snapshot, before the end of its sequence
+    assert again.num_cached_tokens == CHUNK
+    assert relative_error(next_logits(target, [again])[0], expected_logits(model, again)) < TOLERANCE
+    target.cache.forget()
+    assert admit(3, common + [1]).num_cached_tokens == 0
