@@ -100,8 +100,7 @@ def _interleave(
                 else:
                     if round:
                         yield sample
-        if console.is_terminal:
-            console.print(f"round {round} of {args.rounds}")
+        console.print(f"round {round} of {args.rounds}", highlight=False)
 
 
 def _rotated(names: list[str], by: int) -> list[str]:

@@ -1,0 +1,215 @@
+"""Makes a hybrid of Mamba-2 and attention layers from a Llama model, with a co-trained MTP module.
+
+python -m recipes.hybrid.train --data prompts.jsonl --out hybrid
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from transformers import AutoTokenizer, BambaForCausalLM, LlamaForCausalLM
+
+from outrider.core.params import SamplingParams
+from outrider.heads.formats.registry import format_of
+from outrider.heads.modules.autoregressive import AutoregressiveHead
+from outrider.llm import LLM
+from outrider.loader.embedded import model_folder
+from outrider.measure.prompts import read_prompts
+from outrider.train.data.prompts import encode_prompt
+from recipes.hybrid.model import make_hybrid, make_mtp, mtp_logits
+
+_WARMUP = 0.05  # share of the steps in which the learning rate rises
+_FINAL_LR = 0.1  # learning rate at the end, as a share of its peak
+_MTP_WEIGHT = 0.3  # of the module's loss (Nemotron 3)
+_NAMING = "mtp-qwen"  # names of the module's tensors in the checkpoint
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="JSON lines with prompts, which the source answers.")],
+    out: Annotated[Path, typer.Option(help="Folder for the hybrid, with its module in the same checkpoint.")],
+    source: Annotated[str, typer.Option(help="Folder of the Llama model.")] = "@mini",
+    attention: Annotated[str, typer.Option(help="Layers that stay attention layers.")] = "1,4,7",
+    state: Annotated[int, typer.Option(min=1, help="Numbers of the recurrent state per channel.")] = 64,
+    answers: Annotated[int, typer.Option(min=1, help="Prompts that are answered.")] = 2000,
+    sequence: Annotated[int, typer.Option(min=16, help="Tokens per row.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 8,
+    layer_minutes: Annotated[float, typer.Option(help="Time for training each Mamba-2 layer on its own.")] = 10.0,
+    minutes: Annotated[float, typer.Option(help="Time for training the whole model.")] = 20.0,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of new weights. Copied ones have a tenth.")] = 2e-3,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Train a hybrid on the source's answers. The last line of output is one JSON document."""
+    folder = model_folder(source)
+    rows = _rows(_answers(folder, data, answers, sequence, seed), sequence)
+    teacher = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    kept = [int(number) for number in attention.split(",")]
+    hybrid = make_hybrid(teacher, kept, state=state, seed=seed)
+    module = make_mtp(teacher.config, seed)
+    _say(f"{len(rows)} rows of {sequence} tokens; {sum(w.numel() for w in hybrid.parameters()) / 1e6:.1f}M parameters")
+    batches = _batches(rows, batch, seed)
+    layer_steps = train_layers(hybrid, teacher, batches, minutes=layer_minutes, lr=lr)
+    steps, agreement = train_whole(hybrid, module, teacher, batches, minutes=minutes, lr=lr)
+    save(hybrid, module, folder, out)
+    typer.echo(
+        json.dumps(
+            {
+                "rows": len(rows),
+                "layer_steps": layer_steps,
+                "steps": steps,
+                "tokens": (layer_steps + steps) * batch * sequence,
+                "agreement": round(agreement, 4),
+            }
+        )
+    )
+
+
+def train_layers(
+    hybrid: BambaForCausalLM, teacher: LlamaForCausalLM, batches: Iterator[torch.Tensor], *, minutes: float, lr: float
+) -> int:
+    """Train each Mamba-2 layer to give what the attention layer in its place gives. Returns the number of steps."""
+    mixers = {i: layer.mamba for i, layer in enumerate(hybrid.model.layers) if hasattr(layer, "mamba")}
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for i in mixers:
+        attention = teacher.model.layers[i].self_attn
+        attention.register_forward_hook(
+            lambda _, args, kwargs, output, i=i: seen.update({i: (kwargs["hidden_states"], output[0])}),
+            with_kwargs=True,
+        )
+    optimizer = torch.optim.AdamW([w for mixer in mixers.values() for w in mixer.parameters()], lr=lr)
+    hybrid.train()
+    for step, progress in _steps(minutes):
+        _set_lr(optimizer, [lr], progress)
+        with torch.no_grad():
+            teacher.model(next(batches))
+        losses = [functional.mse_loss(mixers[i](x), y) / y.square().mean() for i, (x, y) in seen.items()]
+        _update(optimizer, sum(losses))
+        if step % 20 == 0:
+            _say(f"layers: step {step}, relative error {', '.join(f'{float(loss):.3f}' for loss in losses)}")
+    for layer in teacher.model.layers:
+        layer.self_attn._forward_hooks.clear()
+    return step + 1
+
+
+def train_whole(
+    hybrid: BambaForCausalLM,
+    module: AutoregressiveHead,
+    teacher: LlamaForCausalLM,
+    batches: Iterator[torch.Tensor],
+    *,
+    minutes: float,
+    lr: float,
+) -> tuple[int, float]:
+    """Train all weights on the teacher's distributions, with the module.
+
+    Returns:
+        The number of steps, and the mean of the sum over tokens of min(p, q) in the last steps.
+    """
+    new = [weight for name, weight in hybrid.named_parameters() if ".mamba." in name]
+    copied = [weight for name, weight in hybrid.named_parameters() if ".mamba." not in name]
+    groups = [{"params": [*new, *module.parameters()]}, {"params": copied}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+    agreements: list[float] = []
+    for step, progress in _steps(minutes):
+        _set_lr(optimizer, [lr, lr / 10], progress)
+        ids = next(batches)
+        with torch.no_grad():
+            expected = teacher(ids).logits.log_softmax(-1)
+        states = hybrid.model(ids, use_cache=False).last_hidden_state
+        logits = hybrid.lm_head(states).log_softmax(-1)
+        drafted = mtp_logits(module, hybrid, ids, states).log_softmax(-1)
+        own = functional.kl_div(logits, expected, log_target=True, reduction="none").sum(-1).mean()
+        ahead = functional.kl_div(drafted[:, :-1], expected[:, 1:-1], log_target=True, reduction="none").sum(-1).mean()
+        _update(optimizer, own + _MTP_WEIGHT * ahead)
+        agreements.append(float(torch.minimum(logits.exp(), expected.exp()).sum(-1).mean()))
+        if step % 20 == 0:
+            _say(
+                f"step {step}: divergence {float(own):.3f}, of the module {float(ahead):.3f}, agreement"
+                f" {agreements[-1]:.3f}"
+            )
+    tail = agreements[-20:]
+    return step + 1, sum(tail) / len(tail)
+
+
+def save(hybrid: BambaForCausalLM, module: AutoregressiveHead, source: Path, out: Path) -> None:
+    """Write the model in bfloat16 with the tensors of its module, and the source's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    hybrid.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    add_module(out, module)
+    _say(f"{out} is written")
+
+
+def add_module(folder: Path, module: AutoregressiveHead) -> None:
+    """Put the tensors of a module into the checkpoint of a folder, in place of those that are there."""
+    weights = {name: weight.detach().contiguous() for name, weight in module.state_dict().items()}
+    _, tensors = format_of(_NAMING).write(module.description, weights, None)
+    file = folder / "model.safetensors"
+    kept = {name: weight for name, weight in load_file(file).items() if not name.startswith("mtp.")}
+    save_file(kept | {name: weight.to(torch.bfloat16) for name, weight in tensors.items()}, file, {"format": "pt"})
+
+
+def _answers(folder: Path, data: Path, count: int, sequence: int, seed: int) -> list[list[int]]:
+    """Return prompts with the model's sampled answers, as token ids."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    llm = LLM(folder, max_num_seqs=32, max_model_len=4 * sequence)
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in read_prompts(data)]
+    prompts = [list(encoded[i % len(encoded)][: 2 * sequence]) for i in range(count)]
+    completions = llm.generate(prompts, SamplingParams(temperature=1.0, max_tokens=sequence, seed=seed))
+    return [[*prompt, *completion.token_ids] for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def _rows(texts: list[list[int]], sequence: int) -> torch.Tensor:
+    """Concatenate the texts and cut them into rows [N, sequence]."""
+    joined = torch.tensor([token for text in texts for token in text])
+    return joined[: len(joined) // sequence * sequence].view(-1, sequence)
+
+
+def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield rows[torch.randint(len(rows), (size,), generator=generator)]
+
+
+def _steps(minutes: float) -> Iterator[tuple[int, float]]:
+    """Yield the number of each step and the share of the time that is used, until it is used up."""
+    begin = perf_counter()
+    step = 0
+    while (progress := (perf_counter() - begin) / (60 * minutes)) < 1 or not step:
+        yield step, progress
+        step += 1
+
+
+def _set_lr(optimizer: torch.optim.Optimizer, peaks: list[float], progress: float) -> None:
+    """Set the learning rates: a linear warm-up, then a cosine decay."""
+    if progress < _WARMUP:
+        factor = (progress + 1e-3) / (_WARMUP + 1e-3)
+    else:
+        factor = _FINAL_LR + (1 - _FINAL_LR) * (1 + math.cos(math.pi * (progress - _WARMUP) / (1 - _WARMUP))) / 2
+    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        group["lr"] = peak * factor
+
+
+def _update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    torch.nn.utils.clip_grad_norm_(weights, 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _say(text: str) -> None:
+    """Print a line on standard error."""
+    typer.echo(text, err=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
