@@ -30,6 +30,7 @@ class StaticCache:
         self._written = [0] * slots  # entries from here on are zero
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
+        self._outputs: dict[int, torch.Tensor] = {}  # by layer: exported hidden states [slots, 1, capacity, H]
         self._shares = False
         self._query_tokens = 0
         self._hit_tokens = 0
@@ -99,8 +100,7 @@ class StaticCache:
         return self._length[slot]
 
     def bytes(self) -> int:
-        tensors = [*self._keys.values(), *self._values.values()]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     def entries(
         self, layer: int, slots: Sequence[int], begin: int, end: int
@@ -136,18 +136,37 @@ class StaticCache:
 
     def _longest_prefix(self, slot: int, prefix: list[int], scope: str) -> tuple[int, int]:
         """Return the number of leading tokens of `prefix` that a slot of the scope has, and the slot."""
-        lengths = {
-            other: common_prefix(self._cached_tokens(other), prefix) for other in self._slots_of(scope, slot)
-        }
+        lengths = {other: common_prefix(self._cached_tokens(other), prefix) for other in self._slots_of(scope, slot)}
         source = max(lengths, key=lambda other: lengths[other], default=slot)
         return lengths.get(source, 0), source
 
     def _copy_prefix(self, source: int, length: int, slot: int) -> None:
         """Copy what is cached of the first `length` tokens of a slot to another."""
         if source != slot:
-            for tensor in (*self._keys.values(), *self._values.values()):
+            for tensor in self._tensors():
                 tensor[slot, :, :length] = tensor[source, :, :length]
             self._written[slot] = max(self._written[slot], length)
+
+    def write_outputs(self, layer: int, layout: Layout, states: torch.Tensor) -> None:
+        """Store the hidden states [T, H] that a layer exports, so that a shared prefix has them as well."""
+        if layer not in self._outputs:
+            self._outputs[layer] = self._allocate(states[None])
+        for span in layout.spans:
+            at = slice(span.start, span.start + span.end - span.begin)
+            self._outputs[layer][span.slot, 0, at] = states[span.begin : span.end]
+
+    def outputs(self, slot: int, layers: Sequence[int], end: int) -> torch.Tensor:
+        """Return a copy of the exported hidden states [end, layers, H] of the first `end` tokens of a slot."""
+        return torch.stack([self._outputs[layer][slot, 0, :end] for layer in layers], 1)
+
+    def drop_outputs(self) -> None:
+        """Drop all exported hidden states. Cached tokens without them are not shared any more."""
+        self._outputs.clear()
+        self.forget()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Return all that is stored per slot and token, [slots, heads, capacity, dim]."""
+        return [*self._keys.values(), *self._values.values(), *self._outputs.values()]
 
     def _set_sequences(self, batch: Batch) -> None:
         """Record which sequences are in the slots."""
@@ -163,7 +182,7 @@ class StaticCache:
         """Set entries from `stop` on to zero. The kernel reads them, masked, if another sequence is longer."""
         # A masked key has weight 0, but 0 * NaN is NaN.
         if stop < self._written[slot]:
-            for tensor in (*self._keys.values(), *self._values.values()):
+            for tensor in self._tensors():
                 tensor[slot, :, stop : self._written[slot]] = 0
         self._written[slot] = stop
 
@@ -175,5 +194,5 @@ class StaticCache:
     def _compact(self, slot: int, base: int, path: tuple[int, ...]) -> None:
         """Move the accepted path of a tree to consecutive entries."""
         accepted = tree.upload(path, self.device) + base
-        for tensor in (*self._keys.values(), *self._values.values()):
+        for tensor in self._tensors():
             tensor[slot, :, base : base + len(path)] = tensor[slot, :, accepted]

@@ -17,8 +17,6 @@ from safetensors.torch import save_file
 from outrider.errors import OutriderError
 from outrider.heads.formats.base import TargetInfo
 
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")  # of a language model, in its config
-
 # Config keys of models that scale their embeddings.
 _EMBEDDING_SCALES = frozenset({"embedding_multiplier", "scale_emb"})
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -133,6 +131,18 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, dict) else config
 
 
+def model_sizes(config: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """Return the vocabulary size, the hidden size and the number of layers of a language model, from its config.
+
+    Nemotron-H lists its layers instead of their number. None: the config has no such sizes.
+    """
+    layers = config.get("num_hidden_layers")
+    if layers is None:
+        layers = len(config.get("layers_block_type") or config.get("hybrid_override_pattern") or ()) or None
+    sizes = config.get("vocab_size"), config.get("hidden_size"), layers
+    return sizes if all(isinstance(size, int) for size in sizes) else None  # type: ignore[return-value]
+
+
 def read_target_info(folder: str | Path) -> TargetInfo:
     """Return what the folder of a target says about it, without loading the model.
 
@@ -142,8 +152,8 @@ def read_target_info(folder: str | Path) -> TargetInfo:
     path = Path(folder).expanduser()
     config = read_config(path)
     text = text_config(config)
-    sizes = [size for name in SIZES if isinstance(size := text.get(name), int)]
-    if len(sizes) < len(SIZES):
+    sizes = model_sizes(text)
+    if sizes is None:
         raise OutriderError(f"{path} holds no language model; give the folder of the target")
     vocab, hidden, layers = sizes
     context = text.get("max_position_embeddings")

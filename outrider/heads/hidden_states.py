@@ -45,6 +45,10 @@ class HiddenStates:
             if len(pieces) >= _MERGE_SIZE:
                 pieces[:] = [(pieces[0][0], torch.cat([states for _, states in pieces]))]
 
+    def set(self, slot: int, states: torch.Tensor) -> None:
+        """Store the states [n, layers, H] of the first n positions."""
+        self._pending[slot] = [(0, states)]
+
     def set_zeros(self, slot: int, start: int, count: int) -> None:
         """Store zeros as the states of `count` positions from `start` on."""
         num_layers = len(self._description.aux_states.layers)

@@ -72,6 +72,8 @@ class AttentionTarget:
     def _score(self, batch: Batch, draft: Draft, first: int) -> Scores:
         layout = self._memory.stage(batch, draft, first)
         logits = self._forward(layout, CacheReader(self._memory, layout))
+        for layer, out in self._outputs.items():
+            self._memory.write_outputs(layer, layout, out[0])
         states = {layer: layout.per_node(out[0, layout.keep]) for layer, out in self._outputs.items()}
         feed_states = {}
         if first < 0:
@@ -169,8 +171,8 @@ class AttentionTarget:
         return Graphs(self._static, slots=self.slots, record=record)
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
-        if layers:
-            self.cache.set_prefix_caching(False)  # cached tokens have no outputs
+        if layers and self.graphs:
+            self.cache.set_prefix_caching(False)  # recorded passes do not store the outputs of cached tokens
         if set(layers) == self._hooks.keys():
             return
         stack = layer_stack(self._model)[1]
@@ -180,11 +182,15 @@ class AttentionTarget:
             hook.remove()
         self._hooks.clear()
         self._outputs.clear()
+        self._memory.drop_outputs()
         for layer in set(layers):
             self._hooks[layer] = stack[layer].register_forward_hook(partial(self._save_output, layer))
         if self.graphs and self._recorder:
             # The recorded passes export other layers.
             self.graphs = Graphs(self._static, slots=self.slots, record=self._recorder)
+
+    def cached_hidden_states(self, slot: int, layers: Sequence[int], end: int) -> torch.Tensor:
+        return self._memory.outputs(slot, layers, end)
 
     def _save_output(self, layer: int, _module: torch.nn.Module, _inputs: object, output: Any) -> None:
         out = output[0] if isinstance(output, tuple) else output

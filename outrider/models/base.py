@@ -45,8 +45,8 @@ class Target(Protocol):
 
         They are in `Scores.hidden_states` and `Scores.feed_hidden_states` of later passes.
 
-        A call replaces the layers of the call before. Prefix caching is off while layers are exported, because a cached
-        token has no hidden states.
+        A call replaces the layers of the call before. Prefix caching is off while layers are exported, unless the target
+        keeps the hidden states of cached tokens (see `HiddenStateCache`).
 
         Raises:
             OutriderError: the target has no such layer, or cannot export layers.
@@ -110,6 +110,17 @@ class WeightSharer(Protocol):
         Raises:
             OutriderError: they are not a table, an RMS norm and a linear layer without bias.
         """
+
+
+@runtime_checkable
+class HiddenStateCache(Protocol):
+    """A target that keeps the hidden states it exports, so that they can be shared with a prefix.
+
+    Other targets turn prefix caching off while they export hidden states.
+    """
+
+    def cached_hidden_states(self, slot: int, layers: Sequence[int], end: int) -> torch.Tensor:
+        """Return the exported outputs [end, layers, H] of the first `end` tokens that are cached in a slot."""
 
 
 def draft_by_scores(target: Target, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:

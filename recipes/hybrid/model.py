@@ -90,7 +90,9 @@ def make_mtp(source: LlamaConfig, seed: int) -> AutoregressiveHead:
     )
 
 
-def mtp_logits(module: AutoregressiveHead, hybrid: BambaForCausalLM, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+def mtp_logits(
+    module: AutoregressiveHead, hybrid: BambaForCausalLM, ids: torch.Tensor, states: torch.Tensor
+) -> torch.Tensor:
     """Return the module's logits [B, S - 1, V]: column j predicts token j + 2 from state j and token j + 1.
 
     Args:

@@ -41,6 +41,8 @@ from outrider.heads.formats.speculators import speculators
 
 # Families that store the weights of norms minus 1, and whose attention may have a gate.
 _QWEN_FAMILIES = ("qwen3_next", "qwen3_5")
+# Hybrids whose attention layers, and so the layer of a module, are those of Llama.
+_HYBRIDS = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "jamba", "lfm2", "olmo_hybrid"})
 _GATED_MODEL_TYPE = "qwen3_5_text"  # the model type under which a layer with a gate is exported
 _OUTER = ("embedding_norm", "state_norm", "project", "norm", "head", "embedding")  # names in the module
 _PROJECT = 2  # index in `_OUTER`
@@ -235,8 +237,8 @@ class Mtp:
         """Return the decoder layer of a module."""
         model_type = config.text("model_type", "llama")
         is_qwen = model_type.startswith(_QWEN_FAMILIES)
-        if model_type not in LLAMAS and not is_qwen:
-            supported = ", ".join([*sorted(LLAMAS), *_QWEN_FAMILIES])
+        if model_type not in LLAMAS | _HYBRIDS and not is_qwen:
+            supported = ", ".join([*sorted(LLAMAS | _HYBRIDS), *_QWEN_FAMILIES])
             raise OutriderError(f"the layers of model_type {model_type!r} are not supported; supported are {supported}")
         body = read_body(config, 1, lambda name: prefix + self.layer + name in source)
         query_size = source.take(f"{prefix}{self.layer}self_attn.q_proj.weight").shape[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.heads.files import SIZES, TensorFiles, read_config, text_config
+from outrider.heads.files import TensorFiles, model_sizes, read_config, text_config
 from outrider.heads.formats.base import Format, ImportedHead, Source, TargetInfo
 from outrider.heads.formats.blocks import BLOCKS
 from outrider.heads.formats.eagle import Eagle
@@ -58,7 +58,7 @@ class Found:
     def belongs(self, target: TargetInfo) -> bool:
         """Return whether the sizes of a full model are those of a target, so that it may be the target itself."""
         config = text_config(self.config)
-        return [config.get(name) for name in SIZES] == [target.vocab, target.hidden, target.layers]
+        return model_sizes(config) == (target.vocab, target.hidden, target.layers)
 
     def read(self, target: TargetInfo | None) -> ImportedHead:
         """Return the draft head.

@@ -35,6 +35,9 @@ class HeadTarget(Target, Protocol):
     def num_pending_states(self, slot: int) -> int:
         """Return the number of positions in a slot whose hidden states the head has not processed yet."""
 
+    def set_cached_states(self, slot: int, states: torch.Tensor) -> None:
+        """Store the hidden states [n, layers, H] of the first n tokens of a slot, which the target had cached."""
+
     def set_zero_states(self, slot: int, start: int, count: int) -> None:
         """Store zeros as the hidden states of `count` positions from `start` on, to time passes without a target."""
 
@@ -64,6 +67,9 @@ class HeadRunner:
 
     def num_pending_states(self, slot: int) -> int:
         return self._hidden_states.num_pending(slot)
+
+    def set_cached_states(self, slot: int, states: torch.Tensor) -> None:
+        self._hidden_states.set(slot, states)
 
     def set_zero_states(self, slot: int, start: int, count: int) -> None:
         self._hidden_states.set_zeros(slot, start, count)

@@ -32,9 +32,10 @@ class GatedDeltaLayer(RecurrentLayer):
         qkv = functional.silu(convolution.advance(staged, inputs["qkv"], rows, conv.weight, conv.bias)).float()
         key_heads, heads, key_dim, value_dim = self._sizes()
         parts = [key_heads * key_dim, key_heads * key_dim, heads * value_dim]
-        query, key, value = (part.unflatten(-1, (-1, size)) for part, size in zip(
-            qkv.split(parts, -1), (key_dim, key_dim, value_dim), strict=True
-        ))
+        query, key, value = (
+            part.unflatten(-1, (-1, size))
+            for part, size in zip(qkv.split(parts, -1), (key_dim, key_dim, value_dim), strict=True)
+        )
         query = _normalize(query).repeat_interleave(heads // key_heads, 2) * key_dim**-0.5
         key = _normalize(key).repeat_interleave(heads // key_heads, 2)
         out = delta_rule.advance(staged, query, key, value, inputs["decay"], inputs["beta"], rows)

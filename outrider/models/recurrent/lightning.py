@@ -32,9 +32,7 @@ class LightningLayer(RecurrentLayer):
     def advance(self, staged: Staged, inputs: Tensors, rows: Rows) -> torch.Tensor:
         value = inputs["value"]
         decay = -self.module.slope_rate.float().view(-1).expand(value.shape[:3])
-        out = state_space.advance(
-            staged, value.float(), decay, inputs["key"].float(), inputs["query"].float(), rows
-        )
+        out = state_space.advance(staged, value.float(), decay, inputs["key"].float(), inputs["query"].float(), rows)
         return out.to(value.dtype)
 
     def state_after(self, staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:

@@ -180,9 +180,7 @@ def _chunks(row: int, span: SequenceSpan) -> list[Chunk]:
         stops.append(last)
     begins = [span.start, *stops]
     offset = span.begin - span.start
-    return [
-        Chunk(row, begin + offset, stop + offset, stop) for begin, stop in zip(begins, stops, strict=False)
-    ]
+    return [Chunk(row, begin + offset, stop + offset, stop) for begin, stop in zip(begins, stops, strict=False)]
 
 
 def _columns(
@@ -193,9 +191,7 @@ def _columns(
     is_padded = min(sizes) < length
     if not is_padded and length * len(sizes) == total:
         return None, None
-    columns = [
-        [*range(begin, begin + size), *[0] * (length - size)] for begin, size in zip(begins, sizes, strict=True)
-    ]
+    columns = [[*range(begin, begin + size), *[0] * (length - size)] for begin, size in zip(begins, sizes, strict=True)]
     if not is_padded:
         return tree.upload(columns, device), None
     counts = tree.upload(sizes, device)

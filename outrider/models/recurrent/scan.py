@@ -46,6 +46,4 @@ def linear_scan(
     rows: Rows,
 ) -> torch.Tensor:
     """Do what `scan` does with steps `decay * before + update`."""
-    return scan(
-        base, earlier, lambda index, before: torch.addcmul(update[:, index], decay[:, index], before), rows
-    )
+    return scan(base, earlier, lambda index, before: torch.addcmul(update[:, index], decay[:, index], before), rows)

@@ -8,6 +8,7 @@ from outrider.cache.base import prompts_that_fit
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Needs, Round
 from outrider.heads.targets.base import HeadTarget
+from outrider.models.base import HiddenStateCache
 from outrider.propose.base import ProposerSetup
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
@@ -26,12 +27,22 @@ class _HiddenStateProposer(DraftModelProposer):
         self.needs = Needs(layers=head.description.aux_states.layers)
 
     def propose(self, batch: Batch) -> Draft:
+        self._read_cached_states(batch)
         feed_pending(self._head, batch)
         return super().propose(batch)
 
     def commit(self, round: Round) -> None:
         self._head.record_states(round)
         super().commit(round)
+
+    def _read_cached_states(self, batch: Batch) -> None:
+        """Read the target's hidden states for sequences that start with a cached prefix."""
+        head, target = self._head, self._setup.target
+        for seq, start in zip(batch.seqs, batch.start, strict=True):
+            is_new = not head.cache.length(seq.slot) and not head.num_pending_states(seq.slot)
+            if start and is_new and isinstance(target, HiddenStateCache):
+                states = target.cached_hidden_states(seq.slot, self.needs.layers, start)
+                head.set_cached_states(seq.slot, states)
 
 
 class HeadProposer(_HiddenStateProposer):
