@@ -45,8 +45,8 @@ class Target(Protocol):
 
         They are in `Scores.hidden_states` and `Scores.feed_hidden_states` of later passes.
 
-        A call replaces the layers of the call before. Prefix caching is off while layers are exported, unless the target
-        keeps the hidden states of cached tokens (see `HiddenStateCache`).
+        A call replaces the layers of the call before. Prefix caching is off while layers are exported, unless the
+        target keeps the hidden states of cached tokens (see `HiddenStateCache`).
 
         Raises:
             OutriderError: the target has no such layer, or cannot export layers.

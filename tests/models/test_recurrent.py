@@ -167,4 +167,4 @@ def test_shared_prefix_continues_from_a_snapshot(name, shelf):
     assert again.num_cached_tokens == CHUNK
     assert relative_error(next_logits(target, [again])[0], expected_logits(model, again)) < TOLERANCE
     target.cache.forget()
-    assert admit(3, common + [1]).num_cached_tokens == 0
+    assert admit(3, [*common, 1]).num_cached_tokens == 0

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from outrider.models.recurrent import convolution, delta_rule
-from outrider.models.recurrent.layer import RecurrentLayer, Staged, Tensors
+from outrider.models.recurrent.layer import RecurrentLayer, Staged, Tensors, split_heads
 from outrider.models.recurrent.rows import Rows
 
 _EPSILON = 1e-6  # added to the squared norm of queries and keys
@@ -32,13 +32,11 @@ class GatedDeltaLayer(RecurrentLayer):
         qkv = functional.silu(convolution.advance(staged, inputs["qkv"], rows, conv.weight, conv.bias)).float()
         key_heads, heads, key_dim, value_dim = self._sizes()
         parts = [key_heads * key_dim, key_heads * key_dim, heads * value_dim]
-        query, key, value = (
-            part.unflatten(-1, (-1, size))
-            for part, size in zip(qkv.split(parts, -1), (key_dim, key_dim, value_dim), strict=True)
-        )
-        query = _normalize(query).repeat_interleave(heads // key_heads, 2) * key_dim**-0.5
-        key = _normalize(key).repeat_interleave(heads // key_heads, 2)
-        out = delta_rule.advance(staged, query, key, value, inputs["decay"], inputs["beta"], rows)
+        query, key, value = torch.split(qkv, parts, -1)
+        query = _normalize(split_heads(query, key_heads)).repeat_interleave(heads // key_heads, 2) * key_dim**-0.5
+        key = _normalize(split_heads(key, key_heads)).repeat_interleave(heads // key_heads, 2)
+        value = split_heads(value, heads)
+        out: torch.Tensor = delta_rule.advance(staged, query, key, value, inputs["decay"], inputs["beta"], rows)
         return out.to(inputs["qkv"].dtype)
 
     def state_after(self, staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:
@@ -51,7 +49,8 @@ class GatedDeltaLayer(RecurrentLayer):
 
     def _decay(self, a: torch.Tensor) -> torch.Tensor:
         """Return the logarithm of the decay [T, H]."""
-        return -self.module.A_log.float().exp() * functional.softplus(a.float() + self.module.dt_bias.float())
+        rate: torch.Tensor = self.module.A_log.float().exp()
+        return -rate * functional.softplus(a.float() + self.module.dt_bias.float())
 
 
 class QwenDeltaLayer(GatedDeltaLayer):

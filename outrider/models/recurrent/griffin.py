@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from outrider.models.recurrent import convolution
-from outrider.models.recurrent.layer import RecurrentLayer, Staged, Tensors, add_entries, pick
+from outrider.models.recurrent.layer import RecurrentLayer, Staged, Tensors, add_entries, pick, split_heads
 from outrider.models.recurrent.rows import Rows
 from outrider.models.recurrent.scan import linear_scan
 
@@ -58,5 +58,5 @@ class GriffinLayer(RecurrentLayer):
 
 def _block_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Multiply blocks of channels [B, L, D] with their own matrices [blocks, D / blocks, D / blocks]."""
-    blocks = x.unflatten(-1, (len(weight), -1))
+    blocks = split_heads(x, len(weight))
     return (torch.einsum("blhi,hij->blhj", blocks, weight) + bias).flatten(-2)

@@ -114,6 +114,11 @@ class RecurrentLayer(ABC):
         return output
 
 
+def split_heads(values: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return [*, heads, D / heads] of values [*, D]."""
+    return values.view(*values.shape[:-1], heads, -1)
+
+
 def add_entries(staged: Staged, new: Mapping[str, torch.Tensor]) -> None:
     """Append [B, L, ...] to the entries."""
     for name, value in new.items():

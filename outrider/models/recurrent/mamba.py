@@ -32,8 +32,8 @@ class MambaLayer(RecurrentLayer):
 
     def advance(self, staged: Staged, inputs: Tensors, rows: Rows) -> torch.Tensor:
         module = self.module
-        x = convolution.advance(staged, inputs["x"], rows, module.conv1d.weight, module.conv1d.bias)
-        x = module.act(x)
+        convolved = convolution.advance(staged, inputs["x"], rows, module.conv1d.weight, module.conv1d.bias)
+        x: torch.Tensor = module.act(convolved)
         sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
         time_step, b, c = module.x_proj(x).split(sizes, -1)
         if hasattr(module, "dt_layernorm"):  # Jamba and Falcon Mamba
@@ -43,7 +43,7 @@ class MambaLayer(RecurrentLayer):
         update = dt * b.float()[..., None, :] * x.float()[..., None]
         states = linear_scan(staged.base[_STATE], staged.entries.get(_STATES), decay, update, rows)
         add_entries(staged, {_STATES: states})
-        out = (states @ c.float()[..., None])[..., 0] + module.D.float() * x.float()
+        out: torch.Tensor = (states @ c.float()[..., None])[..., 0] + module.D.float() * x.float()
         return out.to(x.dtype)
 
     def state_after(self, staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:

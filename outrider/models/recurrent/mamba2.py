@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from outrider.models.recurrent import convolution, state_space
-from outrider.models.recurrent.layer import RecurrentLayer, Staged, Tensors
+from outrider.models.recurrent.layer import RecurrentLayer, Staged, Tensors, split_heads
 from outrider.models.recurrent.rows import Rows
 
 
@@ -37,12 +37,13 @@ class Mamba2Layer(RecurrentLayer):
         module = self.module
         xbc = convolution.advance(staged, inputs["xbc"], rows, module.conv1d.weight, module.conv1d.bias)
         group = module.n_groups * module.ssm_state_size
-        x, b, c = module.act(xbc).float().split([module.intermediate_size, group, group], -1)
-        x = x.unflatten(-1, (module.num_heads, -1))
+        active: torch.Tensor = module.act(xbc).float()
+        x, b, c = torch.split(active, [module.intermediate_size, group, group], -1)
+        x = split_heads(x, module.num_heads)
         dt = functional.softplus(inputs["dt"].float() + module.dt_bias.float())
         dt = dt.clamp(*getattr(module, "time_step_limit", (0.0, torch.inf)))
         decay = dt * -module.A_log.float().exp()
-        out = state_space.advance(staged, x * dt[..., None], decay, self._heads(b), self._heads(c), rows)
+        out: torch.Tensor = state_space.advance(staged, x * dt[..., None], decay, self._heads(b), self._heads(c), rows)
         out = out + module.D.float()[:, None] * x
         return out.flatten(-2).to(inputs["gate"].dtype)
 
@@ -60,4 +61,4 @@ class Mamba2Layer(RecurrentLayer):
     def _heads(self, values: torch.Tensor) -> torch.Tensor:
         """Repeat [B, L, G * N] for the heads of each group: [B, L, H, N]."""
         groups = self.module.n_groups
-        return values.unflatten(-1, (groups, -1)).repeat_interleave(self.module.num_heads // groups, 2)
+        return split_heads(values, groups).repeat_interleave(self.module.num_heads // groups, 2)

@@ -147,8 +147,8 @@ def extend(earlier: PassRows, layout: Layout, draft: Draft) -> PassRows:
     for kept, span, size in zip(earlier.nodes, layout.spans, sizes, strict=True):
         nodes.append(kept[: span.first] + tuple(range(staged, staged + size)))
     in_order = earlier.rows.is_chain and all(
-        (entries[span.first - 1] if span.first else end) == staged - 1
-        for entries, span, end in zip(nodes, layout.spans, earlier.feed_end, strict=True)
+        not size or (entries[span.first - 1] if span.first else end) == staged - 1
+        for entries, size, span, end in zip(nodes, sizes, layout.spans, earlier.feed_end, strict=True)
     )
     if draft.chain and in_order:
         rows = _chains((staged + length,) * len(sizes), length, device)
@@ -230,7 +230,8 @@ def _trees(ancestors: torch.Tensor, draft: Draft, feeds: Sequence[int], length: 
     in_order = order <= order[:, None]
     both_nodes = ~in_feed[:, :, None] & ~in_feed[:, None]
     return Rows(
-        ancestors=torch.where(both_nodes, among_nodes, in_order & in_feed[:, None]),
+        # Padding is numbered like the last draft token, but comes after it.
+        ancestors=in_order & torch.where(both_nodes, among_nodes, in_feed[:, None]),
         parent=parent,
         num_new=length,
         is_chain=False,

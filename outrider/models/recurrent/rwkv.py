@@ -52,8 +52,8 @@ class RwkvChannelMix(RwkvMixLayer):
     def advance(self, staged: Staged, inputs: Tensors, rows: Rows) -> torch.Tensor:
         module = self.module
         key, receptance = self._mixed(staged, inputs["x"], rows, ("key", "receptance"))
-        out = module.receptance(receptance).sigmoid() * module.value(module.key(key).relu().square())
-        return out  # type: ignore[no-any-return]
+        value = module.value(module.key(key).relu().square())
+        return module.receptance(receptance).sigmoid() * value  # type: ignore[no-any-return]
 
 
 class RwkvTimeMix(RwkvMixLayer):

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from outrider.cache.base import Layout
 from outrider.core import tree
 from outrider.core.types import Draft
@@ -60,7 +58,8 @@ class RecurrentStates:
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Advance the states to the last token of the accepted path of each sequence."""
         staged_pass = self._pass
-        assert staged_pass is not None and tuple(slots) == staged_pass.slots, "another batch is staged"
+        assert staged_pass is not None
+        assert tuple(slots) == staged_pass.slots, "another batch is staged"
         rows = staged_pass.rows
         last = tree.upload(staged_pass.last_entry(paths), rows.parent.device)
         index = _index(slots)

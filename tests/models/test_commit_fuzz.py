@@ -1,0 +1,111 @@
+"""Random sequences of passes and commits for every kind of cache. The result equals a fresh prefill.
+
+OUTRIDER_FUZZ is the number of sequences per kind of cache, 120 by default.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from outrider.core import tree
+from outrider.core.types import Round
+from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.make import make_target
+from outrider.testing import random_tree
+from tests.helpers import tiny
+
+SEQUENCES = int(os.environ.get("OUTRIDER_FUZZ", "120"))
+ROWS = 4  # sequences at once
+TOLERANCE = 2e-4  # relative to the norm of the logits
+KINDS = {  # by name: architecture, kernels
+    "keys and values": ("llama", "torch"),
+    "keys and values, paged": ("llama", "native"),
+    "sliding window": ("qwen2", "torch"),
+    "Mamba": ("mamba", "torch"),
+    "Mamba-2": ("mamba2", "torch"),
+    "Mamba-2 and attention": ("bamba", "torch"),
+    "gated delta rule and attention": ("qwen3_5_text", "torch"),
+    "Kimi delta attention and latent attention": ("kimi_linear", "torch"),
+    "lightning attention and attention": ("minimax", "torch"),
+    "RG-LRU and attention": ("recurrent_gemma", "torch"),
+    "short convolution and attention": ("lfm2", "torch"),
+    "RWKV": ("rwkv", "torch"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_commits_equal_a_fresh_prefill(kind, tmp_path):
+    name, kernels = KINDS[kind]
+    if kernels == "native" and not tiny.compiles():
+        pytest.skip("the native kernels cannot be compiled here")
+    config = tiny.ARCHITECTURES[name]() if kernels == "torch" else tiny.make_config("LlamaConfig", head_dim=16)
+    checkpoint = load_checkpoint(tiny.save(tmp_path, config), dtype="float32", device="cpu")
+    fuzzed, fresh = (make_target(checkpoint, slots=ROWS, context=128, kernels=kernels) for _ in range(2))
+    fuzzed.cache.set_prefix_caching(True)
+    rng = random.Random(kind)
+    for _ in range(-(-SEQUENCES // ROWS)):
+        seqs = [start(fuzzed, slot, rng) for slot in sorted(rng.sample(range(ROWS), rng.randint(1, ROWS)))]
+        for _ in range(rng.randint(1, 4)):
+            running = sorted(rng.sample(seqs, rng.randint(1, len(seqs))), key=lambda seq: seq.slot)
+            run_round(fuzzed, running, rng)
+        actual = fuzzed.score(tiny.everything(seqs), tree.empty(len(seqs), fuzzed.device)).logits[:, 0]
+        clean = [tiny.admit(fresh, seq.slot, seq.token_ids) for seq in seqs]
+        expected = fresh.score(tiny.everything(clean), tree.empty(len(seqs), fresh.device)).logits[:, 0]
+        error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert error.max() < TOLERANCE, [seq.token_ids for seq in seqs]
+        for seq in seqs:
+            fuzzed.cache.release(seq.slot)
+            fresh.cache.release(seq.slot)
+
+
+def start(target, slot, rng):
+    """Admit a prompt that often shares a prefix with others."""
+    alphabet = random.Random(rng.randrange(3))
+    tokens = [alphabet.randrange(tiny.VOCAB) for _ in range(rng.choice((1, 2, 7, 20, 66, 80)))]
+    seq = tiny.admit(target, slot, tokens + [rng.randrange(tiny.VOCAB)])
+    target.cache.release(slot)
+    seq.num_cached_tokens = target.cache.admit(slot, seq.token_ids, "scope")
+    return seq
+
+
+def run_round(target, seqs, rng):
+    """Run one round: a part of a prompt, a tree, or a chain that is drafted in several passes. Keep a random path."""
+    batch = tiny.everything(seqs)
+    if rng.random() < 0.3:  # the rest of the feeds comes in a later round
+        feeds = tuple(feed[: rng.randint(1, len(feed))] for feed in batch.feed)
+        batch = replace(batch, feed=feeds)
+    emits = batch.emits
+    draft = random_tree([rng.randint(0, 6) if emits[b] else 0 for b in range(len(seqs))], tiny.VOCAB, rng)
+    if rng.random() < 0.5:
+        draft = tree.chain(draft.tokens, draft.width)
+    if draft.chain and draft.size > 1 and rng.random() < 0.6:
+        split = rng.randint(1, draft.size - 1)
+        scores = target.score(batch, tree.cut(draft, (split,) * len(seqs)))
+        scores = target.score(batch, draft, first=split)
+    else:
+        scores = target.score(batch, draft)
+    paths, emitted = [], []
+    for b, seq in enumerate(seqs):
+        path = tiny.branch(draft, b, rng.randint(-1, draft.width[b] - 1)) if emits[b] else []
+        paths.append(tuple(path))
+        tokens = tuple(int(draft.tokens[b, node]) for node in path)
+        emitted.append((*tokens, rng.randrange(tiny.VOCAB)) if emits[b] else ())
+        seq.num_cached_tokens = batch.start[b] + len(batch.feed[b]) + len(path)
+        seq.token_ids += emitted[b]
+    target.cache.commit(
+        Round(
+            batch=batch,
+            draft=draft,
+            scores=scores,
+            path=tuple(paths),
+            emitted=tuple(emitted),
+            sampled_logprob=tuple((0.0,) * len(tokens) for tokens in emitted),
+            failed=(False,) * len(seqs),
+        )
+    )
