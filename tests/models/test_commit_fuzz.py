@@ -68,7 +68,7 @@ def start(target, slot, rng):
     """Admit a prompt that often shares a prefix with others."""
     alphabet = random.Random(rng.randrange(3))
     tokens = [alphabet.randrange(tiny.VOCAB) for _ in range(rng.choice((1, 2, 7, 20, 66, 80)))]
-    seq = tiny.admit(target, slot, tokens + [rng.randrange(tiny.VOCAB)])
+    seq = tiny.admit(target, slot, [*tokens, rng.randrange(tiny.VOCAB)])
     target.cache.release(slot)
     seq.num_cached_tokens = target.cache.admit(slot, seq.token_ids, "scope")
     return seq

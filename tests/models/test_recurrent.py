@@ -11,7 +11,7 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Round
 from outrider.llm import LLM
-from outrider.models.recurrent import delta_rule, state_space
+from outrider.models.recurrent import ways
 from outrider.models.recurrent.rows import CHUNK
 from outrider.testing import random_tree
 from tests.helpers import tiny
@@ -19,8 +19,8 @@ from tests.helpers import tiny
 NAMES = tuple(tiny.RECURRENT)
 TOLERANCE = 1e-4  # relative to the norm of the logits
 OPTIONS = {"dtype": "float32", "device": "cpu"}
-# Layers whose several tokens can be processed by their states as well as by their inputs.
-TWO_WAYS = {"mamba2": state_space, "minimax": state_space, "qwen3_5_text": delta_rule, "kimi_linear": delta_rule}
+# Layers whose tokens can be processed by the state after each as well as by their inputs.
+TWO_WAYS = ("mamba2", "minimax", "qwen3_5_text", "kimi_linear")
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +118,9 @@ def test_chain_that_is_drafted_token_by_token(name, shelf):
 @torch.inference_mode()
 def test_both_ways_give_the_same_states(name, is_chain, shelf, monkeypatch):
     logits = {}
-    for max_states in (0, 100):
-        monkeypatch.setattr(TWO_WAYS[name], "_MAX_STATES", max_states)
+    for limit in (0, 1 << 30):
+        monkeypatch.setattr(ways, "_MAX_ENTRIES", limit)
+        monkeypatch.setattr(ways, "_MAX_NUMBERS", limit)
         rng = random.Random(2)
         target = shelf.target(name)
         seqs = [tiny.admit(target, slot, tiny.text(rng, 4 + 5 * slot)) for slot in range(3)]
@@ -130,8 +131,8 @@ def test_both_ways_give_the_same_states(name, is_chain, shelf, monkeypatch):
             paths = [tiny.branch(draft, b, rng.randint(-1, width - 1)) for b, width in enumerate(draft.width)]
             batch = tiny.everything(seqs)
             commit(target, batch, draft, target.score(batch, draft), paths, [rng.randrange(tiny.VOCAB)] * 3)
-        logits[max_states] = next_logits(target, seqs)
-    assert relative_error(logits[0], logits[100]) < TOLERANCE
+        logits[limit] = next_logits(target, seqs)
+    assert relative_error(logits[0], logits[1 << 30]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,8 +1,8 @@
 """The gated delta rule: a state matrix per head that replaces the value of a key (Yang et al. 2025).
 
-S_t = exp(a_t) S_{t-1} + k_t u_t^T with u_t = beta_t (v_t - exp(a_t) S_{t-1}^T k_t), and o_t = S_t^T q_t. The corrected
-values u of all tokens solve a triangular system, so a few tokens are processed at once. As for `state_space`, a single
-token is processed by its state, and several by their inputs.
+S_t = exp(a_t) S_{t-1} + k_t u_t^T with u_t = beta_t (v_t - exp(a_t) S_{t-1}^T k_t), and o_t = S_t^T q_t. A few
+tokens are processed by the state after each, or by their inputs (see `ways`). Then the corrected values u of all tokens
+solve a triangular system.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from outrider.models.recurrent.layer import Staged, Tensors, add_entries, pick
 from outrider.models.recurrent.rows import Rows
 from outrider.models.recurrent.scan import scan
+from outrider.models.recurrent.ways import keeps_states
 
 STATE = "state"  # [B, H, K, V] float32
 STATES = "states"  # [B, E, H, K, V], by states
 _KEY, _VALUE, _OWN, _DECAY = "key", "value", "own decay", "decay"  # by inputs
-_MAX_STATES = 1  # entries up to which the way by states moves fewer bytes
 
 
 def advance(
@@ -31,7 +31,8 @@ def advance(
     """Add new entries and return their outputs [B, L, H, V]. All tensors are float32."""
     if decay.dim() == 3:
         decay = decay[..., None]
-    if STATES in staged.entries or rows.num_entries <= _MAX_STATES:
+    is_first = rows.num_entries == rows.num_new
+    if STATES in staged.entries or (is_first and keeps_states(staged.base[STATE], rows.num_entries)):
         return _advance_by_states(staged, query, key, value, decay, beta, rows)
     return _advance_by_inputs(staged, query, key, value, decay, beta, rows)
 

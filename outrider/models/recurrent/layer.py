@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from outrider.models.recurrent.rows import CHUNK, PassRows, Rows, chunk_rows
+from outrider.models.recurrent.rows import CHUNK, PassRows, Rows, chain_rows
 
 Tensors = dict[str, torch.Tensor]
 
@@ -70,7 +70,7 @@ class RecurrentLayer(ABC):
         mixed = self.empty_output(inputs)
         for chunk in rows.chunks:
             state = {name: value[chunk.row : chunk.row + 1] for name, value in staged.base.items()}
-            chain = chunk_rows(chunk.end - chunk.begin, hidden_states.device)
+            chain = chain_rows(1, chunk.end - chunk.begin, hidden_states.device)
             part = Staged(base=state)
             part_inputs = {name: value[None, chunk.begin : chunk.end] for name, value in inputs.items()}
             mixed[chunk.begin : chunk.end] = self.advance(part, part_inputs, chain)[0]

@@ -166,9 +166,9 @@ def extend(earlier: PassRows, layout: Layout, draft: Draft) -> PassRows:
     )
 
 
-def chunk_rows(size: int, device: torch.device) -> Rows:
-    """Return the rows of one sequence with a chain of `size` new entries."""
-    return _chains((size,), size, device)
+def chain_rows(batch_size: int, size: int, device: torch.device) -> Rows:
+    """Return the rows of sequences with chains of `size` new entries."""
+    return _chains((size,) * batch_size, size, device)
 
 
 def _chunks(row: int, span: SequenceSpan) -> list[Chunk]:

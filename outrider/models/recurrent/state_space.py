@@ -1,10 +1,7 @@
 """The recurrence of Mamba-2: a state matrix per head with a scalar decay (Dao and Gu 2024).
 
-S_t = exp(a_t) S_{t-1} + x_t B_t^T and y_t = S_t C_t. There are two exact ways to process a few tokens:
-
-- by states: compute the state after each token. A commit picks one of them.
-- by inputs: compute the outputs from the state before the tokens, like attention with a decay. A commit computes the
-  state after the accepted tokens from the kept inputs. The state is read once, not once per token.
+S_t = exp(a_t) S_{t-1} + x_t B_t^T and y_t = S_t C_t. A few tokens are processed by the state after each, or by
+their inputs, like attention with a decay (see `ways`).
 """
 
 from __future__ import annotations
@@ -14,12 +11,12 @@ import torch
 from outrider.models.recurrent.layer import Staged, Tensors, add_entries, pick
 from outrider.models.recurrent.rows import Rows
 from outrider.models.recurrent.scan import linear_scan
+from outrider.models.recurrent.ways import keeps_states
 
 STATE = "state"  # [B, H, P, N] float32
 STATES = "states"  # [B, E, H, P, N], by states
 # By inputs: [B, E, H, P], [B, E, H, N] and [B, E, H], the decay of each entry and its sum along the path.
 _X, _B, _OWN, _DECAY = "x", "B", "own decay", "decay"
-_MAX_STATES = 1  # entries up to which the way by states moves fewer bytes
 
 
 def advance(
@@ -31,7 +28,8 @@ def advance(
     rows: Rows,
 ) -> torch.Tensor:
     """Add new entries and return their outputs [B, L, H, P]. All tensors are float32."""
-    if STATES in staged.entries or rows.num_entries <= _MAX_STATES:
+    is_first = rows.num_entries == rows.num_new
+    if STATES in staged.entries or (is_first and keeps_states(staged.base[STATE], rows.num_entries)):
         new = linear_scan(
             staged.base[STATE],
             staged.entries.get(STATES),
