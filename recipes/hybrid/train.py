@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, BambaForCausalLM, LlamaForCausalLM
 from outrider.core.params import SamplingParams
 from outrider.heads.formats.registry import format_of
 from outrider.heads.modules.autoregressive import AutoregressiveHead
+from outrider.heads.store import import_head
 from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
 from outrider.measure.prompts import read_prompts
@@ -37,6 +38,10 @@ def main(
     data: Annotated[Path, typer.Option(help="JSON lines with prompts, which the source answers.")],
     out: Annotated[Path, typer.Option(help="Folder for the hybrid, with its module in the same checkpoint.")],
     source: Annotated[str, typer.Option(help="Folder of the Llama model.")] = "@mini",
+    start: Annotated[Path | None, typer.Option(help="Folder of a hybrid to go on with. Default: a new one.")] = None,
+    module_from: Annotated[
+        Path | None, typer.Option(help="Folder of an MTP module of the source to start from. Default: random weights.")
+    ] = None,
     attention: Annotated[str, typer.Option(help="Layers that stay attention layers.")] = "1,4,7",
     state: Annotated[int, typer.Option(min=1, help="Numbers of the recurrent state per channel.")] = 64,
     answers: Annotated[int, typer.Option(min=1, help="Prompts that are answered.")] = 2000,
@@ -54,9 +59,13 @@ def main(
     kept = [int(number) for number in attention.split(",")]
     hybrid = make_hybrid(teacher, kept, state=state, seed=seed)
     module = make_mtp(teacher.config, seed)
+    if start:
+        hybrid.load_state_dict(BambaForCausalLM.from_pretrained(start, dtype=torch.float32).state_dict())
+    if module_from:
+        _copy_weights(import_head(module_from).weights, module)
     _say(f"{len(rows)} rows of {sequence} tokens; {sum(w.numel() for w in hybrid.parameters()) / 1e6:.1f}M parameters")
     batches = _batches(rows, batch, seed)
-    layer_steps = train_layers(hybrid, teacher, batches, minutes=layer_minutes, lr=lr)
+    layer_steps = train_layers(hybrid, teacher, batches, minutes=layer_minutes, lr=lr) if layer_minutes else 0
     steps, agreement = train_whole(hybrid, module, teacher, batches, minutes=minutes, lr=lr)
     save(hybrid, module, folder, out)
     typer.echo(
@@ -123,9 +132,10 @@ def train_whole(
         ids = next(batches)
         with torch.no_grad():
             expected = teacher(ids).logits.log_softmax(-1)
-        states = hybrid.model(ids, use_cache=False).last_hidden_state
-        logits = hybrid.lm_head(states).log_softmax(-1)
-        drafted = mtp_logits(module, hybrid, ids, states).log_softmax(-1)
+        with torch.autocast("cpu", torch.bfloat16):
+            states = hybrid.model(ids, use_cache=False).last_hidden_state.float()
+            logits = hybrid.lm_head(states).float().log_softmax(-1)
+            drafted = mtp_logits(module, hybrid, ids, states).log_softmax(-1)
         own = functional.kl_div(logits, expected, log_target=True, reduction="none").sum(-1).mean()
         ahead = functional.kl_div(drafted[:, :-1], expected[:, 1:-1], log_target=True, reduction="none").sum(-1).mean()
         _update(optimizer, own + _MTP_WEIGHT * ahead)
@@ -155,6 +165,12 @@ def add_module(folder: Path, module: AutoregressiveHead) -> None:
     file = folder / "model.safetensors"
     kept = {name: weight for name, weight in load_file(file).items() if not name.startswith("mtp.")}
     save_file(kept | {name: weight.to(torch.bfloat16) for name, weight in tensors.items()}, file, {"format": "pt"})
+
+
+def _copy_weights(weights: Mapping[str, torch.Tensor], module: AutoregressiveHead) -> None:
+    """Load the weights that the module has. A module with a reduced vocabulary has the same ones, and its tokens."""
+    names = module.state_dict().keys()
+    module.load_state_dict({name: weight.float() for name, weight in weights.items() if name in names})
 
 
 def _answers(folder: Path, data: Path, count: int, sequence: int, seed: int) -> list[list[int]]:
