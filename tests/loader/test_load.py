@@ -192,9 +192,11 @@ def test_draft_with_additional_tokens(tmp_path, caplog):
     assert "of the target's 256 tokens it has 100%, and it drafts by tokens" in caplog.text
 
 
-def test_recurrent_draft_raises(shelf):
-    with pytest.raises(OutriderError, match="recurrent draft models are not supported; use an attention model"):
-        LLM(shelf.folder("llama"), proposer=f"draft:{shelf.folder('mamba2')}", device="cpu")
+def test_recurrent_draft(shelf):
+    options = {"dtype": "float32", "device": "cpu", "max_model_len": 96}
+    plain = LLM(shelf.folder("llama"), proposer="none", **options).generate(PROMPTS, GREEDY)
+    llm = LLM(shelf.folder("llama"), proposer=f"draft:{shelf.folder('mamba2')}", k=3, **options)
+    assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [c.token_ids for c in plain]
 
 
 def test_draft_stops_at_its_own_context_length(tmp_path, caplog):

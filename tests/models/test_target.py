@@ -122,10 +122,6 @@ def test_export_replaces_the_layers_of_the_call_before(kernels, tmp_path):
 def test_export_of_unsupported_layers_raises(shelf):
     with pytest.raises(OutriderError, match="this target has no layer 4; use layers 0 to 3"):
         shelf.target("llama", [0, 4])
-    with pytest.raises(
-        OutriderError, match="a recurrent target exports no hidden states; use a proposer that needs none"
-    ):
-        shelf.target("mamba2", [0])
     with pytest.raises(UnsupportedModel, match="its layers have several output streams"):
         score(shelf.target("gemma3n_text", [0]))
 
