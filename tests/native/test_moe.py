@@ -279,6 +279,7 @@ def test_pack_and_unpack_experts(outputs, inputs, gated, bits):
             tiny.make_config("OlmoeConfig", hidden_size=64, num_experts=4, num_experts_per_tok=2, clip_qkv=8.0),
             "clip_qkv",
         ),
+        (tiny.make_config("OlmoeConfig", hidden_size=64, num_experts=4), "is 8, but a layer has 4 experts"),
         (
             tiny.make_config(
                 "Qwen3MoeConfig", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
