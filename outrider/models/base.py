@@ -95,7 +95,10 @@ class SelfDraftTarget(Protocol):
         """
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
-        """Return the bytes of weights that a pass reads: in each layer, and in the LM head."""
+        """Return the bytes of weights that a pass over one token reads: in each layer, and in the LM head.
+
+        Targets on torch count all experts of a layer, the native kernels those of one token.
+        """
 
 
 @runtime_checkable

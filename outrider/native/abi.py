@@ -26,9 +26,9 @@ class CLayer(ctypes.Structure):
     """`Layer` of decoder.cpp: the weights of one decoder layer."""
 
     _fields_ = (
-        *((name, CLinear) for name in ("qkv", "out", "gate_up", "down", "value")),
+        *((name, CLinear) for name in ("qkv", "out", "gate_up", "down", "value", "router")),
         *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
-        ("window", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("window", "wide_norms", "top", "normalized")),
     )
 
 

@@ -21,6 +21,7 @@ from outrider.models.submodel import refuse_weight_update
 from outrider.native.abi import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD, CLayer, CLinear, CModel
 from outrider.native.blocks import PackedBlocks, can_pack, join_blocks, pack_blocks
 from outrider.native.calls import Passes
+from outrider.native.experts import PackedExperts, Routing, pack_experts
 from outrider.native.library import Library
 from outrider.native.pack import FLOAT_DTYPES, PANEL, Arena, PackedWeight, address, interleave, pack, separate
 from outrider.native.support import FAMILIES
@@ -29,6 +30,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head"
 _PANELS_AT_ONCE = 128  # of a table that is expanded
 Weight = torch.Tensor | BlockWeight
+Packed = PackedWeight | PackedBlocks
 _log = logging.getLogger("outrider")
 _PACKED_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -37,6 +39,9 @@ _PACKED_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
         "down": ("mlp.down_proj",),
     }
+)
+_PACKED_EXPERTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"router": ("mlp.gate",), "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",)}
 )
 
 
@@ -49,11 +54,13 @@ class Dimensions:
     heads: int
     key_heads: int
     dim: int  # of a head
-    ffn: int
+    ffn: int  # of an MLP
     epsilon: float
     scale: float
     rotary_scale: float
     windows: tuple[int, ...]  # [layers]; 0: full attention
+    wide_norms: bool  # whether queries and keys are normalized over all heads
+    routing: Routing | None  # of the experts, if there are any
 
     @classmethod
     def of(cls, model: Any) -> Dimensions:
@@ -77,8 +84,10 @@ class Dimensions:
             scale=attention.scaling,
             rotary_scale=model.model.rotary_emb.attention_scaling,
             windows=_windows(config),
+            wide_norms=config.model_type == "olmoe",
+            routing=Routing.of(model),
         )
-        unaligned = any(size % 16 for size in (shape.hidden, shape.dim, shape.ffn))
+        unaligned = any(size % 16 for size in (shape.hidden, shape.dim, *shape.mlp_sizes))
         other_mlp = config.hidden_act != "silu" or getattr(config, "mlp_bias", False)
         if unaligned or shape.dim > MAX_HEAD_DIM or other_mlp:
             raise UnsupportedModel(
@@ -91,6 +100,13 @@ class Dimensions:
                 f" key head; this model has {shape.heads} for {shape.key_heads}"
             )
         return shape
+
+    @property
+    def mlp_sizes(self) -> tuple[int, ...]:
+        """The sizes of the MLPs and of the experts that the layers have."""
+        if self.routing is None:
+            return (self.ffn,)
+        return (self.routing.ffn,) if len(self.routing.layers) == self.layers else (self.ffn, self.routing.ffn)
 
 
 def _windows(config: Any) -> tuple[int, ...]:
@@ -122,6 +138,11 @@ def _split_values(state: Mapping[str, Weight], layers: int) -> frozenset[int]:
         if isinstance(key, BlockWeight) and isinstance(value, BlockWeight) and key.kind != value.kind:
             split.add(i)
     return frozenset(split)
+
+
+def _weight_name(part: str) -> str:
+    """Return the name of the weight of a linear layer, or of the weights of all experts."""
+    return part if ".experts." in part else f"{part}.weight"
 
 
 def _dense(weight: Weight) -> torch.Tensor:
@@ -187,7 +208,14 @@ class Decoder(Passes):
 
     @property
     def vocab(self) -> int:
-        return self._packed[_HEAD].shape[0]
+        return self._packed_head.shape[0]
+
+    @property
+    def _packed_head(self) -> Packed:
+        """The LM head."""
+        head = self._packed[_HEAD]
+        assert not isinstance(head, PackedExperts)
+        return head
 
     def make_submodel(self, layers: Sequence[int]) -> Decoder:
         """Return a decoder of some layers, in this order. It shares the weights, also after `load`."""
@@ -242,7 +270,7 @@ class Decoder(Passes):
             self._norms[name] = new[name].float().clone()
         stale = []
         for name, parts in self._groups().items():
-            if any(f"{part}.{kind}" in new for part in parts for kind in ("weight", "bias")):
+            if any(key in new for part in parts for key in (_weight_name(part), f"{part}.bias")):
                 self._packed[name] = self._pack(name, parts, {**self._unpacked(name, parts), **new})
                 stale.append(name)
         if _EMBEDDING in new:
@@ -261,7 +289,7 @@ class Decoder(Passes):
 
     def share_weights(self) -> SharedWeights:
         """Return the weights that draft heads share. Quantized tables are expanded to `dtype`."""
-        packed = self._packed[_HEAD]
+        packed = self._packed_head
         head = _expand(packed, self.dtype)
         embedding = self._embedding
         if embedding is None:
@@ -286,11 +314,17 @@ class Decoder(Passes):
         return sum(weight.nbytes for weight in self._packed.values())
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
-        """Return the bytes of weights that a pass reads: of each layer, and of the LM head."""
+        """Return the bytes of weights that a pass over one token reads: of each layer, and of the LM head."""
         layers = [0] * self.shape.layers
+        routing = self.shape.routing
         for name, packed in self._packed.items():
-            if name != _HEAD:
-                layers[int(name.partition(".")[0])] += packed.nbytes
+            if name == _HEAD:
+                continue
+            size = packed.nbytes
+            if isinstance(packed, PackedExperts):
+                assert routing is not None
+                size = size * routing.top // routing.experts
+            layers[int(name.partition(".")[0])] += size
         return tuple(layers), self._packed[_HEAD].nbytes
 
     def _update_from_source(self, names: Iterable[str]) -> None:
@@ -306,7 +340,8 @@ class Decoder(Passes):
         """Return the linear layers that are packed together, by the name of the packed weight."""
         groups: dict[str, tuple[str, ...]] = {_HEAD: (_HEAD,)}
         for i in range(self.shape.layers):
-            for name, parts in _PACKED_GROUPS.items():
+            has_experts = self.shape.routing is not None and i in self.shape.routing.layers
+            for name, parts in ({**_PACKED_GROUPS, **_PACKED_EXPERTS} if has_experts else _PACKED_GROUPS).items():
                 groups[f"{i}.{name}"] = tuple(f"model.layers.{i}.{part}" for part in parts)
             if i in self._split_values:
                 *query_key, value = groups[f"{i}.qkv"]
@@ -322,14 +357,14 @@ class Decoder(Passes):
         """Return the embedding table in blocks, or None if it is dense."""
         if not isinstance(table, BlockWeight) or not can_pack(table.kind.name):
             return None
-        head = self._packed[_HEAD]
+        head = self._packed_head
         if self._tied and isinstance(head, PackedBlocks):
             return head
         return pack_blocks(table, arena=self._arena)
 
-    def _pack(self, name: str, parts: Sequence[str], state: Mapping[str, Weight]) -> PackedWeight | PackedBlocks:
+    def _pack(self, name: str, parts: Sequence[str], state: Mapping[str, Weight]) -> Packed | PackedExperts:
         """Pack the linear layers `parts` together. GGUF blocks of one type stay as they are."""
-        weights = [state[f"{part}.weight"] for part in parts]
+        weights = [state[_weight_name(part)] for part in parts]
         biases = [bias for part in parts if isinstance(bias := state.get(f"{part}.bias"), torch.Tensor)]
         bias = torch.cat(biases) if biases else None
         gate_up = name.endswith("gate_up")
@@ -341,14 +376,21 @@ class Decoder(Passes):
         if blocks:
             _log.info("%s: weights of type %s are stored in %d bits", name, ", ".join(sorted(types)), self._bits)
         dense = [_dense(weight) for weight in weights]
+        if ".experts." in parts[0]:
+            return pack_experts(dense[0], gated=gate_up, bits=self._bits, arena=self._arena)
         weight = interleave(*dense) if gate_up else torch.cat(dense)
-        # Four bits are too few for the LM head.
-        bits = max(self._bits, 8) if name == _HEAD else self._bits
+        bits = self._bits
+        if name == _HEAD:
+            bits = max(bits, 8)  # four bits are too few for the LM head
+        elif name.endswith("router"):
+            bits = 32  # rounding would choose other experts
         return pack(weight, bias, bits=bits, arena=self._arena)
 
     def _unpacked(self, name: str, parts: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return the weights and biases of the linear layers `parts` from their packed weight."""
         packed = self._packed[name]
+        if isinstance(packed, PackedExperts):
+            return {parts[0]: packed.unpack()}
         sizes = [self._shapes[f"{part}.weight"][0] for part in parts]
         weight = packed.unpack()
         weights = separate(weight) if name.endswith("gate_up") else torch.split(weight, sizes)
@@ -397,15 +439,21 @@ class Decoder(Passes):
             weight = self._norms.get(f"model.layers.{i}.{name}.weight")
             return 0 if weight is None else weight.data_ptr()
 
+        routing = self.shape.routing
+        router = self._packed.get(f"{i}.router")
         return CLayer(
             qkv=self._packed[f"{i}.qkv"].c(),
             out=self._packed[f"{i}.out"].c(),
             gate_up=self._packed[f"{i}.gate_up"].c(),
             down=self._packed[f"{i}.down"].c(),
             value=self._packed[f"{i}.value"].c() if i in self._split_values else CLinear(),
+            router=router.c() if router else CLinear(),
             attention_norm=norm("input_layernorm"),
             mlp_norm=norm("post_attention_layernorm"),
             query_norm=norm("self_attn.q_norm"),
             key_norm=norm("self_attn.k_norm"),
             window=self.shape.windows[i],
+            wide_norms=self.shape.wide_norms,
+            top=routing.top if routing else 0,
+            normalized=routing.normalized if routing else 0,
         )

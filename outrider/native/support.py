@@ -7,7 +7,9 @@ from typing import Any
 from outrider.errors import UnsupportedModel
 from outrider.native.library import find_compiler
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # layers of norm, rotary attention, norm and gated SiLU
+ROUTED_FAMILIES = frozenset({"mixtral", "olmoe", "qwen3_moe"})  # with routed experts instead of an MLP
+# Layers of norm, rotary attention, norm and gated SiLU.
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"}) | ROUTED_FAMILIES
 
 
 def may_run(config: Any) -> bool:

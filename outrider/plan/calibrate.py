@@ -1,9 +1,14 @@
-"""Measure the cost of passes, once per model and machine, and cache it on disk."""
+"""Measure the cost of passes, once per model and machine, and cache it on disk.
+
+The tokens of a measured pass are random. In a mixture of experts each token reads the weights of its own experts, so a
+pass over one token many times would read fewer weights than a pass over text.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,8 +30,9 @@ _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96
 _MAX_PER_SEQUENCE = 16  # wider passes have more sequences
 _SWEEPS, _REPEATS = 3, 3  # the first repeat of each shape is a warm-up
 _SLOW = 0.4  # seconds; wider passes are not measured after a pass this long
-_METHOD = 4  # version of the method; files of other versions are measured again
+_METHOD = 5  # version of the method; files of other versions are measured again
 _CHECKED, _DRIFT = (1, 8), 1.4  # token counts that check a file, and the largest ratio between their deviations
+_SEED = 0  # of the tokens; all measurements of a shape have the same tokens
 _FILES = 32  # maximum number of cached files
 _PREFILL = 256  # tokens of the measured prefill
 _DEEP = 1024  # cached tokens of the measurements with a filled cache
@@ -89,18 +95,20 @@ def _measure(target: Target, seqs: int, tokens: int, cached: int) -> float:
     shares = [tokens // seqs + (b < tokens % seqs) for b in range(seqs)]
     if isinstance(target, HeadTarget):
         return _measure_head(target, shares, cached)
+    ids = _random_ids(target, shares)
     batch = Batch(
         seqs=tuple(_sequence(target, slot) for slot in range(seqs)),
         start=(cached,) * seqs,
-        feed=((0,),) * seqs,
+        feed=tuple(row[:1] for row in ids),
         draft_budget=tuple(share - 1 for share in shares),
     )
-    return _timed(target, batch, _draft(shares, target.device))
+    return _timed(target, batch, _draft([row[1:] for row in ids], target.device))
 
 
 def _measure_prefill(target: Target, tokens: int) -> float:
     """Return the seconds of a prefill of `tokens`."""
-    batch = Batch(seqs=(_sequence(target, 0),), start=(0,), feed=((0,) * tokens,), draft_budget=(0,))
+    feed = _random_ids(target, [tokens])
+    batch = Batch(seqs=(_sequence(target, 0),), start=(0,), feed=feed, draft_budget=(0,))
     return _timed(target, batch, tree.empty(1, target.device))
 
 
@@ -109,7 +117,7 @@ def _measure_head(target: HeadTarget, shares: list[int], cached: int) -> float:
     batch = Batch(
         seqs=tuple(_sequence(target, slot) for slot in range(len(shares))),
         start=(cached + 1,) * len(shares),  # the first token has no hidden state before it
-        feed=tuple((0,) * share for share in shares),
+        feed=_random_ids(target, shares),
         draft_budget=(1,) * len(shares),
     )
     for slot, share in enumerate(shares):
@@ -129,12 +137,19 @@ def _timed(target: Target, batch: Batch, draft: Draft) -> float:
     return seconds
 
 
-def _draft(shares: list[int], device: torch.device) -> Draft:
-    """Return chains of one draft token less than the share of each sequence."""
-    if max(shares) == 1:
-        return tree.empty(len(shares), device)
-    tokens = torch.zeros(len(shares), max(shares) - 1, dtype=torch.int64, device=device)
-    return tree.chain(tokens, tuple(share - 1 for share in shares))
+def _random_ids(target: Target, shares: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Return random token ids: `shares[b]` of sequence b. They are the same in each call."""
+    rng = random.Random(_SEED)
+    return tuple(tuple(rng.randrange(target.vocab) for _ in range(share)) for share in shares)
+
+
+def _draft(chains: list[tuple[int, ...]], device: torch.device) -> Draft:
+    """Return these chains of draft tokens, one for each sequence."""
+    widths = tuple(map(len, chains))
+    if not max(widths):
+        return tree.empty(len(chains), device)
+    tokens = [chain + (0,) * (max(widths) - len(chain)) for chain in chains]
+    return tree.chain(torch.tensor(tokens, dtype=torch.int64, device=device), widths)
 
 
 def _sequence(target: Target, slot: int) -> SequenceState:

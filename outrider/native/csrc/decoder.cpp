@@ -6,6 +6,7 @@
 #include <omp.h>
 
 #include "attention.h"
+#include "experts.h"
 #include "sampling.h"
 #include "linear.h"
 #include "threads.h"
@@ -17,9 +18,12 @@ extern "C" {
 struct Layer {
   Linear qkv, out, gate_up, down;
   Linear value;                            // the value projection in another format; no outputs: `qkv` has it
+  Linear router;                           // [experts][hidden]; no outputs: one MLP. `gate_up` and `down` hold all experts
   const float *attention_norm, *mlp_norm;  // [hidden]
-  const float *query_norm, *key_norm;      // [dim] or null
+  const float *query_norm, *key_norm;      // [dim], or [heads * dim] with `wide_norms`; or null
   int32_t window;                          // 0: full attention
+  int32_t wide_norms;                      // whether queries and keys are normalized over all heads of a column
+  int32_t top, normalized;                 // experts of a column; whether their weights add up to 1
 };
 
 // Keys and values of all layers, in blocks that sequences may share.
@@ -102,6 +106,13 @@ class Decoder final : public Runner {
   explicit Decoder(const Model& model)
       : model_(model), barrier_(model.threads), team_size_(model.threads), num_candidates_(model.head.out) {
     for (int i = 0; i < model_.threads; i++) scratch_.emplace_back(model_.dim);
+    for (int i = 0; i < model_.layers; i++) {
+      const Layer& layer = model_.layer[i];
+      if (!layer.router.out) continue;
+      max_experts_ = std::max(max_experts_, layer.router.out);
+      max_top_ = std::max(max_top_, layer.top);
+      max_expert_ffn_ = std::max(max_expert_ffn_, expert_ffn(layer));
+    }
   }
 
   void run(const Pass& pass) override {
@@ -120,7 +131,7 @@ class Decoder final : public Runner {
       }
       for (int i = 0; i < model_.layers; i++) {
         attention(team, pass, i, !i && model_.entry && !model_.entry->project.out);
-        mlp(team, pass, model_.layer[i]);
+        model_.layer[i].router.out ? experts(team, pass, model_.layer[i]) : mlp(team, pass, model_.layer[i]);
         export_layer(team, pass, i);
       }
       lm_head(team, pass);
@@ -323,6 +334,12 @@ class Decoder final : public Runner {
       normalize_rows(team, pass.num_columns, nullptr, layer.attention_norm, layer.value);
       apply<Store::kSet>(team, layer.value, packed_, pass.num_columns, wide_.data() + layer.qkv.out, qkv_width);
     }
+    if (layer.wide_norms)
+      team.share(pass.num_columns, [&](int c) {
+        float* x = &wide_[size_t(c) * qkv_width];
+        rms_norm(x, layer.query_norm, width, x);
+        rms_norm(x + width, layer.key_norm, model_.key_heads * model_.dim, x + width);
+      });
     const int all_heads = model_.heads + 2 * model_.key_heads;
     team.share(pass.num_columns * all_heads, [&](int i) { store_head(pass, number, i / all_heads, i % all_heads); });
     const Columns columns{pass.position, pass.prefix, pass.tail_begin, pass.tail};
@@ -348,6 +365,42 @@ class Decoder final : public Runner {
     apply<Store::kGate>(team, layer.gate_up, packed_, pass.num_columns, wide_.data(), model_.ffn);
     pack_rows(team, pass.num_columns, wide_.data(), model_.ffn, layer.down);
     apply<Store::kAdd>(team, layer.down, packed_, pass.num_columns, residual_.data(), model_.hidden);
+  }
+
+  static int expert_ffn(const Layer& layer) { return layer.gate_up.out / layer.router.out / 2; }
+
+  // An MLP of routed experts (Shazeer et al. 2017).
+  void experts(const Team& team, const Pass& pass, const Layer& layer) {
+    const int hidden = model_.hidden;
+    const int ffn = expert_ffn(layer);
+    const int count = layer.router.out;
+    const int top = layer.top;
+    const int rows = pass.num_columns * top;
+    team.share(pass.num_columns, [&](int c) {
+      float* x = &mlp_input_[size_t(c) * hidden];
+      rms_norm(&residual_[size_t(c) * hidden], layer.mlp_norm, hidden, x);
+      pack_row(routed_, c, x, hidden, layer.router);
+    });
+    apply<Store::kSet>(team, layer.router, routed_, pass.num_columns, router_logits_.data(), count);
+    team.share(pass.num_columns, [&](int c) {
+      choose_experts(&router_logits_[size_t(c) * count], count, top, layer.normalized,
+                     &assignment_.expert[size_t(c) * top], &assignment_.weight[size_t(c) * top]);
+    });
+    team.share(1, [&](int) { assignment_.sort(pass.num_columns, top, count); });
+    team.share(rows, [&](int r) {
+      pack_row(routed_, r, &mlp_input_[size_t(assignment_.column[r]) * hidden], hidden, layer.gate_up);
+    });
+    apply_experts<Store::kGate>(team, layer.gate_up, 2 * ffn, assignment_.groups, routed_, expert_wide_.data(), ffn);
+    team.share(rows, [&](int r) { pack_row(routed_, r, &expert_wide_[size_t(r) * ffn], ffn, layer.down); });
+    apply_experts<Store::kSet>(team, layer.down, hidden, assignment_.groups, routed_, expert_out_.data(), hidden);
+    team.share(pass.num_columns, [&](int c) {
+      float* out = &residual_[size_t(c) * hidden];
+      for (int i = c * top; i < (c + 1) * top; i++) {
+        const float* x = &expert_out_[size_t(assignment_.row[i]) * hidden];
+        const Floats weight = broadcast(assignment_.weight[i]);
+        for (int h = 0; h < hidden; h += kLanes) store(out + h, load(out + h) + weight * load(x + h));
+      }
+    });
   }
 
   void export_layer(const Team& team, const Pass& pass, int layer) {
@@ -407,7 +460,7 @@ class Decoder final : public Runner {
     const bool is_key = !is_query && head < model_.heads + key_heads;
     float* x = &wide_[(size_t(c) * (model_.heads + 2 * key_heads) + head) * dim];
     const float* norm = is_query ? layer.query_norm : is_key ? layer.key_norm : nullptr;
-    if (norm) rms_norm(x, norm, dim, x);
+    if (norm && !layer.wide_norms) rms_norm(x, norm, dim, x);
     if (!is_query && !is_key) {
       const Entries<Element> entries = slot_entries(pass.slot[c], number);
       Element* to = entries.value(pass.entry[c], head - model_.heads - key_heads);
@@ -467,6 +520,22 @@ class Decoder final : public Runner {
     scale_.resize(count * widest / kSmallGroup);
     total_.resize(count * widest / kSmallGroup);
     packed_ = {words_.data(), scale_.data(), total_.data(), words, widest / kSmallGroup};
+    if (max_experts_) reserve_experts(columns);
+  }
+
+  // Grow the buffers of routed experts for a pass of this many columns.
+  void reserve_experts(int columns) {
+    const size_t rows = size_t(columns) * max_top_;
+    const int widest = padded(std::max(model_.hidden, max_expert_ffn_));
+    mlp_input_.resize(size_t(columns) * model_.hidden);
+    router_logits_.resize(size_t(columns) * max_experts_);
+    assignment_.reserve(columns, max_top_, max_experts_);
+    expert_wide_.resize(rows * max_expert_ffn_);
+    expert_out_.resize(rows * model_.hidden);
+    routed_words_.resize(rows * widest);  // enough for the inputs of the router, which are floats
+    routed_scale_.resize(rows * widest / kSmallGroup);
+    routed_total_.resize(rows * widest / kSmallGroup);
+    routed_ = {routed_words_.data(), routed_scale_.data(), routed_total_.data(), widest, widest / kSmallGroup};
   }
 
   Model model_;
@@ -482,6 +551,13 @@ class Decoder final : public Runner {
   std::vector<Element> query_;
   std::vector<int32_t> words_, total_, empty_tails_, best_;
   Rows packed_{};  // inputs of the next linear layer
+  // Routed experts. A row is a column with one of its experts.
+  int max_experts_ = 0, max_top_ = 0, max_expert_ffn_ = 0;  // of all layers
+  Assignment assignment_;
+  std::vector<float> mlp_input_, router_logits_;            // [columns][...]
+  std::vector<float> expert_wide_, expert_out_, routed_scale_;  // [rows][...]
+  std::vector<int32_t> routed_words_, routed_total_;        // [rows][...]
+  Rows routed_{};  // inputs of the router, with a row for each column, or of the experts
 };
 
 }  // namespace

@@ -256,15 +256,15 @@ constexpr auto tile_functions(std::integer_sequence<int, I...>) {
   return Table{{compute_tile<mode, I + 1>...}};
 }
 
-// Compute a panel for all rows on the matrix units.
+// Compute a panel for rows begin .. end - 1 on the matrix units.
 template <Store mode>
-void compute_matrix(MatrixUnits& units, const Linear& layer, int panel, const Rows& x, int rows, float* out,
+void compute_matrix(MatrixUnits& units, const Linear& layer, int panel, const Rows& x, int begin, int end, float* out,
                     int stride) {
   const int words = layer.in / 2;
   const auto* weight = static_cast<const int32_t*>(layer.weight) + size_t(panel) * words * kPanel;
   float sums[kMatrixBlock][kPanel];
-  for (int r = 0; r < rows; r += kMatrixBlock) {
-    const int count = std::min(kMatrixBlock, rows - r);
+  for (int r = begin; r < end; r += kMatrixBlock) {
+    const int count = std::min(kMatrixBlock, end - r);
     units.configure(count);
     multiply_panel(weight, x.words + size_t(r) * x.stride, count, x.stride, words, sums);
     for (int m = 0; m < count; m++)
@@ -272,19 +272,23 @@ void compute_matrix(MatrixUnits& units, const Linear& layer, int panel, const Ro
   }
 }
 
+// Compute a panel for rows begin .. end - 1.
+template <Store mode>
+void compute_panel(MatrixUnits& units, const Linear& layer, int panel, const Rows& x, int begin, int end, float* out,
+                   int stride) {
+  if (layer.bits == 16 && has_matrix_units())
+    return compute_matrix<mode>(units, layer, panel, x, begin, end, out, stride);
+  static constexpr auto table = tile_functions<mode>(std::make_integer_sequence<int, kTile>());
+  for (int r = begin; r < end; r += kTile)
+    table.function[std::min(kTile, end - r) - 1](layer, panel, x, r, out, stride);
+}
+
 // Write out [rows][stride]. Every thread of the team calls this.
 template <Store mode>
 void apply(const Team& team, const Linear& layer, const Rows& x, int rows, float* out, int stride) {
-  if (layer.bits == 16 && has_matrix_units()) {
-    MatrixUnits units;
-    return team.share((layer.out + kPanel - 1) / kPanel,
-                      [&](int panel) { compute_matrix<mode>(units, layer, panel, x, rows, out, stride); });
-  }
-  static constexpr auto table = tile_functions<mode>(std::make_integer_sequence<int, kTile>());
-  team.share((layer.out + kPanel - 1) / kPanel, [&](int panel) {
-    for (int r = 0; r < rows; r += kTile)
-      table.function[std::min(kTile, rows - r) - 1](layer, panel, x, r, out, stride);
-  });
+  MatrixUnits units;
+  team.share((layer.out + kPanel - 1) / kPanel,
+             [&](int panel) { compute_panel<mode>(units, layer, panel, x, 0, rows, out, stride); });
 }
 
 // Return the scale or minimum of one output in GGUF blocks.

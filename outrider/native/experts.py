@@ -1,0 +1,102 @@
+"""Routed experts on the native kernels: their sizes, and their weights in the layout of experts.h."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from outrider.errors import UnsupportedModel
+from outrider.native.abi import CLinear
+from outrider.native.pack import PANEL, Arena, PackedWeight, interleave, pack, separate
+from outrider.native.support import ROUTED_FAMILIES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How the layers of a model choose experts."""
+
+    experts: int  # of a layer
+    top: int  # experts of a token
+    ffn: int  # of an expert
+    normalized: bool  # whether the weights of a token's experts add up to 1
+    layers: frozenset[int]  # with experts; the others have one MLP
+
+    @classmethod
+    def of(cls, model: Any) -> Routing | None:
+        """Read the sizes of the experts of a transformers model. Return None if no layer has experts.
+
+        Raises:
+            UnsupportedModel: the kernels do not support these experts.
+        """
+        config = model.config
+        if config.model_type not in ROUTED_FAMILIES:
+            return None
+        if getattr(config, "clip_qkv", None) is not None:
+            raise UnsupportedModel(
+                f"{config.model_type}: the native kernels do not support clip_qkv; use kernels torch"
+            )
+        blocks = {i: layer.mlp for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
+        if not blocks:
+            return None
+        block = next(iter(blocks.values()))
+        experts, _, ffn = block.experts.down_proj.shape
+        if block.gate.top_k > experts:
+            raise UnsupportedModel(
+                f"{config.model_type}: num_experts_per_tok is {block.gate.top_k}, but a layer has {experts} experts"
+            )
+        return cls(
+            experts=experts,
+            top=block.gate.top_k,
+            ffn=ffn,
+            normalized=config.model_type == "mixtral" or bool(config.norm_topk_prob),
+            layers=frozenset(blocks),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedExperts:
+    """The weights [experts, outputs, inputs] of all experts of a layer, one after another.
+
+    The outputs of each expert are padded to whole panels.
+    """
+
+    packed: PackedWeight
+    shape: tuple[int, int, int]  # without padding
+    gated: bool  # whether gate and up outputs are interleaved
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, with padding."""
+        return self.packed.nbytes
+
+    def c(self) -> CLinear:
+        """Return the structure for the kernels. It holds only addresses, so this object must outlive it."""
+        return self.packed.c()
+
+    def unpack(self) -> torch.Tensor:
+        """Return the weights [experts, outputs, inputs] of the kernels, in the dtype of `PackedWeight.unpack`."""
+        experts, outputs, inputs = self.shape
+        weight = self.packed.unpack().view(experts, -1, inputs)[:, :outputs]
+        if not self.gated:
+            return weight.contiguous()
+        return torch.stack([torch.cat(separate(expert)) for expert in weight])
+
+
+def pack_experts(weight: torch.Tensor, *, gated: bool, bits: int, arena: Arena) -> PackedExperts:
+    """Pack the weights of all experts of a layer.
+
+    Args:
+        weight: [experts, outputs, inputs] of any float dtype.
+        gated: whether the first half of the outputs are gates of the second half. The halves are then interleaved.
+        bits: bits per weight, as in `pack`.
+        arena: the memory of the result.
+    """
+    experts, outputs, inputs = weight.shape
+    if gated:
+        rows = torch.cat([interleave(*expert.chunk(2)) for expert in weight])
+    else:
+        rows = functional.pad(weight, (0, 0, 0, -outputs % PANEL)).flatten(0, 1)
+    return PackedExperts(packed=pack(rows, bits=bits, arena=arena), shape=(experts, outputs, inputs), gated=gated)
