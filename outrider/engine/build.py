@@ -243,6 +243,7 @@ def make_setup(loaded: LoadedTarget, draw: Draw) -> ProposerSetup:
         draw=draw,
         tokenizer=checkpoint.tokenizer,
         kernels=loaded.kernels,
+        source_rules=checkpoint.source,
         target_folder=checkpoint.folder,
     )
 
