@@ -313,7 +313,7 @@ class LLM:
             OutriderError: the prompt, the source or a parameter does not fit the model.
         """
         source_tokens = None if source is None else self.encode_source(source)
-        self._check_source(source_tokens)
+        self.check_source(source_tokens)
         tokens = self.start_tokens() if prompt is None else self.encode(prompt)
         return self.requests_of_tokens(tokens, _checked(params), source_tokens)
 
@@ -328,7 +328,7 @@ class LLM:
             InvalidParam: the prompt, the source or a parameter does not fit the model.
         """
         parts = self._parts
-        self._check_source(source)
+        self.check_source(source)
         if not tokens:
             raise InvalidParam("prompt", "the prompt is empty; give at least one token")
         if len(tokens) >= parts.context:
@@ -372,7 +372,7 @@ class LLM:
             for i in range(params.n)
         ]
 
-    def _check_source(self, source: tuple[int, ...] | None) -> None:
+    def check_source(self, source: tuple[int, ...] | None) -> None:
         """Raise InvalidParam if a source does not fit the target."""
         rules = self._parts.source_rules
         if rules is None:

@@ -112,8 +112,9 @@ def _reference(checkpoint: Checkpoint, branches: list[list[int]], source: list[i
             if source:
                 sources = torch.tensor([source], device=checkpoint.device)
                 inputs = {"input_ids": sources, "decoder_input_ids": tokens}
-                # Otherwise T5Gemma hides tokens with the id of the padding.
-                inputs |= {"attention_mask": torch.ones_like(sources), "decoder_attention_mask": torch.ones_like(tokens)}
+                # Without masks, T5Gemma hides tokens with the id of the padding.
+                inputs["attention_mask"] = torch.ones_like(sources)
+                inputs["decoder_attention_mask"] = torch.ones_like(tokens)
             logits += model(**inputs, use_cache=False).logits
         return torch.stack([each[len(branch) - 1].float() for each, branch in zip(logits, branches, strict=True)])
     finally:

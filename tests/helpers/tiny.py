@@ -10,7 +10,13 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Draft, Request, Round, SequenceState
@@ -449,15 +455,30 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+def greedy_of_source(model: Any, source: Sequence[int], count: int) -> list[int]:
+    """transformers' own greedy output of an encoder-decoder model."""
+    ids = torch.tensor([source])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
+    )
+    return out[0, 1:].tolist()
+
+
 def text(chance: random.Random, length: int) -> list[int]:
     """Random tokens, of which some repeat."""
     fresh = [chance.randrange(VOCAB) for _ in range(length)]
     return [fresh[i % 5] if chance.random() < 0.7 else token for i, token in enumerate(fresh)]
 
 
-def admit(target: Target, slot: int, tokens: Sequence[int]) -> SequenceState:
+def admit(target: Target, slot: int, tokens: Sequence[int], source: Sequence[int] = ()) -> SequenceState:
     request = Request(
-        id=slot, prompt_token_ids=tuple(tokens), params=SamplingParams(), seed=0, end_ids=frozenset(), max_tokens=10**6
+        id=slot,
+        prompt_token_ids=tuple(tokens),
+        params=SamplingParams(),
+        seed=0,
+        end_ids=frozenset(),
+        max_tokens=10**6,
+        source_token_ids=tuple(source),
     )
     row = SequenceState(request=request, slot=slot, token_ids=list(tokens))
     row.num_cached_tokens = target.cache.admit(slot, tokens)

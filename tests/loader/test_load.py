@@ -66,7 +66,7 @@ INVALID_FOLDERS = {
         lambda f: set_config(f, model_type="zork", auto_map={"AutoConfig": "zork.Zork"}),
         "code in checkpoints is never executed",
     ),
-    "masked model": (lambda f: set_config(f, model_type="bert"), "bert is not a causal language model; give a text model"),
+    "masked model": (lambda f: set_config(f, model_type="bert"), "bert is not a causal language model; give a text"),
     "encoder-decoder model": (lambda f: set_config(f, model_type="pegasus"), "only T5, T5Gemma and BART are supported"),
     "not a text model": (lambda f: set_config(f, model_type="clip"), "clip is not a causal language model"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no .safetensors; write the weights there"),

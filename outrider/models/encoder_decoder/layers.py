@@ -79,7 +79,7 @@ class _Attention:
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:
         """Split [1, T, heads * dim] into [1, heads, T, dim]."""
-        return projected.unflatten(-1, (-1, self._dim)).transpose(1, 2)
+        return projected.view(*projected.shape[:2], -1, self._dim).transpose(1, 2)
 
 
 class SelfAttention(_Attention):

@@ -251,7 +251,7 @@ def _check_source(opened: _OpenedModel) -> None:
     """Check that a draft model reads what the target reads.
 
     Raises:
-        OutriderError: only one of them is an encoder-decoder model, or the draft model cannot read the target's sources.
+        OutriderError: only one of them is an encoder-decoder model, or the draft cannot read all sources.
     """
     target, draft = opened.setup.source_rules, opened.checkpoint.source
     if target is None and draft is None:

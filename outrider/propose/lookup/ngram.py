@@ -122,8 +122,9 @@ class _TreeGrowth:
 class NgramProposer:
     """Copies what followed earlier occurrences of the last n-gram, longest n-gram and latest occurrence first.
 
-    The text is the source of an encoder-decoder target, if there is one, and then the sequence. Up to three continuations form a tree. A prompt is indexed in the rounds in which the target prefills it, so that a
-    long prompt does not delay sequences that decode.
+    The text is the source of an encoder-decoder target, if there is one, and then the sequence. Up to three
+    continuations form a tree. A prompt is indexed in the rounds in which the target prefills it, so that a long prompt
+    does not delay sequences that decode.
     """
 
     needs = Needs()
