@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
 from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
+from outrider.loader.embedded import model_folder
 from outrider.loader.gguf import end_ids, is_gguf, load_model, load_tokenizer, open_gguf
 from outrider.loader.memory import check_memory, weight_bytes
 from outrider.models.attention import NAME, attend, receive_mask_rule
@@ -165,6 +166,25 @@ def is_recurrent(folder: str | Path) -> bool:
     """
     path = Path(folder).expanduser()
     return False if is_gguf(path) else _check_family(_read_config(path))
+
+
+def refuse_sources(target: str | Path | None, command: str) -> None:
+    """Refuse an encoder-decoder target in a command whose prompts have no sources.
+
+    Raises:
+        OutriderError: the target is an encoder-decoder model, or not a model at all.
+        UnsupportedModel: the architecture is not supported.
+    """
+    path = model_folder(target)
+    if is_gguf(path):
+        return
+    config = _read_config(path)
+    _check_family(config)
+    if config.is_encoder_decoder:
+        raise OutriderError(
+            f"{command} does not support encoder-decoder targets; use a decoder-only target here, and run, serve or LLM"
+            " with this one"
+        )
 
 
 def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto") -> None:

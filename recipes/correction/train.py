@@ -36,6 +36,7 @@ class Plan:
     """Hyperparameters of the training of a model."""
 
     steps: int
+    seconds: float  # after which the training ends earlier
     batch: int  # pairs per step
     lr: float  # peak learning rate
     rate: float  # share of the words with a typing error
@@ -50,12 +51,17 @@ def main(
     target: Annotated[str, typer.Option(metavar="LAYERSxWIDTH", help="Layers of encoder and decoder each.")] = "3x192",
     draft: Annotated[str, typer.Option(metavar="LAYERSxWIDTH", help="Layers of encoder and decoder each.")] = "1x96",
     steps: Annotated[int, typer.Option(min=1, help="Steps of each model.")] = 6000,
+    max_minutes: Annotated[float, typer.Option(min=0.01, help="Minutes for each model.")] = 60,
     batch: Annotated[int, typer.Option(min=1, help="Pairs per step.")] = 32,
     rate: Annotated[float, typer.Option(min=0, max=1, help="Share of the words with a typing error.")] = 0.1,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
-    """Train a tokenizer, a target and a draft model. The last line of output is one JSON document."""
+    """Train a tokenizer, a target and a draft model. The last line of output is one JSON document.
+
+    A model ends after `--steps` steps or `--max-minutes` minutes, and its learning rate falls towards that end. A model
+    that OUT holds already is kept.
+    """
     sentences = read_sentences(texts, suffix or ())
     if not sentences.train or not sentences.validation:
         raise typer.BadParameter(f"{texts} has too few lines of prose to train on; give more documents")
@@ -63,15 +69,20 @@ def main(
     say(f"{len(sentences.train)} training sentences, vocabulary of {len(tokenizer)} tokens")
     rng = random.Random(seed)
     validation = [with_typos(text, rate, rng) for text in rng.sample(sentences.validation, len(sentences.validation))]
-    plan = Plan(steps=steps, batch=batch, lr=lr, rate=rate, seed=seed)
+    plan = Plan(steps=steps, seconds=60 * max_minutes, batch=batch, lr=lr, rate=rate, seed=seed)
     report: dict[str, Any] = {"sentences": len(sentences.train), "vocab": len(tokenizer)}
     out.mkdir(parents=True, exist_ok=True)
     held_out = [{"source": pair.source, "text": pair.text} for pair in validation[:_HELD_OUT]]
     (out / "held.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out), "utf-8")
     for role, size in (("draft", draft), ("target", target)):
-        model = make_model(size, tokenizer, seed=seed)
         start = perf_counter()
-        train_model(model, tokenizer, sentences.train, plan, role)
+        if (out / role / "config.json").is_file():
+            say(f"{out / role} is kept")
+            model = BartForConditionalGeneration.from_pretrained(out / role)
+        else:
+            model = make_model(size, tokenizer, seed=seed)
+            train_model(model, tokenizer, sentences.train, plan, role)
+            save(model, tokenizer, out / role)
         model.eval()
         report[role] = {
             "size": size,
@@ -79,7 +90,6 @@ def main(
             "validation_nats": round(validate(model, tokenizer, validation[:_VALIDATION_PAIRS]), 4),
             "seconds": round(perf_counter() - start, 1),
         }
-        save(model, tokenizer, out / role)
     typer.echo(json.dumps(report))
 
 
@@ -125,9 +135,14 @@ def train_model(
     optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.01)
     batches = _batches(tokenizer, sentences, plan)
     model.train()
+    start = perf_counter()
     for step in range(plan.steps):
+        progress = max(step / plan.steps, (perf_counter() - start) / plan.seconds)
+        if progress >= 1:
+            say(f"{name}: the time is over after {step} steps")
+            return
         for group in optimizer.param_groups:
-            group["lr"] = plan.lr * lr_factor(step / plan.steps)
+            group["lr"] = plan.lr * lr_factor(progress)
         loss = mean_loss(model, next(batches))
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
