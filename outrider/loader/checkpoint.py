@@ -61,7 +61,19 @@ _RECURRENT = frozenset(
     }
 )
 # Encoder-decoder models that the tests show to be exact.
-_ENCODER_DECODER = frozenset({"bart", "mt5", "t5", "t5gemma"})
+_ENCODER_DECODER = (
+    "bart",
+    "blenderbot",
+    "blenderbot-small",
+    "marian",
+    "mbart",
+    "mt5",
+    "pegasus",
+    "plbart",
+    "t5",
+    "t5gemma",
+    "umt5",
+)
 _WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv"})
 _INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers differ
 # Layer types with a KV cache.
@@ -230,7 +242,9 @@ def _check_family(config: Any) -> bool:
     model_type = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         if model_type not in _ENCODER_DECODER:
-            raise _unsupported(model_type, "of encoder-decoder models only T5, T5Gemma and BART are supported")
+            raise _unsupported(
+                model_type, f"of encoder-decoder models only {', '.join(_ENCODER_DECODER)} are supported"
+            )
         return False
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     if encoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -338,25 +338,32 @@ _T5 = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 16,  # so that all buckets occur
 }
+_BART = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": LAYERS,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "init_std": 0.1,
+    "tie_word_embeddings": False,
+    "forced_eos_token_id": None,
+}
 ENCODER_DECODER: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "t5": _seq2seq("T5Config", **_T5),
     "flan-t5": _seq2seq("T5Config", **_T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "mt5": _seq2seq("MT5Config", **_T5),
-    "bart": _seq2seq(
-        "BartConfig",
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=LAYERS,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=128,
-        init_std=0.1,
-        tie_word_embeddings=False,
-        forced_eos_token_id=None,
-    ),
+    "bart": _seq2seq("BartConfig", **_BART),
     "t5gemma": _t5gemma,
+    "umt5": _seq2seq("UMT5Config", **_T5),
+    "mbart": _seq2seq("MBartConfig", **_BART),
+    "plbart": _seq2seq("PLBartConfig", **_BART),
+    "marian": _seq2seq("MarianConfig", **_BART),
+    "pegasus": _seq2seq("PegasusConfig", **_BART),
+    "blenderbot": _seq2seq("BlenderbotConfig", **_BART),
+    "blenderbot-small": _seq2seq("BlenderbotSmallConfig", **_BART),
 }
 EVERY = {**ARCHITECTURES, **ENCODER_DECODER}
 
@@ -372,9 +379,9 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and t
     "gemma3_text": ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "dynamic rotary"),
     "llama4_text": ({"attn_temperature_tuning": True}, "computes positions itself"),
     "moshi": ({}, "use different windows"),
-    "pegasus": ({}, "of encoder-decoder models only T5, T5Gemma and BART are supported"),
+    "led": ({}, "of encoder-decoder models only bart, .* are supported"),
     "bert": ({}, "not a causal language model"),
-    "whisper": ({}, "of encoder-decoder models only T5, T5Gemma and BART are supported"),
+    "whisper": ({}, "of encoder-decoder models only bart, .* are supported"),
 }
 REFUSED_BY_CHECK: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "bert-generation": (_config("BertGenerationConfig", is_decoder=False), "differ from the model's own"),

@@ -67,7 +67,7 @@ INVALID_FOLDERS = {
         "code in checkpoints is never executed",
     ),
     "masked model": (lambda f: set_config(f, model_type="bert"), "bert is not a causal language model; give a text"),
-    "encoder-decoder model": (lambda f: set_config(f, model_type="pegasus"), "only T5, T5Gemma and BART are supported"),
+    "encoder-decoder model": (lambda f: set_config(f, model_type="led"), "of encoder-decoder models only bart, "),
     "not a text model": (lambda f: set_config(f, model_type="clip"), "clip is not a causal language model"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no .safetensors; write the weights there"),
     "truncated weights": (truncate_weights, "cannot be read .*; copy the checkpoint again"),

@@ -22,6 +22,7 @@ from tests.helpers import tiny
 NAMES = tuple(tiny.ENCODER_DECODER)
 TOLERANCE = 1e-4  # relative to the norm of the logits
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_model_len": 64}
+MAIN = ("t5", "flan-t5", "bart", "t5gemma")  # the others have the attention or the positions of one of these
 PROPOSERS = ("none", "ngram", "suffix:1000", "merge(ngram,recycle)", "draft", "tree", "cascade")
 
 
@@ -65,8 +66,10 @@ def expected_logits(model, source, tokens):
     return model(input_ids=sources, decoder_input_ids=outputs, use_cache=False, **masks).logits[0, -1]
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "proposer"),
+    [*product(MAIN, PROPOSERS), *((name, "merge(ngram,recycle)") for name in NAMES if name not in MAIN)],
+)
 def test_greedy_equals_generate(name, proposer, shelf, sibling):
     sources = sources_of(random.Random(0))
     expected = [tiny.greedy_of_source(shelf.model(name), source, 20) for source in sources]
@@ -207,6 +210,22 @@ def test_forced_first_token(tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
+def test_hidden_states_equal_those_of_transformers(name, shelf):
+    model = shelf.model(name)
+    target = shelf.target(name, layers=(0, 2))
+    source, tokens = [5, 6, 7, 8], [0, 3, 9]
+    scores = target.score(tiny.everything([tiny.admit(target, 0, tokens, source)]), tree.empty(1, target.device))
+    sources, outputs = torch.tensor([source]), torch.tensor([tokens])
+    masks = {"attention_mask": torch.ones_like(sources), "decoder_attention_mask": torch.ones_like(outputs)}
+    states = model(
+        input_ids=sources, decoder_input_ids=outputs, output_hidden_states=True, use_cache=False, **masks
+    ).decoder_hidden_states
+    for layer in (0, 2):
+        assert relative_error(scores.feed_hidden_states[layer][0], states[layer + 1][0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MAIN)
+@torch.inference_mode()
 def test_weight_update_reads_sources_again(name, shelf):
     target = shelf.target(name)
     model = shelf.model(name)
@@ -295,6 +314,17 @@ def test_refused_drafts(shelf, tmp_path):
     tiny.tokenizer(tiny.VOCAB + 1).save_pretrained(other)
     with pytest.raises(OutriderError, match="has another vocabulary, with which it cannot read"):
         LLM(shelf.folder("t5"), proposer=f"draft:{other}", **OPTIONS)
+
+
+def test_heads_are_refused(shelf):
+    with pytest.raises(OutriderError, match="draft heads do not support encoder-decoder targets"):
+        shelf.target("t5").share_weights()
+
+
+def test_bfloat16_passes_the_check(shelf):
+    llm = LLM(shelf.folder("t5"), proposer="ngram", k=4, **{**OPTIONS, "dtype": "bfloat16"})
+    (completion,) = llm.generate(sources=[[1, 2, 3]], params=SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len(completion.token_ids) == 8
 
 
 @pytest.mark.parametrize("setting", [{"quantize": "int8", "dtype": "auto"}, {"kernels": "native"}])

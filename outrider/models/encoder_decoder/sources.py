@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.cache.base import SequenceSpan
+from outrider.core import tree
 
 _GROWTH = 64  # tokens; the capacity is a multiple of it
 
@@ -76,7 +77,7 @@ class Sources:
         if min(lengths) == max(lengths):
             return None
         columns = torch.arange(max(lengths), device=self.device)
-        padding = columns >= torch.tensor(lengths, device=self.device)[:, None]
+        padding = columns >= tree.upload(lengths, self.device)[:, None]
         mask = torch.zeros(padding.shape, dtype=dtype, device=self.device).masked_fill_(padding, -torch.inf)
         return mask[:, None, None]
 
