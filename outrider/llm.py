@@ -405,6 +405,7 @@ class LLM:
             logprobs=tuple(row.logprobs[: row.num_output_tokens]),
             stats=Stats.of_passes(row.rounds, drafted=row.num_draft_tokens, prompt=split, exact=self.stats.exact),
             error=row.error,
+            source_token_ids=row.request.source_token_ids,
         )
 
 

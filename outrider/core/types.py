@@ -357,3 +357,9 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...]
     stats: Stats
     error: str = ""
+    source_token_ids: tuple[int, ...] = ()  # what the encoder has read; (): the target is a decoder-only model
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens of the prompt and the source."""
+        return len(self.prompt_token_ids) + len(self.source_token_ids)

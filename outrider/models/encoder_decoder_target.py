@@ -42,7 +42,7 @@ class EncoderDecoderTarget(AttentionTarget):
         self._embeddings = decoder.get_input_embeddings().num_embeddings
         self._source_embeddings = self._encoder.get_input_embeddings().num_embeddings
         self._pass = RunningPass(self._memory.sources)
-        self._crosses = replace_attention(layer_stack(self._model)[1], self._pass)
+        self._crosses = replace_attention(layer_stack(self._model)[1], self._pass, self._model.config.model_type)
         replace_positions(decoder, self._pass)
         self._takes_positions = "decoder_position_ids" in inspect.signature(self._model.forward).parameters
         self._dummy: torch.Tensor | None = None  # [1, 1, H], in place of the encoder's output

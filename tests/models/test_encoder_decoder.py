@@ -193,6 +193,7 @@ def test_prompts_of_the_decoder(shelf):
     params = SamplingParams(max_tokens=10, ignore_eos=True)
     (whole,) = llm.generate(sources=source, params=params)
     assert whole.prompt_token_ids == llm.start_tokens() == (0,)
+    assert whole.source_token_ids == tuple(source)
     (rest,) = llm.generate([[0, *whole.token_ids[:4]]], params, sources=[source])
     assert rest.token_ids[:6] == whole.token_ids[4:]
     assert llm.encode("ab") == (0, *llm.parts.tokenizer.encode("ab", add_special_tokens=False))

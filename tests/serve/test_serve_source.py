@@ -58,6 +58,7 @@ def test_sources_equal_output_of_llm(client, reference_llm):
     expected = [each.text for each in reference_llm.generate(sources=[SOURCE, "x"], params=params)]
     assert texts(post(client, source=SOURCE)) == expected[:1]
     assert texts(post(client, source=list(ids))) == expected[:1]
+    assert post(client, source=SOURCE).json()["usage"]["prompt_tokens"] == len(ids) + len(reference_llm.start_tokens())
     assert texts(post(client, source=[SOURCE, "x"])) == expected
     (continued,) = reference_llm.generate("ab", params, sources=[SOURCE])
     assert texts(post(client, source=SOURCE, prompt="ab")) == [continued.text]

@@ -48,8 +48,8 @@ class RunningPass:
 class _Attention:
     """Replaces `forward` of an attention module during a pass. It uses the module's own weights."""
 
-    def __init__(self, module: Any, layer: int, current: RunningPass) -> None:
-        self._module = module
+    def __init__(self, module: Any, layer: int, current: RunningPass, num_outputs: int) -> None:
+        """Take over a module. `num_outputs` is the length of the tuple that its forward returns."""
         self._layer = layer
         self._current = current
         self._original: Callable[..., Any] = module.forward
@@ -61,7 +61,7 @@ class _Attention:
         self._dim = module.key_value_proj_dim if short else module.head_dim
         self._scale = 1.0 if short else float(module.scaling)  # T5 has the scale in its weights
         self._softcap: float | None = getattr(module, "attn_logit_softcapping", None)
-        self._num_outputs = 3 if module.config.model_type in _THREE_OUTPUTS else 2
+        self._num_outputs = num_outputs
         module.forward = self.forward
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -85,8 +85,10 @@ class _Attention:
 class SelfAttention(_Attention):
     """Attention to the committed tokens and the ancestors of a token."""
 
-    def __init__(self, module: Any, layer: int, current: RunningPass, bias: PositionBias | None) -> None:
-        super().__init__(module, layer, current)
+    def __init__(
+        self, module: Any, layer: int, current: RunningPass, num_outputs: int, bias: PositionBias | None
+    ) -> None:
+        super().__init__(module, layer, current, num_outputs)
         self._bias = bias
         window: int | None = getattr(module, "sliding_window", None)
         self._mask_rule = MaskRule(sliding_window_causal_mask_function(window), window) if window else None
@@ -157,16 +159,17 @@ class RelativeBias:
         return torch.where(distance < exact, distance, wide.clamp(max=self._buckets - 1))
 
 
-def replace_attention(layers: torch.nn.ModuleList, current: RunningPass) -> list[CrossAttention]:
+def replace_attention(layers: torch.nn.ModuleList, current: RunningPass, model_type: str) -> list[CrossAttention]:
     """Replace the attention of all decoder layers during passes. Returns the cross-attention of each layer."""
+    num_outputs = 3 if model_type in _THREE_OUTPUTS else 2
     crosses = []
     bias: PositionBias | None = None
     for number, layer in enumerate(layers):
         module = _find(layer, _SELF_ATTENTION)
         if getattr(module, "has_relative_attention_bias", False):  # T5 has one in its first layer, for all of them
             bias = RelativeBias(module)
-        SelfAttention(module, number, current, bias)
-        crosses.append(CrossAttention(_find(layer, _CROSS_ATTENTION), number, current))
+        SelfAttention(module, number, current, num_outputs, bias)
+        crosses.append(CrossAttention(_find(layer, _CROSS_ATTENTION), number, current, num_outputs))
     return crosses
 
 
