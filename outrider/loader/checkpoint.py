@@ -192,7 +192,7 @@ def refuse_sources(target: str | Path | None, command: str) -> None:
         return
     config = _read_config(path)
     _check_family(config)
-    if config.is_encoder_decoder:
+    if _has_encoder(config):
         raise OutriderError(
             f"{command} does not support encoder-decoder targets; use a decoder-only target here, and run, serve or LLM"
             " with this one"
@@ -240,7 +240,7 @@ def _read_config(path: Path) -> Any:
 def _check_family(config: Any) -> bool:
     """Raise for unsupported architectures. Return whether the model has recurrent layers."""
     model_type = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
+    if _has_encoder(config):
         if model_type not in _ENCODER_DECODER:
             raise _unsupported(
                 model_type, f"of encoder-decoder models only {', '.join(_ENCODER_DECODER)} are supported"
@@ -268,6 +268,11 @@ def _check_family(config: Any) -> bool:
     return False
 
 
+def _has_encoder(config: Any) -> bool:
+    """Return whether a model is an encoder-decoder model."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
 def _unsupported(model_type: str, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"{model_type}: {reason}; use another model, or transformers.generate for this one")
 
@@ -279,7 +284,7 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype) -> Any:
     shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    model_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model_class = AutoModelForSeq2SeqLM if _has_encoder(config) else AutoModelForCausalLM
     try:
         model, report = model_class.from_pretrained(
             path,
@@ -313,7 +318,7 @@ def _attention(config: Any) -> dict[str, str]:
     """Return the arguments that choose the attention of a model."""
     if config.model_type in _WITHOUT_ATTENTION:
         return {}
-    if not config.is_encoder_decoder:
+    if not _has_encoder(config):
         return {"attn_implementation": NAME}
     # The encoder runs in transformers, whose fast attention leaves out the soft cap.
     capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
@@ -349,7 +354,7 @@ def _generation_config(path: Path) -> GenerationConfig | None:
 
 def _source_rules(path: Path, config: Any) -> SourceRules | None:
     """Return what the encoder of a model takes; None for a decoder-only model."""
-    if not config.is_encoder_decoder:
+    if not _has_encoder(config):
         return None
     encoder = getattr(config, "encoder", config)
     context = getattr(encoder, "max_position_embeddings", None) or _DEFAULT_SOURCE
