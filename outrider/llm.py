@@ -57,7 +57,7 @@ class LLM:
         """Load the models and build the engine.
 
         Args:
-            target: folder of a decoder-only model. None: the embedded model.
+            target: folder of a decoder-only or encoder-decoder model. None: the embedded model.
             config: all settings in one record, in place of `target` and `options`.
             planner: sets the number of draft tokens in place of `k`.
             options: the fields of `EngineConfig`, such as proposer="draft:DIR", k=4 or quantize="int8".
@@ -109,17 +109,48 @@ class LLM:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the tokens of a prompt, with the special tokens that the tokenizer adds.
 
+        The prompt of an encoder-decoder target begins its output: a text has the model's start tokens before it and no
+        other special tokens.
+
         Raises:
             OutriderError: the prompt is neither a string nor a list of token ids.
         """
-        if isinstance(prompt, str):
-            return text_tokens(self._parts.tokenizer, prompt)
-        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+        if isinstance(prompt, str) and self._parts.source_rules is not None:
+            return self.start_tokens() + text_tokens(self._parts.tokenizer, prompt, special=False)
+        return self._encode(prompt, "a prompt")
+
+    def encode_source(self, source: Prompt) -> tuple[int, ...]:
+        """Return the tokens of a source, with the special tokens that the tokenizer adds.
+
+        Raises:
+            OutriderError: the source is neither a string nor a list of token ids.
+        """
+        return self._encode(source, "a source")
+
+    def start_tokens(self) -> tuple[int, ...]:
+        """Return the default prompt of an encoder-decoder target: the tokens that its output begins with.
+
+        Raises:
+            OutriderError: the target is a decoder-only model, or its checkpoint does not name these tokens.
+        """
+        rules = self._parts.source_rules
+        if rules is None:
+            raise OutriderError("this target is a decoder-only model and has no default prompt; give a prompt")
+        if not rules.start:
             raise OutriderError(
-                f"a prompt is a {type(prompt).__name__}; give a string, or a list of token ids (of an array its"
-                " tolist())"
+                "the target's checkpoint has no decoder_start_token_id; set it in its config.json, or give a prompt of"
+                " token ids"
             )
-        return _whole_ids("a prompt", prompt)
+        return rules.start
+
+    def _encode(self, text: Prompt, what: str) -> tuple[int, ...]:
+        if isinstance(text, str):
+            return text_tokens(self._parts.tokenizer, text)
+        if not isinstance(text, Sequence) or isinstance(text, bytes | bytearray | memoryview):
+            raise OutriderError(
+                f"{what} is a {type(text).__name__}; give a string, or a list of token ids (of an array its tolist())"
+            )
+        return _whole_ids(what, text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens.
@@ -144,6 +175,8 @@ class LLM:
         Raises:
             OutriderError: the model has no chat template, or the template rejects the conversation.
         """
+        if self._parts.source_rules is not None:
+            raise OutriderError("this target is an encoder-decoder model, which takes a source and no conversation")
         if getattr(self._parts.tokenizer, "chat_template", None) is None:
             raise OutriderError("this model has no chat template; give the prompt as plain text")
         if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
@@ -152,23 +185,33 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        sources: Prompt | Sequence[Prompt] | None = None,
     ) -> list[Completion]:
         """Complete prompts together.
 
         Args:
-            prompts: one or several, each a string or a list of token ids.
+            prompts: one or several, each a string or a list of token ids. None: the start tokens of the model, for each
+                source.
             params: one for all prompts, or one per prompt; None: greedy.
+            sources: what the encoder of an encoder-decoder target reads: one per prompt, each a string or a list of
+                token ids.
 
         Returns:
             `n` completions per prompt, in the order of the prompts.
+
+        Raises:
+            OutriderError: a prompt, a source or a parameter does not fit the model.
         """
-        many = _as_list(prompts)
+        many, many_sources = _pair(prompts, sources)
         wanted = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(wanted) != len(many):
             raise OutriderError(f"{len(many)} prompts came with {len(wanted)} parameters; give one, or one per prompt")
-        requests = [r for prompt, want in zip(many, wanted, strict=True) for r in self.requests(prompt, want)]
+        requests = []
+        for prompt, want, source in zip(many, wanted, many_sources, strict=True):
+            requests += self.requests(prompt, want, source)
         rows = [self.add(request) for request in requests]
         try:
             while not all(row.finish_reason for row in rows):
@@ -180,12 +223,17 @@ class LLM:
         self.try_save_plan()
         return [self.completion(row) for row in rows]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Complete one prompt and yield a chunk per round. Leaving the loop aborts the request."""
+    def stream(
+        self, prompt: Prompt | None = None, params: SamplingParams | None = None, *, source: Prompt | None = None
+    ) -> Iterator[Chunk]:
+        """Complete one prompt and yield a chunk per round. Leaving the loop aborts the request.
+
+        `source` and a missing prompt are for encoder-decoder targets, as in `generate`.
+        """
         params = _checked(params)
         if params.n != 1:
             raise OutriderError(f"n is {params.n}; a stream carries one completion, so use 1, or generate for several")
-        (request,) = self.requests(prompt, params)
+        (request,) = self.requests(prompt, params, source)
         return self._chunks(self.add(request))
 
     def prepare(self, constraint: Constraint) -> None:
@@ -198,9 +246,11 @@ class LLM:
             raise OutriderError(f"constraint is {constraint!r}; use one of Constraint's, such as Constraint.regex(...)")
         self._grammars.compile(constraint)
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
+    def submit(
+        self, prompt: Prompt | None = None, params: SamplingParams | None = None, *, source: Prompt | None = None
+    ) -> list[int]:
         """Queue a prompt and return the ids of its `n` requests. The caller calls `engine.step`."""
-        requests = self.requests(prompt, params)
+        requests = self.requests(prompt, params, source)
         for request in requests:
             self.add(request)
         return [request.id for request in requests]
@@ -254,21 +304,31 @@ class LLM:
         except OutriderError as error:
             _log.warning("what the planner has learned is not kept: %s", error)
 
-    def requests(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
+    def requests(
+        self, prompt: Prompt | None, params: SamplingParams | None, source: Prompt | None = None
+    ) -> list[Request]:
         """Return the `n` requests of a prompt, for `add`.
 
         Raises:
-            OutriderError: the prompt or a parameter does not fit the model.
+            OutriderError: the prompt, the source or a parameter does not fit the model.
         """
-        return self.requests_of_tokens(self.encode(prompt), _checked(params))
+        source_tokens = None if source is None else self.encode_source(source)
+        self.check_source(source_tokens)
+        tokens = self.start_tokens() if prompt is None else self.encode(prompt)
+        return self.requests_of_tokens(tokens, _checked(params), source_tokens)
 
-    def requests_of_tokens(self, tokens: tuple[int, ...], params: SamplingParams) -> list[Request]:
+    def requests_of_tokens(
+        self, tokens: tuple[int, ...], params: SamplingParams, source: tuple[int, ...] | None = None
+    ) -> list[Request]:
         """Return the `n` requests of a prompt that `encode` or `encode_chat` has turned into tokens.
 
+        `source` has the tokens of `encode_source`, for encoder-decoder targets.
+
         Raises:
-            InvalidParam: the prompt or a parameter does not fit the model.
+            InvalidParam: the prompt, the source or a parameter does not fit the model.
         """
         parts = self._parts
+        self.check_source(source)
         if not tokens:
             raise InvalidParam("prompt", "the prompt is empty; give at least one token")
         if len(tokens) >= parts.context:
@@ -307,9 +367,28 @@ class LLM:
                 max_tokens=min(params.max_tokens or room, room),
                 alternative=arm,
                 grammar=grammar,
+                source_token_ids=source or (),
             )
             for i in range(params.n)
         ]
+
+    def check_source(self, source: tuple[int, ...] | None) -> None:
+        """Raise InvalidParam if a source does not fit the target."""
+        rules = self._parts.source_rules
+        if rules is None:
+            if source is not None:
+                raise InvalidParam("source", "source is for encoder-decoder models, and this target is none; remove it")
+        elif source is None:
+            raise InvalidParam("source", "source is missing, which this encoder-decoder target reads; give a source")
+        elif not source:
+            raise InvalidParam("source", "source is empty; give at least one token")
+        elif len(source) > rules.context:
+            raise InvalidParam(
+                "source",
+                f"source is {len(source)} tokens long, and the encoder takes {rules.context}; shorten the source",
+            )
+        elif message := _outside(source, self._parts.vocab):
+            raise InvalidParam("source", message)
 
     def completion(self, row: SequenceState) -> Completion:
         """Return the completion of a finished sequence."""
@@ -326,6 +405,7 @@ class LLM:
             logprobs=tuple(row.logprobs[: row.num_output_tokens]),
             stats=Stats.of_passes(row.rounds, drafted=row.num_draft_tokens, prompt=split, exact=self.stats.exact),
             error=row.error,
+            source_token_ids=row.request.source_token_ids,
         )
 
 
@@ -361,6 +441,23 @@ def _checked(params: SamplingParams | None) -> SamplingParams:
     if params is not None and not isinstance(params, SamplingParams):
         raise OutriderError(f"params is {params!r}; give SamplingParams(...)")
     return params or SamplingParams()
+
+
+def _pair(
+    prompts: Prompt | Sequence[Prompt] | None, sources: Prompt | Sequence[Prompt] | None
+) -> tuple[list[Prompt | None], list[Prompt | None]]:
+    """Return prompts and their sources as lists of equal length."""
+    if prompts is None and sources is None:
+        raise OutriderError("there is no prompt; give prompts, or sources for an encoder-decoder model")
+    many: list[Prompt | None] = [] if prompts is None else [*_as_list(prompts)]
+    many_sources: list[Prompt | None] = [] if sources is None else [*_as_list(sources)]
+    if prompts is None:
+        many = [None] * len(many_sources)
+    elif sources is None:
+        many_sources = [None] * len(many)
+    if len(many) != len(many_sources):
+        raise OutriderError(f"{len(many)} prompts came with {len(many_sources)} sources; give one source per prompt")
+    return many, many_sources
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -222,7 +222,7 @@ def test_64_rows_at_once():
         ("a", SamplingParams(max_tokens=None, min_tokens=256), "min_tokens is 256, and beside the prompt the context"),
         ("a\ud800", SamplingParams(), "half of a surrogate pair.*character 1; leave it out"),
         (b"abc", SamplingParams(), "a prompt is a bytes; give a string"),
-        (None, SamplingParams(), "a prompt is a NoneType; give a string"),
+        (None, SamplingParams(), "has no default prompt; give a prompt"),
         (torch.tensor([1, 2]), SamplingParams(), "of an array its tolist"),
         ([5, 2.7], SamplingParams(), "2.7 among its token ids"),
         ([True], SamplingParams(), "True among its token ids"),

@@ -18,7 +18,7 @@ from outrider.engine.build import assemble, full_dtype, make_proposer, make_setu
 from outrider.engine.engine import Engine
 from outrider.engine.verifiers import tree_makers
 from outrider.errors import OutriderError
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.checkpoint import load_checkpoint, refuse_sources
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.quantize import QuantizedLinear, quantize_model
 from outrider.native.target import NativeTarget
@@ -69,6 +69,7 @@ class Pair:
         Raises:
             OutriderError: a model cannot be loaded.
         """
+        refuse_sources(target, "audit")
         bits = weight_bits(quantize)
         wide = bits < 16 and dtype == "float32"
         wanted = "bfloat16" if wide else full_dtype(dtype, bits)

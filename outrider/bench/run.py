@@ -25,6 +25,7 @@ from outrider.core.params import AUTO
 from outrider.engine.build import auto_planner
 from outrider.errors import OutriderError
 from outrider.llm import LLM
+from outrider.loader.checkpoint import refuse_sources
 from outrider.loader.embedded import model_folder
 from outrider.measure.prompts import Prompt, read_prompts
 from outrider.native.target import NativeTarget
@@ -81,6 +82,7 @@ def _save_plan(plan: PlanFile, planner: Planner, progress: Console) -> None:
 
 def load(settings: Settings, planner: SwitchPlanner) -> LLM:
     """Load the models to measure."""
+    refuse_sources(settings.target, "bench")
     return LLM(
         settings.target,
         proposer=settings.proposer,

@@ -18,6 +18,7 @@ from outrider._version import __version__
 from outrider.cli import drafts, options
 from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.sampling_options import SamplingOptions
+from outrider.cli.source import read_source
 from outrider.errors import OutriderError
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_real, parse_whole, sweep_values
@@ -120,6 +121,8 @@ def run(
     ctx: typer.Context,
     prompt: options.PromptText = None,
     *,
+    source: options.Source = None,
+    source_file: options.SourceFile = None,
     chat: options.Chat = False,
     models: options.ModelOptions,
     config: options.Config = None,
@@ -134,12 +137,14 @@ def run(
     too, and standard output has only the JSON document.
     """
     params = replace(sampling.params(), constraint=form.constraint())
+    source = read_source(source, source_file)
     from outrider.cli.output import Output
     from outrider.cli.run import ROWS, converse, load
 
     models, others = _merge(ctx, models, config)
     llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
-    if not converse(llm, params, prompt=prompt, chat=chat, output=Output(llm, show=show, as_json=as_json)):
+    output = Output(llm, show=show, as_json=as_json)
+    if not converse(llm, params, prompt=prompt, source=source, chat=chat, output=output):
         raise typer.Exit(1)
 
 

@@ -34,33 +34,41 @@ def load(models: ModelOptions, **others: Any) -> LLM:
         return LLM(config=EngineConfig(**asdict(models), **others))
 
 
-def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool, output: Output) -> bool:
+def converse(
+    llm: LLM, params: SamplingParams, *, prompt: str | None, source: str | None = None, chat: bool, output: Output
+) -> bool:
     """Complete one prompt, or the prompts that a user types on a terminal.
 
     Args:
         llm: the models.
         params: the sampling parameters.
-        prompt: the prompt; None: read standard input.
+        prompt: the prompt; None: read standard input, or begin as the model does if there is a source.
+        source: what the encoder of an encoder-decoder target reads.
         chat: use the chat template, with all messages so far.
         output: prints the completions.
 
     Returns:
         Whether all completions succeeded. Errors are printed.
     """
+    if source is None and llm.parts.source_rules is not None:
+        raise OutriderError("the target is an encoder-decoder model; give it --source TEXT or --source-file FILE")
+    if source is not None and chat:
+        raise OutriderError("--chat does not support encoder-decoder targets; leave it out")
     messages: list[dict[str, str]] = []
     succeeded = True
-    interactive = prompt is None and sys.stdin.isatty()
-    for text in _prompts(prompt):
-        if not is_utf8(text):
+    interactive = prompt is None and source is None and sys.stdin.isatty()
+    texts: Iterator[str | None] = iter([prompt]) if source is not None else _prompts(prompt)
+    for text in texts:
+        if text is not None and not is_utf8(text):
             raise OutriderError("the prompt is not UTF-8 text; give UTF-8 text")
-        messages.append({"role": "user", "content": text})
+        messages.append({"role": "user", "content": text or ""})
         encoded = llm.encode_chat(messages) if chat else text
         # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
         seeded = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
         complete = _complete_one if params.n == 1 else _complete_several
         handler: AbstractContextManager[list[int]] = _interrupts() if interactive else nullcontext([])
         with handler as interrupts:
-            result = complete(llm, encoded, seeded, output, interrupts)
+            result = complete(llm, encoded, source, seeded, output, interrupts)
         if isinstance(result, Outcome):
             succeeded &= output.sum_up(result)
         answer = result if isinstance(result, str) else result.completions[0].text
@@ -85,13 +93,18 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def _complete_one(
-    llm: LLM, prompt: Prompt, params: SamplingParams, output: Output, interrupts: list[int]
+    llm: LLM,
+    prompt: Prompt | None,
+    source: Prompt | None,
+    params: SamplingParams,
+    output: Output,
+    interrupts: list[int],
 ) -> Outcome | str:
     """Complete a prompt and print the text while it is generated. After an interrupt, return the text so far."""
     events = [EmitEvent(at=perf_counter(), emitted=(0,))]
     stats = [llm.stats]  # after each event
     text = ""
-    for chunk in llm.stream(prompt, params):
+    for chunk in llm.stream(prompt, params, source=source):
         text += chunk.text
         output.write(chunk.text, chunk.token_ids, chunk.from_draft)
         events.append(EmitEvent(at=perf_counter(), emitted=(events[-1].emitted[0] + len(chunk.token_ids),)))
@@ -113,12 +126,17 @@ def _complete_one(
 
 
 def _complete_several(
-    llm: LLM, prompt: Prompt, params: SamplingParams, output: Output, interrupts: list[int]
+    llm: LLM,
+    prompt: Prompt | None,
+    source: Prompt | None,
+    params: SamplingParams,
+    output: Output,
+    interrupts: list[int],
 ) -> Outcome | str:
     """Generate all completions in a batch, then print them. After an interrupt, return the first text so far."""
     before = llm.stats
     began = perf_counter()
-    seqs = [llm.add(request) for request in llm.requests(prompt, params)]
+    seqs = [llm.add(request) for request in llm.requests(prompt, params, source)]
     try:
         while not interrupts and not all(seq.finish_reason for seq in seqs):
             llm.engine.step()

@@ -21,7 +21,7 @@ class EngineConfig:
     """What to load and how to run it. All values are checked when the record is made."""
 
     target: str | Path | None = None
-    """Folder of a decoder-only model, or a GGUF file. None: the embedded model."""
+    """Folder of a language model, or a GGUF file. None: the embedded model."""
     proposer: str | Callable[..., Any] | None = None
     """An expression such as "ngram" or "draft:DIR", or a callable that takes a setup and returns a proposer.
     None: the embedded draft for the embedded target, "ngram" for any other."""

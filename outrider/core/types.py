@@ -61,6 +61,7 @@ class Request:
     max_tokens: int
     alternative: int | None = None  # which alternative of the proposer drafts; None: the planner chooses
     grammar: Grammar | None = None  # compiled from its constraint
+    source_token_ids: tuple[int, ...] = ()  # what the encoder reads; (): the target is a decoder-only model
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -82,7 +83,13 @@ class SequenceState:
     rank: tuple[int, int] = (0, 0)  # the lowest rank is scheduled first
 
     @classmethod
-    def of(cls, text: Sequence[int], slot: int = 0, params: SamplingParams | None = None) -> SequenceState:
+    def of(
+        cls,
+        text: Sequence[int],
+        slot: int = 0,
+        params: SamplingParams | None = None,
+        source: Sequence[int] = (),
+    ) -> SequenceState:
         """Return a sequence that no user has requested, for checks and measurements."""
         request = Request(
             id=-1,
@@ -91,6 +98,7 @@ class SequenceState:
             seed=0,
             end_ids=frozenset(),
             max_tokens=1,
+            source_token_ids=tuple(source),
         )
         return cls(request=request, slot=slot, token_ids=list(text))
 
@@ -349,3 +357,9 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...]
     stats: Stats
     error: str = ""
+    source_token_ids: tuple[int, ...] = ()  # what the encoder has read; (): the target is a decoder-only model
+
+    @property
+    def num_input_tokens(self) -> int:
+        """Tokens of the prompt and the source."""
+        return len(self.prompt_token_ids) + len(self.source_token_ids)

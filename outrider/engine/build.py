@@ -24,7 +24,7 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import model_folder
 from outrider.loader.make import make_target
 from outrider.models.base import Target
-from outrider.models.checkpoint import Checkpoint
+from outrider.models.checkpoint import Checkpoint, SourceRules
 from outrider.native.rules import fastest_verifier
 from outrider.native.sampling import fastest_sampling
 from outrider.plan.calibrate import known_costs
@@ -85,6 +85,11 @@ class EngineParts:
     def context(self) -> int:
         """Most tokens of prompt and completion together."""
         return self.setup.context
+
+    @property
+    def source_rules(self) -> SourceRules | None:
+        """What an encoder-decoder target takes as source; None: the target is a decoder-only model."""
+        return self.loaded.checkpoint.source
 
     @property
     def dtype(self) -> torch.dtype:
@@ -238,6 +243,7 @@ def make_setup(loaded: LoadedTarget, draw: Draw) -> ProposerSetup:
         draw=draw,
         tokenizer=checkpoint.tokenizer,
         kernels=loaded.kernels,
+        source_rules=checkpoint.source,
         target_folder=checkpoint.folder,
     )
 

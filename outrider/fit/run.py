@@ -19,7 +19,7 @@ from outrider.fit.rules import TrainingPlan, finalists, plan_training
 from outrider.fit.settings import AUTO_HEAD, Settings
 from outrider.fit.stages import certify, make_training, measure_proposers, train_head, tune_settings
 from outrider.fit.state import CONFIG, HEAD, State
-from outrider.loader.checkpoint import is_recurrent
+from outrider.loader.checkpoint import is_recurrent, refuse_sources
 from outrider.loader.embedded import model_folder
 from outrider.plan.store import model_print
 from outrider.propose.expression import short
@@ -57,6 +57,7 @@ class Fit:
         if settings.head not in (AUTO_HEAD, *KINDS):
             raise OutriderError(f"--head {settings.head} is unknown; use {AUTO_HEAD}, {', '.join(KINDS)}")
         check_folder(settings.out, "--out")
+        refuse_sources(self._target, "fit")
         check_memory(settings, self._target)
         self._proposers = _untrained(settings, self._target)
         tune_settings(settings, self._folder, self._proposers)  # which checks them

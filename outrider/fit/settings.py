@@ -33,7 +33,7 @@ class Settings:
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of a decoder-only model, or a GGUF file. Default: @mini, an embedded model.",
+            help="Folder of a language model, or a GGUF file. Default: @mini, an embedded model.",
             rich_help_panel=_MODEL,
         ),
     ] = None

@@ -17,6 +17,7 @@ from outrider.models.rounding import TOLERANCE, TRIALS
 
 _PROMPT = 9  # tokens
 _FIRST_FEED = 5  # tokens of the first pass; the second pass computes the rest and reads the cache
+_SOURCE = 12  # tokens of the source of an encoder-decoder model
 _PARENTS = (-1, 0, -1, 1, 2)  # a tree with two branches
 
 
@@ -53,7 +54,7 @@ def _errors(target: Target, checkpoint: Checkpoint, seed: int) -> torch.Tensor:
     branches = []
     for node in range(-1, len(_PARENTS)):
         branches.append(prompt + [drafted[i] for i in tree.path(_PARENTS, node)])
-    reference = _reference(checkpoint, branches)
+    reference = _reference(checkpoint, branches, _source(checkpoint, seed))
     return (logits[0] - reference).norm(dim=-1) / reference.norm(dim=-1)  # type: ignore[no-any-return]
 
 
@@ -67,7 +68,7 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Ten
     tokens = torch.randint(checkpoint.vocab, (_PROMPT + len(_PARENTS),), generator=generator).tolist()
     prompt = tokens[:_PROMPT]
     drafted = tokens[_PROMPT:]
-    seq = SequenceState.of(prompt)
+    seq = SequenceState.of(prompt, source=_source(checkpoint, seed))
     target.cache.admit(0, prompt)
     no_draft = tree.empty(1, target.device)
     first_batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(prompt[:_FIRST_FEED]),), draft_budget=(0,))
@@ -84,7 +85,15 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Ten
     return logits, prompt, drafted
 
 
-def _reference(checkpoint: Checkpoint, branches: list[list[int]]) -> torch.Tensor:
+def _source(checkpoint: Checkpoint, seed: int) -> list[int]:
+    """Return a random source for an encoder-decoder model; empty for a decoder-only model."""
+    if checkpoint.source is None:
+        return []
+    generator = torch.Generator().manual_seed(seed + TRIALS)
+    return torch.randint(checkpoint.vocab, (min(_SOURCE, checkpoint.source.context),), generator=generator).tolist()
+
+
+def _reference(checkpoint: Checkpoint, branches: list[list[int]], source: list[int]) -> torch.Tensor:
     """Return the logits [branches, V] after each branch from transformers, without a cache."""
     model: Any = checkpoint.model
     if block_types(model):  # they are dequantized in each pass, so one pass has all branches
@@ -98,7 +107,15 @@ def _reference(checkpoint: Checkpoint, branches: list[list[int]]) -> torch.Tenso
     try:
         logits = []
         for batch in batches:
-            logits += model(input_ids=torch.tensor(batch, device=checkpoint.device), use_cache=False).logits
+            tokens = torch.tensor(batch, device=checkpoint.device)
+            inputs = {"input_ids": tokens}
+            if source:
+                sources = torch.tensor([source], device=checkpoint.device)
+                inputs = {"input_ids": sources, "decoder_input_ids": tokens}
+                # Without masks, T5Gemma hides tokens with the id of the padding.
+                inputs["attention_mask"] = torch.ones_like(sources)
+                inputs["decoder_attention_mask"] = torch.ones_like(tokens)
+            logits += model(**inputs, use_cache=False).logits
         return torch.stack([each[len(branch) - 1].float() for each, branch in zip(logits, branches, strict=True)])
     finally:
         if attention == NAME:

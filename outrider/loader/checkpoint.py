@@ -18,6 +18,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationConfig,
 )
@@ -26,10 +27,11 @@ from transformers.utils import logging as transformers_logging
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
 from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
+from outrider.loader.embedded import model_folder
 from outrider.loader.gguf import end_ids, is_gguf, load_model, load_tokenizer, open_gguf
 from outrider.loader.memory import check_memory, weight_bytes
 from outrider.models.attention import NAME, attend, receive_mask_rule
-from outrider.models.checkpoint import Checkpoint
+from outrider.models.checkpoint import Checkpoint, SourceRules
 from outrider.native.support import may_run
 
 # Architectures with recurrent layers that the tests show to be exact.
@@ -58,10 +60,25 @@ _RECURRENT = frozenset(
         "zamba2",
     }
 )
+# Encoder-decoder models that the tests show to be exact.
+_ENCODER_DECODER = (
+    "bart",
+    "blenderbot",
+    "blenderbot-small",
+    "marian",
+    "mbart",
+    "mt5",
+    "pegasus",
+    "plbart",
+    "t5",
+    "t5gemma",
+    "umt5",
+)
 _WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv"})
 _INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers differ
 # Layer types with a KV cache.
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_DEFAULT_SOURCE = 8192  # tokens, for an encoder without a limit of its own
 _DEFAULT_CONTEXT = 1 << 20  # tokens, for a model whose config has no context length
 _LOAD_ERRORS = (
     OSError,
@@ -78,7 +95,7 @@ _LOAD_ERRORS = (
 def load_checkpoint(
     folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto"
 ) -> Checkpoint:
-    """Load a decoder-only model from a local folder of safetensors, or from a GGUF file.
+    """Load a decoder-only or encoder-decoder model from a local folder of safetensors, or from a GGUF file.
 
     Args:
         folder: a folder with config.json, the weights and the tokenizer; or a GGUF file.
@@ -110,6 +127,7 @@ def load_checkpoint(
         vocab=model.get_output_embeddings().weight.shape[0],
         end_ids=_end_ids(path, config),
         recurrent=recurrent,
+        source=_source_rules(path, config),
         dtype=choice.dtype,
         folder=str(path),
         dtype_reason=choice.reason,
@@ -162,6 +180,25 @@ def is_recurrent(folder: str | Path) -> bool:
     return False if is_gguf(path) else _check_family(_read_config(path))
 
 
+def refuse_sources(target: str | Path | None, command: str) -> None:
+    """Refuse an encoder-decoder target in a command whose prompts have no sources.
+
+    Raises:
+        OutriderError: the target is an encoder-decoder model, or not a model at all.
+        UnsupportedModel: the architecture is not supported.
+    """
+    path = model_folder(target)
+    if is_gguf(path):
+        return
+    config = _read_config(path)
+    _check_family(config)
+    if _has_encoder(config):
+        raise OutriderError(
+            f"{command} does not support encoder-decoder targets; use a decoder-only target here, and run, serve or LLM"
+            " with this one"
+        )
+
+
 def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto") -> None:
     """Check that a model fits into the free memory, without loading it.
 
@@ -203,9 +240,15 @@ def _read_config(path: Path) -> Any:
 def _check_family(config: Any) -> bool:
     """Raise for unsupported architectures. Return whether the model has recurrent layers."""
     model_type = config.model_type
+    if _has_encoder(config):
+        if model_type not in _ENCODER_DECODER:
+            raise _unsupported(
+                model_type, f"of encoder-decoder models only {', '.join(_ENCODER_DECODER)} are supported"
+            )
+        return False
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
-    if encoder or getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise OutriderError(f"{model_type} is not a causal language model; give a decoder-only text model")
+    if encoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise OutriderError(f"{model_type} is not a causal language model; give a text model that generates")
     text = config.get_text_config(decoder=True)
     types = set(getattr(text, "layer_types", None) or ())
     if model_type in _RECURRENT and (not types or types - _ATTENTION_LAYERS):
@@ -225,6 +268,11 @@ def _check_family(config: Any) -> bool:
     return False
 
 
+def _has_encoder(config: Any) -> bool:
+    """Return whether a model is an encoder-decoder model."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
 def _unsupported(model_type: str, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"{model_type}: {reason}; use another model, or transformers.generate for this one")
 
@@ -236,8 +284,9 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype) -> Any:
     shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    model_class = AutoModelForSeq2SeqLM if _has_encoder(config) else AutoModelForCausalLM
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = model_class.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -246,7 +295,7 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype) -> Any:
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **({} if config.model_type in _WITHOUT_ATTENTION else {"attn_implementation": NAME}),
+            **_attention(config),
         )
     except (*_LOAD_ERRORS, SafetensorError) as error:
         raise OutriderError(f"the model in {path} cannot be read ({error}); copy the checkpoint again") from error
@@ -265,6 +314,17 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
+def _attention(config: Any) -> dict[str, str]:
+    """Return the arguments that choose the attention of a model."""
+    if config.model_type in _WITHOUT_ATTENTION:
+        return {}
+    if not _has_encoder(config):
+        return {"attn_implementation": NAME}
+    # The encoder runs in transformers, whose fast attention leaves out the soft cap.
+    capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    return {"attn_implementation": "eager"} if capped else {}
+
+
 def _read_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -275,15 +335,42 @@ def _read_tokenizer(path: Path) -> Any:
 def _end_ids(path: Path, config: Any) -> frozenset[int]:
     """Return the tokens that end the text. The generation config overrides the model config."""
     ends = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
-    if (path / "generation_config.json").is_file():
-        try:
-            generation_ends = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
-        except _LOAD_ERRORS as error:
-            raise OutriderError(
-                f"{path / 'generation_config.json'} cannot be read ({error}); copy the checkpoint again"
-            ) from error
-        ends = ends if generation_ends is None else generation_ends
+    if (generation := _generation_config(path)) is not None and generation.eos_token_id is not None:
+        ends = generation.eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+
+def _generation_config(path: Path) -> GenerationConfig | None:
+    """Return the generation config of a model folder, or None if it has none."""
+    if not (path / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(path, local_files_only=True)
+    except _LOAD_ERRORS as error:
+        raise OutriderError(
+            f"{path / 'generation_config.json'} cannot be read ({error}); copy the checkpoint again"
+        ) from error
+
+
+def _source_rules(path: Path, config: Any) -> SourceRules | None:
+    """Return what the encoder of a model takes; None for a decoder-only model."""
+    if not _has_encoder(config):
+        return None
+    encoder = getattr(config, "encoder", config)
+    context = getattr(encoder, "max_position_embeddings", None) or _DEFAULT_SOURCE
+    settings: Any = _generation_config(path)
+    start = next(
+        (
+            token
+            for holder in (settings, config)
+            for name in ("decoder_start_token_id", "bos_token_id")
+            if (token := getattr(holder, name, None)) is not None
+        ),
+        None,
+    )
+    forced = getattr(settings, "forced_bos_token_id", None)
+    tokens = (token for token in (start, forced) if token is not None)
+    return SourceRules(context=int(context), start=tuple(tokens))
 
 
 def _context(config: Any) -> int:

@@ -1,4 +1,4 @@
-"""Choose the backend of a checkpoint: the native kernels, torch with attention, or torch with a recurrent state."""
+"""Choose the backend of a checkpoint: the native kernels, or torch with the layers of the model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from outrider.models.attention_target import AttentionTarget
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.cuda_graphs import CudaRecorder
+from outrider.models.encoder_decoder_target import EncoderDecoderTarget
 from outrider.models.gguf_linear import block_types
 from outrider.models.quantize import quantize_model
 from outrider.models.recurrent_target import RecurrentTarget
@@ -51,7 +52,11 @@ def make_target(
     types = block_types(checkpoint.model)
     if bits < 16 and types:
         raise OutriderError(f"the target is quantized already ({', '.join(types)}); leave quantize out")
-    native = on_cpu and checkpoint.dtype in (torch.bfloat16, torch.float32) and not checkpoint.recurrent
+    if checkpoint.source is not None and (bits < 16 or kernels == "native"):
+        setting = "quantize" if bits < 16 else "kernels native"
+        raise OutriderError(f"{setting} does not support encoder-decoder models; leave it out")
+    on_torch = checkpoint.recurrent or checkpoint.source is not None
+    native = on_cpu and checkpoint.dtype in (torch.bfloat16, torch.float32) and not on_torch
     if kernels == "native" and not native:
         raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
     if native and kernels != "torch":
@@ -67,8 +72,10 @@ def make_target(
         )
     if bits < 16:
         quantize_model(checkpoint.model, bits)
-    if checkpoint.recurrent:
-        target: Target = RecurrentTarget(checkpoint, slots=slots, context=context)
+    if checkpoint.source is not None:
+        target: Target = EncoderDecoderTarget(checkpoint, slots=slots, context=context)
+    elif checkpoint.recurrent:
+        target = RecurrentTarget(checkpoint, slots=slots, context=context)
     else:
         record = CudaRecorder(checkpoint.device) if checkpoint.device.type == "cuda" and kernels == "auto" else None
         target = AttentionTarget(checkpoint, slots=slots, context=context, record=record)

@@ -6,8 +6,9 @@ sequence, with a mask that shows a draft token only its ancestors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -30,13 +31,22 @@ class MaskRule:
     reach: int | None  # tokens; shorter sequences are fully visible; None: all sequences are
 
 
+class PositionBias(Protocol):
+    """A bias of the attention scores that depends on positions. The layers of a model may share one."""
+
+    def __call__(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+        """Return the bias [R, H, L, S] between positions [R, L] and [R, S]."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheReader:
     """One pass for the attention layers: the cache, the layout, and the masks that were made so far."""
 
     cache: StaticCache
     layout: Layout
-    masks: dict[tuple[MaskRule | None, int, torch.dtype], list[torch.Tensor | None]] = field(default_factory=dict)
+    masks: dict[tuple[MaskRule | None, int, torch.dtype, PositionBias | None], list[torch.Tensor | None]] = field(
+        default_factory=dict
+    )
     groups: list[tuple[SequenceSpan, ...]] = field(init=False)  # sequences that one kernel call processes
     calls: dict[int, int] = field(default_factory=dict)  # calls so far, by the layer index of the module
 
@@ -95,23 +105,75 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(kv, Fixed):
         return _attend_fixed(query, key, value, kv, scale=scale, softcap=softcap, sinks=s_aux), None
-    keys, values = kv.cache.write(kv.layer(module), kv.layout, key[0], value[0])
+    layer = kv.layer(module)
+    return attend_layer(
+        kv, layer, query, key, value, mask_rule=attention_mask, scale=scale, softcap=softcap, sinks=s_aux
+    ), None
+
+
+def attend_layer(
+    kv: CacheReader,
+    layer: int,
+    query: torch.Tensor,  # as in `attend`
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask_rule: MaskRule | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: PositionBias | None = None,
+) -> torch.Tensor:
+    """Write the keys and values of layer number `layer` and return attention for each sequence, [1, T, Hq, D].
+
+    `bias` needs as many key heads as query heads.
+    """
+    keys, values = kv.cache.write(layer, kv.layout, key[0], value[0])
     sharing = query.shape[1] // key.shape[1]
-    masks = _masks(kv, attention_mask, sharing, query.dtype)
+    masks = _masks(kv, mask_rule, sharing, query.dtype, bias)
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     for group, mask in zip(kv.groups, masks, strict=True):
-        batch_size = len(group)
         span = group[0]
-        size = span.end - span.begin
-        stop = max(other.start for other in group) + size
-        queries = query[0, :, span.begin : group[-1].end]  # [Hq, R * L, D]
-        queries = queries.view(key.shape[1], sharing, batch_size, size, -1).permute(2, 0, 1, 3, 4)
-        queries = queries.reshape(batch_size, key.shape[1], sharing * size, -1)
-        slots = slice(span.slot, span.slot + batch_size)
-        attended = _attention(queries, keys[slots, :, :stop], values[slots, :, :stop], mask, scale, softcap, s_aux)
-        attended = attended.reshape(batch_size, -1, size, value.shape[-1]).transpose(1, 2)
-        out[span.begin : group[-1].end] = attended.reshape(batch_size * size, query.shape[1], -1)
-    return out[None], None
+        stop = max(other.start for other in group) + span.end - span.begin
+        slots = slice(span.slot, span.slot + len(group))
+        attend_group(
+            out,
+            group,
+            query,
+            keys[slots, :, :stop],
+            values[slots, :, :stop],
+            mask,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+        )
+    return out[None]
+
+
+def attend_group(
+    out: torch.Tensor,  # [T, Hq, D], written in place
+    group: Sequence[SequenceSpan],  # R sequences of L columns
+    query: torch.Tensor,  # [1, Hq, T, D]
+    keys: torch.Tensor,  # [R, Hkv, S, D]
+    values: torch.Tensor,
+    mask: torch.Tensor | None,  # broadcastable to [R, Hkv, G * L, S], added
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Compute attention for the columns of adjacent sequences with equal numbers of columns."""
+    batch_size = len(group)
+    begin, end = group[0].begin, group[-1].end
+    size = group[0].end - begin
+    heads = keys.shape[1]
+    sharing = query.shape[1] // heads
+    queries = query[0, :, begin:end]  # [Hq, R * L, D]
+    queries = queries.view(heads, sharing, batch_size, size, -1).permute(2, 0, 1, 3, 4)
+    queries = queries.reshape(batch_size, heads, sharing * size, -1)
+    attended = _attention(queries, keys, values, mask, scale, softcap, sinks)
+    attended = attended.reshape(batch_size, -1, size, values.shape[-1]).transpose(1, 2)
+    out[begin:end] = attended.reshape(batch_size * size, query.shape[1], -1)
 
 
 def _attend_fixed(
@@ -190,24 +252,34 @@ def _attention(
     return weights.softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
 
 
-def _masks(kv: CacheReader, mask_rule: MaskRule | None, sharing: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """Return one mask per group. It is made once per pass for all layers with the same rule."""
-    key = (mask_rule, sharing, dtype)
+def _masks(
+    kv: CacheReader, mask_rule: MaskRule | None, sharing: int, dtype: torch.dtype, bias: PositionBias | None
+) -> list[torch.Tensor | None]:
+    """Return one mask per group. It is made once per pass for all layers with the same rule and bias."""
+    key = (mask_rule, sharing, dtype, bias)
     if key not in kv.masks:
-        kv.masks[key] = [_mask(kv.layout, group, mask_rule, sharing, dtype) for group in kv.groups]
+        kv.masks[key] = [_mask(kv.layout, group, mask_rule, sharing, dtype, bias) for group in kv.groups]
     return kv.masks[key]
 
 
 def _mask(
-    layout: Layout, group: tuple[SequenceSpan, ...], mask_rule: MaskRule | None, sharing: int, dtype: torch.dtype
+    layout: Layout,
+    group: tuple[SequenceSpan, ...],
+    mask_rule: MaskRule | None,
+    sharing: int,
+    dtype: torch.dtype,
+    bias: PositionBias | None,
 ) -> torch.Tensor | None:
-    """Return the mask [R, 1, G * L, S]: 0 for visible entries, -inf for others. None: everything is visible."""
+    """Return the mask [R, 1, G * L, S]: 0 for visible entries, -inf for others. None: everything is visible.
+
+    With a bias it is [R, H, L, S], and the bias is added to it.
+    """
     starts = [span.start for span in group]
     size = group[0].end - group[0].begin
     device = layout.positions.device
     stop = max(starts) + size
     causal = mask_rule is None or mask_rule.reach is None or stop <= mask_rule.reach
-    if causal and size == 1 and layout.ancestors is None and min(starts) == max(starts):
+    if causal and size == 1 and layout.ancestors is None and min(starts) == max(starts) and bias is None:
         return None
     columns = tree.upload(starts, device)[:, None] + torch.arange(size, device=device)  # [R, L]
     entries = torch.arange(stop, device=device)
@@ -217,11 +289,13 @@ def _mask(
         entry_positions = entry_positions.clone()
         for r, span in enumerate(group):
             _restrict_to_ancestors(layout, span, visible[r], entry_positions[r])
+    positions = layout.positions[group[0].begin : group[-1].end].view(len(group), size)
     if mask_rule is not None and not causal:
-        positions = layout.positions[group[0].begin : group[-1].end].view(len(group), size)
         zero = torch.zeros((), dtype=torch.int64, device=device)  # index of sequence and head
         visible &= mask_rule.rule(zero, zero, positions[..., None], entry_positions[:, None])
     mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+    if bias is not None:
+        return bias(positions, entry_positions).to(dtype) + mask[:, None]
     return mask.repeat(1, sharing, 1)[:, None]
 
 

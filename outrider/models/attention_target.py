@@ -32,6 +32,8 @@ _log = logging.getLogger("outrider")
 class AttentionTarget:
     """A decoder-only model whose layers all use attention."""
 
+    _prepacks = True  # whether linear layers are packed, if the machine has kernels for that
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -57,7 +59,7 @@ class AttentionTarget:
         self._caches: WeakSet[StaticCache] = WeakSet()  # caches of this target and its copies
         self._allocate_cache()
         self._reset()
-        if not record and can_prepack(checkpoint.device, checkpoint.dtype):
+        if not record and self._prepacks and can_prepack(checkpoint.device, checkpoint.dtype):
             prepack(self._model)
         self._source: Any = None  # the model that this one shares weights with or was quantized from
 

@@ -9,6 +9,14 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRules:
+    """What an encoder-decoder model takes as source, and how its output begins."""
+
+    context: int  # most tokens of a source
+    start: tuple[int, ...]  # the default prompt of the decoder; (): the checkpoint names none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """A loaded model, its tokenizer, and facts of its configuration."""
 
@@ -21,4 +29,5 @@ class Checkpoint:
     device: torch.device
     dtype: torch.dtype
     folder: str = ""  # or file that it was loaded from
+    source: SourceRules | None = None  # None: a decoder-only model
     dtype_reason: str = ""  # why it was chosen, such as "as the checkpoint is stored"

@@ -97,7 +97,8 @@ def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:
     Raises:
         UnsupportedModel: no module list has the number of layers of the configuration.
     """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    config = model.config.get_text_config(decoder=True)
+    count = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers  # T5 counts both stacks in one
     decoder_modules = {id(module) for module in model.get_decoder().modules()}
     stacks = [
         (name, module)

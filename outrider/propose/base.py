@@ -11,6 +11,7 @@ from outrider.core import tree
 from outrider.core.types import Batch, Draft, Draw, Needs, Request, Round
 from outrider.errors import OutriderError
 from outrider.models.base import Target
+from outrider.models.checkpoint import SourceRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class ProposerSetup:
     draw: Draw  # how draft tokens should be chosen, so that the verifier accepts most of them
     tokenizer: Any  # the target's
     kernels: str = "auto"  # of draft models; see `make_target`
+    source_rules: SourceRules | None = None  # what the target takes as source; None: a decoder-only model
     target_folder: str = ""  # folder or file of the target's checkpoint; "": unknown
 
 

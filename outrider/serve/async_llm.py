@@ -125,8 +125,14 @@ class AsyncLLM:
         self._thread.join()
         self._llm.try_save_plan()
 
-    def submit(self, tokens: tuple[int, ...], params: SamplingParams, content: StreamContent) -> list[RequestStream]:
-        """Queue a prompt, given as the tokens of `prompt_encoder`.
+    def submit(
+        self,
+        tokens: tuple[int, ...],
+        params: SamplingParams,
+        content: StreamContent,
+        source: tuple[int, ...] | None = None,
+    ) -> list[RequestStream]:
+        """Queue a prompt and the source of an encoder-decoder model, given as the tokens of `prompt_encoder`.
 
         Return a stream with this content for each of its `n` completions.
 
@@ -141,7 +147,7 @@ class AsyncLLM:
             raise QueueFull(
                 f"{num_open} completions run or wait, and at most {self._max_requests} may; try again later"
             )
-        requests = self.frontend.requests_of_tokens(tokens, params)
+        requests = self.frontend.requests_of_tokens(tokens, params, source)
         context = self.frontend.parts.context
         if (params.max_tokens or 0) > context:
             raise InvalidParam(

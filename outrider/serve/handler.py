@@ -19,6 +19,7 @@ from outrider.serve.openai.errors import UnknownModel, attribute_errors, rename_
 from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields
 from outrider.serve.openai.tools import Tools, conversation, supports_tool_calls
+from outrider.serve.prompt_encoder import EncodedInput
 from outrider.serve.settings import Settings
 from outrider.serve.stream.request_stream import RequestStream, StreamChunk, StreamContent
 from outrider.serve.stream.smoothing import smooth_chunks
@@ -55,17 +56,22 @@ class RequestHandler:
             return await self._handle_completion(body, request)
 
     async def _handle_completion(self, body: CompletionRequest, request: Request) -> Response:
-        prompts = body.prompts()
-        if not prompts:
-            raise InvalidParam("prompt", "prompt is an empty list; give at least one prompt")
+        inputs = body.inputs()
         with attribute_errors("constraint"):
             constraint = body.constraint()
         params = body.params(
             max_tokens=body.max_tokens, logprobs=body.logprobs, scope=body.user or "", constraint=constraint
         )
-        await self._prepare(body, len(prompts), params)
-        tokens = [await self._async_llm.prompt_encoder.encode(prompt) for prompt in prompts]
-        return await self._respond(body, tokens, params, request)
+        await self._prepare(body, len(inputs), params)
+        encoder = self._async_llm.prompt_encoder
+        encoded = []
+        for prompt, source in inputs:
+            source_tokens = None if source is None else await encoder.encode_source(source)
+            # Check the source first: without one, most prompts of an encoder-decoder model are a mistake, too.
+            self._async_llm.frontend.check_source(source_tokens)
+            prompt_tokens = self._async_llm.frontend.start_tokens() if prompt is None else await encoder.encode(prompt)
+            encoded.append(EncodedInput(prompt=prompt_tokens, source=source_tokens))
+        return await self._respond(body, encoded, params, request)
 
     async def _handle_chat(self, body: ChatRequest, request: Request) -> Response:
         tools = Tools.of(body)
@@ -90,7 +96,7 @@ class RequestHandler:
         with attribute_errors("messages"):
             tokens = await self._async_llm.prompt_encoder.chat(messages, template_tools)
         await self._prepare(body, 1, params)
-        return await self._respond(body, [tokens], params, request, has_tools=tools is not None)
+        return await self._respond(body, [EncodedInput(prompt=tokens)], params, request, has_tools=tools is not None)
 
     async def _prepare(self, body: SamplingFields, num_prompts: int, params: SamplingParams) -> None:
         """Check what does not depend on the tokens of the prompts, and compile the grammar."""
@@ -112,7 +118,7 @@ class RequestHandler:
     async def _respond(
         self,
         body: SamplingFields,
-        prompts: Sequence[tuple[int, ...]],
+        inputs: Sequence[EncodedInput],
         params: SamplingParams,
         request: Request,
         *,
@@ -131,15 +137,15 @@ class RequestHandler:
             token_text=self._async_llm.token_text,
             has_tools=has_tools,
         )
-        streams = self._submit(prompts, params, content)
+        streams = self._submit(inputs, params, content)
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             events = self._stream_events(
-                builder, streams, len(prompts), include_usage=include_usage, request=request, disconnected=disconnected
+                builder, streams, len(inputs), include_usage=include_usage, request=request, disconnected=disconnected
             )
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await self._full_response(builder, streams, len(prompts), request=request, disconnected=disconnected)
+        return await self._full_response(builder, streams, len(inputs), request=request, disconnected=disconnected)
 
     async def _cancel_on_disconnect(self, request: Request, streams: Sequence[RequestStream]) -> None:
         """Wait until the client disconnects, and cancel its requests."""
@@ -148,13 +154,13 @@ class RequestHandler:
         self._async_llm.cancel(streams)
 
     def _submit(
-        self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, content: StreamContent
+        self, inputs: Sequence[EncodedInput], params: SamplingParams, content: StreamContent
     ) -> list[RequestStream]:
         """Submit all prompts, or none of them."""
         streams: list[RequestStream] = []
         try:
-            for tokens in prompts:
-                streams += self._async_llm.submit(tokens, params, content)
+            for each in inputs:
+                streams += self._async_llm.submit(each.prompt, params, content, each.source)
         except OutriderError:
             self._async_llm.cancel(streams)
             raise

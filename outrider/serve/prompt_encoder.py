@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.llm import LLM, Prompt
 
 _LONG_PROMPT = 20_000  # characters; encoding them takes some milliseconds
 _Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedInput:
+    """The tokens of a prompt, and those of its source for an encoder-decoder model."""
+
+    prompt: _Tokens
+    source: _Tokens | None = None
 
 
 def with_own_tokenizer(llm: LLM) -> LLM:
@@ -33,6 +41,11 @@ class PromptEncoder:
         """Return the tokens of a prompt."""
         length = len(prompt) if isinstance(prompt, str) else 0
         return await self._encode(lambda llm: llm.encode(prompt), length)
+
+    async def encode_source(self, source: Prompt) -> _Tokens:
+        """Return the tokens of the source of an encoder-decoder model."""
+        length = len(source) if isinstance(source, str) else 0
+        return await self._encode(lambda llm: llm.encode_source(source), length)
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> _Tokens:
         """Return the tokens of a conversation. Raises as `LLM.encode_chat` does."""

@@ -18,6 +18,7 @@ from outrider.heads.files import read_target_info
 from outrider.heads.formats.base import ImportedHead, TargetRequired
 from outrider.heads.formats.registry import find
 from outrider.llm import LLM
+from outrider.loader.checkpoint import refuse_sources
 from outrider.loader.embedded import model_folder
 from outrider.tools.convert import checked
 
@@ -59,6 +60,7 @@ def probe(folder: str | Path, target: str, *, dtype: str = "auto") -> Probe:
     Raises:
         OutriderError: a model cannot be loaded, or the draft does not belong to the target.
     """
+    refuse_sources(target, "inspect")
     llm = LLM(
         target,
         proposer=f"draft:{folder}",

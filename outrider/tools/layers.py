@@ -38,6 +38,8 @@ def run_layers(
         OutriderError: there are not enough prompts, or the target has too few layers.
     """
     target = llm.parts.target
+    if llm.parts.source_rules is not None:
+        raise OutriderError("layers does not support encoder-decoder targets; use a decoder-only target")
     with progress.status("generating texts") as status:
         search_prompts, held_out_prompts = split_prompts(read_prompts(prompts, limit=limit), seed)
         search_texts = generate_texts(llm, search_prompts, max_tokens)

@@ -8,6 +8,7 @@ from pathlib import Path
 from outrider.core.config import EngineConfig
 from outrider.core.types import SharedWeights
 from outrider.engine.build import EngineParts, build
+from outrider.loader.checkpoint import refuse_sources
 from outrider.models.base import WeightSharer
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import ProposerSetup
@@ -68,6 +69,7 @@ def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts
         max_num_batched_tokens=_BATCHED_TOKENS,
         prefix_caching=False,
     )
+    refuse_sources(target, "train")
     parts = build(config, planner=FixedPlanner(0) if settings.proposer == "none" else None)
     trainee, recorder, tables = created[0]
     return TrainSetup(parts=parts, trainee=trainee, recorder=recorder, tables=tables)

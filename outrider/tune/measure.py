@@ -17,6 +17,7 @@ from outrider.benchmarking.progress import progress_bar
 from outrider.engine.build import assemble, auto_planner, make_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.llm import LLM
+from outrider.loader.checkpoint import refuse_sources
 from outrider.measure.prompts import read_prompts
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.planner import FixedPlanner, Planner
@@ -72,6 +73,7 @@ class VariantEngines:
     """Engines that share one target. Each variant has its own engine, so that none learns from another's rounds."""
 
     def __init__(self, settings: Settings) -> None:
+        refuse_sources(settings.target, "tune")
         self.base = LLM(
             settings.target,
             proposer="none",

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Draft, Request, Round, SequenceState
@@ -296,6 +302,71 @@ RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside 
 }
 ARCHITECTURES = {**ATTENTION, **RECURRENT}
 
+
+def _seq2seq(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
+    """A configuration whose encoder has another number of layers than its decoder."""
+    ids = {"bos_token_id": None, "eos_token_id": VOCAB - 1, "pad_token_id": 0, "decoder_start_token_id": 0}
+    return lambda: getattr(transformers, name)(**{"vocab_size": VOCAB, **ids, **settings})
+
+
+def _t5gemma() -> PreTrainedConfig:
+    """Sliding windows, soft caps, and an encoder of another width."""
+    stack = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW, "layer_types": _MIXED}
+    stack |= {"attn_logit_softcapping": 3.0, "eos_token_id": VOCAB - 1, "pad_token_id": 0}
+    decoder = make_config("T5GemmaModuleConfig", **stack).to_dict()
+    stack["layer_types"] = _MIXED[:2]
+    encoder = make_config("T5GemmaModuleConfig", num_hidden_layers=2, hidden_size=48, **stack).to_dict()
+    return transformers.T5GemmaConfig(
+        encoder=encoder,
+        decoder=decoder,
+        vocab_size=VOCAB,
+        tie_word_embeddings=False,
+        eos_token_id=VOCAB - 1,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+        initializer_range=0.3,
+    )
+
+
+_T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": LAYERS + 1,  # the cache of transformers needs no fewer than the decoder has
+    "num_decoder_layers": LAYERS,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,  # so that all buckets occur
+}
+_BART = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": LAYERS,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "init_std": 0.1,
+    "tie_word_embeddings": False,
+    "forced_eos_token_id": None,
+}
+ENCODER_DECODER: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "t5": _seq2seq("T5Config", **_T5),
+    "flan-t5": _seq2seq("T5Config", **_T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "mt5": _seq2seq("MT5Config", **_T5),
+    "bart": _seq2seq("BartConfig", **_BART),
+    "t5gemma": _t5gemma,
+    "umt5": _seq2seq("UMT5Config", **_T5),
+    "mbart": _seq2seq("MBartConfig", **_BART),
+    "plbart": _seq2seq("PLBartConfig", **_BART),
+    "marian": _seq2seq("MarianConfig", **_BART),
+    "pegasus": _seq2seq("PegasusConfig", **_BART),
+    "blenderbot": _seq2seq("BlenderbotConfig", **_BART),
+    "blenderbot-small": _seq2seq("BlenderbotSmallConfig", **_BART),
+}
+EVERY = {**ARCHITECTURES, **ENCODER_DECODER}
+
 _UNREPLACED, _LAYERS = "cannot replace its attention", "layers of type .* are not supported yet"
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and the reason
     "bloom": ({}, _UNREPLACED),
@@ -308,9 +379,9 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and t
     "gemma3_text": ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "dynamic rotary"),
     "llama4_text": ({"attn_temperature_tuning": True}, "computes positions itself"),
     "moshi": ({}, "use different windows"),
-    "t5": ({}, "not a causal language model"),
+    "led": ({}, "of encoder-decoder models only bart, .* are supported"),
     "bert": ({}, "not a causal language model"),
-    "whisper": ({}, "not a causal language model"),
+    "whisper": ({}, "of encoder-decoder models only bart, .* are supported"),
 }
 REFUSED_BY_CHECK: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "bert-generation": (_config("BertGenerationConfig", is_decoder=False), "differ from the model's own"),
@@ -323,11 +394,15 @@ REFUSED_BY_CHECK: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
 def save(folder: Path, config: PreTrainedConfig, *, seed: int = 0, size: int = VOCAB) -> Path:
     """Write a random model of a configuration, and a tokenizer of `size` tokens; every weight says something."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = model_class.from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 1:  # norms, biases and sinks, which start as ones and zeros
                 weight += 0.2 * torch.randn(weight.shape)
+        for name, weight in model.named_parameters():
+            if name.endswith(".wo.weight"):  # of T5, which otherwise repeats its last token
+                weight *= 12
     return save_model(folder, model, size=size)
 
 
@@ -357,13 +432,14 @@ class Shelf:
 
     def folder(self, name: str) -> Path:
         path = self._root / name
-        return path if path.exists() else save(path, ARCHITECTURES[name]())
+        return path if path.exists() else save(path, EVERY[name]())
 
     def model(self, name: str) -> Any:
         """transformers' own, whose attention is the plain one."""
         if name not in self._models:
             folder = self.folder(name)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+            model_class = AutoModelForSeq2SeqLM if name in ENCODER_DECODER else AutoModelForCausalLM
+            model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
             self._models[name] = model.eval()
         return self._models[name]
 
@@ -386,15 +462,30 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+def greedy_of_source(model: Any, source: Sequence[int], count: int) -> list[int]:
+    """transformers' own greedy output of an encoder-decoder model."""
+    ids = torch.tensor([source])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
+    )
+    return out[0, 1:].tolist()
+
+
 def text(chance: random.Random, length: int) -> list[int]:
     """Random tokens, of which some repeat."""
     fresh = [chance.randrange(VOCAB) for _ in range(length)]
     return [fresh[i % 5] if chance.random() < 0.7 else token for i, token in enumerate(fresh)]
 
 
-def admit(target: Target, slot: int, tokens: Sequence[int]) -> SequenceState:
+def admit(target: Target, slot: int, tokens: Sequence[int], source: Sequence[int] = ()) -> SequenceState:
     request = Request(
-        id=slot, prompt_token_ids=tuple(tokens), params=SamplingParams(), seed=0, end_ids=frozenset(), max_tokens=10**6
+        id=slot,
+        prompt_token_ids=tuple(tokens),
+        params=SamplingParams(),
+        seed=0,
+        end_ids=frozenset(),
+        max_tokens=10**6,
+        source_token_ids=tuple(source),
     )
     row = SequenceState(request=request, slot=slot, token_ids=list(tokens))
     row.num_cached_tokens = target.cache.admit(slot, tokens)

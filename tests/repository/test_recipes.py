@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
 from outrider.train.data.prompts import read_prompts
+from recipes.correction import measure, pairs
+from recipes.correction import train as train_correction
 from recipes.family import prompts, train
 from recipes.family.corpus import is_aside, read_texts
 
@@ -110,3 +112,59 @@ def test_recipes_say_what_is_wrong(texts, tmp_path):
     assert "leave --held-out out" in " ".join(result.output.replace("│", " ").split())
     assert not (tmp_path / "y").exists()
     assert _run(prompts.main, texts, "--out", tmp_path / "x", "--shortest", 9, "--longest", 8).exit_code == 2
+
+
+@pytest.fixture(scope="module")
+def correction(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prose")
+    chance = random.Random(4)
+    for i in range(40):
+        lines = ["# " + " ".join(chance.choices(WORDS, k=11)) for _ in range(6)]
+        (folder / f"{i}.py").write_text("\n".join(lines))
+    out = tmp_path_factory.mktemp("correction")
+    sizes = "--vocab 300 --target 2x48 --draft 1x48 --steps 30 --batch 8 --rate 0.2"
+    result = _run(train_correction.main, folder, "--out", out, *sizes.split())
+    assert result.exit_code == 0, result.output
+    return folder, out, json.loads(result.stdout.splitlines()[-1])
+
+
+def test_typos_change_words():
+    text = "the cat sat on the red mat while two men went home"
+    assert pairs.with_typos(text, 0, random.Random(0)).source == text
+    pair = pairs.with_typos(text, 1, random.Random(0))
+    assert pair.text == text
+    changed = [old != new for old, new in zip(text.split(), pair.source.split(), strict=True)]
+    assert sum(changed) > len(changed) // 2
+    assert list(pairs.prose_lines(f"x = 1\n# {text}\nshort line\n{text} {{}}")) == [text]
+
+
+def test_a_correction_pair_trains_and_is_measured(correction):
+    folder, out, report = correction
+    assert report["target"]["parameters"] > report["draft"]["parameters"]
+    for role in ("target", "draft"):
+        assert report[role]["validation_nats"] < 5.3  # 5.7 is what knowing nothing costs
+    again = _run(train_correction.main, folder, "--out", out, "--vocab", 300, "--steps", 30)
+    assert again.exit_code == 0, again.output
+    kept = json.loads(again.stdout.splitlines()[-1])
+    assert kept["target"]["parameters"] == report["target"]["parameters"]
+    result = _run(measure.main, out, "--rounds", 1, "--limit", 3, "--batch", 2)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert figures["texts"] == 3
+    assert figures["none"]["tau"] == 1
+    assert figures["draft"]["tau"] >= 1
+
+
+def test_correction_ends_with_the_time(correction, tmp_path):
+    folder, _, _ = correction
+    sizes = "--vocab 300 --target 1x48 --draft 1x48 --steps 1000000 --max-minutes 0.01 --batch 4"
+    result = _run(train_correction.main, folder, "--out", tmp_path, *sizes.split())
+    assert result.exit_code == 0, result.output
+    assert "the time is over after" in result.output
+
+
+def test_correction_says_what_is_wrong(tmp_path):
+    (tmp_path / "few").mkdir()
+    result = _run(train_correction.main, tmp_path / "few", "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert "too few lines of prose" in " ".join(result.output.replace("│", " ").split())

@@ -91,4 +91,4 @@ def _set_bidirectional_masks(reader: CacheReader, sharing: int, dtype: torch.dty
         is_padding = torch.arange(max(ends), device=device) >= tree.upload(ends, device)[:, None]
         mask = torch.zeros(is_padding.shape, dtype=dtype, device=device).masked_fill_(is_padding, -torch.inf)
         masks.append(mask[:, None, None])
-    reader.masks[None, sharing, dtype] = masks
+    reader.masks[None, sharing, dtype, None] = masks

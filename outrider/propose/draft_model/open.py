@@ -242,4 +242,33 @@ def _open_model(name: str, folder: str, setup: ProposerSetup) -> _OpenedModel:
     check_draft(folder, name=name, heads=False)
     dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}[setup.dtype]
     checkpoint = load_checkpoint(folder, dtype=dtype, device=str(setup.device))
-    return _OpenedModel(setup=setup, folder=folder, checkpoint=checkpoint)
+    opened = _OpenedModel(setup=setup, folder=folder, checkpoint=checkpoint)
+    _check_source(opened)
+    return opened
+
+
+def _check_source(opened: _OpenedModel) -> None:
+    """Check that a draft model reads what the target reads.
+
+    Raises:
+        OutriderError: only one of them is an encoder-decoder model, or the draft cannot read all sources.
+    """
+    target, draft = opened.setup.source_rules, opened.checkpoint.source
+    if target is None and draft is None:
+        return
+    if target is None or draft is None:
+        kinds = ("a decoder-only model", "an encoder-decoder model")
+        raise OutriderError(
+            f"the draft in {opened.folder} is {kinds[draft is not None]} and the target {kinds[target is not None]};"
+            " use a draft of the target's kind"
+        )
+    if not opened.same_vocabulary:
+        raise OutriderError(
+            f"the draft in {opened.folder} has another vocabulary, with which it cannot read the target's sources; use"
+            " a draft with the target's tokenizer"
+        )
+    if draft.context < target.context:
+        raise OutriderError(
+            f"the encoder of the draft in {opened.folder} takes {draft.context} tokens and the target's"
+            f" {target.context}; use a draft that takes as many"
+        )

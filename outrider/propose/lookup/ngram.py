@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 from outrider.core.types import Batch, Draft, Needs, Request, Round
 from outrider.propose.acceptance import AcceptanceEstimator
 from outrider.propose.base import ProposerSetup
+from outrider.propose.lookup.source_text import source_text
 from outrider.propose.tree_builder import TreeBuilder, build_draft
 
 _MAX_BRANCHES = 3  # continuations in a tree
@@ -121,8 +122,9 @@ class _TreeGrowth:
 class NgramProposer:
     """Copies what followed earlier occurrences of the last n-gram, longest n-gram and latest occurrence first.
 
-    Up to three continuations form a tree. A prompt is indexed in the rounds in which the target prefills it, so that a
-    long prompt does not delay sequences that decode.
+    The text is the source of an encoder-decoder target, if there is one, and then the sequence. Up to three
+    continuations form a tree. A prompt is indexed in the rounds in which the target prefills it, so that a long prompt
+    does not delay sequences that decode.
     """
 
     needs = Needs()
@@ -132,17 +134,21 @@ class NgramProposer:
         self._device = setup.device
         self._sizes = (shortest, longest)
         self._indexes: dict[int, _Index] = {}  # by slot
+        self._offsets: dict[int, int] = {}  # by slot: indexed tokens before those of the sequence
         self._acceptance = AcceptanceEstimator()
         self._drafted: dict[int, tuple[TreeBuilder, list[Hashable]]] = {}  # by slot: tree and kinds of this round
 
     def admit(self, slot: int, request: Request) -> None:
-        self._indexes[slot] = _Index(*self._sizes)
+        index = self._indexes[slot] = _Index(*self._sizes)
+        for token in source_text(request):
+            index.append(token)
+        self._offsets[slot] = len(index)
 
     def propose(self, batch: Batch) -> Draft:
         self._drafted = {}
         for seq, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True):
             index = self._indexes[seq.slot]
-            for token in seq.token_ids[len(index) : start + len(feed)]:
+            for token in seq.token_ids[len(index) - self._offsets[seq.slot] : start + len(feed)]:
                 index.append(token)
         pairs = zip(batch.seqs, batch.draft_budget, strict=True)
         return build_draft([self._draft_tree(seq.slot, budget) for seq, budget in pairs], self._device)
@@ -154,6 +160,7 @@ class NgramProposer:
 
     def release(self, slot: int) -> None:
         self._indexes.pop(slot, None)
+        self._offsets.pop(slot, None)
 
     def _draft_tree(self, slot: int, budget: int) -> TreeBuilder:
         growth = _TreeGrowth(self._acceptance)

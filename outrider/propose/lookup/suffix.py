@@ -8,6 +8,7 @@ from __future__ import annotations
 from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
 from outrider.errors import OutriderError
 from outrider.propose.base import Proposer, ProposerSetup, parse_count
+from outrider.propose.lookup.source_text import source_text
 from outrider.propose.lookup.suffix_history import History
 from outrider.propose.lookup.suffix_text import SuffixIndex, suffix_index_factory
 from outrider.propose.lookup.suffix_tree import ShareCalibration, SuffixDraft
@@ -18,6 +19,8 @@ _MAX_HISTORY = 10**8  # tokens of past outputs; each takes about 120 bytes
 
 class SuffixProposer:
     """Drafts what followed the longest known suffix of a sequence, in the sequence and in past outputs.
+
+    The source of an encoder-decoder target counts as text before the sequence.
 
     A prompt is indexed in the rounds in which the target prefills it, so that a long prompt does not delay sequences
     that decode.
@@ -31,19 +34,22 @@ class SuffixProposer:
         self._history = History(history) if history else None
         self._make_index = suffix_index_factory(setup.kernels)
         self._indexes: dict[int, SuffixIndex] = {}  # by slot
+        self._offsets: dict[int, int] = {}  # by slot: indexed tokens before those of the sequence
         self._seqs: dict[int, SequenceState] = {}  # by slot
         self._calibration = ShareCalibration()
         self._drafted: dict[int, SuffixDraft] = {}  # by slot, in this round
 
     def admit(self, slot: int, request: Request) -> None:
-        self._indexes[slot] = self._make_index()
+        index = self._indexes[slot] = self._make_index()
+        index.extend(source_text(request))
+        self._offsets[slot] = len(index)
 
     def propose(self, batch: Batch) -> Draft:
         self._drafted = {}
         for seq, start, feed, budget in zip(batch.seqs, batch.start, batch.feed, batch.draft_budget, strict=True):
             self._seqs[seq.slot] = seq
             index = self._indexes[seq.slot]
-            index.extend(seq.token_ids[len(index) : start + len(feed)])
+            index.extend(seq.token_ids[len(index) - self._offsets[seq.slot] : start + len(feed)])
             self._drafted[seq.slot] = self._grow(seq, index, budget) if budget else SuffixDraft()
         return build_draft([self._drafted[seq.slot].builder for seq in batch.seqs], self._device)
 
@@ -56,6 +62,7 @@ class SuffixProposer:
 
     def release(self, slot: int) -> None:
         self._indexes.pop(slot, None)
+        self._offsets.pop(slot, None)
         seq = self._seqs.pop(slot, None)
         # A preempted sequence has no slot any more, and continues later.
         if self._history and seq and seq.slot == slot:

@@ -63,7 +63,7 @@ class Entry:
             "time_to_first_token_seconds": (
                 None if self.first_token is None else round(self.first_token - self.start, 6)
             ),
-            "prompt_tokens": sum(len(completion.prompt_token_ids) for completion in self.completions),
+            "prompt_tokens": sum(completion.num_input_tokens for completion in self.completions),
             "output_tokens": self.output_tokens,
             "tau": round(tokens_of_passes / passes, 4) if passes else None,
             "draft_tokens": sum(each.draft_tokens for each in stats),

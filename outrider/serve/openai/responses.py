@@ -161,7 +161,7 @@ def _finish_reason(completion: Completion, parser: ToolCallParser) -> str:
 def usage(completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
     """Return the `usage` object. A prompt counts once for all of its completions."""
     completions_per_prompt = len(completions) // num_prompts
-    prompt_tokens = sum(len(completion.prompt_token_ids) for completion in completions[::completions_per_prompt])
+    prompt_tokens = sum(completion.num_input_tokens for completion in completions[::completions_per_prompt])
     output_tokens = sum(len(completion.token_ids) for completion in completions)
     passes = sum(completion.stats.passes for completion in completions)
     return {

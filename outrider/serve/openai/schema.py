@@ -15,6 +15,8 @@ from outrider.core.text import is_utf8
 from outrider.serve.stream.request_stream import StreamContent
 
 _Token = Annotated[int, Field(ge=0)]
+_Texts = str | list[str] | list[_Token] | list[list[_Token]]  # one text or several, each as a string or token ids
+_Text = str | list[int]
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_LENGTH = 1000  # characters
 _MAX_TOKEN_ID_DIGITS = 18
@@ -201,8 +203,13 @@ class SamplingFields(_RequestBody):
 class CompletionRequest(SamplingFields):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[_Token] | list[list[_Token]] = Field(
-        description="A string, a list of strings, token ids, or a list of token ids."
+    prompt: _Texts | None = Field(
+        None,
+        description="A string, a list of strings, token ids, or a list of token ids. Optional with a source.",
+    )
+    source: _Texts | None = Field(
+        None,
+        description="Extension. What the encoder of an encoder-decoder model reads, one per prompt, in the same forms.",
     )
     max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -210,11 +217,25 @@ class CompletionRequest(SamplingFields):
     best_of: Literal[1] | None = None
     suffix: None = None
 
-    def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each as text or token ids."""
-        is_single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        prompts: list[Any] = [self.prompt] if is_single else list(self.prompt)
-        return prompts
+    def inputs(self) -> list[tuple[_Text | None, _Text | None]]:
+        """Return pairs of a prompt and its source, each as text or token ids, or None.
+
+        Raises:
+            InvalidParam: there is neither, or their numbers differ.
+        """
+        prompts = _as_list(self.prompt)
+        sources = _as_list(self.source)
+        if prompts is None and sources is None:
+            raise InvalidParam("prompt", "prompt is missing; give a prompt")
+        for name, values in (("prompt", prompts), ("source", sources)):
+            if values == []:
+                raise InvalidParam(name, f"{name} is an empty list; give at least one {name}")
+        prompts = [None] * len(sources or ()) if prompts is None else prompts
+        sources = [None] * len(prompts) if sources is None else sources
+        if len(prompts) != len(sources):
+            message = f"source has {len(sources)} sources for {len(prompts)} prompts; give one per prompt"
+            raise InvalidParam("source", message)
+        return list(zip(prompts, sources, strict=True))
 
 
 class FunctionCall(_StrictModel):
@@ -356,6 +377,15 @@ class TokenizeRequest(_RequestBody):
 
     model: str | None = None
     prompt: str
+
+
+def _as_list(texts: _Texts | None) -> list[_Text | None] | None:
+    """Return texts as a list. A single one is a string or a list of token ids."""
+    if texts is None:
+        return None
+    is_single = isinstance(texts, str) or (texts and isinstance(texts[0], int))
+    many: list[Any] = [texts] if is_single else list(texts)
+    return many
 
 
 def _check_utf8(value: Any, *path: str) -> None:

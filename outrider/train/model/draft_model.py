@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.errors import OutriderError
 from outrider.heads.description import AuxStates, SharedKV
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.checkpoint import load_checkpoint, refuse_sources
 from outrider.loader.embedded import model_folder
 from outrider.loader.make import make_target
 from outrider.models.attention import NAME
@@ -92,6 +92,7 @@ def load_trainable(folder: Path, device: torch.device) -> Checkpoint:
     Raises:
         OutriderError: the folder holds no model that can be loaded.
     """
+    refuse_sources(folder, "train")
     checkpoint = load_checkpoint(folder, dtype="float32", device=str(device))
     expand_blocks(checkpoint.model)
     checkpoint.model.requires_grad_(True)

@@ -1,0 +1,1 @@
+"""Encoder-decoder models: keys and values of the sources, and the attention of the decoder."""

@@ -1,0 +1,37 @@
+"""The cache of encoder-decoder models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from outrider.cache.base import CacheUsage
+from outrider.cache.static import StaticCache
+from outrider.models.encoder_decoder.sources import Sources
+
+
+class EncoderDecoderCache(StaticCache):
+    """A `StaticCache` for the self-attention of the decoder, and the keys and values of the sources.
+
+    Requests share no prefixes: the keys and values of a decoder depend on the source as well as on the tokens, and the
+    prompt of a decoder is short.
+    """
+
+    def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
+        self.sources = Sources(slots, device)
+        super().__init__(slots=slots, capacity=capacity, device=device)
+
+    def forget(self) -> None:
+        super().forget()
+        self.sources.forget()
+
+    def set_prefix_caching(self, on: bool) -> None:
+        pass
+
+    def usage(self) -> CacheUsage:
+        keys_and_values = super().bytes()
+        return replace(super().usage(), token_bytes=keys_and_values // self._slots // self._capacity)
+
+    def bytes(self) -> int:
+        return super().bytes() + self.sources.bytes()

@@ -1,0 +1,91 @@
+"""Keys and values of the encoded sources, by slot. The cross-attention of the decoder reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.cache.base import SequenceSpan
+from outrider.core import tree
+
+_GROWTH = 64  # tokens; the capacity is a multiple of it
+
+
+class Sources:
+    """Keys and values [slots, heads, capacity, dim] of each decoder layer, and the tokens that they belong to.
+
+    The capacity grows to the longest source so far.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.device = device
+        self._slots = slots
+        self._capacity = 0
+        self._tokens: list[tuple[int, ...] | None] = [None] * slots  # None: the slot holds no source
+        self._keys: dict[int, torch.Tensor] = {}  # by layer
+        self._values: dict[int, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Drop all sources, after a weight update."""
+        self._tokens = [None] * self._slots
+
+    def holds(self, slot: int, tokens: tuple[int, ...]) -> bool:
+        """Return whether a slot holds a source. A source that another slot holds is copied."""
+        held = self._tokens[slot]
+        if held is tokens or held == tokens:
+            return True
+        if tokens not in self._tokens:
+            return False
+        other = self._tokens.index(tokens)
+        for tensor in (*self._keys.values(), *self._values.values()):
+            tensor[slot] = tensor[other]
+        self._tokens[slot] = tokens
+        return True
+
+    def begin(self, slot: int, tokens: tuple[int, ...]) -> None:
+        """Give a slot to a source. `write` follows for each layer."""
+        self._tokens[slot] = None
+        if len(tokens) > self._capacity:
+            self._capacity = -(-len(tokens) // _GROWTH) * _GROWTH
+            for tensors in (self._keys, self._values):
+                for layer, old in tensors.items():
+                    tensors[layer] = self._allocate(old.shape[1], old.shape[3], old.dtype)
+                    tensors[layer][:, :, : old.shape[2]] = old
+
+    def write(self, layer: int, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the keys and values [heads, S, dim] of a source in a layer."""
+        for tensors, new in ((self._keys, keys), (self._values, values)):
+            if layer not in tensors:
+                tensors[layer] = self._allocate(new.shape[0], new.shape[2], new.dtype)
+            tensors[layer][slot, :, : new.shape[1]] = new
+            tensors[layer][slot, :, new.shape[1] :] = 0  # masked, but 0 * NaN is NaN
+
+    def end(self, slot: int, tokens: tuple[int, ...]) -> None:
+        """Note that all layers of a source are written."""
+        self._tokens[slot] = tokens
+
+    def entries(self, layer: int, group: Sequence[SequenceSpan]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [R, heads, S, dim] for adjacent slots, up to the longest of their sources."""
+        slots = slice(group[0].slot, group[0].slot + len(group))
+        stop = max(self._lengths(group))
+        return self._keys[layer][slots, :, :stop], self._values[layer][slots, :, :stop]
+
+    def mask(self, group: Sequence[SequenceSpan], dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the mask [R, 1, 1, S] of adjacent slots, added to the scores. None: all sources are equally long."""
+        lengths = self._lengths(group)
+        if min(lengths) == max(lengths):
+            return None
+        columns = torch.arange(max(lengths), device=self.device)
+        padding = columns >= tree.upload(lengths, self.device)[:, None]
+        mask = torch.zeros(padding.shape, dtype=dtype, device=self.device).masked_fill_(padding, -torch.inf)
+        return mask[:, None, None]
+
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self._keys.values(), *self._values.values()))
+
+    def _lengths(self, group: Sequence[SequenceSpan]) -> list[int]:
+        return [len(self._tokens[span.slot] or ()) for span in group]
+
+    def _allocate(self, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self._slots, heads, self._capacity, dim, dtype=dtype, device=self.device)

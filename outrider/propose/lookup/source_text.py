@@ -1,0 +1,16 @@
+"""What a lookup in the text of a request searches before its own tokens."""
+
+from __future__ import annotations
+
+from outrider.core.types import Request
+
+
+def source_text(request: Request) -> tuple[int, ...]:
+    """Return the source of a request to an encoder-decoder target, which outputs often copy from.
+
+    The first token of the decoder comes before it, so that the beginning of the source is found in the first round. A
+    request without a source has no such text.
+    """
+    if not request.source_token_ids:
+        return ()
+    return request.prompt_token_ids[:1] + request.source_token_ids
