@@ -42,7 +42,7 @@ def train(
         str,
         typer.Argument(
             metavar="KIND",
-            help="eagle3, eagle31, slim, peagle, mtp, medusa, hydra, dflash, dspark, kv-sharing or draft.",
+            help="eagle3, eagle31, slim, peagle, mtp, medusa, hydra, dflash, dspark, xpress, kv-sharing or draft.",
         ),
     ],
     *,

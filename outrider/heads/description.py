@@ -32,6 +32,7 @@ class Kind(StrEnum):
     HYDRA = "hydra"  # the embeddings of the earlier draft tokens
     DFLASH = "dflash"  # nothing: one pass fills in a block of mask tokens
     DSPARK = "dspark"  # the previous draft token, which corrects the logits of a DFlash pass
+    XPRESS = "xpress"  # all earlier draft tokens, with which a causal refiner corrects the logits of a DFlash pass
     KV_SHARING = "kv-sharing"  # a hidden state, from layers that attend to the target's own keys and values
 
 
@@ -152,6 +153,16 @@ class ParallelHeads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Refiner:
+    """A causal refiner of the logits of a block (XPress)."""
+
+    rank: int  # width of its states
+    ffn: int  # width of its MLP
+    passes: int  # Jacobi passes of a greedy draft, at most as many as draft tokens
+    candidates: int = 0  # likeliest tokens before the correction that can be drafted; 0: all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBlock:
     """A block that one pass fills in: the last committed token, and mask tokens after it."""
 
@@ -160,11 +171,17 @@ class DraftBlock:
     sample_from_anchor: bool = False
     markov_rank: int = 0  # rank of the matrix that corrects logits by the previous token; 0: no correction
     confidence: bool = False  # a confidence head estimates the acceptance probability
+    refiner: Refiner | None = None  # corrects logits by all earlier draft tokens
 
     @property
     def draft_tokens(self) -> int:
         """Draft tokens of one pass."""
         return self.size if self.sample_from_anchor else self.size - 1
+
+    @property
+    def first_column(self) -> int:
+        """The column that predicts the first draft token."""
+        return 0 if self.sample_from_anchor else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,6 +342,25 @@ def _block_problems(description: HeadDescription, block: DraftBlock) -> dict[str
         ),
         f"a block of size {block.size} has no draft token": block.draft_tokens < 1,
         f"its Markov correction has rank {block.markov_rank}": block.markov_rank < 0,
+        "its kind is xpress but it has no causal refiner, or the reverse": (
+            (description.kind is Kind.XPRESS) != (block.refiner is not None)
+        ),
+        **(_refiner_problems(block, block.refiner) if block.refiner else {}),
+    }
+
+
+def _refiner_problems(block: DraftBlock, refiner: Refiner) -> dict[str, bool]:
+    """Return what may be wrong with a causal refiner, and whether it is."""
+    return {
+        "it has a causal refiner, and a Markov correction or a confidence head as well": (
+            block.markov_rank > 0 or block.confidence
+        ),
+        f"its causal refiner has sizes of {refiner.rank}, {refiner.ffn}": (
+            not (0 < refiner.rank <= _MAX_WIDTH and 0 < refiner.ffn <= _MAX_WIDTH)
+        ),
+        f"its causal refiner makes {refiner.passes} passes over {refiner.candidates} candidates": (
+            not (0 < refiner.passes <= _MAX_COUNT and 0 <= refiner.candidates <= _MAX_VOCAB)
+        ),
     }
 
 

@@ -252,6 +252,7 @@ def _block_text(block: DraftBlock) -> str:
         "the last committed token predicts one as well": block.sample_from_anchor,
         f"corrected by the previous token, with rank {block.markov_rank}": block.markov_rank > 0,
         "with a confidence head": block.confidence,
+        "refined by all earlier draft tokens": block.refiner is not None,
     }
     text = f"{block.draft_tokens} draft tokens in {block.size} columns"
     return text + "".join(f", {trait}" for trait, has in traits.items() if has)

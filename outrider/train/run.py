@@ -220,9 +220,10 @@ class Training:
         samples = self._schedule.samples(self._cycle)
         answered = perf_counter()
         stats = []
-        for i, micro_batches in enumerate(self._schedule.steps(samples, self._cycle)):
+        steps = self._schedule.steps(samples, self._cycle)
+        for i, micro_batches in enumerate(steps):
             batches = (self._collator.collate(group, everything=settings.train_on_prompts) for group in micro_batches)
-            stats.append(self._trainer.train(batches, progress=self._share(i / settings.steps_per_generation)))
+            stats.append(self._trainer.train(batches, progress=self._share(i / len(steps))))
             self._heap.tidy()
         self._cycle += 1
         self._cycle_seconds = perf_counter() - start

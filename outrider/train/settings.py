@@ -48,7 +48,7 @@ _NOT_IN_IDENTITY = frozenset(
     }
 )
 # Options that older versions do not have. They are part of the identity only if they do not have their default.
-_OPTIONAL_IDENTITY = frozenset({"mask_token_id", "train_target", "hidden_size", "dtype", "quantize"})
+_OPTIONAL_IDENTITY = frozenset({"mask_token_id", "train_target", "hidden_size", "dtype", "quantize", "passes_per_generation"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ class Settings:
     ] = None
     draft_tokens: Annotated[
         int,
-        typer.Option(min=0, help="Draft tokens per pass of peagle, dflash and dspark. 0: 7.", rich_help_panel=_DRAFT),
+        typer.Option(min=0, help="Draft tokens per pass of peagle, dflash, dspark and xpress. 0: 7.", rich_help_panel=_DRAFT),
     ] = 0
     mask_token_id: Annotated[
         int | None,
@@ -229,8 +229,17 @@ class Settings:
         int, typer.Option(min=1, help="Prompts that the target answers at once.", rich_help_panel=_TRAIN)
     ] = 32
     steps_per_generation: Annotated[
-        int, typer.Option(min=1, help="Training steps between two generations of answers.", rich_help_panel=_TRAIN)
+        int,
+        typer.Option(min=1, help="Steps of a pass over the answers of one generation.", rich_help_panel=_TRAIN),
     ] = 8
+    passes_per_generation: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Passes over the answers before new ones are generated. More passes train longer on fewer answers.",
+            rich_help_panel=_TRAIN,
+        ),
+    ] = 1
     eval_every: Annotated[
         int,
         typer.Option(

@@ -74,6 +74,8 @@ class Trainer:
         self.trainee = trainee
         self.step = 0
         self._losses = losses
+        # The length loss is that of the chain that is drafted. Other predictions then have the cross-entropy.
+        self._auxiliary_losses = {name: losses[name] for name in losses if name != LENGTH} or {"ce": 1.0}
         self._steps = steps
         self._decay = decay
         self._lr = lr
@@ -123,6 +125,8 @@ class Trainer:
             weight = step.weight * self._decay**position
             losses, alpha = chunked_loss(step.logits, step.target, self._losses)
             loss = loss + weight * losses.sum()
+            for share, logits in step.auxiliary:
+                loss = loss + weight * share * chunked_loss(logits, step.target, self._auxiliary_losses)[0].sum()
             if step.confidence is not None:
                 # The confidence head always has this loss, whatever `--loss` is (DSpark).
                 loss = loss + weight * functional.binary_cross_entropy_with_logits(

@@ -14,7 +14,7 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Draw
 from outrider.errors import OutriderError
-from outrider.heads.description import AuxStates, DraftBlock, FuseNorm, HeadDescription
+from outrider.heads.description import AuxStates, DraftBlock, FuseNorm, HeadDescription, Refiner
 from outrider.heads.store import make_module, read_head, write_head
 from outrider.heads.targets.block import BlockTarget
 from outrider.heads.targets.registry import make_head_target
@@ -48,17 +48,23 @@ from tests.helpers.train_setup import scatter
 SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, draft_tokens=4)
 MINI = Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=2, draft_tokens=4)
 NANO = Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, depth=1, draft_tokens=4)
-KINDS = ["dflash", "dspark"]
+KINDS = ["dflash", "dspark", "xpress"]
 
 
 def make_head(description: HeadDescription, seed: int = 0):
-    """Return a module with random weights, also in the Markov correction and the confidence head."""
-    return random_head(description, seed, perturbed=("norm", "markov", "judge"))
+    """Return a module with random weights, also in the Markov correction, the confidence head and the refiner."""
+    return random_head(description, seed, perturbed=("norm", "markov", "judge", "mix", "token_out"))
 
 
 def variants(kind: str) -> dict[str, HeadDescription]:
     """Descriptions of a kind, by name."""
     plain = describe(kind, SMALL)
+    if kind == "xpress":
+        refiner = plain.block.refiner
+        last = {"anchored": replace(plain, block=DraftBlock(size=3, sample_from_anchor=True, refiner=refiner))}
+    else:
+        spark = DraftBlock(size=3, sample_from_anchor=True, confidence=True)
+        last = {"confidence without Markov": replace(plain, block=spark)}
     return {
         "plain": plain,
         "reduced draft vocabulary": describe(kind, replace(SMALL, draft_vocab=9)),
@@ -69,7 +75,7 @@ def variants(kind: str) -> dict[str, HeadDescription]:
             body=replace(plain.body, hidden=48, heads=4, attention_bias=True),
         ),
         "one layer without fusion": replace(plain, aux_states=AuxStates(layers=(7,)), final_norm=False),
-        "confidence without Markov": replace(plain, block=DraftBlock(size=3, sample_from_anchor=True, confidence=True)),
+        **last,
     }
 
 
@@ -114,6 +120,7 @@ def test_description_without_a_block_field_is_readable():
         ),
         ({"block": DraftBlock(size=1)}, "a block of size 1 has no draft token"),
         ({"block": DraftBlock(size=4, markov_rank=-1)}, "its Markov correction has rank -1"),
+        ({"block": DraftBlock(size=4, refiner=Refiner(rank=8, ffn=8, passes=2))}, "it has no causal refiner, or the"),
         ({"target_hidden": 32}, "hidden size is 64, but the target's embedding and LM head have size 32"),
     ],
 )
@@ -124,10 +131,11 @@ def test_invalid_descriptions_are_rejected(change, message):
 
 def test_presets_for_large_targets_follow_the_papers():
     sizes = Sizes(hidden=4096, layers=36, vocab=151936, epsilon=1e-6, draft_tokens=15)
-    dflash, dspark = (describe(kind, sizes) for kind in KINDS)
-    assert dflash.aux_states.layers == dspark.aux_states.layers == (1, 9, 17, 25, 33)
+    dflash, dspark, xpress = (describe(kind, sizes) for kind in KINDS)
+    assert dflash.aux_states.layers == dspark.aux_states.layers == xpress.aux_states.layers == (1, 9, 17, 25, 33)
     assert dflash.block == DraftBlock(size=16)
     assert dspark.block == DraftBlock(size=15, sample_from_anchor=True, markov_rank=256, confidence=True)
+    assert xpress.block == DraftBlock(size=16, refiner=Refiner(rank=256, ffn=512, passes=6, candidates=512))
     assert describe("dflash", replace(sizes, layers=1)).aux_states.layers == (0,)
 
 

@@ -388,7 +388,7 @@ INVALID = {
     "kind of speculators": (
         "speculators",
         _set("speculators_model_type", "guru"),
-        "'guru' is not supported; use dflash, dspark, eagle3, peagle or mtp",
+        "'guru' is not supported; use dflash, dspark, xpress, eagle3, peagle or mtp",
     ),
     "assistant without target": (
         "assistant",
@@ -541,6 +541,15 @@ def test_block_heads_are_exported_only_to_formats_that_can_represent_them():
     ):
         with pytest.raises(OutriderError, match=message):
             format_of(name).write(description, weights, TARGET)
+    xpress = random_case("xpress")
+    for name in ("dflash", "dspark", "dflash-speculators"):
+        with pytest.raises(OutriderError, match="has a causal refiner; use --to xpress"):
+            format_of(name).write(xpress[0], xpress[1], TARGET)
+    with pytest.raises(OutriderError, match="has no causal refiner; use --to dflash"):
+        format_of("xpress").write(dflash[0], dflash[1], TARGET)
+    odd = replace(xpress[0], block=replace(xpress[0].block, refiner=replace(xpress[0].block.refiner, ffn=12)))
+    with pytest.raises(OutriderError, match="no multiple of its rank; use --to xpress"):
+        format_of("xpress-speculators").write(odd, xpress[1], TARGET)
     without_head_norms = replace(dflash[0], body=replace(dflash[0].body, head_norms=False))
     with pytest.raises(OutriderError, match="no norms of queries and keys"):
         format_of("dflash").write(without_head_norms, dflash[1], TARGET)

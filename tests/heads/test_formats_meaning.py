@@ -382,6 +382,33 @@ def block(t, *, size, mask, first):
     return run
 
 
+def check_refiner(t, module, columns, expected):
+    """Compare the corrections of logits with those of the stored weights, column by column."""
+    torch.testing.assert_close(columns, expected, atol=1e-4, rtol=1e-4)
+    t = {name.partition(".")[2]: value for name, value in t.items() if name.startswith(("xpress_head.", "refiner_head."))}
+    names = ("token_embed", "readout", "mlp_gate", "mlp_up", "mlp_down")
+    stored = ("w1", "w2", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    token_in, token_out, gate, up, down = (
+        t[f"{name}.weight"] if f"{name}.weight" in t else t[f"{other}.weight"]
+        for name, other in zip(names, stored, strict=True)
+    )
+    mix = t["mix_l"] if "mix_l" in t else t["mix.L"]
+    before = torch.randint(0, 96, (len(columns),))
+    mean = expected.mean(0) @ t["down_g.weight"].T
+    inputs = [
+        torch.cat([out @ t["down_h.weight"].T, mean, token_in[token]]) @ t["in_proj.weight"].T
+        for out, token in zip(expected, before.tolist(), strict=True)
+    ]
+    corrections = []
+    for k in range(len(inputs)):
+        x = inputs[k] + sum(mix[:, k, j] * inputs[j] for j in range(k + 1))
+        x = x + (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+        corrections.append(x @ token_out.T)
+    refiner = module.refiner
+    latents = refiner.mix_columns(refiner.inputs(refiner.features(columns), before))
+    torch.testing.assert_close(refiner.corrections(latents), torch.stack(corrections), atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("case", "size", "first"),
     [
@@ -390,6 +417,8 @@ def block(t, *, size, mask, first):
         ("dspark", 4, 0),
         ("dspark with tables", 4, 0),
         ("dspark of speculators", 4, 1),
+        ("xpress", 5, 0),
+        ("xpress of speculators", 4, 0),
     ],
 )
 @torch.no_grad()
@@ -403,7 +432,11 @@ def test_block_heads_agree_with_references(case, size, first):
         context_key, context_value = context[attention.layer_idx]
         return full_attention(query, torch.cat([context_key, key], -2), torch.cat([context_value, value], -2))
 
-    out = module(torch.tensor([11]), 6 + torch.arange(size), attend)[0]
+    columns = module(torch.tensor([11]), 6 + torch.arange(size), attend)[0]
+    if module.block.refiner:
+        check_refiner(t, module, columns, expected)
+        return
+    out = module.predicting(columns)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
     expected_logits = expected @ t.get("lm_head.weight", HEAD).T
     before = torch.randint(0, 96, (len(expected),))

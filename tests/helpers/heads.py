@@ -25,6 +25,7 @@ from outrider.heads.description import (
     Kind,
     MaskTokens,
     ParallelHeads,
+    Refiner,
     Rope,
     Scaling,
     SharedKV,
@@ -95,6 +96,7 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, HeadDesc
         return HeadDescription(kind=kind, **common, **given)
 
     spark = DraftBlock(size=4, sample_from_anchor=True, markov_rank=8, confidence=True)
+    refiner = Refiner(rank=8, ffn=16, passes=6, candidates=512)
     biased = replace(three, attention_bias=True, output_bias=True, rope=YARN)
     slim = replace(three, layers=1, hidden=48)
     tables = {"own_lm_head": True, "own_embedding": True}
@@ -182,6 +184,16 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, HeadDesc
         "dspark of speculators": (
             "dspark-speculators",
             block(Kind.DSPARK, block=replace(spark, sample_from_anchor=False), draft_vocab=40),
+        ),
+        "xpress": ("xpress", block(Kind.XPRESS, block=DraftBlock(size=5, refiner=refiner))),
+        "xpress of speculators": (
+            "xpress-speculators",
+            block(
+                Kind.XPRESS,
+                block=DraftBlock(size=4, sample_from_anchor=True, refiner=replace(refiner, passes=3)),
+                draft_vocab=40,
+                **tables,
+            ),
         ),
     }
 

@@ -98,6 +98,7 @@ def uninterrupted(data, tmp_path_factory):
 KINDS = [
     ("mtp", {}),
     ("dspark", {"draft_vocab_size": 500}),
+    ("xpress", {"draft_vocab_size": 500, "passes_per_generation": 2}),
     ("draft", {"init_from": NANO, "loss": "kl:0.5,tv:0.5"}),
     ("kv-sharing", {}),
 ]

@@ -1,8 +1,8 @@
-"""DFlash and DSpark in the formats of z-lab, DeepSpec and SpecForge, and in that of speculators.
+"""DFlash, DSpark and XPress in the formats of z-lab, DeepSpec, SpecForge and vLLM, and in that of speculators.
 
 The layers are the same in all formats. The formats differ in two ways that tensors do not show. Speculators counts the
 target's layers by inputs, the others by outputs. And the column of the last committed token predicts a draft token
-(`sample_from_anchor`) by default in DSpark, but not in DFlash. If this is misread, each draft token is shifted by one
+(`sample_from_anchor`) by default in DSpark, but not in DFlash and XPress. If this is misread, each draft token is shifted by one
 position.
 
 The mask is a row of the embedding, which is the target's if the draft head has none.
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from outrider.errors import OutriderError
 from outrider.heads.config import Settings
-from outrider.heads.description import AuxStates, Body, DraftBlock, HeadDescription, Kind
+from outrider.heads.description import AuxStates, Body, DraftBlock, HeadDescription, Kind, Refiner
 from outrider.heads.formats.base import (
     Config,
     Source,
@@ -51,11 +51,42 @@ _MARKOV: Mapping[str, str] = MappingProxyType(
         "markov_out.weight": "markov_head.markov_w2.weight",
     }
 )
+# The refiner of XPress as it is stored for vLLM, and by speculators. The weight `mix` is stored as it is trained.
+_REFINER: Mapping[str, str] = MappingProxyType(
+    {
+        "refiner.token_in.weight": "xpress_head.w1.weight",
+        "refiner.column_in.weight": "xpress_head.down_h.weight",
+        "refiner.block_in.weight": "xpress_head.down_g.weight",
+        "refiner.join.weight": "xpress_head.in_proj.weight",
+        "refiner.mix": "xpress_head.mix.L",
+        "refiner.gate.weight": "xpress_head.mlp.gate_proj.weight",
+        "refiner.up.weight": "xpress_head.mlp.up_proj.weight",
+        "refiner.down.weight": "xpress_head.mlp.down_proj.weight",
+        "refiner.token_out.weight": "xpress_head.w2.weight",
+    }
+)
+_NESTED_REFINER: Mapping[str, str] = MappingProxyType(
+    {
+        "refiner.token_in.weight": "refiner_head.token_embed.weight",
+        "refiner.column_in.weight": "refiner_head.down_h.weight",
+        "refiner.block_in.weight": "refiner_head.down_g.weight",
+        "refiner.join.weight": "refiner_head.in_proj.weight",
+        "refiner.mix": "refiner_head.mix_l",
+        "refiner.gate.weight": "refiner_head.mlp_gate.weight",
+        "refiner.up.weight": "refiner_head.mlp_up.weight",
+        "refiner.down.weight": "refiner_head.mlp_down.weight",
+        "refiner.token_out.weight": "refiner_head.readout.weight",
+    }
+)
+_PASSES, _CANDIDATES = 6, 512  # of XPress, where the config has none; engines choose the candidates
 _CONFIDENCE_PREFIX = "confidence_head.proj."
 _IDS = "aux_hidden_state_layer_ids"  # counted by inputs
 # Switches of the attention, and the values that are supported.
 _MUST_BE_FALSE = ("is_causal", "causal", "use_swa", "attention_sink_bias", "add_swa_attention_sink_bias")
 _MUST_BE_TRUE = ("is_neox_style", "rope_is_neox_style", "use_aux_hidden_state")
+_SPECULATORS: Mapping[Kind, str] = MappingProxyType(  # classes of speculators
+    {Kind.DFLASH: "DFlashSpeculator", Kind.DSPARK: "DSparkSpeculator", Kind.XPRESS: "XPressSpeculator"}
+)
 _NUM_ANCHORS = 512  # blocks of a sequence in training; DeepSpec's model requires the key
 
 
@@ -65,15 +96,19 @@ class Blocks:
 
     name: str
     title: str
-    spark: bool  # DSpark
+    kind: Kind  # dflash, dspark or xpress
     nested: bool
     file: str = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         if self.nested or "speculators_model_type" in config:
-            return self.nested and config.get("speculators_model_type") == self._kind
-        spark = "DSpark" in str(config.get("architectures")) or _MARKOV["markov_in.weight"] in names
-        return spark is self.spark and {"fc.weight", "hidden_norm.weight"} <= set(names)
+            return self.nested and config.get("speculators_model_type") == self.kind
+        kind = Kind.DFLASH
+        if "XPress" in str(config.get("architectures")) or _REFINER["refiner.mix"] in names:
+            kind = Kind.XPRESS
+        elif "DSpark" in str(config.get("architectures")) or _MARKOV["markov_in.weight"] in names:
+            kind = Kind.DSPARK
+        return kind is self.kind and {"fc.weight", "hidden_norm.weight"} <= set(names)
 
     def module(self, names: Collection[str]) -> str | None:
         return None
@@ -83,7 +118,7 @@ class Blocks:
         layer = config.table("transformer_layer_config") if self.nested else config
         block_config = _BlockConfig(config)
         block_config.check(layer)
-        if self.spark and self.nested and "sample_from_anchor" not in config:
+        if self._is_spark and self.nested and "sample_from_anchor" not in config:
             raise OutriderError("config.json lacks sample_from_anchor; add the value that the training used")
         source.ignore(["verifier_lm_head.weight", "verifier_norm.weight"], "weights of the target, for training only")
         body = read_body(layer, layer.size("num_hidden_layers"), lambda name: f"layers.0.{name}" in source)
@@ -93,15 +128,17 @@ class Blocks:
         weights = _take_tables(source, vocab, mask_token)
         weights |= {name: source.take(stored) for name, stored in _REQUIRED.items()}
         weights |= {name: source.take(stored) for name, stored in _MARKOV.items() if stored in source}
+        weights |= {name: source.take(stored) for name, stored in self._refiner_names.items()}
         for i in range(body.layers):
             weights |= take_layer(source, f"layers.{i}.", f"layers.{i}.")
         rank = weights["markov_in.weight"].shape[-1] if "markov_in.weight" in weights else 0
         weights |= _take_confidence(source, body.hidden + rank)
         block = DraftBlock(
             size=block_config.at("block_size").size("block_size"),
-            sample_from_anchor=block_config.at("sample_from_anchor").flag("sample_from_anchor", self.spark),
+            sample_from_anchor=block_config.at("sample_from_anchor").flag("sample_from_anchor", self._is_spark),
             markov_rank=rank,
             confidence="judge.weight" in weights,
+            refiner=_read_refiner(config, weights) if self.kind is Kind.XPRESS else None,
         )
         target_hidden = block_config.at("target_hidden_size").size("target_hidden_size", body.hidden)
         if self.nested:
@@ -109,7 +146,7 @@ class Blocks:
         else:
             aux_layers = block_config.layers_by_outputs(target_layers, body.layers)
         description = HeadDescription(
-            kind=Kind.DSPARK if rank or block.confidence else Kind.DFLASH,
+            kind=self.kind if block.refiner else Kind.DSPARK if rank or block.confidence else Kind.DFLASH,
             target_hidden=target_hidden,
             target_layers=target_layers,
             vocab=vocab,
@@ -138,7 +175,9 @@ class Blocks:
             "target_hidden_size": description.target_hidden,
             "num_target_layers": description.target_layers,
         }
-        if self.spark:
+        if block.refiner:
+            config |= self._refiner_config(block, block.refiner)
+        if self._is_spark:
             confidence = _written_confidence(weights, body.hidden)
             tensors |= confidence.tensors
             config["sample_from_anchor"] = block.sample_from_anchor
@@ -149,8 +188,7 @@ class Blocks:
         mask_token = _mask_row(self.name, weights["mask"], tensors, target)
         aux_layers = description.aux_states.layers
         if self.nested:
-            architecture = "DSparkSpeculator" if self.spark else "DFlashSpeculator"
-            config |= speculators(self._kind, architecture, target, block.draft_tokens)
+            config |= speculators(self.kind, _SPECULATORS[self.kind], target, block.draft_tokens)
             config["transformer_layer_config"] = base
             config["draft_vocab_size"] = description.output_vocab
             config["mask_token_id"] = mask_token
@@ -159,16 +197,17 @@ class Blocks:
             config["sliding_window_non_causal"] = True
             return config, tensors
         inputs = {"mask_token_id": mask_token, "target_layer_ids": list(aux_layers)}
-        if self.spark:
+        if self._is_spark:
             config = {**base, **config, **inputs, "num_anchors": _NUM_ANCHORS}
             return {"architectures": ["Qwen3DSparkModel"], **config}, tensors
-        return {"architectures": ["DFlashDraftModel"], **base, **config, "dflash_config": inputs}, tensors
+        architecture = "Qwen3XPressModel" if block.refiner else "DFlashDraftModel"
+        return {"architectures": [architecture], **base, **config, "dflash_config": inputs}, tensors
 
     def _tensors(
         self, description: HeadDescription, body: Body, weights: Tensors, target: TargetInfo | None
     ) -> Tensors:
         """Return all tensors except for the confidence head."""
-        stored_names = {**_REQUIRED, **_MARKOV, **_TABLES}
+        stored_names = {**_REQUIRED, **_MARKOV, **_TABLES, **self._refiner_names}
         tensors = {stored: weights[name] for name, stored in stored_names.items() if name in weights}
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"layers.{i}.")
@@ -182,25 +221,52 @@ class Blocks:
         return tensors
 
     @property
-    def _kind(self) -> str:
-        return "dspark" if self.spark else "dflash"
+    def _is_spark(self) -> bool:
+        return self.kind is Kind.DSPARK
+
+    @property
+    def _refiner_names(self) -> Mapping[str, str]:
+        """The stored names of the weights of the refiner."""
+        if self.kind is not Kind.XPRESS:
+            return {}
+        return _NESTED_REFINER if self.nested else _REFINER
+
+    def _refiner_config(self, block: DraftBlock, refiner: Refiner) -> Config:
+        """Return the values of a config that describe a refiner."""
+        config: Config = {"sample_from_anchor": block.sample_from_anchor, "xpress_rank": refiner.rank}
+        if self.nested:
+            return {**config, "xpress_mlp_ratio": refiner.ffn // refiner.rank, "num_jacobi_passes": refiner.passes}
+        return {
+            **config,
+            "xpress_mlp_hidden": refiner.ffn,
+            "xpress_block_size": block.size,
+            "xpress_num_passes": refiner.passes,
+        }
 
     def _reasons(self, description: HeadDescription, body: Body, block: DraftBlock) -> dict[str, bool]:
         """Return why this format cannot represent a draft head."""
         aux = description.aux_states
+        refiner = block.refiner
         is_dflash = not (block.markov_rank or block.confidence or block.sample_from_anchor)
         has_norms = body.head_norms and body.first_norm and description.final_norm
         has_own_tables = description.own_lm_head or description.own_embedding
-        nested_format = f"use --to {self._kind}-speculators"
+        nested_format = f"use --to {self.kind}-speculators"
         return {
+            "has a causal refiner; use --to xpress": refiner is not None and self.kind is not Kind.XPRESS,
+            f"has no causal refiner; use --to {description.kind}": refiner is None and self.kind is Kind.XPRESS,
+            "has an MLP in its refiner whose width is no multiple of its rank; use --to xpress": (
+                refiner is not None and self.nested and refiner.ffn % refiner.rank > 0
+            ),
             "has no Markov correction and no confidence head, and its anchor predicts no token; use --to dflash": (
-                self.spark and is_dflash
+                self._is_spark and is_dflash
             ),
             "has a Markov correction or a confidence head, or its anchor predicts a token; use --to dspark": (
-                not self.spark and not is_dflash
+                self.kind is Kind.DFLASH and not is_dflash
             ),
             f"has a reduced draft vocabulary; {nested_format}": bool(description.draft_vocab and not self.nested),
-            f"has its own embedding or LM head; {nested_format}": not (self.nested or self.spark) and has_own_tables,
+            f"has its own embedding or LM head; {nested_format}": (
+                not (self.nested or self._is_spark) and has_own_tables
+            ),
             "fuses states with a bias, or does not fuse them, or takes them after the target's final norm": (
                 aux.bias or not aux.fused or aux.final
             ),
@@ -294,6 +360,17 @@ def _take_tables(source: Source, vocab: int, mask_token: int) -> Tensors:
     return weights | tables
 
 
+def _read_refiner(config: Settings, weights: Tensors) -> Refiner:
+    """Return the description of a refiner from the shapes of its weights and from a config."""
+    passes = "num_jacobi_passes" if "num_jacobi_passes" in config else "xpress_num_passes"
+    return Refiner(
+        rank=weights["refiner.token_in.weight"].shape[-1],
+        ffn=len(weights["refiner.gate.weight"]),
+        passes=config.size(passes, _PASSES),
+        candidates=_CANDIDATES,
+    )
+
+
 def _take_confidence(source: Source, width: int) -> Tensors:
     """Return the confidence head. Columns for the previous token are zeros if the stored head does not use it."""
     if _CONFIDENCE_PREFIX + "weight" not in source:
@@ -347,8 +424,10 @@ def _mask_row(name: str, mask: torch.Tensor, tensors: Tensors, target: TargetInf
 
 
 BLOCKS: tuple[Blocks, ...] = (
-    Blocks(name="dflash-speculators", title="DFlash (speculators, vLLM)", spark=False, nested=True),
-    Blocks(name="dspark-speculators", title="DSpark (speculators, vLLM)", spark=True, nested=True),
-    Blocks(name="dflash", title="DFlash (z-lab, SpecForge, SGLang, vLLM)", spark=False, nested=False),
-    Blocks(name="dspark", title="DSpark (DeepSpec, SGLang, vLLM)", spark=True, nested=False),
+    Blocks(name="dflash-speculators", title="DFlash (speculators, vLLM)", kind=Kind.DFLASH, nested=True),
+    Blocks(name="dspark-speculators", title="DSpark (speculators, vLLM)", kind=Kind.DSPARK, nested=True),
+    Blocks(name="xpress-speculators", title="XPress (speculators)", kind=Kind.XPRESS, nested=True),
+    Blocks(name="dflash", title="DFlash (z-lab, SpecForge, SGLang, vLLM)", kind=Kind.DFLASH, nested=False),
+    Blocks(name="dspark", title="DSpark (DeepSpec, SGLang, vLLM)", kind=Kind.DSPARK, nested=False),
+    Blocks(name="xpress", title="XPress (vLLM)", kind=Kind.XPRESS, nested=False),
 )

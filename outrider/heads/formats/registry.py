@@ -107,8 +107,8 @@ def _unsupported_reason(config: Mapping[str, Any], names: Collection[str]) -> st
         return "this variant of DFlash is not supported; use DFlash or DSpark"
     if any(re.match(r"mtp\.\d+\.|model\.mtp\.layers\.", name) for name in names):
         return "modules of DeepSeek-V4 and MiMo-V2 are not supported, because their layers are not those of Llama"
-    if kind not in (None, "dflash", "dspark", "eagle3", "peagle", "mtp"):
-        return f"speculators_model_type {kind!r} is not supported; use dflash, dspark, eagle3, peagle or mtp"
+    if kind not in (None, "dflash", "dspark", "xpress", "eagle3", "peagle", "mtp"):
+        return f"speculators_model_type {kind!r} is not supported; use dflash, dspark, xpress, eagle3, peagle or mtp"
     return None
 
 

@@ -1,9 +1,9 @@
-"""Draft heads that fill in a block in one pass: DFlash (2602.06036) and DSpark (2607.05147).
+"""Draft heads that fill in a block in one pass: DFlash (2602.06036), DSpark (2607.05147) and XPress (2608.02438).
 
 A block is the last committed token and mask tokens after it. Its columns attend to each other in both directions. In
 each layer they also attend to the target's hidden states of all tokens before the block; the layer's own key and value
 projections map these states. Only the columns of the block run through the layers. The keys and values of committed
-tokens are computed once and cached. DSpark also corrects the logits of each draft token by the token before it.
+tokens are computed once and cached. DSpark also corrects the logits of each draft token by the token before it, and XPress by all of them.
 
 The mask is a vector of the draft head. Some checkpoints have a `mask_token_id` instead, which names a row of the
 embedding. Import copies that row. Export is possible if the mask still equals a row, or if the checkpoint includes an
@@ -19,14 +19,15 @@ from torch import nn
 from outrider.heads.description import HeadDescription
 from outrider.heads.modules.base import HeadBase
 from outrider.heads.modules.layers import AttentionFunction, Layer, Norm, rotation
+from outrider.heads.modules.refiner import CausalRefiner
 
 _INIT_STD = 0.02  # of new embeddings
 
 
 class BlockHead(HeadBase):
-    """Decoder layers over a block, with an optional Markov correction and confidence head.
+    """Decoder layers over a block, with an optional Markov correction and confidence head, or a causal refiner.
 
-    Pass the result of `logits` to `correct_logits` before sampling.
+    Pass the result of `logits` to `correct_logits`, or add the corrections of `refiner`, before sampling.
     """
 
     def __init__(self, description: HeadDescription) -> None:
@@ -55,6 +56,8 @@ class BlockHead(HeadBase):
             nn.init.zeros_(self.markov_out.weight)  # training starts without a correction
         if block.confidence:
             self.judge = nn.Linear(width + block.markov_rank, 1)
+        if block.refiner:
+            self.refiner = CausalRefiner(description)
 
     def fuse_states(self, aux_states: torch.Tensor) -> torch.Tensor:
         """Return the fused states [*, H] of the target's hidden states [*, layers, target H]."""
@@ -83,7 +86,7 @@ class BlockHead(HeadBase):
             attend: lets each column attend to its whole block and to the states before the block.
 
         Returns:
-            Outputs [*, n, draft tokens, H] of the columns that predict, after the final norm.
+            Outputs [*, n, size, H] of all columns, after the final norm.
         """
         first = self.embed(anchors).to(self.mask.dtype)[..., None, :]
         masks = self.mask.expand(*anchors.shape, self.block.size - 1, -1)
@@ -93,9 +96,13 @@ class BlockHead(HeadBase):
             x = layer(x, rotary, attend)
         if self.description.final_norm:
             x = self.norm(x)
-        predicting = x.view(*anchors.shape, self.block.size, -1)[..., -self.block.draft_tokens :, :]
+        return x.view(*anchors.shape, self.block.size, -1)  # type: ignore[no-any-return]
+
+    def predicting(self, out: torch.Tensor) -> torch.Tensor:
+        """Return the outputs [*, draft tokens, H] of the columns that predict, of outputs [*, size, H]."""
+        predicting = out[..., self.block.first_column :, :]
         # Make the strides contiguous. Otherwise torch copies the LM head for each block to multiply by it.
-        return predicting.reshape(-1, x.shape[-1]).view(predicting.shape)
+        return predicting.reshape(-1, out.shape[-1]).view(predicting.shape)
 
     def correct_logits(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Return the logits [*, Vd] of draft tokens after the Markov correction by the tokens `before` [*] them."""

@@ -45,8 +45,12 @@ class BlockTarget(HeadRunner):
         # may decide when a sequence stops drafting.
         return replace(scores, confidence=self.module.confidence(at_depth(self._out, depth), before))
 
-    def _run_blocks(self, batch: Batch) -> None:
-        """Cache the keys and values of new hidden states, and run one block after each sequence."""
+    def _run_blocks(self, batch: Batch) -> torch.Tensor:
+        """Cache the keys and values of new hidden states, and run one block after each sequence.
+
+        Returns:
+            The outputs [B, size, H] of all columns.
+        """
         head_batch = without_last_tokens(batch)
         size = self.module.block.size
         self._write_cache(head_batch)
@@ -56,8 +60,10 @@ class BlockTarget(HeadRunner):
         layout = self._kv_cache.stage(head_batch, blocks, 0)
         reader = CacheReader(self._kv_cache, layout)
         _set_bidirectional_masks(reader, self.module.body.heads // self.module.body.key_heads, self._dtype)
-        self._out = self.module(self._last_tokens[:, 0], layout.positions, cached_attention(reader))
+        columns: torch.Tensor = self.module(self._last_tokens[:, 0], layout.positions, cached_attention(reader))
+        self._out = self.module.predicting(columns)
         self._logits = self.module.logits(self._out)
+        return columns
 
     def _write_cache(self, batch: Batch) -> None:
         """Write the keys and values of the batch's hidden states."""

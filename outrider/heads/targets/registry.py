@@ -17,6 +17,7 @@ from outrider.heads.targets.kv_sharing import KVSharingTarget
 from outrider.heads.targets.masked import MaskedTarget, NativeMaskedTarget
 from outrider.heads.targets.multi_module import MultiModuleTarget
 from outrider.heads.targets.parallel import ParallelTarget
+from outrider.heads.targets.refined_block import RefinedBlockTarget
 
 _log = logging.getLogger("outrider")
 
@@ -31,7 +32,8 @@ def make_head_target(module: HeadModule, tables: SharedWeights, *, slots: int, c
         context: the most tokens of a sequence.
     """
     if isinstance(module, BlockHead):
-        return BlockTarget(module, tables, slots=slots, context=context)
+        block_class = RefinedBlockTarget if module.block.refiner else BlockTarget
+        return block_class(module, tables, slots=slots, context=context)
     if isinstance(module, ParallelHead):
         return ParallelTarget(module, tables, slots=slots, context=context)
     if isinstance(module, KVSharingHead):

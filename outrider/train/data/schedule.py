@@ -53,7 +53,12 @@ class PromptSchedule:
         return self._source.samples([order[i] for i in indices], answer=answer)
 
     def steps(self, samples: Sequence[Sample], cycle: int) -> list[list[list[Sample]]]:
-        """Shuffle the samples of a cycle. Return the micro-batches of each of its steps."""
-        shuffled = random.Random(derive_seed(self._settings.seed, cycle)).sample(samples, len(samples))
-        step_indices = split_evenly(len(shuffled), self._settings.steps_per_generation)
-        return [micro_batches([shuffled[i] for i in run], self._settings.micro_batch_tokens) for run in step_indices]
+        """Return the micro-batches of each step of a cycle. Each pass over the samples shuffles them anew."""
+        settings = self._settings
+        rng = random.Random(derive_seed(settings.seed, cycle))
+        steps = []
+        for _ in range(settings.passes_per_generation):
+            shuffled = rng.sample(samples, len(samples))
+            for run in split_evenly(len(shuffled), settings.steps_per_generation):
+                steps.append(micro_batches([shuffled[i] for i in run], settings.micro_batch_tokens))
+        return steps

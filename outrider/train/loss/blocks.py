@@ -1,4 +1,4 @@
-"""Unrolls a block head: blocks at random positions, filled in by one pass (DFlash, 2602.06036; DSpark, 2607.05147).
+"""Unrolls a block head: blocks at random positions, filled in by one pass (DFlash, DSpark, XPress).
 
 The hidden states of a sequence are projected once, for many blocks side by side. A block attends to the states before
 it, and bidirectionally to itself, like the one block that the engine drafts at this position. Draft token k of a block
@@ -6,6 +6,10 @@ is trained after k given tokens, as the engine uses it after k accepted ones.
 
 The papers weight draft token k by exp(-k / gamma), counted from 0. This is a loss decay of exp(-1 / gamma): 0.78 for
 blocks of 7 draft tokens, 0.82 for 9 and 0.87 for 15.
+
+A causal refiner (XPress, 2608.02438) is trained after given tokens, as it is used when tokens are sampled, and after
+its own tokens of an earlier Jacobi pass, as greedy drafts use it (consistency). The logits without the correction are
+trained as well, because the first pass starts from them.
 """
 
 from __future__ import annotations
@@ -19,6 +23,10 @@ from outrider.heads.modules.layers import Attention
 from outrider.train.loss.steps import Step, TrainingBatch, sample_columns
 
 _MAX_BLOCKS = 512  # per sequence
+# Weights of the losses of a refiner, besides that after given tokens: after its own tokens, and without correction.
+_CONSISTENCY_WEIGHT, _BASE_WEIGHT = 0.3, 0.6
+_CONSISTENCY_PASSES = 3  # of which each batch trains one, at random
+_CHUNK_LOGITS = 1 << 24  # computed at once, for own tokens
 
 
 def unroll_blocks(module: BlockHead, batch: TrainingBatch, steps: int, share: float) -> Iterator[Step]:
@@ -31,7 +39,9 @@ def unroll_blocks(module: BlockHead, batch: TrainingBatch, steps: int, share: fl
         share: share of the trained positions at which a block begins, in (0, 1].
     """
     starts, valid = anchors(batch.loss_mask, share)
-    out = _forward(module, batch, starts)
+    columns = _forward(module, batch, starts)
+    out = module.predicting(columns)
+    refiner = _RefinerSteps(module, batch, starts, columns) if module.block.refiner else None
     rows = torch.arange(len(starts), device=starts.device)[:, None].expand_as(starts)
     last = batch.loss_mask.shape[1] - 1
     for index in range(min(steps, module.block.draft_tokens)):
@@ -39,10 +49,15 @@ def unroll_blocks(module: BlockHead, batch: TrainingBatch, steps: int, share: fl
         valid = valid & (starts + index <= last) & batch.loss_mask[rows, position]
         index_out = out[:, :, index][valid]
         previous_tokens = batch.tokens[rows, position][valid]
+        target = batch.target_probs_at(rows[valid], position[valid])
+        base = module.logits(index_out)
+        if refiner is not None:
+            yield refiner.step(index, valid, base, target)
+            continue
         yield Step(
             loss_mask=valid,
-            logits=module.correct_logits(module.logits(index_out), previous_tokens),
-            target=batch.target_probs_at(rows[valid], position[valid]),
+            logits=module.correct_logits(base, previous_tokens),
+            target=target,
             confidence=module.confidence(index_out, previous_tokens) if module.block.confidence else None,
         )
 
@@ -66,7 +81,7 @@ def anchors(loss_mask: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.
 
 
 def _forward(module: BlockHead, batch: TrainingBatch, starts: torch.Tensor) -> torch.Tensor:
-    """Return the outputs [B, A, draft tokens, H] of blocks that begin at positions `starts` [B, A]."""
+    """Return the outputs [B, A, size, H] of blocks that begin at positions `starts` [B, A]."""
     states = module.fuse_states(batch.aux_states)
     device = starts.device
     positions = torch.arange(states.shape[1], device=device)
@@ -75,6 +90,77 @@ def _forward(module: BlockHead, batch: TrainingBatch, starts: torch.Tensor) -> t
     attention = _BlockAttention(state_kv, positions >= starts[..., None])
     first_tokens = batch.tokens.gather(1, starts)
     return module(first_tokens, block_positions.flatten(1), attention)  # type: ignore[no-any-return]
+
+
+class _RefinerSteps:
+    """The draft tokens of a block head with a causal refiner."""
+
+    def __init__(
+        self, module: BlockHead, batch: TrainingBatch, starts: torch.Tensor, columns: torch.Tensor
+    ) -> None:
+        """Take blocks at positions `starts` [B, A] and their outputs [B, A, size, H]."""
+        self._module = module
+        first = module.block.first_column
+        offsets = torch.arange(-first, module.block.size - first, device=starts.device)
+        # The token before the token that a column predicts. A block never begins at position 0.
+        positions = (starts[..., None] + offsets).clamp(0, batch.tokens.shape[1] - 1)
+        given = batch.tokens.gather(1, positions.flatten(1)).view(positions.shape)
+        features = module.refiner.features(columns)
+        passes = int(torch.randint(_CONSISTENCY_PASSES, ()))  # from the CPU generator, whose state is saved
+        own = _own_tokens(module, features.detach(), module.predicting(columns).detach(), given, passes)
+        self._given = self._latents(features, given)
+        self._own = self._latents(features, own)
+
+    def step(self, index: int, valid: torch.Tensor, base: torch.Tensor, target: torch.Tensor) -> Step:
+        """Return the step of draft token number `index`.
+
+        Args:
+            index: of the draft token.
+            valid: [B, A] bool: blocks in which it is trained.
+            base: [n, Vd] their logits without the correction.
+            target: [n, Vd] the target's probabilities.
+        """
+        refiner = self._module.refiner
+        logits, own_logits = (
+            base + refiner.corrections(latents[:, :, index][valid]) for latents in (self._given, self._own)
+        )
+        auxiliary = ((_CONSISTENCY_WEIGHT, own_logits), (_BASE_WEIGHT, base))
+        return Step(loss_mask=valid, logits=logits, target=target, auxiliary=auxiliary)
+
+    def _latents(self, features: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return the latents [B, A, draft tokens, rank] of the columns that predict, after tokens [B, A, size]."""
+        refiner = self._module.refiner
+        return refiner.mix_columns(refiner.inputs(features, before))[:, :, self._module.block.first_column :]
+
+
+@torch.no_grad()
+def _own_tokens(
+    module: BlockHead, features: torch.Tensor, out: torch.Tensor, given: torch.Tensor, passes: int
+) -> torch.Tensor:
+    """Return the tokens [B, A, size] that columns read in Jacobi pass number `passes`, counted from 0.
+
+    Args:
+        module: the block head.
+        features: [B, A, size, rank] what its refiner computes without tokens.
+        out: [B, A, draft tokens, H] outputs of the columns that predict.
+        given: [B, A, size] the tokens of the text. Those of the first draft token and before it are kept.
+        passes: passes before.
+    """
+    known = module.block.first_column + 1
+    before = given.clone()
+    flat_before, flat_features, flat_out = (tensor.flatten(0, 1) for tensor in (before, features, out))
+    count = max(_CHUNK_LOGITS // (out.shape[2] * module.description.output_vocab), 1)
+    for begin in range(0, len(flat_out), count):
+        chunk = slice(begin, begin + count)
+        base = module.logits(flat_out[chunk])
+        logits = base
+        for done in range(passes + 1):
+            flat_before[chunk, known:] = module.ids[logits.argmax(-1)][:, :-1]
+            if done < passes:
+                inputs = module.refiner.inputs(flat_features[chunk], flat_before[chunk])
+                latents = module.refiner.mix_columns(inputs)[:, module.block.first_column :]
+                logits = base + module.refiner.corrections(latents)
+    return before
 
 
 class _BlockAttention:

@@ -47,6 +47,8 @@ class Step:
     confidence: torch.Tensor | None = None  # [n] log-odds of acceptance that the draft itself predicts
     weight: float = 1.0  # of each column; above 1 if it stands for columns that are left out
     extra_loss: torch.Tensor | None = None  # [] a loss without draft tokens, summed over the batch
+    # Weights and logits [n, Vd] of other predictions of the same draft tokens, which are trained as well.
+    auxiliary: tuple[tuple[float, torch.Tensor], ...] = ()
 
 
 def all_columns_step(

@@ -19,6 +19,7 @@ from outrider.heads.description import (
     Kind,
     MaskTokens,
     ParallelHeads,
+    Refiner,
     SharedKV,
 )
 
@@ -26,7 +27,8 @@ KV_SHARING = "kv-sharing"
 # Kinds that fuse the hidden states of three layers.
 _EAGLE3_KINDS = frozenset({"eagle3", "eagle31", "peagle", "slim"})
 _DRAFT_TOKENS = 7  # default of the kinds that draft all tokens in one pass
-_MAX_MARKOV_RANK = 256  # of the matrix that corrects a draft token by the token before it
+_MAX_RANK = 256  # of what corrects a draft token by the tokens before it
+_REFINER_RATIO, _JACOBI_PASSES, _CANDIDATES = 2, 6, 512  # of xpress: width of the MLP over the rank; as published
 _MAX_TAPS = 5  # layers of the target that a block head reads
 
 
@@ -189,11 +191,14 @@ def _parallel_heads(kind: Kind) -> Callable[[Sizes], HeadDescription]:
 
 
 def _block(kind: Kind) -> Callable[[Sizes], HeadDescription]:
-    """Return a function that describes a draft of this kind, dflash or dspark."""
+    """Return a function that describes a draft of this kind: dflash, dspark or xpress."""
 
     def describe_kind(sizes: Sizes) -> HeadDescription:
         is_dspark = kind is Kind.DSPARK
         draft_tokens = sizes.draft_tokens or _DRAFT_TOKENS
+        # At most a quarter of the width, because the two tables of a correction have a row for every token.
+        rank = max(min(_MAX_RANK, sizes.hidden // 4), 1)
+        refiner = Refiner(rank=rank, ffn=_REFINER_RATIO * rank, passes=_JACOBI_PASSES, candidates=_CANDIDATES)
         return HeadDescription(
             kind=kind,
             target_hidden=sizes.hidden,
@@ -205,9 +210,9 @@ def _block(kind: Kind) -> Callable[[Sizes], HeadDescription]:
             block=DraftBlock(
                 size=draft_tokens if is_dspark else draft_tokens + 1,
                 sample_from_anchor=is_dspark,
-                # At most a quarter of the width, because its two tables have a row for every token.
-                markov_rank=min(_MAX_MARKOV_RANK, sizes.hidden // 4) if is_dspark else 0,
+                markov_rank=rank if is_dspark else 0,
                 confidence=is_dspark,
+                refiner=refiner if kind is Kind.XPRESS else None,
             ),
             own_lm_head=bool(sizes.own_lm_head),
         )
@@ -235,6 +240,7 @@ KINDS: Mapping[str, Callable[[Sizes], HeadDescription]] = MappingProxyType(
         "hydra": _parallel_heads(Kind.HYDRA),
         "dflash": _block(Kind.DFLASH),
         "dspark": _block(Kind.DSPARK),
+        "xpress": _block(Kind.XPRESS),
         KV_SHARING: _kv_sharing,
     }
 )
