@@ -43,7 +43,7 @@ MODELS = {
 }
 # Layers of these families depend on other layers, or on their index in the whole model.
 DEPENDENT_LAYERS = {"gemma3n_text", "gemma4_text"}
-FAMILIES = sorted(set(tiny.ARCHITECTURES) - {"mamba2"})
+FAMILIES = sorted(set(tiny.ATTENTION) - {"mamba2"})
 
 KERNELS = [
     "torch",
