@@ -19,13 +19,14 @@ from transformers import (
 )
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Draft, Request, Round, SequenceState
+from outrider.core.types import Batch, Draft, Request, SequenceState
 from outrider.errors import UnsupportedModel
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.base import Target
 from outrider.native.library import load_library
 from outrider.testing import random_tree
+from outrider.testing.drive import append, make_round
 
 VOCAB = 256
 WINDOW = 8  # of every layer that has one, so that it bites
@@ -155,6 +156,7 @@ ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmoe": _config("OlmoeConfig", num_experts=4, num_experts_per_tok=2),
     "starcoder2": _config("Starcoder2Config", sliding_window=WINDOW),
     "smollm3": _config("SmolLM3Config", no_rope_layer_interval=2),
+    "diffllama": _config("DiffLlamaConfig"),  # two calls of one attention module in a layer
     "exaone4": _config("Exaone4Config", sliding_window=WINDOW, sliding_window_pattern=2),
     "glm4": _config("Glm4Config", head_dim=8),
     "gpt_oss": _config(
@@ -385,7 +387,6 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and t
 }
 REFUSED_BY_CHECK: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "bert-generation": (_config("BertGenerationConfig", is_decoder=False), "differ from the model's own"),
-    "diffllama": (_config("DiffLlamaConfig"), "differ from the model's own"),
     "doge": (_config("DogeConfig", pad_token_id=0), "its forward pass fails"),
     "nemotron": (_config("NemotronConfig"), "do not pass keyword arguments"),
 }
@@ -518,20 +519,9 @@ def grow(target: Target, rows: Sequence[SequenceState], chance: random.Random) -
     emitted = [
         (*(int(draft.tokens[b, node]) for node in path), chance.randrange(VOCAB)) for b, path in enumerate(paths)
     ]
-    target.cache.commit(
-        Round(
-            batch=batch,
-            draft=draft,
-            scores=scores,
-            path=tuple(tuple(path) for path in paths),
-            emitted=tuple(emitted),
-            sampled_logprob=tuple((0.0,) * len(tokens) for tokens in emitted),
-            failed=(False,) * len(rows),
-        )
-    )
-    for row, path, tokens in zip(rows, paths, emitted, strict=True):
-        row.num_cached_tokens = len(row.token_ids) + len(path)
-        row.token_ids += tokens
+    done = make_round(batch, draft, scores, [tuple(path) for path in paths], emitted)
+    target.cache.commit(done)
+    append(done)
 
 
 def compiles() -> bool:

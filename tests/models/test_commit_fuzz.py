@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Round
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.testing import random_tree
+from outrider.testing.drive import append, make_round
 from tests.helpers import tiny
 
 SEQUENCES = int(os.environ.get("OUTRIDER_FUZZ", "120"))
@@ -91,21 +91,11 @@ def run_round(target, seqs, rng):
     else:
         scores = target.score(batch, draft)
     paths, emitted = [], []
-    for b, seq in enumerate(seqs):
+    for b in range(len(seqs)):
         path = tiny.branch(draft, b, rng.randint(-1, draft.width[b] - 1)) if emits[b] else []
         paths.append(tuple(path))
         tokens = tuple(int(draft.tokens[b, node]) for node in path)
         emitted.append((*tokens, rng.randrange(tiny.VOCAB)) if emits[b] else ())
-        seq.num_cached_tokens = batch.start[b] + len(batch.feed[b]) + len(path)
-        seq.token_ids += emitted[b]
-    target.cache.commit(
-        Round(
-            batch=batch,
-            draft=draft,
-            scores=scores,
-            path=tuple(paths),
-            emitted=tuple(emitted),
-            sampled_logprob=tuple((0.0,) * len(tokens) for tokens in emitted),
-            failed=(False,) * len(seqs),
-        )
-    )
+    done = make_round(batch, draft, scores, paths, emitted)
+    target.cache.commit(done)
+    append(done)

@@ -9,11 +9,11 @@ import torch
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Round
 from outrider.llm import LLM
 from outrider.models.recurrent import ways
 from outrider.models.recurrent.rows import CHUNK
 from outrider.testing import random_tree
+from outrider.testing.drive import append, make_round
 from tests.helpers import tiny
 
 NAMES = tuple(tiny.RECURRENT)
@@ -37,20 +37,9 @@ def commit(target, batch, draft, scores, paths, bonus):
         (*(int(draft.tokens[b, node]) for node in path), token)
         for b, (path, token) in enumerate(zip(paths, bonus, strict=True))
     ]
-    target.cache.commit(
-        Round(
-            batch=batch,
-            draft=draft,
-            scores=scores,
-            path=tuple(map(tuple, paths)),
-            emitted=tuple(emitted),
-            sampled_logprob=tuple((0.0,) * len(tokens) for tokens in emitted),
-            failed=(False,) * len(batch.seqs),
-        )
-    )
-    for seq, path, tokens in zip(batch.seqs, paths, emitted, strict=True):
-        seq.num_cached_tokens = len(seq.token_ids) + len(path)
-        seq.token_ids += tokens
+    done = make_round(batch, draft, scores, [tuple(path) for path in paths], emitted)
+    target.cache.commit(done)
+    append(done)
 
 
 def next_logits(target, seqs):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -15,9 +13,17 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.native.experts import pack_experts
 from outrider.native.pack import Arena
-from outrider.testing.drive import random_tree
 from tests.helpers import tiny
-from tests.native.test_native import FLOAT_BITS, chain, feed, load_target, random_ids, relative_error, split
+from tests.native.test_native import (
+    FLOAT_BITS,
+    chain,
+    check_tree_nodes_in_batches,
+    feed,
+    load_target,
+    random_ids,
+    relative_error,
+    split,
+)
 
 pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
 MODELS = {
@@ -140,19 +146,8 @@ def test_bits_do_not_depend_on_thread_count(bits, folders):
 
 @ROUTED
 @FLOAT_BITS
-@torch.inference_mode()
 def test_bits_of_tree_nodes_do_not_depend_on_the_batch(name, bits, folders):
-    target, _ = load_target(folders[name], bits=bits)
-    sequences = [random_ids(count, seed) for seed, count in enumerate((31, 16, 5))]
-    seqs = [tiny.admit(target, slot, tokens) for slot, tokens in enumerate(sequences)]
-    draft = random_tree([9, 4, 0], 250, random.Random(1))
-    batched = target.score(tiny.everything(seqs), draft).logits
-    for b, tokens in enumerate(sequences):
-        target.cache.release(b)
-        for node in range(-1, draft.width[b]):
-            path = draft.tokens[b, tiny.branch(draft, b, node)].tolist()
-            alone = feed(target, [tokens + path], slot=3)[0].logits[0, -1]
-            assert torch.equal(batched[b, node + 1], alone)
+    check_tree_nodes_in_batches(load_target(folders[name], bits=bits)[0])
 
 
 @FLOAT_BITS

@@ -74,6 +74,21 @@ def random_ids(count, seed=0, vocab=250):
     return [rng.randrange(vocab) for _ in range(count)]
 
 
+@torch.inference_mode()
+def check_tree_nodes_in_batches(target):
+    """Check that the logits of tree nodes in a batch equal those of each branch alone, bit for bit."""
+    sequences = [random_ids(count, seed) for seed, count in enumerate((31, 16, 5))]
+    seqs = [tiny.admit(target, slot, tokens) for slot, tokens in enumerate(sequences)]
+    draft = random_tree([9, 4, 0], 250, random.Random(1))
+    batched = target.score(tiny.everything(seqs), draft).logits
+    for b, tokens in enumerate(sequences):
+        target.cache.release(b)
+        for node in range(-1, draft.width[b]):
+            path = draft.tokens[b, tiny.branch(draft, b, node)].tolist()
+            alone = feed(target, [tokens + path], slot=3)[0].logits[0, -1]
+            assert torch.equal(batched[b, node + 1], alone)
+
+
 def feed(target, pieces, *, slot=0, draft=None):
     """Feed pieces of a sequence, one pass each, and return the scores. The last pass also scores `draft`."""
     seq = tiny.admit(target, slot, [token for piece in pieces for token in piece])
@@ -193,18 +208,7 @@ def test_pass_with_fewer_threads_than_requested(folders, tmp_path):
 @FLOAT_BITS
 @pytest.mark.parametrize("name", ["llama", "mistral", "wide"])
 def test_bits_of_tree_nodes_do_not_depend_on_the_batch(name, bits, folders):
-    target, _ = load_target(folders[name], bits=bits)
-    sequences = [random_ids(count, seed) for seed, count in enumerate((31, 16, 5))]
-    seqs = [tiny.admit(target, slot, tokens) for slot, tokens in enumerate(sequences)]
-    draft = random_tree([9, 4, 0], 250, random.Random(1))
-    with torch.inference_mode():
-        batched = target.score(tiny.everything(seqs), draft).logits
-        for b, tokens in enumerate(sequences):
-            target.cache.release(b)
-            for node in range(-1, draft.width[b]):
-                path = draft.tokens[b, tiny.branch(draft, b, node)].tolist()
-                alone = feed(target, [tokens + path], slot=3)[0].logits[0, -1]
-                assert torch.equal(batched[b, node + 1], alone)
+    check_tree_nodes_in_batches(load_target(folders[name], bits=bits)[0])
 
 
 @FLOAT_BITS
