@@ -1,1 +1,1 @@
-"""KV caches: static, paged and shared, and snapshots of recurrent states."""
+"""KV caches: static, paged and shared."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -91,7 +91,7 @@ class StaticCache:
 
     def usage(self) -> CacheUsage:
         return CacheUsage(
-            token_bytes=self.bytes() // self._slots // self._capacity,
+            token_bytes=_bytes(self._tensors()) // self._slots // self._capacity,
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
         )
@@ -100,7 +100,7 @@ class StaticCache:
         return self._length[slot]
 
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return _bytes(self._tensors())
 
     def entries(
         self, layer: int, slots: Sequence[int], begin: int, end: int
@@ -149,6 +149,8 @@ class StaticCache:
 
     def write_outputs(self, layer: int, layout: Layout, states: torch.Tensor) -> None:
         """Store the hidden states [T, H] that a layer exports, so that a shared prefix has them as well."""
+        if not self._shares:
+            return
         if layer not in self._outputs:
             self._outputs[layer] = self._allocate(states[None])
         for span in layout.spans:
@@ -196,3 +198,7 @@ class StaticCache:
         accepted = tree.upload(path, self.device) + base
         for tensor in self._tensors():
             tensor[slot, :, base : base + len(path)] = tensor[slot, :, accepted]
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

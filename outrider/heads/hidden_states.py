@@ -90,6 +90,10 @@ class HiddenStates:
         if num_outdated >= _MERGE_SIZE:
             pieces[0] = start + num_outdated, states[num_outdated:].clone()
 
+    def has_states(self, slot: int) -> bool:
+        """Return whether states of the sequence in a slot were stored."""
+        return bool(self._pending.get(slot))
+
     def num_pending(self, slot: int) -> int:
         """Return the number of positions whose states are stored; 0 if only the latest are ever needed."""
         return 0 if self.latest_only else sum(len(states) for _, states in self._pending.get(slot, ()))

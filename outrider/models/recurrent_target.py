@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from outrider.cache.base import MIN_CAPACITY, Cache, Layout
-from outrider.errors import OutriderError
 from outrider.models.attention import CacheReader
 from outrider.models.attention_target import AttentionTarget
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.recurrent.cache import RecurrentCache
 from outrider.models.recurrent.registry import replace_layers
-
-_NO_SELF_DRAFT = "a target with recurrent layers cannot draft with its own layers; use draft:DIR or ngram"
 
 
 class RecurrentTarget(AttentionTarget):
@@ -24,15 +19,13 @@ class RecurrentTarget(AttentionTarget):
     states (see `outrider.models.recurrent`). Drafts may be trees.
     """
 
+    # Copies of recurrent layers are not supported, so this is no `SelfDraftTarget`.
+    make_submodel = None  # type: ignore[assignment]
+    make_requantized = None  # type: ignore[assignment]
+
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int) -> None:
         super().__init__(checkpoint, slots=slots, context=context)
         self._memory.states.layers = replace_layers(checkpoint.model, self._memory.states)
-
-    def make_submodel(self, layers: Sequence[int]) -> AttentionTarget:
-        raise OutriderError(_NO_SELF_DRAFT)
-
-    def make_requantized(self, bits: int) -> AttentionTarget:
-        raise OutriderError(_NO_SELF_DRAFT)
 
     def _allocate_cache(self) -> None:
         self._memory: RecurrentCache = RecurrentCache(

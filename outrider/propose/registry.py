@@ -21,7 +21,6 @@ from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.open import (
     cascade_proposer,
     check_draft,
-    check_mtp,
     draft_proposer,
     draft_text_proposer,
     draft_tokens_proposer,
@@ -274,6 +273,11 @@ def _recycle(argument: str, setup: ProposerSetup) -> Proposer:
     return RecycleProposer(setup)
 
 
+def _mtp(argument: str, setup: ProposerSetup) -> Proposer:
+    _check_no_argument("mtp", argument)
+    return mtp_proposer(setup)
+
+
 def _import_maker(expression: Expression) -> Maker:
     """Import the class or function of `module:name`.
 
@@ -338,7 +342,7 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
         # A draft model or a draft head.
         "draft": _draft_type("draft", draft_proposer, heads=True),
         # The module for multi-token prediction in the target's checkpoint.
-        "mtp": ProposerType(mtp_proposer, check_mtp, "mtp"),
+        "mtp": ProposerType(_mtp, partial(_check_no_argument, "mtp"), "mtp"),
         # A draft model with another vocabulary, which drafts token by token.
         "draft-tokens": _draft_type("draft-tokens", draft_tokens_proposer, heads=False),
         # A draft model with another vocabulary, whose text is tokenized again.

@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional
 from transformers import BambaConfig, BambaForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from outrider.heads.description import AuxStates, Body, Feedback, FusionPoint, HeadDescription, InputFusion, Kind
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.layers import Attention
+from outrider.train.model.presets import Sizes, describe
 
 _COPIED = {"self_attn": "self_attn", "mlp": "feed_forward"}  # modules of a layer, Llama's name first
 _NORMS = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_ff_layernorm"}
@@ -66,28 +66,14 @@ def make_hybrid(source: LlamaForCausalLM, attention: Sequence[int], *, state: in
 def make_mtp(source: LlamaConfig, seed: int) -> AutoregressiveHead:
     """Return a new MTP module with one layer of the Llama model's size."""
     torch.manual_seed(seed)
-    body = Body(
-        layers=1,
+    sizes = Sizes(
         hidden=source.hidden_size,
-        heads=source.num_attention_heads,
-        key_heads=source.num_key_value_heads,
-        dim=source.head_dim or source.hidden_size // source.num_attention_heads,
-        ffn=source.intermediate_size,
+        layers=source.num_hidden_layers,
+        vocab=source.vocab_size,
         epsilon=source.rms_norm_eps,
-        theta=source.rope_parameters["rope_theta"],
+        ffn=source.intermediate_size,
     )
-    return AutoregressiveHead(
-        HeadDescription(
-            kind=Kind.MTP,
-            target_hidden=source.hidden_size,
-            target_layers=source.num_hidden_layers,
-            vocab=source.vocab_size,
-            aux_states=AuxStates(layers=(source.num_hidden_layers - 1,), final=True),
-            input_fusion=InputFusion(at=FusionPoint.PROJECTION),
-            body=body,
-            feedback=Feedback.NORMED,
-        )
-    )
+    return AutoregressiveHead(describe("mtp", sizes))
 
 
 def mtp_logits(

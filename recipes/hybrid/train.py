@@ -6,7 +6,6 @@ python -m recipes.hybrid.train --data prompts.jsonl --out hybrid
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import perf_counter
@@ -26,10 +25,9 @@ from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
 from outrider.measure.prompts import read_prompts
 from outrider.train.data.prompts import encode_prompt
+from recipes.family.train import lr_factor, say
 from recipes.hybrid.model import make_hybrid, make_mtp, mtp_logits
 
-_WARMUP = 0.05  # share of the steps in which the learning rate rises
-_FINAL_LR = 0.1  # learning rate at the end, as a share of its peak
 _MTP_WEIGHT = 0.3  # of the module's loss (Nemotron 3)
 _NAMING = "mtp-qwen"  # names of the module's tensors in the checkpoint
 
@@ -63,7 +61,7 @@ def main(
         hybrid.load_state_dict(BambaForCausalLM.from_pretrained(start, dtype=torch.float32).state_dict())
     if module_from:
         _copy_weights(import_head(module_from).weights, module)
-    _say(f"{len(rows)} rows of {sequence} tokens; {sum(w.numel() for w in hybrid.parameters()) / 1e6:.1f}M parameters")
+    say(f"{len(rows)} rows of {sequence} tokens; {sum(w.numel() for w in hybrid.parameters()) / 1e6:.1f}M parameters")
     batches = _batches(rows, batch, seed)
     layer_steps = train_layers(hybrid, teacher, batches, minutes=layer_minutes, lr=lr) if layer_minutes else 0
     steps, agreement = train_whole(hybrid, module, teacher, batches, minutes=minutes, lr=lr)
@@ -102,7 +100,7 @@ def train_layers(
         losses = [functional.mse_loss(mixers[i](x), y) / y.square().mean() for i, (x, y) in seen.items()]
         _update(optimizer, sum(losses))
         if step % 20 == 0:
-            _say(f"layers: step {step}, relative error {', '.join(f'{float(loss):.3f}' for loss in losses)}")
+            say(f"layers: step {step}, relative error {', '.join(f'{float(loss):.3f}' for loss in losses)}")
     for layer in teacher.model.layers:
         layer.self_attn._forward_hooks.clear()
     return step + 1
@@ -141,7 +139,7 @@ def train_whole(
         _update(optimizer, own + _MTP_WEIGHT * ahead)
         agreements.append(float(torch.minimum(logits.exp(), expected.exp()).sum(-1).mean()))
         if step % 20 == 0:
-            _say(
+            say(
                 f"step {step}: divergence {float(own):.3f}, of the module {float(ahead):.3f}, agreement"
                 f" {agreements[-1]:.3f}"
             )
@@ -155,7 +153,7 @@ def save(hybrid: BambaForCausalLM, module: AutoregressiveHead, source: Path, out
     hybrid.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
     add_module(out, module)
-    _say(f"{out} is written")
+    say(f"{out} is written")
 
 
 def add_module(folder: Path, module: AutoregressiveHead) -> None:
@@ -205,13 +203,9 @@ def _steps(minutes: float) -> Iterator[tuple[int, float]]:
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, peaks: list[float], progress: float) -> None:
-    """Set the learning rates: a linear warm-up, then a cosine decay."""
-    if progress < _WARMUP:
-        factor = (progress + 1e-3) / (_WARMUP + 1e-3)
-    else:
-        factor = _FINAL_LR + (1 - _FINAL_LR) * (1 + math.cos(math.pi * (progress - _WARMUP) / (1 - _WARMUP))) / 2
+    """Set the learning rate of each group of weights, from its peak."""
     for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-        group["lr"] = peak * factor
+        group["lr"] = peak * lr_factor(progress)
 
 
 def _update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
@@ -220,11 +214,6 @@ def _update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     torch.nn.utils.clip_grad_norm_(weights, 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-def _say(text: str) -> None:
-    """Print a line on standard error."""
-    typer.echo(text, err=True)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,9 @@ class HeadTarget(Target, Protocol):
     def num_pending_states(self, slot: int) -> int:
         """Return the number of positions in a slot whose hidden states the head has not processed yet."""
 
+    def has_states(self, slot: int) -> bool:
+        """Return whether hidden states of the sequence in a slot were stored."""
+
     def set_cached_states(self, slot: int, states: torch.Tensor) -> None:
         """Store the hidden states [n, layers, H] of the first n tokens of a slot, which the target had cached."""
 
@@ -67,6 +70,9 @@ class HeadRunner:
 
     def num_pending_states(self, slot: int) -> int:
         return self._hidden_states.num_pending(slot)
+
+    def has_states(self, slot: int) -> bool:
+        return self._hidden_states.has_states(slot)
 
     def set_cached_states(self, slot: int, states: torch.Tensor) -> None:
         self._hidden_states.set(slot, states)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from outrider.cache.base import CacheUsage
 from outrider.cache.static import StaticCache
 from outrider.models.encoder_decoder.sources import Sources
 
@@ -28,10 +25,6 @@ class EncoderDecoderCache(StaticCache):
 
     def set_prefix_caching(self, on: bool) -> None:
         pass
-
-    def usage(self) -> CacheUsage:
-        keys_and_values = super().bytes()
-        return replace(super().usage(), token_bytes=keys_and_values // self._slots // self._capacity)
 
     def bytes(self) -> int:
         return super().bytes() + self.sources.bytes()

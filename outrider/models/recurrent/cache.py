@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
-from outrider.cache.base import CacheUsage, Layout
+from outrider.cache.base import Layout
 from outrider.cache.prefix_tree import common_prefix
 from outrider.cache.static import StaticCache
 from outrider.core.types import Batch, Draft, Round
@@ -41,10 +40,6 @@ class RecurrentCache(StaticCache):
     def commit(self, round: Round) -> None:
         super().commit(round)
         self.states.commit([seq.slot for seq in round.batch.seqs], round.path)
-
-    def usage(self) -> CacheUsage:
-        keys_and_values = super().bytes()
-        return replace(super().usage(), token_bytes=keys_and_values // self._slots // self._capacity)
 
     def bytes(self) -> int:
         return super().bytes() + self.states.bytes()

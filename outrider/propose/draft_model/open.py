@@ -12,6 +12,7 @@ from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.files import read_target_info
 from outrider.heads.formats.base import TargetInfo
+from outrider.heads.formats.registry import find
 from outrider.heads.store import is_head, read_head
 from outrider.heads.targets.base import HeadTarget
 from outrider.heads.targets.registry import make_head_target
@@ -59,13 +60,12 @@ def draft_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     return opened.text_proposer()
 
 
-def mtp_proposer(argument: str, setup: ProposerSetup) -> Proposer:
+def mtp_proposer(setup: ProposerSetup) -> Proposer:
     """Make `mtp`, the module for multi-token prediction in the target's own checkpoint.
 
     Raises:
         OutriderError: the checkpoint has no such module, or its kind is not supported.
     """
-    check_mtp(argument)
     folder = setup.target_folder
     if not (folder and is_head(folder, lambda: _head_partner(setup))):
         raise OutriderError(
@@ -74,17 +74,12 @@ def mtp_proposer(argument: str, setup: ProposerSetup) -> Proposer:
     return HeadProposer(setup, _open_head(folder, setup))
 
 
-def check_mtp(argument: str) -> None:
-    """Raise an error for an argument of `mtp`."""
-    if argument:
-        raise OutriderError(f"mtp takes no argument, but {argument!r} was given; write mtp, or draft:DIR for a folder")
-
-
 def has_mtp(folder: str | Path) -> bool:
     """Return whether the checkpoint of a target has a supported module for multi-token prediction."""
+    path = Path(folder).expanduser()
     try:
-        info = _own_target_info(str(folder))
-        return info is not None and is_head(folder, lambda: info) and not is_head(folder)
+        found = find(path)
+        return found is not None and found.whole() and found.belongs(read_target_info(path))
     except OutriderError:
         return False
 

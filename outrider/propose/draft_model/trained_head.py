@@ -39,8 +39,7 @@ class _HiddenStateProposer(DraftModelProposer):
         """Read the target's hidden states for sequences that start with a cached prefix."""
         head, target = self._head, self._setup.target
         for seq, start in zip(batch.seqs, batch.start, strict=True):
-            is_new = not head.cache.length(seq.slot) and not head.num_pending_states(seq.slot)
-            if start and is_new and isinstance(target, HiddenStateCache):
+            if start and not head.has_states(seq.slot) and isinstance(target, HiddenStateCache):
                 states = target.cached_hidden_states(seq.slot, self.needs.layers, start)
                 head.set_cached_states(seq.slot, states)
 
