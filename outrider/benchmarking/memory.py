@@ -56,7 +56,7 @@ def measure_memory(llm: LLM, jobs: Sequence[Job]) -> MemoryUse:
         # Without an end: no sequence may finish before the last one has started.
         params = replace(job.params, ignore_eos=True, max_tokens=None)
         ids += llm.submit(job.prompt, params)
-    # A recurrent cache has a state for each running sequence only, so wait until all of them have emitted a token.
+    # Caches grow with the running sequences, so wait until all of them have emitted a token.
     emitting: set[int] = set()
     while llm.engine.busy() and len(emitting) < len(ids):
         emitting |= {seq.request.id for seq in llm.engine.step() if seq.num_output_tokens}

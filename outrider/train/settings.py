@@ -48,7 +48,9 @@ _NOT_IN_IDENTITY = frozenset(
     }
 )
 # Options that older versions do not have. They are part of the identity only if they do not have their default.
-_OPTIONAL_IDENTITY = frozenset({"mask_token_id", "train_target", "hidden_size", "dtype", "quantize", "passes_per_generation"})
+_OPTIONAL_IDENTITY = frozenset(
+    {"mask_token_id", "train_target", "hidden_size", "dtype", "quantize", "passes_per_generation"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,9 @@ class Settings:
     ] = None
     draft_tokens: Annotated[
         int,
-        typer.Option(min=0, help="Draft tokens per pass of peagle, dflash, dspark and xpress. 0: 7.", rich_help_panel=_DRAFT),
+        typer.Option(
+            min=0, help="Draft tokens per pass of peagle, dflash, dspark and xpress. 0: 7.", rich_help_panel=_DRAFT
+        ),
     ] = 0
     mask_token_id: Annotated[
         int | None,

@@ -385,7 +385,8 @@ def block(t, *, size, mask, first):
 def check_refiner(t, module, columns, expected):
     """Compare the corrections of logits with those of the stored weights, column by column."""
     torch.testing.assert_close(columns, expected, atol=1e-4, rtol=1e-4)
-    t = {name.partition(".")[2]: value for name, value in t.items() if name.startswith(("xpress_head.", "refiner_head."))}
+    prefixes = ("xpress_head.", "refiner_head.")
+    t = {name.partition(".")[2]: value for name, value in t.items() if name.startswith(prefixes)}
     names = ("token_embed", "readout", "mlp_gate", "mlp_up", "mlp_down")
     stored = ("w1", "w2", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     token_in, token_out, gate, up, down = (

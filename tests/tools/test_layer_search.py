@@ -162,7 +162,7 @@ def test_errors_of_invalid_searches(llm, tmp_path):
     with pytest.raises(OutriderError, match="needs at least two prompts"):
         split_prompts(random_prompts(1), 0)
     recurrent = tiny.save(tmp_path / "mamba2", tiny.ARCHITECTURES["mamba2"]())
-    with pytest.raises(OutriderError, match="cannot (skip layers|draft with its own layers)"):
+    with pytest.raises(OutriderError, match="cannot skip layers"):
         make_search(load(recurrent), [text])
 
 

@@ -2,8 +2,8 @@
 
 The layers are the same in all formats. The formats differ in two ways that tensors do not show. Speculators counts the
 target's layers by inputs, the others by outputs. And the column of the last committed token predicts a draft token
-(`sample_from_anchor`) by default in DSpark, but not in DFlash and XPress. If this is misread, each draft token is shifted by one
-position.
+(`sample_from_anchor`) by default in DSpark, but not in DFlash and XPress. If this is misread, each draft token is
+shifted by one position.
 
 The mask is a row of the embedding, which is the target's if the draft head has none.
 """

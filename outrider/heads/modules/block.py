@@ -3,7 +3,8 @@
 A block is the last committed token and mask tokens after it. Its columns attend to each other in both directions. In
 each layer they also attend to the target's hidden states of all tokens before the block; the layer's own key and value
 projections map these states. Only the columns of the block run through the layers. The keys and values of committed
-tokens are computed once and cached. DSpark also corrects the logits of each draft token by the token before it, and XPress by all of them.
+tokens are computed once and cached. DSpark also corrects the logits of each draft token by the token before it, and
+XPress by all draft tokens before it.
 
 The mask is a vector of the draft head. Some checkpoints have a `mask_token_id` instead, which names a row of the
 embedding. Import copies that row. Export is possible if the mask still equals a row, or if the checkpoint includes an
@@ -96,7 +97,7 @@ class BlockHead(HeadBase):
             x = layer(x, rotary, attend)
         if self.description.final_norm:
             x = self.norm(x)
-        return x.view(*anchors.shape, self.block.size, -1)  # type: ignore[no-any-return]
+        return x.view(*anchors.shape, self.block.size, -1)
 
     def predicting(self, out: torch.Tensor) -> torch.Tensor:
         """Return the outputs [*, draft tokens, H] of the columns that predict, of outputs [*, size, H]."""

@@ -71,10 +71,7 @@ class RefinedBlockTarget(BlockTarget):
         self._features = self.module.refiner.features(self._run_blocks(batch))
         self._known = self._last_tokens
         if block.first_column:
-            before = [
-                seq.token_ids[max(start + len(feed) - 2, 0)]
-                for seq, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True)
-            ]
+            before = [_token_before_last(batch, b) for b in range(len(batch.seqs))]
             self._known = torch.cat([tree.upload(before, self.device)[:, None], self._last_tokens], 1)
         self._rows, self._values = None, self._logits
         if 0 < self._refiner.candidates < self._logits.shape[-1]:
@@ -98,3 +95,12 @@ class RefinedBlockTarget(BlockTarget):
             return values
         logits = values.new_full((*values.shape[:-1], self._logits.shape[-1]), -torch.inf)
         return logits.scatter(-1, rows, values)
+
+
+def _token_before_last(batch: Batch, b: int) -> int:
+    """Return the token before the last one of a feed, or the last one if there is no other."""
+    feed, start = batch.feed[b], batch.start[b]
+    if len(feed) > 1:
+        return feed[-2]
+    before = batch.seqs[b].token_ids[max(start - 1, 0) : start]  # a sequence that is measured has no such token
+    return before[0] if before else feed[0]

@@ -95,9 +95,7 @@ def _forward(module: BlockHead, batch: TrainingBatch, starts: torch.Tensor) -> t
 class _RefinerSteps:
     """The draft tokens of a block head with a causal refiner."""
 
-    def __init__(
-        self, module: BlockHead, batch: TrainingBatch, starts: torch.Tensor, columns: torch.Tensor
-    ) -> None:
+    def __init__(self, module: BlockHead, batch: TrainingBatch, starts: torch.Tensor, columns: torch.Tensor) -> None:
         """Take blocks at positions `starts` [B, A] and their outputs [B, A, size, H]."""
         self._module = module
         first = module.block.first_column
