@@ -147,6 +147,7 @@ def _draft_folder(settings: Settings) -> Path:
         "--draft-tokens": settings.draft_tokens,
         "--mask-token-id": settings.mask_token_id is not None,
         "--mtp-modules": settings.mtp_modules > 1,
+        "--centroids": settings.centroids,
         "--own-lm-head": settings.own_lm_head is not None,
     }
     if given := [name for name, value in shape_options.items() if value]:
