@@ -19,7 +19,7 @@ from outrider.fit.rules import TrainingPlan, finalists, plan_training
 from outrider.fit.settings import AUTO_HEAD, Settings
 from outrider.fit.stages import certify, make_training, measure_proposers, train_head, tune_settings
 from outrider.fit.state import CONFIG, HEAD, State
-from outrider.loader.checkpoint import is_recurrent, refuse_sources
+from outrider.loader.checkpoint import refuse_sources
 from outrider.loader.embedded import model_folder
 from outrider.plan.store import model_print
 from outrider.propose.expression import short
@@ -66,7 +66,7 @@ class Fit:
         self._files = write_files(self._split, self._folder / _PROMPTS, batch=settings.batch)
         self._head = self._folder.resolve() / HEAD
         self._drop_shorter_training()
-        if self._state.get("training") is None and settings.minutes and not is_recurrent(self._target):
+        if self._state.get("training") is None and settings.minutes:
             size = target_size(self._target)
             check_disk(self._head, size, self._plan(tokens_per_s=1.0))
 
@@ -154,8 +154,6 @@ class Fit:
     def _trained(self) -> Document:
         settings = self._settings
         skipped = {"trained": False, "minutes": settings.minutes}
-        if is_recurrent(self._target):
-            return {**skipped, "reason": "heads are trained for attention models, and this target is recurrent"}
         plan = self._stored_plan()
         try:
             with self._progress.status("loading models"):

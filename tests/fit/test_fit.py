@@ -179,6 +179,16 @@ def test_head_is_trained_on_the_quantized_target(source, fit, tmp_path, monkeypa
     assert f"draft:{(tmp_path / 'out' / 'head').resolve()}" in measured
 
 
+def test_head_is_trained_on_a_hybrid(fit, tmp_path):
+    layers = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
+    config = make_config("BambaConfig", hidden_size=64, max_position_embeddings=256, **layers)
+    result = fit(tmp_path / "out", **{"--target": save(tmp_path / "target", config)})
+    assert result.exit_code == 0, result.output
+    document = json.loads((tmp_path / "out" / "fit.json").read_text())
+    measured = [option["proposer"] for option in document["fit"]["options"] if option["held_out"]]
+    assert f"draft:{(tmp_path / 'out' / 'head').resolve()}" in measured
+
+
 def test_training_has_the_options_of_the_target(finished):
     facts = json.loads((finished[0] / "head" / FACTS).read_text())
     assert {name: facts["arguments"][name] for name in ("dtype", "kernels")} == {"dtype": "float32", "kernels": "torch"}
