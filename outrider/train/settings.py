@@ -233,7 +233,8 @@ class Settings:
         typer.Option(min=0.0, help="Factor of the loss from one draft token to the next.", rich_help_panel=_TRAIN),
     ] = 0.8
     loss: Annotated[
-        str, typer.Option(help="ce, kl, rkl, jsd, tv, nla, hybrid, length; or ce:0.1,tv:0.9.", rich_help_panel=_TRAIN)
+        str,
+        typer.Option(help="ce, kl, kl2, rkl, jsd, tv, nla, hybrid, length; or ce:0.1,tv:0.9.", rich_help_panel=_TRAIN),
     ] = "ce"
     lr: Annotated[
         float | None,

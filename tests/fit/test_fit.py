@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
+from outrider.engine.default_proposer import can_draft_for_itself
 from outrider.errors import OutriderError
 from outrider.fit import checks, run, stages
 from outrider.fit.prompts import read_split
@@ -139,8 +140,8 @@ def test_finished_fit_is_not_repeated(fit, copied, finished, monkeypatch):
 
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler here")
 def test_a_quantized_copy_is_measured_where_it_is_smaller_and_fast(target, tmp_path):
-    def can(folder, **options):
-        return checks.can_draft_for_itself(Settings(out="out", device="cpu", **options), folder)
+    def can(folder, kernels="auto", quantize=None):
+        return can_draft_for_itself(folder, device="cpu", kernels=kernels, quantize=quantize)
 
     assert can(target)
     assert can(target, quantize="int8")
