@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
-from outrider.engine.default_proposer import can_draft_for_itself
 from outrider.errors import OutriderError
 from outrider.fit import checks, run, stages
 from outrider.fit.prompts import read_split
@@ -139,21 +138,6 @@ def test_finished_fit_is_not_repeated(fit, copied, finished, monkeypatch):
 
 
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler here")
-def test_a_quantized_copy_is_measured_where_it_is_smaller_and_fast(target, tmp_path):
-    def can(folder, kernels="auto", quantize=None):
-        return can_draft_for_itself(folder, device="cpu", kernels=kernels, quantize=quantize)
-
-    assert can(target)
-    assert can(target, quantize="int8")
-    assert not can(target, quantize="int4")
-    assert not can(target, kernels="torch")
-    model = AutoModelForCausalLM.from_config(make_config("LlamaConfig", **SIZES))
-    for kind, wide in (("Q8_0", True), ("Q4_0", False)):
-        assert can(write_gguf(tmp_path / f"{kind}.gguf", model, kind)) is wide
-    other = save(tmp_path / "other", make_config("GPTNeoXConfig", hidden_size=64))
-    assert not can(other)
-
-
 @pytest.mark.parametrize("source", ["file", "option"])
 def test_head_is_trained_on_the_quantized_target(source, fit, tmp_path, monkeypatch):
     trained_on = []
