@@ -22,7 +22,10 @@ from outrider.native.pack import Arena, PackedWeight, interleave, pack
 
 
 class HeadDecoder(Passes):
-    """The packed weights of a draft head. It uses the target's embedding and packed LM head without a copy."""
+    """The packed weights of a draft head.
+
+    It uses the target's embedding without a copy, and its LM head too if the target runs on the native kernels.
+    """
 
     def __init__(
         self, module: AutoregressiveHead, tables: SharedWeights, library: Library, kv_cache: PagedCache
@@ -42,7 +45,10 @@ class HeadDecoder(Passes):
         dtype = tables.embedding.dtype
         self._bits = 8 * dtype.itemsize
         uses_target_head = not description.own_lm_head and not description.draft_vocab
-        self._head = tables.packed if uses_target_head else self._pack(module.output_table())
+        if uses_target_head and tables.packed is not None:
+            self._head = tables.packed
+        else:
+            self._head = self._pack(module.output_table())
         own_embedding = description.own_embedding
         embedding = self._keep_tensor(module.embedding.weight.to(dtype) if own_embedding else tables.embedding)
         radians_per_position, amplitude = frequencies(body)
@@ -76,7 +82,7 @@ class HeadDecoder(Passes):
 
     @property
     def vocab(self) -> int:
-        return self._head.shape[0]
+        return self._head.shape[0]  # type: ignore[no-any-return]
 
     def _entry(self, tables: SharedWeights) -> CEntry:
         """Return how the head combines embeddings and hidden states."""

@@ -18,18 +18,22 @@ from outrider.heads.targets.masked import MaskedTarget, NativeMaskedTarget
 from outrider.heads.targets.multi_module import MultiModuleTarget
 from outrider.heads.targets.parallel import ParallelTarget
 from outrider.heads.targets.refined_block import RefinedBlockTarget
+from outrider.native.pack import FLOAT_DTYPES
 
 _log = logging.getLogger("outrider")
 
 
-def make_head_target(module: HeadModule, tables: SharedWeights, *, slots: int, context: int) -> HeadTarget:
-    """Return a target that runs a draft head, natively if the kernels can.
+def make_head_target(
+    module: HeadModule, tables: SharedWeights, *, slots: int, context: int, native: bool = False
+) -> HeadTarget:
+    """Return a target that runs a draft head, on the native kernels if they can and the target runs on them.
 
     Args:
         module: the draft head.
         tables: the weights that it shares with its target.
         slots: the most sequences.
         context: the most tokens of a sequence.
+        native: whether the head may run on the native kernels while the target runs on torch.
     """
     if isinstance(module, BlockHead):
         block_class = RefinedBlockTarget if module.block.refiner else BlockTarget
@@ -41,11 +45,17 @@ def make_head_target(module: HeadModule, tables: SharedWeights, *, slots: int, c
     if module.description.modules > 1:
         return MultiModuleTarget(module, tables, slots=slots, context=context)
     masked = module.description.masks is not None
-    if tables.packed is not None:
+    on_native = tables.packed is not None
+    if on_native or (native and _fits_kernels(tables)):
         native_class = NativeMaskedTarget if masked else NativeAutoregressiveTarget
         try:
             return native_class(module, tables, slots=slots, context=context)
         except UnsupportedModel as reason:
-            _log.warning("the draft head runs on torch: %s", reason)
+            _log.log(logging.WARNING if on_native else logging.INFO, "the draft head runs on torch: %s", reason)
     torch_class = MaskedTarget if masked else AutoregressiveTarget
     return torch_class(module, tables, slots=slots, context=context)
+
+
+def _fits_kernels(tables: SharedWeights) -> bool:
+    """Return whether the device and the dtype of the target are those of the native kernels."""
+    return tables.embedding.device.type == "cpu" and tables.embedding.dtype in FLOAT_DTYPES.values()

@@ -185,7 +185,8 @@ def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
             f" and {description.target_layers} layers; this target has {info.vocab}, {info.hidden} and {info.layers},"
             " so use the target that the head was trained on"
         )
-    return make_head_target(module, weights, slots=setup.slots, context=setup.context)
+    native = setup.kernels != "torch"
+    return make_head_target(module, weights, slots=setup.slots, context=setup.context, native=native)
 
 
 def _head_partner(setup: ProposerSetup) -> TargetInfo | None:

@@ -130,7 +130,12 @@ class HeadTrainee:
 
     def proposer(self, setup: ProposerSetup) -> Proposer:
         module = self._frozen_copy(setup.dtype)
-        return HeadProposer(setup, make_head_target(module, self._tables, slots=setup.slots, context=setup.context))
+        return HeadProposer(
+            setup,
+            make_head_target(
+                module, self._tables, slots=setup.slots, context=setup.context, native=setup.kernels != "torch"
+            ),
+        )
 
     def save(self, folder: Path) -> None:
         write_head(folder, self._module, dtype=torch.bfloat16)
