@@ -31,7 +31,8 @@ from tests.helpers import engines, tiny
 
 CPU = torch.device("cpu")
 CONTEXT = 96
-NAMES = ["llama", "qwen2", "gemma2", "gemma3n_text", "gpt2", "mixtral", "gpt_oss", "deepseek_v3", "llama4_text"]
+NAMES = ["llama", "qwen2", "gemma2", "gemma3n_text", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"]
+NAMES.append("llama4_text without temperature")
 TEXT = list(b"the quick brown fox")
 
 
