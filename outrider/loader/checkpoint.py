@@ -127,6 +127,7 @@ def load_checkpoint(
         model=model,
         tokenizer=_read_tokenizer(path),
         context=_context(config),
+        context_reason=_context_reason(config),
         vocab=model.get_output_embeddings().weight.shape[0],
         end_ids=_end_ids(path, config),
         recurrent=recurrent,
@@ -152,6 +153,7 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
         model=model.to(device),
         tokenizer=load_tokenizer(file),
         context=_context(file.config),
+        context_reason=_context_reason(file.config),
         vocab=model.get_output_embeddings().weight.shape[0],
         end_ids=end_ids(file),
         recurrent=False,
@@ -382,6 +384,15 @@ def _context(config: Any) -> int:
             context = min(context, int(rope.get("original_max_position_embeddings") or context))
     # Beyond it, Doge hides keys by their values.
     return int(min(context, getattr(text, "keep_window_size", None) or context))
+
+
+def _context_reason(config: Any) -> str:
+    """Return why longer texts than `_context` cannot run; empty if there is no reason but the model's own limit."""
+    for rope in _ropes(config):
+        # Both are unscaled up to the context, or have constant factors there.
+        if (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
+            return f"in longer texts, its {kind} rotary scaling changes keys that are already cached"
+    return ""
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

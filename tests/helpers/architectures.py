@@ -1,12 +1,18 @@
-"""The table of architectures: those that run, and those that are refused."""
+"""The table of architectures: those that run and what each supports, and those that are refused.
+
+The tests run it, and docs/generate_models.py writes docs/reference/architectures.md from it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig
+
+from outrider.native.support import FAMILIES
 
 VOCAB = 256
 WINDOW = 8  # of every layer that has one, so that it bites
@@ -384,6 +390,87 @@ ENCODER_DECODER: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "blenderbot-small": _seq2seq("BlenderbotSmallConfig", **_BART),
 }
 EVERY = {**ARCHITECTURES, **ENCODER_DECODER}
+
+# What `--quantize` leaves out on torch.
+_ONLY_LM_HEAD = frozenset({"gpt2"})  # its other layers are no linear layers of torch
+_WITHOUT_EXPERTS = frozenset(
+    {
+        "deepseek_v3",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoehybrid",
+        "jamba",
+        "kimi_linear",
+        "lfm2_moe",
+        "llama4_text",
+        "llama4_text without temperature",
+        "minimax",
+        "mixtral",
+        "nemotron_h",
+        "olmoe",
+        "phimoe",
+        "qwen2_moe",
+        "qwen3_5_moe_text",
+        "qwen3_moe",
+        "qwen3_next",
+    }
+)
+# Passes of attention models that cannot be recorded as CUDA graphs.
+_NO_GRAPHS = frozenset(
+    {
+        "granitemoehybrid without recurrence",  # transformers reads values of tensors in the pass
+        "llama with dynamic rope",  # the same
+        # Their attention layers are replaced.
+        "bloom",
+        "doge",
+        "falcon",
+        "falcon with alibi",
+        "falcon with alibi and one key head",
+        "falcon with grouped queries",
+        "llama4_text",
+        "mpt",
+        "nemotron",
+        "stablelm",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What an architecture supports. Chains, trees and batches are tested for all of them."""
+
+    config: Callable[[], PreTrainedConfig]  # a small one
+    kind: str  # attention, recurrent (alone or beside attention) or encoder-decoder
+    quantized: str  # by `--quantize` on torch: yes, without experts, LM head only, or no
+    prefixes: bool  # whether requests share the cache of a common prefix
+    graphs: bool  # whether passes can be recorded as CUDA graphs
+
+    @property
+    def native(self) -> bool:
+        """Whether the native kernels run it, which the code declares."""
+        return self.kind == "attention" and self.config().model_type in FAMILIES
+
+
+def _architecture(name: str, kind: str, config: Callable[[], PreTrainedConfig]) -> Architecture:
+    quantized = "LM head only" if name in _ONLY_LM_HEAD else "yes"
+    if name in _WITHOUT_EXPERTS:
+        quantized = "without experts"
+    return Architecture(
+        config=config,
+        kind=kind,
+        quantized="no" if kind == "encoder-decoder" else quantized,
+        prefixes=kind != "encoder-decoder",
+        graphs=kind == "attention" and name not in _NO_GRAPHS,
+    )
+
+
+_KINDS = {"attention": ATTENTION, "recurrent": RECURRENT, "encoder-decoder": ENCODER_DECODER}
+TABLE: Mapping[str, Architecture] = {
+    name: _architecture(name, kind, config) for kind, configs in _KINDS.items() for name, config in configs.items()
+}
+
+# Models with code of their own, which the newest transformers does not have.
+NOT_IN_TRANSFORMERS = ("baichuan", "chatglm", "internlm2", "minicpm", "openelm", "plamo2", "qwen", "rwkv7", "xverse")
 
 _UNREPLACED, _LAYERS = "cannot replace its attention", "layers of type .* are not supported yet"
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and the reason
