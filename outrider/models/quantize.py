@@ -8,7 +8,7 @@ a prefill 2.0 and 1.1 times.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -99,7 +99,7 @@ class QuantizedLinear(nn.Module):
         )
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a module computes what `torch.nn.Linear` does, and nothing else."""
     return type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
 
