@@ -76,7 +76,7 @@ class LLM:
             config.plan,
             self._parts.planner,
             target=config.target,
-            proposer=config.proposer,
+            proposer=self._parts.proposer_spec,
             quantize=config.quantize,
         )
 

@@ -16,10 +16,10 @@ from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import ProgressBar, show
 from outrider.core.config import weight_bits
+from outrider.engine.default_proposer import default_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
-from outrider.propose.registry import default_proposer
 from outrider.system.machine import commit, hardware, use_threads, versions
 from outrider.verify.rules import Verifier
 
@@ -71,7 +71,9 @@ def run_audit(
     _check(k=k, samples=samples, tokens=tokens)
     use_threads(threads)
     began = perf_counter()
-    proposer_name = default_proposer(target) if proposer is None else proposer
+    proposer_name = proposer
+    if proposer_name is None:
+        proposer_name = default_proposer(target, device=device, kernels=kernels, quantize=quantize)
     task = _Task(
         target=str(model_folder(target)),
         proposer=proposer_name,

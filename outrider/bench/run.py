@@ -32,7 +32,7 @@ from outrider.native.target import NativeTarget
 from outrider.plan.planner import Planner
 from outrider.plan.store import PlanFile, restored
 from outrider.propose.expression import command_line_form
-from outrider.propose.registry import default_proposer, draft_model, parse
+from outrider.propose.registry import draft_model, parse
 from outrider.system import machine
 
 
@@ -57,8 +57,7 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
         llm = load(settings, planner)
         if AUTO in speculative_variants(settings):
             planner.auto = auto_planner(llm.parts.target, llm.parts.proposer)
-        models = {"target": settings.target, "proposer": settings.proposer, "quantize": settings.quantize}
-        plan = restored(settings.plan, planner.auto, **models) if planner.auto else None
+        plan = _restored_plan(llm, planner, settings)
         workloads = _workloads(llm, planner, prompts, settings)
     with progress.status("measuring the machine"):
         before = measure_rates(llm.parts.device, llm.parts.dtype)
@@ -70,6 +69,18 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
     with progress.status("measuring the machine"):
         after = measure_rates(llm.parts.device, llm.parts.dtype)
     return _document(llm, settings, samples, rates=(before, after), memory=memory)
+
+
+def _restored_plan(llm: LLM, planner: SwitchPlanner, settings: Settings) -> PlanFile | None:
+    if planner.auto is None:
+        return None
+    return restored(
+        settings.plan,
+        planner.auto,
+        target=settings.target,
+        proposer=llm.parts.proposer_spec,
+        quantize=settings.quantize,
+    )
 
 
 def _save_plan(plan: PlanFile, planner: Planner, progress: Console) -> None:
@@ -121,7 +132,7 @@ def _variants(llm: LLM, planner: SwitchPlanner, settings: Settings, condition: C
         return runners
     from outrider.bench.peer import load_peers
 
-    return (*runners, *load_peers(llm, model_folder(settings.target), _draft_folder(settings)))
+    return (*runners, *load_peers(llm, model_folder(settings.target), _draft_folder(llm)))
 
 
 def _document(
@@ -142,7 +153,7 @@ def _document(
     return {
         "benchmark": "outrider bench",
         "arguments": asdict(settings),
-        "proposer": command_line_form(settings.proposer or default_proposer(settings.target)),
+        "proposer": command_line_form(_expression(llm)),
         "verifier": parts.verifier.name,
         "exact": parts.verifier.exact,
         "kernels": parts.target.kernels,
@@ -179,6 +190,11 @@ def _compile_seconds(llm: LLM) -> float:
     return max((model.compile_seconds for model in models if isinstance(model, NativeTarget)), default=0.0)
 
 
-def _draft_folder(settings: Settings) -> Path | None:
-    expression = parse(settings.proposer or default_proposer(settings.target))
+def _expression(llm: LLM) -> str:
+    assert isinstance(llm.parts.proposer_spec, str)  # the command line takes nothing else
+    return llm.parts.proposer_spec
+
+
+def _draft_folder(llm: LLM) -> Path | None:
+    expression = parse(_expression(llm))
     return Path(expression.argument).expanduser() if expression.name == "draft" else None

@@ -353,12 +353,16 @@ def tune(
     with --json. --out writes that document, for --config of `outrider run`, `serve` and `bench`.
     """
     from outrider.tune.run import run_tune, write
-    from outrider.tune.settings import Settings, read_ks, read_proposers
+    from outrider.tune.settings import Settings, default_proposers, read_ks, read_proposers
     from outrider.tune.table import show
 
+    if asked.proposers is None:
+        proposers = default_proposers(target, device=device, kernels=kernels, quantize=quantize)
+    else:
+        proposers = read_proposers(asked.proposers)
     settings = Settings(
         target=target,
-        proposers=read_proposers(asked.proposers, target),
+        proposers=proposers,
         ks=read_ks(asked.k),
         batches=parse_whole("--batch", asked.batch),
         temperatures=parse_real("--temperature", asked.temperature),

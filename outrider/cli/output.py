@@ -19,6 +19,7 @@ from outrider.core.text import TextStream
 from outrider.core.types import Completion, FinishReason
 from outrider.llm import LLM
 from outrider.measure.clock import DecodeSpeed
+from outrider.plan.store import proposer_name
 from outrider.report.console import count_text
 from outrider.system import machine
 
@@ -121,6 +122,7 @@ class Output:
             parts = self._llm.parts
             dtype = str(parts.dtype).removeprefix("torch.")
             lines[-1] += f"; {dtype} {parts.loaded.checkpoint.dtype_reason}, {parts.target.kernels} kernels"
+            lines.append(f"proposer {proposer_name(parts.proposer_spec)}, verifier {parts.verifier.name}")
         for line in lines:
             self._stderr.print(line, style="dim")
         failed = [each for each in outcome.completions if each.finish_reason is FinishReason.ERROR]

@@ -14,6 +14,7 @@ import torch
 from outrider.cache.base import Cache, CacheConfig
 from outrider.core.config import EngineConfig
 from outrider.core.types import Draw
+from outrider.engine.default_proposer import default_proposer
 from outrider.engine.engine import Engine
 from outrider.engine.prefill_budget import PrefillBudget
 from outrider.engine.scheduler import Scheduler
@@ -36,7 +37,6 @@ from outrider.propose.isolate import IsolatedProposer, isolate
 from outrider.propose.registry import (
     Maker,
     alternatives,
-    default_proposer,
     draft_model,
     draft_models,
     draft_sources,
@@ -59,6 +59,7 @@ class EngineParts:
     engine: Engine
     setup: ProposerSetup  # the setup of the proposer
     proposer: Proposer
+    proposer_spec: str | Maker  # the expression or the callable that the proposer was made from
     verifier: Verifier
     planner: Planner
     end_ids: frozenset[int]
@@ -192,6 +193,7 @@ def build_engine(
         engine=engine,
         setup=setup,
         proposer=proposer,
+        proposer_spec=spec,
         verifier=rule,
         planner=planner,
         end_ids=checkpoint.end_ids,
@@ -261,7 +263,9 @@ def make_planner(k: int | str, target: Target, proposer: Proposer, *, replay: bo
 
 
 def _proposer_of(config: EngineConfig) -> str | Maker:
-    return default_proposer(config.target) if config.proposer is None else config.proposer
+    if config.proposer is not None:
+        return config.proposer
+    return default_proposer(config.target, device=config.device, kernels=config.kernels, quantize=config.quantize)
 
 
 def _is_planner(planner: object) -> bool:

@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from outrider.core.config import weight_bits
 from outrider.engine.build import full_dtype
+from outrider.engine.default_proposer import read_model_config
 from outrider.errors import OutriderError
 from outrider.fit.rules import TargetSize, TrainingPlan
 from outrider.fit.settings import Settings
 from outrider.heads.store import make_module
-from outrider.loader.checkpoint import check_fits, choose_device
-from outrider.loader.gguf import is_gguf, open_gguf
+from outrider.loader.checkpoint import check_fits
 from outrider.loader.memory import gigabytes
-from outrider.native.support import may_run
 from outrider.train.model.presets import Sizes, describe
 
 # Bytes per parameter: weights and two moments in float32 for the new and the previous state, and the head twice.
 _HEAD_BYTES = 2 * (12 + 2)
-_WIDE_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})  # types of GGUF files with at least 8 bits
 _SMALL_FILES = 10_000_000  # state, log, prompts and configuration
 
 
 def target_size(folder: Path) -> TargetSize:
     """Read the sizes of a target from its config."""
-    text = _read_config(folder).get_text_config(decoder=True)
+    text = read_model_config(folder).get_text_config(decoder=True)
     return TargetSize(hidden=text.hidden_size, layers=text.num_hidden_layers, vocab=text.vocab_size)
-
-
-def can_draft_for_itself(settings: Settings, folder: Path) -> bool:
-    """Return whether a copy of the target with 4 bits per weight is smaller, and runs on the native kernels."""
-    if settings.kernels == "torch" or choose_device(settings.device).type != "cpu" or settings.quantize == "int4":
-        return False
-    if is_gguf(folder) and not set(open_gguf(folder).types) <= _WIDE_TYPES:
-        return False
-    return may_run(_read_config(folder))
-
-
-def _read_config(folder: Path) -> Any:
-    if is_gguf(folder):
-        return open_gguf(folder).config
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def check_memory(settings: Settings, folder: Path) -> None:

@@ -10,20 +10,20 @@ from typing import Any
 
 from rich.console import Console
 
+from outrider.engine.default_proposer import can_draft_for_itself, default_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
-from outrider.fit.checks import can_draft_for_itself, check_disk, check_memory, target_size
+from outrider.fit.checks import check_disk, check_memory, target_size
 from outrider.fit.outcome import Outcome, duration
 from outrider.fit.prompts import PromptSplit, read_split, write_files
 from outrider.fit.rules import TrainingPlan, finalists, plan_training
 from outrider.fit.settings import AUTO_HEAD, Settings
 from outrider.fit.stages import certify, make_training, measure_proposers, train_head, tune_settings
 from outrider.fit.state import CONFIG, HEAD, State
-from outrider.loader.checkpoint import is_recurrent, refuse_sources
+from outrider.loader.checkpoint import refuse_sources
 from outrider.loader.embedded import model_folder
 from outrider.plan.store import model_print
 from outrider.propose.expression import short
-from outrider.propose.registry import default_proposer
 from outrider.report.console import Document
 from outrider.system.atomic_files import check_folder, write_whole
 from outrider.train.distributed import world_size
@@ -66,7 +66,7 @@ class Fit:
         self._files = write_files(self._split, self._folder / _PROMPTS, batch=settings.batch)
         self._head = self._folder.resolve() / HEAD
         self._drop_shorter_training()
-        if self._state.get("training") is None and settings.minutes and not is_recurrent(self._target):
+        if self._state.get("training") is None and settings.minutes:
             size = target_size(self._target)
             check_disk(self._head, size, self._plan(tokens_per_s=1.0))
 
@@ -154,8 +154,6 @@ class Fit:
     def _trained(self) -> Document:
         settings = self._settings
         skipped = {"trained": False, "minutes": settings.minutes}
-        if is_recurrent(self._target):
-            return {**skipped, "reason": "heads are trained for attention models, and this target is recurrent"}
         plan = self._stored_plan()
         try:
             with self._progress.status("loading models"):
@@ -248,8 +246,10 @@ class Fit:
 def _untrained(settings: Settings, target: Path) -> tuple[str, ...]:
     """Return the proposers of the first measurement."""
     if settings.proposers is not None:
-        return read_proposers(settings.proposers, settings.target)
+        return read_proposers(settings.proposers)
+    device, kernels, quantize = settings.device, settings.kernels, settings.quantize
     names = ["ngram", "suffix", "suffix:100000", "recycle", "merge(suffix,recycle)"]
-    if can_draft_for_itself(settings, target):
+    if can_draft_for_itself(target, device=device, kernels=kernels, quantize=quantize):
         names.append("quantized:int4")
-    return tuple(dict.fromkeys([*names, default_proposer(settings.target)]))
+    default = default_proposer(settings.target, device=device, kernels=kernels, quantize=quantize)
+    return tuple(dict.fromkeys([*names, default]))

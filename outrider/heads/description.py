@@ -141,6 +141,14 @@ class SharedKV:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Centroids:
+    """Token clusters of equal size. Only tokens of the likeliest clusters get logits (Gemma 4's assistants)."""
+
+    count: int  # clusters
+    top_k: int  # clusters whose tokens get logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelHeads:
     """Heads that share one input state. Each predicts one position further than the head before it."""
 
@@ -208,6 +216,7 @@ class HeadDescription:
     block: DraftBlock | None = None
     shared_kv: tuple[SharedKV, ...] = ()  # by layer of the body, if it attends to the target's KV cache
     masks: MaskTokens | None = None
+    centroids: Centroids | None = None  # of the LM head
     # Modules that predict one token each, from the output of the module before. A single module predicts all tokens.
     modules: int = 1
     feedback: Feedback = Feedback.RAW
@@ -300,6 +309,7 @@ def _check(description: HeadDescription) -> None:
         **(_block_problems(description, description.block) if description.block else {}),
         **(_shared_kv_problems(description) if description.shared_kv else {}),
         **(_mask_problems(description, description.masks) if description.masks else {}),
+        **(_centroid_problems(description, description.centroids) if description.centroids else {}),
     }
     for problem, exists in problems.items():
         if exists:
@@ -385,6 +395,20 @@ def _shared_kv_problems(description: HeadDescription) -> dict[str, bool]:
         ),
         f"its {heads} query heads are no multiple of the key heads that it shares": any(
             layer.key_heads < 1 or heads % layer.key_heads for layer in shared
+        ),
+    }
+
+
+def _centroid_problems(description: HeadDescription, centroids: Centroids) -> dict[str, bool]:
+    """Return what may be wrong with token clusters, and whether it is."""
+    vocab = description.output_vocab
+    return {
+        "it has centroids, but only heads that share keys and values can have them": not description.shared_kv,
+        f"its {vocab} tokens do not divide into {centroids.count} clusters of equal size": (
+            centroids.count < 1 or vocab % centroids.count > 0
+        ),
+        f"it computes the logits of {centroids.top_k} of {centroids.count} clusters": (
+            not 0 < centroids.top_k <= centroids.count
         ),
     }
 

@@ -205,6 +205,7 @@ class Decoder(Passes):
         self._derived: weakref.WeakSet[Decoder] = weakref.WeakSet()  # decoders made from this one
         self._memory: PagedCache | None = None
         self._close: weakref.finalize[[int], Decoder] | None = None
+        self._ids: torch.Tensor | None = None  # [Vd] int32 ids of the tokens that have logits; None: all
 
     @property
     def vocab(self) -> int:
@@ -242,6 +243,15 @@ class Decoder(Passes):
         """Bits per weight of linear layers."""
         return self._bits
 
+    def keep_tokens(self, ids: torch.Tensor) -> None:
+        """Give only the tokens `ids` [Vd], in ascending order, logits. Weights cannot be replaced any more."""
+        head = self._packed_head
+        bias = None if head.bias is None else head.bias[ids]
+        rows = pack(head.unpack()[ids], bias, bits=max(self._bits, 8), arena=self._arena)
+        self._packed = {**self._packed, _HEAD: rows}
+        self._ids = ids.to(torch.int32)
+        self._open()
+
     def attach(self, memory: PagedCache) -> None:
         """Use this KV cache. It has the dtype of this decoder and at least as many layers."""
         self._memory = memory
@@ -250,6 +260,8 @@ class Decoder(Passes):
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace weights, by their names in transformers. Nothing changes if one of them does not fit."""
         refuse_weight_update(self._source)
+        if self._ids is not None:
+            raise OutriderError("a draft model with a reduced vocabulary takes no new weights; load it again")
         if self.types:
             raise OutriderError(
                 f"a GGUF target keeps its {', '.join(self.types)} weights and takes no new ones; use the folder of the"
@@ -414,6 +426,7 @@ class Decoder(Passes):
             embedding=address(self._embedding),
             norm=self._norms["model.norm.weight"].data_ptr(),
             frequency=self._frequency.data_ptr(),
+            id=0 if self._ids is None else self._ids.data_ptr(),
             pool=self._memory.address(),
             head=self._packed[_HEAD].c(),
             table=self._table.c() if self._table else CLinear(),

@@ -113,6 +113,10 @@ class NativeTarget:
         self._decoder.load(weights)
         self.version = version
 
+    def keep_tokens(self, ids: torch.Tensor) -> None:
+        """Give only the tokens `ids` [Vd], in ascending order, logits. `score` then returns Vd logits per node."""
+        self._decoder.keep_tokens(ids)
+
     def bytes(self) -> int:
         return self._decoder.bytes()
 

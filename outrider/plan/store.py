@@ -14,7 +14,7 @@ from outrider.loader.embedded import model_folder
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.planner import Planner
 from outrider.propose.expression import folder_of
-from outrider.propose.registry import Expression, Maker, default_proposer, parse
+from outrider.propose.registry import Expression, Maker, parse
 from outrider.system.atomic_files import check_writable, write_whole
 
 _FORMAT, _VERSION = "outrider plan", 1
@@ -119,13 +119,12 @@ def restored(
     planner: Planner,
     *,
     target: str | Path | None,
-    proposer: str | Maker | None,
+    proposer: str | Maker,
     quantize: str | None,
 ) -> PlanFile | None:
     """Open the plan file and restore the planner from it. Returns None without a path."""
     if path is None:
         return None
-    proposer = proposer or default_proposer(target)
     file = PlanFile(path, target=model_folder(target), proposer=proposer, quantize=quantize)
     file.restore(planner)
     return file

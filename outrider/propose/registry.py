@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from outrider.core.types import Needs
 from outrider.errors import OutriderError
-from outrider.loader.embedded import embedded, model_folder
+from outrider.loader.embedded import embedded
 from outrider.models.base import Target
 from outrider.propose.base import NoProposer, Proposer, ProposerSetup, parse_count
 from outrider.propose.combine import Combination, First, Merge, Switch, check_parts
@@ -24,7 +24,6 @@ from outrider.propose.draft_model.open import (
     draft_proposer,
     draft_text_proposer,
     draft_tokens_proposer,
-    has_mtp,
     mtp_proposer,
     tree_proposer,
 )
@@ -368,15 +367,3 @@ CHAINS = (SAMPLING_PROPOSERS - {"tree"}) | {"draft-text", "none", "first", "swit
 COMBINATIONS: Mapping[str, Callable[[ProposerSetup, Sequence[Proposer]], Proposer]] = MappingProxyType(
     {"first": First, "merge": Merge, "switch": Switch}
 )
-
-
-def default_proposer(target: str | Path | None) -> str:
-    """Return the proposer of a target for which none was chosen.
-
-    It is the embedded draft model for the embedded target, `mtp` if the target's checkpoint has a module for it, and
-    else `ngram`, which needs no model.
-    """
-    folder = model_folder(target)
-    if folder == embedded("mini"):
-        return f"draft:{embedded('nano')}"
-    return "mtp" if has_mtp(folder) else "ngram"

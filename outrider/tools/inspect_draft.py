@@ -244,6 +244,8 @@ def describe(description: HeadDescription) -> list[tuple[str, str]]:
     ]
     own_tables = f", with its own {' and '.join(tables)}" if tables else ""
     lines.append(("vocabulary", f"{description.output_vocab} tokens{own_tables}"))
+    if centroids := description.centroids:
+        lines.append(("centroids", f"logits of the tokens in {centroids.top_k} of {centroids.count} clusters"))
     return lines
 
 

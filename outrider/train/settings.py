@@ -165,6 +165,20 @@ class Settings:
             rich_help_panel=_DRAFT,
         ),
     ] = None
+    centroids: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Token clusters of kv-sharing. Only the likeliest clusters get logits. 0: all tokens get them.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = 0
+    centroid_top_k: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Clusters whose tokens get logits. 0: an eighth of --centroids.", rich_help_panel=_DRAFT
+        ),
+    ] = 0
     draft_tokens: Annotated[
         int,
         typer.Option(
@@ -219,7 +233,8 @@ class Settings:
         typer.Option(min=0.0, help="Factor of the loss from one draft token to the next.", rich_help_panel=_TRAIN),
     ] = 0.8
     loss: Annotated[
-        str, typer.Option(help="ce, kl, rkl, jsd, tv, nla, hybrid, length; or ce:0.1,tv:0.9.", rich_help_panel=_TRAIN)
+        str,
+        typer.Option(help="ce, kl, kl2, rkl, jsd, tv, nla, hybrid, length; or ce:0.1,tv:0.9.", rich_help_panel=_TRAIN),
     ] = "ce"
     lr: Annotated[
         float | None,
@@ -334,6 +349,8 @@ class Settings:
             raise OutriderError(
                 "--multi-step-share is 0, so only the first draft token would be trained; use --ttt-length 1 for that"
             )
+        if self.centroid_top_k and not self.centroids:
+            raise OutriderError("--centroid-top-k chooses among --centroids; add --centroids N, or leave it out")
         if self.cache_gb is not None and (self.cache_dir is None or not self.cache_gb > 0):
             raise OutriderError("--cache-gb limits --cache-dir; use a number above 0, with --cache-dir DIR")
         if self.train_target is not None:
@@ -345,6 +362,7 @@ class Settings:
             ("ttt-length", self.ttt_length or 0, _MAX_COUNT),
             ("depth", self.depth, _MAX_COUNT),
             ("draft-tokens", self.draft_tokens, _MAX_COUNT),
+            ("centroids", self.centroids, _MAX_WIDTH),
             ("mtp-modules", self.mtp_modules, _MAX_COUNT),
             ("intermediate-size", self.intermediate_size, _MAX_WIDTH),
             ("hidden-size", self.hidden_size or 0, _MAX_WIDTH),

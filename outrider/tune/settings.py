@@ -7,10 +7,11 @@ from pathlib import Path
 
 from outrider.core.config import weight_bits
 from outrider.core.params import AUTO, SamplingParams
+from outrider.engine.default_proposer import default_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.measure.number_lists import parse_whole
-from outrider.propose.registry import default_proposer, parse
+from outrider.propose.registry import parse
 
 PHASES = ("first", "middle", "last")  # thirds of an output
 _PLAIN = "none"
@@ -73,13 +74,17 @@ class Settings:
         return max(self.batches)
 
 
-def read_proposers(text: str | None, target: str | Path | None) -> tuple[str, ...]:
+def default_proposers(target: str | Path | None, *, device: str, kernels: str, quantize: str | None) -> tuple[str, ...]:
+    """Return the expressions to measure if the user gives none. The arguments are those of `EngineConfig`."""
+    default = default_proposer(target, device=device, kernels=kernels, quantize=quantize)
+    return tuple(dict.fromkeys(("ngram", "suffix", default)))
+
+
+def read_proposers(text: str) -> tuple[str, ...]:
     """Return the expressions of a list such as "ngram;merge(ngram,recycle)".
 
-    A semicolon in double quotes does not separate. Without a list, return the default proposers of the target.
+    A semicolon in double quotes does not separate.
     """
-    if text is None:
-        return tuple(dict.fromkeys(("ngram", "suffix", default_proposer(target))))
     parts = [""]
     quoted = False
     for char in text:

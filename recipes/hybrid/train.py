@@ -25,6 +25,7 @@ from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
 from outrider.measure.prompts import read_prompts
 from outrider.train.data.prompts import encode_prompt
+from outrider.train.loss.chunked import chunked_loss
 from recipes.family.train import lr_factor, say
 from recipes.hybrid.model import make_hybrid, make_mtp, mtp_logits
 
@@ -129,15 +130,14 @@ def train_whole(
         _set_lr(optimizer, [lr, lr / 10], progress)
         ids = next(batches)
         with torch.no_grad():
-            expected = teacher(ids).logits.log_softmax(-1)
+            expected = teacher(ids).logits.softmax(-1)
         with torch.autocast("cpu", torch.bfloat16):
             states = hybrid.model(ids, use_cache=False).last_hidden_state.float()
-            logits = hybrid.lm_head(states).float().log_softmax(-1)
-            drafted = mtp_logits(module, hybrid, ids, states).log_softmax(-1)
-        own = functional.kl_div(logits, expected, log_target=True, reduction="none").sum(-1).mean()
-        ahead = functional.kl_div(drafted[:, :-1], expected[:, 1:-1], log_target=True, reduction="none").sum(-1).mean()
+            own, agreement = _divergence(hybrid.lm_head(states), expected)
+            drafted = mtp_logits(module, hybrid, ids, states)
+            ahead, _ = _divergence(drafted[:, :-1], expected[:, 1:-1])
         _update(optimizer, own + _MTP_WEIGHT * ahead)
-        agreements.append(float(torch.minimum(logits.exp(), expected.exp()).sum(-1).mean()))
+        agreements.append(agreement)
         if step % 20 == 0:
             say(
                 f"step {step}: divergence {float(own):.3f}, of the module {float(ahead):.3f}, agreement"
@@ -200,6 +200,12 @@ def _steps(minutes: float) -> Iterator[tuple[int, float]]:
     while (progress := (perf_counter() - begin) / (60 * minutes)) < 1 or not step:
         yield step, progress
         step += 1
+
+
+def _divergence(logits: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return the mean of KL(p, q) and of the sum of min(p, q), for logits of q and probabilities p [B, S, V]."""
+    loss, agreement = chunked_loss(logits.flatten(0, 1), expected.flatten(0, 1), {"kl": 1.0})
+    return loss.mean(), float(agreement.mean())
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, peaks: list[float], progress: float) -> None:

@@ -138,21 +138,6 @@ def test_finished_fit_is_not_repeated(fit, copied, finished, monkeypatch):
 
 
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler here")
-def test_a_quantized_copy_is_measured_where_it_is_smaller_and_fast(target, tmp_path):
-    def can(folder, **options):
-        return checks.can_draft_for_itself(Settings(out="out", device="cpu", **options), folder)
-
-    assert can(target)
-    assert can(target, quantize="int8")
-    assert not can(target, quantize="int4")
-    assert not can(target, kernels="torch")
-    model = AutoModelForCausalLM.from_config(make_config("LlamaConfig", **SIZES))
-    for kind, wide in (("Q8_0", True), ("Q4_0", False)):
-        assert can(write_gguf(tmp_path / f"{kind}.gguf", model, kind)) is wide
-    other = save(tmp_path / "other", make_config("GPTNeoXConfig", hidden_size=64))
-    assert not can(other)
-
-
 @pytest.mark.parametrize("source", ["file", "option"])
 def test_head_is_trained_on_the_quantized_target(source, fit, tmp_path, monkeypatch):
     trained_on = []
@@ -175,6 +160,16 @@ def test_head_is_trained_on_the_quantized_target(source, fit, tmp_path, monkeypa
     document = json.loads((tmp_path / "out" / "fit.json").read_text())
     assert trained_on == [kernels]
     assert document["kernels"] == kernels  # of the measurements
+    measured = [option["proposer"] for option in document["fit"]["options"] if option["held_out"]]
+    assert f"draft:{(tmp_path / 'out' / 'head').resolve()}" in measured
+
+
+def test_head_is_trained_on_a_hybrid(fit, tmp_path):
+    layers = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
+    config = make_config("BambaConfig", hidden_size=64, max_position_embeddings=256, **layers)
+    result = fit(tmp_path / "out", **{"--target": save(tmp_path / "target", config)})
+    assert result.exit_code == 0, result.output
+    document = json.loads((tmp_path / "out" / "fit.json").read_text())
     measured = [option["proposer"] for option in document["fit"]["options"] if option["held_out"]]
     assert f"draft:{(tmp_path / 'out' / 'head').resolve()}" in measured
 

@@ -20,7 +20,7 @@ from outrider.heads.description import Feedback, Kind
 from outrider.heads.files import TensorFiles, read_target_info, write_folder
 from outrider.heads.formats.base import Source, TargetInfo, TargetRequired
 from outrider.heads.formats.registry import FORMATS, format_of
-from outrider.heads.store import import_head, is_head, read_head, write_head
+from outrider.heads.store import import_head, is_head, load_module, read_head, write_head
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
@@ -35,6 +35,7 @@ TARGET = TargetInfo(vocab=96, hidden=64, layers=8, head=lambda: HEAD, embedding=
 # heads share, or the embedding with the mask.
 CASES_THAT_NEED_THE_TARGET = [
     "assistant",
+    "assistant with centroids",
     "legacy medusa",
     "medusa with the target's head",
     *(
@@ -128,7 +129,7 @@ def plain_output():
     return token_ids(LLM(proposer="none", **OPTIONS).generate(PROMPTS, params))
 
 
-@pytest.mark.parametrize("case", [case for case in MINI if case != "assistant"])  # its target is a Gemma 4
+@pytest.mark.parametrize("case", [case for case in MINI if "assistant" not in case])  # its target is a Gemma 4
 def test_output_equals_plain_decoding(case, plain_output, tmp_path):
     export_case(tmp_path, case, read_target_info(embedded("mini")), of=MINI)
     llm = guessed_by(f"draft:{tmp_path}", k=3)
@@ -405,6 +406,11 @@ INVALID = {
         _set_in_text_config(layer_types=["full_attention"]),
         "but there are 3 layers of type .*; correct config.json",
     ),
+    "assistant's clusters": (
+        "assistant with centroids",
+        lambda config, _: config.update(num_centroids=7),
+        "do not divide into 7 clusters of equal size",
+    ),
     "assistant's rope": (
         "assistant",
         _set_in_text_config(rope_parameters={}),
@@ -505,14 +511,10 @@ def test_assistant_is_exported_only_for_a_matching_target():
     format = format_of("gemma4-assistant")
     config, tensors = format.write(description, weights, TARGET)
     assert "lm_head.weight" not in tensors
-    clusters = {
-        "masked_embedding.centroids.weight": torch.zeros(4, 48),
-        "masked_embedding.token_ordering": torch.zeros(96),
-    }
-    all_tensors = {**tensors, **clusters, "lm_head.weight": tensors["model.embed_tokens.weight"]}
+    all_tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
     source = Source(config, all_tensors, TARGET)
     assert format.read(source)[0] == description
-    assert sorted(sum(source.close().values(), ())) == [*clusters, "model.embed_tokens.weight"]
+    assert sum(source.close().values(), ()) == ("model.embed_tokens.weight",)
     sliding, full = description.shared_kv[1:]
     other_kind = {"kind": Kind.MTP, "shared_kv": (), "body": SMALL["qwen"][1].body}
     for change, target, message in (
@@ -525,6 +527,13 @@ def test_assistant_is_exported_only_for_a_matching_target():
     ):
         with pytest.raises(OutriderError, match=message):
             format.write(replace(description, **change), weights, target)
+
+
+def test_each_token_must_be_in_one_cluster():
+    description, weights = random_case("assistant with centroids")
+    weights["centroid_head.token_order"].fill_(3)
+    with pytest.raises(OutriderError, match="each token must be in one cluster"):
+        load_module(description, weights, where="head")
 
 
 def test_block_heads_are_exported_only_to_formats_that_can_represent_them():

@@ -15,8 +15,9 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.description import Scaling, SharedKV
+from outrider.heads.description import Centroids, Scaling, SharedKV
 from outrider.heads.files import read_target_info
+from outrider.heads.modules.centroids import CentroidHead, init_centroids
 from outrider.heads.store import import_head, load_module, make_module, write_head
 from outrider.heads.targets.kv_sharing import KVSharingTarget
 from outrider.heads.targets.registry import make_head_target
@@ -32,7 +33,7 @@ from outrider.train.data.batches import Collator
 from outrider.train.data.sample import Sample
 from outrider.train.loss.losses import parse
 from outrider.train.loss.unroll import unrolled
-from outrider.train.model.kv_probe import find_shared_kv
+from outrider.train.model.kv_probe import find_shared_kv, find_sliding_kv
 from outrider.train.model.presets import Sizes, describe
 from outrider.train.model.trainee import make_trainee
 from outrider.train.trainer import Trainer
@@ -193,7 +194,8 @@ def test_recorded_entries_equal_the_targets_cache(nano):
         target.cache.release(0)
 
 
-def test_training_lowers_the_loss_and_raises_acceptance(nano):
+@pytest.mark.parametrize("centroids", [0, 96])
+def test_training_lowers_the_loss_and_raises_acceptance(centroids, nano):
     target = nano.target
     tables = nano.tables
     target.export_hidden_states((1,))
@@ -202,7 +204,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(nano):
     engine = make_engine(target, NoProposer, k=0, rows=2)
     answers = outputs(run(engine, prompts, greedy, limit=30, ends=frozenset()))
     torch.manual_seed(3)
-    trainee = make_trainee("kv-sharing", make_settings(), make_setup(nano), tables)
+    trainee = make_trainee("kv-sharing", make_settings(centroids=centroids), make_setup(nano), tables)
     samples = []
     for prompt, answer in zip(prompts, answers, strict=True):
         seq = make_seq([*prompt, *answer], 0)
@@ -223,6 +225,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(nano):
         )
         target.cache.release(0)
     collator = Collator(trainee.aux_states, (1,), tables, trainee.ids, views=trainee.shared_kv)
+    trainee.begin(lambda: samples)
     texts = collator.collate(samples, everything=False)
     assert texts.shared_kv[1][0].shape[:2] == (2, 1)
     trainer = Trainer(trainee, losses=parse("ce"), steps=3, decay=0.8, lr=3e-3)
@@ -270,8 +273,8 @@ def test_native_kernels_export_keys_and_values(tmp_path):
     assert sum(completion.stats.draft_tokens for completion in completions)
 
 
-@pytest.fixture
-def assistant(shelf, tmp_path, monkeypatch):
+@pytest.fixture(params=[False, True], ids=["all logits", "centroids"])
+def assistant(request, shelf, tmp_path, monkeypatch):
     """A random assistant of transformers for a small Gemma 4, its folder, and the folder of its target."""
     layers = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
@@ -288,11 +291,14 @@ def assistant(shelf, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         modes = property(lambda config: ["reuse"] * config.num_hidden_layers)
         patch.setattr(Gemma4TextConfig, "kv_sharing_modes", modes)
-        config = Gemma4AssistantConfig(text_config=text_config, backbone_hidden_size=32)
+        clusters = {"use_ordered_embeddings": request.param, "num_centroids": 16, "centroid_intermediate_top_k": 5}
+        config = Gemma4AssistantConfig(text_config=text_config, backbone_hidden_size=32, **clusters)
         model = Gemma4AssistantForCausalLM(config).eval()
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name or "layer_scalar" in name:
             weight.data += 0.3 * torch.randn(weight.shape)
+        elif "token_ordering" in name:
+            weight.copy_(torch.randperm(tiny.VOCAB))
     logging.disable_progress_bar()
     model.save_pretrained(tmp_path / "assistant")
     return model, tmp_path / "assistant", shelf.folder("gemma4_text")
@@ -330,8 +336,72 @@ def test_assistant_agrees_with_transformers(assistant, shelf):
             shared_kv_states=dict(target_out.shared_kv_states),
             attention_mask=torch.ones(1, 21),
         )
-        torch.testing.assert_close(token_logits, out.logits[0, 0], atol=1e-3, rtol=1e-3)
+        expected = out.logits[0, 0]
+        if description.centroids:  # transformers gives the tokens of other clusters a number below all logits
+            expected = expected.masked_fill(expected == expected.min(), -torch.inf)
+            assert int(expected.isfinite().sum()) == 5 * tiny.VOCAB // 16
+        torch.testing.assert_close(token_logits, expected, atol=1e-3, rtol=1e-3)
         state = out.last_hidden_state
+
+
+@pytest.mark.parametrize("name", ["olmo3", "gemma4_text"])
+def test_sliding_layers_are_shared_by_all_layers_but_the_last(name, shelf):
+    """As in Gemma 4's assistants. The rotary positions of both kinds of layers are found."""
+    target = shelf.target(name)
+    tables = target.share_weights()
+    views = find_shared_kv(target, tables), find_sliding_kv(target, tables)
+    assert [view.window for view in views] == [0, tiny.WINDOW]
+    sizes = Sizes(hidden=64, layers=4, vocab=tiny.VOCAB, epsilon=1e-6, depth=3, view=views[0], sliding_view=views[1])
+    assert describe("kv-sharing", sizes).shared_kv == (views[1], views[1], views[0])
+    llama = shelf.target("llama")
+    assert find_sliding_kv(llama, llama.share_weights()) is None
+
+
+@pytest.mark.parametrize("columns", [1, 9], ids=["gathered rows", "all rows"])
+def test_only_tokens_of_the_likeliest_clusters_get_logits(columns):
+    torch.manual_seed(0)
+    head = CentroidHead(16, 96, Centroids(count=12, top_k=2))
+    table = torch.randn(96, 16)
+    init_centroids(head, table)
+    assert sorted(head.token_order.flatten().tolist()) == list(range(96))
+    out = torch.randn(columns, 16)
+    logits = head(out, table)
+    for row, row_logits in zip(out, logits, strict=True):
+        best = (head.centroids.weight @ row).topk(2).indices
+        tokens = head.token_order[best].flatten()
+        expected = torch.full((96,), -torch.inf)
+        expected[tokens] = table[tokens] @ row
+        torch.testing.assert_close(row_logits, expected)
+
+
+def test_similar_rows_of_the_lm_head_share_a_cluster():
+    torch.manual_seed(0)
+    groups = torch.randn(8, 16).repeat_interleave(12, 0)
+    head = CentroidHead(16, 96, Centroids(count=8, top_k=1))
+    init_centroids(head, groups + 0.01 * torch.randn(96, 16))
+    assert {tuple(sorted(tokens)) for tokens in (head.token_order // 12).tolist()} == {
+        (group,) * 12 for group in range(8)
+    }
+
+
+def test_centroids_learn_the_probabilities_of_clusters():
+    """The loss gives no gradient to the outputs, so it trains the centroids only."""
+    torch.manual_seed(1)
+    head = CentroidHead(16, 96, Centroids(count=12, top_k=2))
+    out = torch.randn(12, 16, requires_grad=True)
+    target_probs = torch.randn(12, 96).mul(3).softmax(-1)
+    optimizer = torch.optim.Adam(head.parameters(), lr=0.1)
+    losses = []
+    for _ in range(300):
+        loss = head.loss(out, target_probs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert out.grad is None
+    cluster_probs = target_probs.view(12, 12, 8).sum(-1)
+    entropy = float(-(cluster_probs * cluster_probs.log()).sum())
+    assert losses[-1] - entropy < 0.2 * (losses[0] - entropy)
 
 
 def test_assistant_drafts_for_its_target(assistant):

@@ -16,6 +16,7 @@ from outrider.engine.build import LoadedTarget, build_engine, load_target
 from outrider.heads.description import (
     AuxStates,
     Body,
+    Centroids,
     DraftBlock,
     Feedback,
     FuseNorm,
@@ -174,6 +175,10 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, HeadDesc
         "mtp of speculators": ("mtp-speculators", mtp()),
         "nemotron": ("mtp-nemotron", mtp(body=nemotron)),
         "assistant": ("gemma4-assistant", gemma),
+        "assistant with centroids": (
+            "gemma4-assistant",
+            replace(gemma, centroids=Centroids(count=vocab // 8, top_k=3)),
+        ),
         "dflash": ("dflash", block()),
         "biased dflash": ("dflash", block(body=biased, aux_states=AuxStates(layers=(0, 7), fused=True))),
         "dflash of speculators": ("dflash-speculators", block()),
@@ -209,6 +214,9 @@ def random_draft(description: HeadDescription, *, seed: int = 0, table: torch.Te
             weight.normal_(std=0.2)
     if description.block:
         module.mask.copy_((module.embedding.weight if description.own_embedding else table)[MASK])
+    if description.centroids:
+        order = module.centroid_head.token_order
+        order.copy_(torch.randperm(order.numel()).view(order.shape))
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(description.vocab)[: description.draft_vocab].sort().values)
     return module

@@ -7,10 +7,11 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app
 from outrider.core.params import SamplingParams
+from outrider.engine.default_proposer import default_proposer
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded, model_folder
-from outrider.propose.registry import default_proposer, parse
+from outrider.propose.registry import parse
 
 
 def test_expressions_accept_embedded_names():

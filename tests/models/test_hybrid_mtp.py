@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.core.params import SamplingParams
+from outrider.engine.default_proposer import default_proposer
 from outrider.errors import OutriderError
 from outrider.heads.description import AuxStates, Body, Feedback, FusionPoint, HeadDescription, InputFusion, Kind
 from outrider.heads.formats.registry import format_of
 from outrider.heads.store import make_module
 from outrider.llm import LLM
 from outrider.models.recurrent.rows import CHUNK
-from outrider.propose.registry import default_proposer
 from tests.helpers import tiny
 
 VOCAB = 64  # few tokens, so that a random module is often accepted

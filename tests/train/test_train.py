@@ -69,11 +69,16 @@ def _expected_loss(name, p, q):
     def kl(a, b):
         return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
 
+    def softened(a):
+        roots = [math.sqrt(x) for x in a]
+        return [root / sum(roots) for root in roots]
+
     middle = [(x + y) / 2 for x, y in zip(p, q, strict=True)]
     weight = math.exp(-3 * alpha)
     return {
         "ce": -sum(x * math.log(y) for x, y in zip(p, q, strict=True)),
         "kl": kl(p, q),
+        "kl2": 4 * kl(softened(p), softened(q)),
         "rkl": kl(q, p),
         "jsd": (kl(p, middle) + kl(q, middle)) / 2,
         "tv": 1 - alpha,
@@ -91,7 +96,7 @@ def test_loss_equals_its_definition(name, draft_vocab):
     assert LOSSES[name](dist).tolist() == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["kl", "rkl", "jsd", "tv", "nla", "hybrid"])
+@pytest.mark.parametrize("name", ["kl", "kl2", "rkl", "jsd", "tv", "nla", "hybrid"])
 def test_loss_of_equal_distributions_is_zero(name):
     p = _distributions().p
     assert LOSSES[name](Distributions(p, p.log())).tolist() == pytest.approx([0] * 5, abs=1e-5)

@@ -25,6 +25,7 @@ from outrider.errors import OutriderError
 from outrider.heads.store import read_head
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded
+from outrider.propose.vocabulary.reduced import read_draft_vocabulary
 from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.distributed import join_group
 from outrider.train.report.html import page
@@ -99,7 +100,7 @@ OPTIONS = {
     "mtp": {},
     "dspark": {"draft_vocab_size": 500},
     "xpress": {"draft_vocab_size": 500, "passes_per_generation": 2},
-    "draft": {"init_from": NANO, "loss": "kl:0.5,tv:0.5"},
+    "draft": {"init_from": NANO, "loss": "kl:0.5,tv:0.5", "draft_vocab_size": 500},
     "kv-sharing": {},
 }
 
@@ -343,12 +344,17 @@ def test_every_epoch_uses_all_prompts(data, tmp_path):
     assert sorted(sample.id for step in steps for group in step for sample in group) == list(range(7))
 
 
-def test_draft_vocabulary_has_the_most_frequent_tokens(data, uninterrupted):
+def test_draft_vocabulary_has_the_most_frequent_tokens(data, uninterrupted, tmp_path):
     folder = uninterrupted("dspark", **OPTIONS["dspark"])
     head = read_head(folder, dtype=torch.float32, device=torch.device("cpu"))
     settings = _settings(data, folder, **OPTIONS["dspark"])
     samples = Training("dspark", settings)._schedule.samples(0)
-    assert torch.equal(head.ids, most_frequent_tokens(samples, 12288, 500, torch.device("cpu")))
+    expected = most_frequent_tokens(samples, 12288, 500, torch.device("cpu"))
+    assert torch.equal(head.ids, expected)
+    draft = uninterrupted("draft", **OPTIONS["draft"])
+    assert torch.equal(read_draft_vocabulary(draft, 12288), expected)
+    with pytest.raises(OutriderError, match="has a draft vocabulary of 500 tokens; leave --draft-vocab-size out"):
+        Training("draft", _settings(data, tmp_path, init_from=str(draft), draft_vocab_size=400))
 
 
 def test_answers_end_at_end_of_text_unless_ignore_eos(data, tmp_path):
@@ -538,8 +544,8 @@ def test_trained_draft_model_drafts_and_runs_as_a_target(data, uninterrupted):
     assert not _same_weights(folder, NANO)
     llm = LLM(NANO, proposer=f"draft:{folder}", k=3, max_num_seqs=1, max_model_len=128)
     (completion,) = llm.generate(TEXTS[0], SamplingParams(max_tokens=24, ignore_eos=True))
-    # The draft started as a copy of the target, and so short a training changes it little.
-    assert completion.stats.tau > 1.5
+    # The draft started as a copy of the target, and so short a training changes it little. It lacks some tokens.
+    assert completion.stats.tau > 1.2
     assert LLM(str(folder), proposer="none", max_num_seqs=1, max_model_len=64).generate("a")[0].token_ids
 
 

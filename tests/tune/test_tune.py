@@ -18,6 +18,7 @@ from outrider.cli.options import EngineOptions, ModelOptions
 from outrider.core.config import EngineConfig
 from outrider.core.params import AUTO
 from outrider.core.stats import Stats
+from outrider.engine.default_proposer import default_proposer
 from outrider.loader.embedded import embedded
 from outrider.measure.clock import DecodeSpeed
 from outrider.plan.cost_planner import CostPlanner
@@ -25,14 +26,14 @@ from outrider.plan.pass_cost import PassCost
 from outrider.plan.planner import FixedPlanner
 from outrider.plan.store import PlanFile, model_print, proposer_name, restored
 from outrider.propose.expression import command_line_form, short
-from outrider.propose.registry import default_proposer, parse
+from outrider.propose.registry import parse
 from outrider.system.atomic_files import check_writable, write_whole
 from outrider.tune.advice import advise
 from outrider.tune.config import configured, settings_dict
 from outrider.tune.engines import other_engines
 from outrider.tune.figures import AcceptanceSummary, Estimate, RoundMs, figures, ratio
 from outrider.tune.measure import is_forgetful, measure
-from outrider.tune.settings import Settings, read_ks, read_proposers
+from outrider.tune.settings import Settings, default_proposers, read_ks, read_proposers
 from outrider.tune.trial import Trial, Variant, split
 from outrider.tune.wording import summary
 from tests.plan.test_plan import costs, simulate
@@ -338,10 +339,11 @@ def test_recommended_expression_can_be_pasted_into_a_shell():
 
 
 def test_lists_of_proposers_and_draft_lengths():
-    assert read_proposers("ngram; suffix:9 ;;ngram", None) == ("ngram", "suffix:9")
-    assert read_proposers('draft:"a;b"', None) == ('draft:"a;b"',)
-    assert read_proposers(None, "anything") == ("ngram", "suffix")
-    assert read_proposers(None, None)[-1] == f"draft:{embedded('nano')}"
+    assert read_proposers("ngram; suffix:9 ;;ngram") == ("ngram", "suffix:9")
+    assert read_proposers('draft:"a;b"') == ('draft:"a;b"',)
+    backend = {"device": "cpu", "kernels": "auto", "quantize": None}
+    assert default_proposers("anything", **backend) == ("ngram", "suffix")
+    assert default_proposers(None, **backend)[-1] == f"draft:{embedded('nano')}"
     assert read_ks("2,auto,4..6") == (2, 4, 5, 6, AUTO)
     assert read_ks("auto") == (AUTO,)
 
@@ -713,7 +715,7 @@ def test_proposer_name_does_not_depend_on_the_path(tmp_path, monkeypatch):
 
 def test_plan_works_with_every_name_of_its_draft(tmp_path):
     plan = tmp_path / "plan.json"
-    for name in (None, "draft:@nano", f"draft:{embedded('nano')}"):
+    for name in (default_proposer(None), "draft:@nano", f"draft:{embedded('nano')}"):
         restored(plan, unsuccessful_planner(), target=None, proposer=name, quantize=None).save(unsuccessful_planner())
 
 

@@ -10,11 +10,14 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from outrider.errors import OutriderError
 from outrider.heads.config import Settings
 from outrider.heads.description import (
     AuxStates,
     Body,
+    Centroids,
     FusionPoint,
     HeadDescription,
     InputFusion,
@@ -30,6 +33,12 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "project.weight": "pre_projection.weight",
         "back.weight": "post_projection.weight",
         "norm.weight": "model.norm.weight",
+    }
+)
+_CENTROIDS: Mapping[str, str] = MappingProxyType(
+    {
+        "centroid_head.centroids.weight": "masked_embedding.centroids.weight",
+        "centroid_head.token_order": "masked_embedding.token_ordering",
     }
 )
 _LM_HEAD = "model.embed_tokens.weight"  # the tied LM head; the embedding is the target's
@@ -79,8 +88,12 @@ class Gemma4Assistant:
         weights = {name: source.take(stored) for name, stored in _NAMES.items()}
         weights["head.weight"] = source.take("lm_head.weight" if "lm_head.weight" in source else _LM_HEAD)
         source.ignore([_LM_HEAD], "a copy of the LM head")
-        clusters = [name for name in source.names if name.startswith("masked_embedding.")]
-        source.ignore(clusters, "token clusters; logits are computed for all tokens instead")
+        centroids = None
+        if config.flag("use_ordered_embeddings", False):
+            centroids = Centroids(count=config.size("num_centroids"), top_k=config.size("centroid_intermediate_top_k"))
+            weights |= {name: source.take(stored) for name, stored in _CENTROIDS.items()}
+            order = "centroid_head.token_order"
+            weights[order] = _clusters(weights[order], centroids)
         for i in range(num_layers):
             weights |= take_layer(source, f"model.layers.{i}.", f"layers.{i}.")
         shared_kv = []
@@ -107,6 +120,7 @@ class Gemma4Assistant:
                 gemma=True,
             ),
             shared_kv=tuple(shared_kv),
+            centroids=centroids,
             own_lm_head=True,
         )
         return description, weights
@@ -121,16 +135,34 @@ class Gemma4Assistant:
         tensors = {stored: weights[name] for name, stored in _NAMES.items()} | {_LM_HEAD: weights["head.weight"]}
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"model.layers.{i}.")
-        config = {
+        config: Config = {
             "architectures": ["Gemma4AssistantForCausalLM"],
             "model_type": "gemma4_assistant",
             "backbone_hidden_size": description.target_hidden,
             "num_target_layers": description.target_layers,
-            "use_ordered_embeddings": False,
+            "use_ordered_embeddings": description.centroids is not None,
             "tie_word_embeddings": True,
             "text_config": _text_config(description, body, target),
         }
+        if centroids := description.centroids:
+            tensors |= {stored: weights[name] for name, stored in _CENTROIDS.items()}
+            tensors[_CENTROIDS["centroid_head.token_order"]] = weights["centroid_head.token_order"].flatten()
+            config |= {"num_centroids": centroids.count, "centroid_intermediate_top_k": centroids.top_k}
         return config, tensors
+
+
+def _clusters(order: torch.Tensor, centroids: Centroids) -> torch.Tensor:
+    """Return the tokens [C, V / C] of each cluster.
+
+    Raises:
+        OutriderError: there are no clusters of equal size.
+    """
+    if order.numel() % centroids.count:
+        raise OutriderError(
+            f"its {order.numel()} tokens do not divide into {centroids.count} clusters of equal size; copy the draft"
+            " head again"
+        )
+    return order.long().view(centroids.count, -1)
 
 
 def _layer_types(description: HeadDescription) -> tuple[str, ...]:

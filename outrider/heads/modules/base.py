@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.heads.description import HeadDescription
+from outrider.heads.modules.centroids import CentroidHead
 
 
 class HeadBase(nn.Module):
@@ -25,6 +26,8 @@ class HeadBase(nn.Module):
             self.head = nn.Linear(description.width, description.output_vocab, bias=False)
         if description.own_embedding:
             self.embedding = nn.Embedding(description.vocab, description.width)
+        if description.centroids:
+            self.centroid_head = CentroidHead(description.width, description.output_vocab, description.centroids)
         self.register_buffer("ids", torch.arange(description.output_vocab), persistent=bool(description.draft_vocab))
         self._shared: tuple[torch.Tensor, torch.Tensor] | None = None  # embedding [V, H], LM head [Vd, H]
 
@@ -40,8 +43,14 @@ class HeadBase(nn.Module):
         return self._shared[1]
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits [*, Vd] over `ids` for outputs [*, H]."""
-        return functional.linear(out, self.output_table().to(out.dtype)).float()
+        """Return float32 logits [*, Vd] over `ids` for outputs [*, H].
+
+        In training mode, all tokens get logits, also with a `CentroidHead`.
+        """
+        table = self.output_table().to(out.dtype)
+        if self.description.centroids and not self.training:
+            return self.centroid_head(out, table)  # type: ignore[no-any-return]
+        return functional.linear(out, table).float()
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [*, H] of target ids [*]."""

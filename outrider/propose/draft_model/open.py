@@ -27,6 +27,7 @@ from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.propose.draft_model.tree import TreeProposer
 from outrider.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
+from outrider.propose.vocabulary.reduced import read_draft_vocabulary, reduce_vocabulary
 from outrider.propose.vocabulary.text_draft import TextProposer
 from outrider.propose.vocabulary.token_text import TokenText, token_text
 
@@ -128,7 +129,10 @@ class _OpenedModel:
         context = min(self.checkpoint.context, tokens_per_token * self.setup.context)
         model = make_target(self.checkpoint, slots=self.setup.slots, context=context, kernels=self.setup.kernels)
         check_target(model, self.checkpoint)
-        return model
+        ids = read_draft_vocabulary(self.folder, self.checkpoint.vocab)
+        if ids is None:
+            return model
+        return reduce_vocabulary(model, self.checkpoint, ids, kernels=self.setup.kernels)
 
     def vocabulary_map(self) -> VocabularyMap:
         """Return the map from the target's ids to the draft model's."""

@@ -19,6 +19,7 @@ from outrider.errors import OutriderError
 
 _LN2 = math.log(2)
 _TINY = 1e-20
+_SOFT_TEMPERATURE = 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +49,16 @@ def forward_kl(dist: Distributions) -> torch.Tensor:
     """Return sum p log(p / q)."""
     log_p = dist.log_p
     return (log_p.exp() * (log_p - dist.log_q)).sum(-1)
+
+
+def softened_kl(dist: Distributions) -> torch.Tensor:
+    """Return T² KL(p_T, q_T) at temperature T = 2 (Hinton et al. 2015; used for MTP modules by Nemotron 3 Ultra).
+
+    Unlikely tokens weigh more than in `forward_kl`.
+    """
+    log_p = (dist.log_p / _SOFT_TEMPERATURE).log_softmax(-1)
+    log_q = (dist.log_q / _SOFT_TEMPERATURE).log_softmax(-1)
+    return _SOFT_TEMPERATURE**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def reverse_kl(dist: Distributions) -> torch.Tensor:
@@ -87,6 +98,7 @@ LOSSES: Mapping[str, Callable[[Distributions], torch.Tensor]] = MappingProxyType
     {
         "ce": cross_entropy,
         "kl": forward_kl,
+        "kl2": softened_kl,
         "rkl": reverse_kl,
         "jsd": jensen_shannon,
         "tv": total_variation,

@@ -8,6 +8,9 @@ from functools import cached_property
 
 import torch
 
+# From outputs [n, H] of the draft and the target's probabilities [n, Vd] to a loss [], summed over the n columns.
+ExtraLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingBatch:
@@ -56,12 +59,18 @@ def all_columns_step(
     index: int,
     out: torch.Tensor,  # [B, C, H] the draft's outputs, of all columns that have this draft token
     logits: Callable[[torch.Tensor], torch.Tensor],  # LM head: from outputs to logits
+    extra_loss: ExtraLoss | None = None,
 ) -> Step:
     """Return the step that trains draft token number `index` of all columns."""
     loss_mask = batch.loss_mask[:, 1 + index :]
     row, column = loss_mask.nonzero(as_tuple=True)
+    out = out[row, column]
+    target = batch.target_probs_at(row, column + 1 + index)
     return Step(
-        loss_mask=loss_mask, logits=logits(out[row, column]), target=batch.target_probs_at(row, column + 1 + index)
+        loss_mask=loss_mask,
+        logits=logits(out),
+        target=target,
+        extra_loss=extra_loss(out, target) if extra_loss else None,
     )
 
 
@@ -114,6 +123,7 @@ class Chains:
         index: int,
         out: torch.Tensor,  # [B, A, H] the draft's outputs
         logits: Callable[[torch.Tensor], torch.Tensor],  # LM head: from outputs to logits
+        extra_loss: ExtraLoss | None = None,
     ) -> Step:
         """Return the step that trains draft token number `index` of the chosen columns."""
         rows = self.rows
@@ -122,7 +132,14 @@ class Chains:
         loss_mask = torch.zeros(len(rows), self.size, dtype=torch.bool, device=trained.device)
         loss_mask[rows[trained], self.columns[trained]] = True
         target = batch.target_probs_at(rows[trained], positions[trained])
-        return Step(loss_mask=loss_mask, logits=logits(out[trained]), target=target, weight=self.weight)
+        out = out[trained]
+        return Step(
+            loss_mask=loss_mask,
+            logits=logits(out),
+            target=target,
+            weight=self.weight,
+            extra_loss=extra_loss(out, target) if extra_loss else None,
+        )
 
 
 def sample_columns(allowed: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,7 +70,8 @@ def _unroll_autoregressive(
         attention = _ChainAttention()
     out = module(batch.tokens[:, 1 : 1 + size], states, columns + int(shares_kv), attention)
     loss_mask = batch.loss_mask[:, 1:]
-    yield all_columns_step(batch, 0, out, module.logits)
+    extra_loss = module.centroid_head.loss if module.description.centroids else None
+    yield all_columns_step(batch, 0, out, module.logits, extra_loss)
     if min(steps, size) == 1 or not bool(loss_mask.any()):
         return
     chains = Chains.of(loss_mask, later, size)
@@ -80,7 +81,7 @@ def _unroll_autoregressive(
         tokens = batch.tokens[chains.rows, chains.positions(step)]
         out = module(tokens, states, chains.columns + (1 if shares_kv else step), attention)
         states = module.feed_back(out)
-        yield chains.step(batch, step, out, module.logits)
+        yield chains.step(batch, step, out, module.logits, extra_loss)
 
 
 def _unroll_modules(module: AutoregressiveHead, batch: TrainingBatch, steps: int) -> Iterator[Step]:

@@ -25,9 +25,13 @@ from outrider.models.checkpoint import Checkpoint
 from outrider.models.gguf_linear import expand_blocks
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.draft_model.chain import DraftModelProposer
+from outrider.propose.vocabulary.reduced import read_draft_vocabulary, reduce_vocabulary, write_draft_vocabulary
+from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.data.sample import Sample
 from outrider.train.loss.steps import Step, TrainingBatch
 from outrider.train.settings import DRAFT, Settings
+
+_IDS = "outrider_draft_ids"  # name of the buffer with the draft vocabulary
 
 
 class DraftModelTrainee:
@@ -57,16 +61,24 @@ class DraftModelTrainee:
                 " compared; use a model of the target's family"
             )
         assert isinstance(setup.target, WeightSharer)
+        vocab = min(self._checkpoint.vocab, setup.vocab)
+        self.ids = _draft_ids(settings, folder, vocab).to(setup.device)
+        self._chooses_ids = 0 < settings.draft_vocab_size < vocab
+        self._drafts_all = len(self.ids) == vocab
+        self._vocab = vocab
         self.module: Any = self._checkpoint.model
         self.aux_states = AuxStates(layers=(setup.target.layers - 1,), final=True)
-        self.ids = torch.arange(min(self._checkpoint.vocab, setup.vocab), device=setup.device)
+        self.module.register_buffer(_IDS, self.ids)  # part of the saved state of the training
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
-        """Do nothing: the draft model has its weights and predicts all tokens."""
+        """Choose the draft vocabulary, if it is to be reduced. The draft model has its weights."""
+        if self._chooses_ids:
+            self.ids.copy_(most_frequent_tokens(samples(), self._vocab, len(self.ids), self.ids.device))
 
     def unroll(self, batch: TrainingBatch, steps: int) -> Iterator[Step]:
         size = min(batch.loss_mask.shape[1], self._checkpoint.context)
-        logits = self.module(input_ids=batch.tokens[:, :size], use_cache=False).logits[..., : len(self.ids)]
+        logits = self.module(input_ids=batch.tokens[:, :size], use_cache=False).logits
+        logits = logits[..., : self._vocab] if self._drafts_all else logits[..., self.ids]
         for step in range(min(steps, size)):
             loss_mask = batch.loss_mask[:, step:size]
             row, column = loss_mask.nonzero(as_tuple=True)
@@ -80,10 +92,14 @@ class DraftModelTrainee:
         checkpoint = replace(self._checkpoint, model=model, dtype=setup.dtype)
         context = min(checkpoint.context, setup.context)
         target = make_target(checkpoint, slots=setup.slots, context=context, kernels=setup.kernels)
+        if not self._drafts_all:
+            target = reduce_vocabulary(target, checkpoint, self.ids.clone(), kernels=setup.kernels)
         return DraftModelProposer(setup, target)
 
     def save(self, folder: Path) -> None:
         write_model(folder, self._checkpoint)
+        if not self._drafts_all:
+            write_draft_vocabulary(folder, self.ids)
 
 
 def load_trainable(folder: Path, device: torch.device) -> Checkpoint:
@@ -105,7 +121,9 @@ def load_trainable(folder: Path, device: torch.device) -> Checkpoint:
 
 def frozen_copy(model: nn.Module, dtype: torch.dtype) -> Any:
     """Return a copy of the model in evaluation mode, without gradients."""
-    return deepcopy(model).to(dtype).requires_grad_(False).eval()
+    module = deepcopy(model).to(dtype).requires_grad_(False).eval()
+    module._buffers.pop(_IDS, None)
+    return module
 
 
 def write_model(folder: Path, checkpoint: Checkpoint) -> None:
@@ -137,16 +155,33 @@ def write_model(folder: Path, checkpoint: Checkpoint) -> None:
             transformers_logging.enable_progress_bar()
 
 
+def _draft_ids(settings: Settings, folder: Path, vocab: int) -> torch.Tensor:
+    """Return the draft vocabulary [Vd]. `begin` chooses its ids if its size is an option.
+
+    Raises:
+        OutriderError: the draft model has a draft vocabulary already, and the size is an option.
+    """
+    size = settings.draft_vocab_size
+    present = read_draft_vocabulary(folder, vocab)
+    if present is not None and size:
+        raise OutriderError(f"{folder} has a draft vocabulary of {len(present)} tokens; leave --draft-vocab-size out")
+    if size > vocab:
+        raise OutriderError(
+            f"--draft-vocab-size is {size}, and the draft model has {vocab} tokens; use fewer, or 0 for all"
+        )
+    return torch.arange(size or vocab) if present is None else present
+
+
 def _draft_folder(settings: Settings) -> Path:
     """Return the folder of the draft model to train, after a check that no option would be ignored."""
     shape_options = {
         "--depth": settings.depth,
         "--intermediate-size": settings.intermediate_size,
         "--hidden-size": settings.hidden_size,
-        "--draft-vocab-size": settings.draft_vocab_size,
         "--draft-tokens": settings.draft_tokens,
         "--mask-token-id": settings.mask_token_id is not None,
         "--mtp-modules": settings.mtp_modules > 1,
+        "--centroids": settings.centroids,
         "--own-lm-head": settings.own_lm_head is not None,
     }
     if given := [name for name, value in shape_options.items() if value]:

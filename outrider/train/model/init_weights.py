@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.core.types import SharedWeights
+from outrider.heads.modules.centroids import init_centroids
 from outrider.heads.store import HeadModule
 
 
@@ -25,6 +26,8 @@ def init_weights(module: HeadModule, tables: SharedWeights) -> None:
     if fuse is not None:
         # Mostly the deepest layer, which is the most informative, and a little of the others.
         fuse.weight.mul_(0.1)[:, -description.target_hidden :] += projection.T
+    if description.centroids:
+        init_centroids(module.centroid_head, module.output_table())
 
 
 def _init_same_width(module: HeadModule, tables: SharedWeights) -> torch.Tensor:

@@ -23,9 +23,25 @@ _LENGTH = 9
 _TOLERANCE = 0.05  # difference of equal keys in bfloat16, relative to the largest number
 
 
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+
+
+def find_sliding_kv(target: Target, tables: SharedWeights) -> SharedKV | None:
+    """Return a description of the keys and values of the last layer with a window, or None if there is no such layer.
+
+    Raises:
+        OutriderError: the layout or rotary encoding of its keys is unknown.
+    """
+    config = tables.kv_view.layer_config if tables.kv_view else {}
+    if SLIDING not in (config.get("layer_types") or ()):
+        return None
+    return replace(find_shared_kv(target, tables, SLIDING), window=config["sliding_window"])
+
+
 @torch.inference_mode()
-def find_shared_kv(target: Target, tables: SharedWeights) -> SharedKV:
-    """Return a description of the keys and values of the last layer with full attention.
+def find_shared_kv(target: Target, tables: SharedWeights, layer_type: str = FULL) -> SharedKV:
+    """Return a description of the keys and values of the last layer of a type.
 
     In a sequence that repeats one token, every layer computes the same values at all positions, and so does attention.
     So keys without their rotary encoding must be the same, too. If they are not, the encoding is an unknown one.
@@ -40,11 +56,11 @@ def find_shared_kv(target: Target, tables: SharedWeights) -> SharedKV:
         )
     assert isinstance(target, WeightSharer)
     layer_types = list(kv_view.layer_config.get("layer_types") or ())
-    full_layers = [i for i, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
-    layer = full_layers[-1] if full_layers else target.layers - 1
+    layers = [i for i, type_ in enumerate(layer_types) if type_ == layer_type]
+    layer = layers[-1] if layers else target.layers - 1
     keys, values = _probe(target, kv_view, layer)
     if keys.shape == values.shape:
-        for view in _candidates(kv_view.layer_config, layer, keys):
+        for view in _candidates(kv_view.layer_config, layer_type, layer, keys):
             if _matches(keys, view):
                 return view
     raise OutriderError(
@@ -65,11 +81,11 @@ def _probe(target: Target, kv_view: KVView, layer: int) -> tuple[torch.Tensor, .
     return keys_and_values
 
 
-def _candidates(config: Mapping[str, Any], layer: int, keys: torch.Tensor) -> list[SharedKV]:
+def _candidates(config: Mapping[str, Any], layer_type: str, layer: int, keys: torch.Tensor) -> list[SharedKV]:
     """Return the possible rotary encodings: the one in the config, and none."""
     parameters = config.get("rope_parameters")
-    if isinstance(parameters, dict) and "full_attention" in parameters:
-        config = {**config, "rope_parameters": parameters["full_attention"]}
+    if isinstance(parameters, dict) and layer_type in parameters:
+        config = {**config, "rope_parameters": parameters[layer_type]}
     without_rope = SharedKV(layer=layer, key_heads=keys.shape[0], dim=keys.shape[2], rotary=0.0)
     try:
         theta, rope, rotary = read_rope(Settings(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from outrider.errors import OutriderError
 from outrider.heads.description import (
     AuxStates,
     Body,
+    Centroids,
     DraftBlock,
     Feedback,
     FuseNorm,
@@ -46,7 +48,11 @@ class Sizes:
     width: int = 0  # of decoder layers; 0: that of the target, half of it for slim
     draft_tokens: int = 0  # draft tokens of the kinds that draft all tokens in one pass; 0: 7
     modules: int = 1  # of mtp
-    view: SharedKV | None = None  # the target's keys and values, for kv-sharing
+    # The target's keys and values, for kv-sharing: of its last layer with full attention, and of the last one with a
+    # window.
+    view: SharedKV | None = None
+    sliding_view: SharedKV | None = None
+    centroids: Centroids | None = None  # of the LM head, for kv-sharing
     own_lm_head: bool | None = None  # whether the draft has its own LM head; None: as the kind was published
 
 
@@ -154,8 +160,11 @@ def _kv_sharing(sizes: Sizes) -> HeadDescription:
         raise OutriderError(
             "kv-sharing reads the keys and values of the target, and this target does not export them; use mtp"
         )
+    # As in Gemma 4's assistants, all layers but the last one attend to a window if the target has such layers.
+    shared_kv = (*((sizes.sliding_view or view,) * (sizes.depth - 1)), view)
     # As many query heads as fit into the width, in equal groups for the key heads.
-    heads = max(sizes.hidden // view.dim // view.key_heads, 1) * view.key_heads
+    key_heads = math.lcm(*(shared.key_heads for shared in shared_kv))
+    heads = max(sizes.hidden // view.dim // key_heads, 1) * key_heads
     return HeadDescription(
         kind=Kind.KV_SHARING,
         target_hidden=sizes.hidden,
@@ -165,7 +174,8 @@ def _kv_sharing(sizes: Sizes) -> HeadDescription:
         aux_states=AuxStates(layers=(sizes.layers - 1,), final=True),
         input_fusion=InputFusion(at=FusionPoint.PROJECTION),
         body=replace(_body(sizes), heads=heads, key_heads=view.key_heads, dim=view.dim, head_norms=True),
-        shared_kv=(view,) * sizes.depth,
+        shared_kv=shared_kv,
+        centroids=sizes.centroids,
         own_lm_head=bool(sizes.own_lm_head),
     )
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.description import AuxStates, FusionPoint, HeadDescription, SharedKV
+from outrider.heads.description import AuxStates, Centroids, FusionPoint, HeadDescription, SharedKV
 from outrider.heads.store import HeadModule, load_module, make_module, read_head, write_head
 from outrider.heads.targets.registry import make_head_target
 from outrider.loader.embedded import model_folder
@@ -25,7 +25,7 @@ from outrider.train.loss.steps import Step, TrainingBatch
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.draft_model import DraftModelTrainee
 from outrider.train.model.init_weights import init_weights
-from outrider.train.model.kv_probe import find_shared_kv
+from outrider.train.model.kv_probe import find_shared_kv, find_sliding_kv
 from outrider.train.model.presets import KV_SHARING, Sizes, describe
 from outrider.train.model.transfer import PreviousTarget
 from outrider.train.settings import DRAFT, Settings
@@ -86,7 +86,8 @@ class HeadTrainee:
         self._later_share = settings.multi_step_share
         sizes = _sizes(settings, setup, tables)
         if kind == KV_SHARING:
-            sizes = replace(sizes, view=find_shared_kv(setup.target, tables))
+            view = find_shared_kv(setup.target, tables)
+            sizes = replace(sizes, view=view, sliding_view=find_sliding_kv(setup.target, tables))
         description = describe(kind, sizes)
         self._is_new = settings.init_from is None
         if self._is_new:
@@ -190,8 +191,16 @@ def _sizes(settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> S
         width=settings.hidden_size or 0,
         draft_tokens=settings.draft_tokens,
         modules=settings.mtp_modules,
+        centroids=_centroids(settings),
         own_lm_head=settings.own_lm_head,
     )
+
+
+def _centroids(settings: Settings) -> Centroids | None:
+    """Return the token clusters of the LM head."""
+    if not settings.centroids:
+        return None
+    return Centroids(count=settings.centroids, top_k=settings.centroid_top_k or max(settings.centroids // 8, 1))
 
 
 def _load_head(settings: Settings, wanted: HeadDescription, setup: ProposerSetup) -> HeadModule:
@@ -211,7 +220,8 @@ def _load_head(settings: Settings, wanted: HeadDescription, setup: ProposerSetup
     if _has_shape_options(settings):
         raise OutriderError(
             f"--init-from {settings.init_from} defines the shape of the draft; leave --depth, --intermediate-size,"
-            " --hidden-size, --draft-vocab-size, --own-lm-head, --draft-tokens, --mtp-modules and --mask-token-id out"
+            " --hidden-size, --draft-vocab-size, --own-lm-head, --centroids, --draft-tokens, --mtp-modules and"
+            " --mask-token-id out"
         )
     differs = loaded.kind != wanted.kind or loaded.vocab != wanted.vocab
     if settings.init_target is None:  # otherwise the head moves to a target of another shape
@@ -244,6 +254,7 @@ def _has_shape_options(settings: Settings) -> bool:
         settings.hidden_size,
         settings.draft_vocab_size,
         settings.draft_tokens,
+        settings.centroids,
     )
     return (
         any(sizes) or settings.mtp_modules > 1 or settings.own_lm_head is not None or settings.mask_token_id is not None
@@ -271,6 +282,7 @@ def _check_options(kind: str, settings: Settings, description: HeadDescription) 
             f"--mask-token-id is {mask_token_id}, and the target has {description.vocab} tokens; use a smaller id",
         ),
         (settings.mtp_modules > description.modules, f"{kind} has no modules; leave --mtp-modules out"),
+        (settings.centroids and not description.centroids, f"{kind} has no token clusters; leave --centroids out"),
         (
             fixed_length and settings.ttt_length not in (None, fixed_length),
             f"{kind} drafts {fixed_length} tokens and trains all of them; leave --ttt-length out",

@@ -1,0 +1,174 @@
+"""Bound what a draft model gains if its LM head has a part of the vocabulary only.
+
+    python benchmarks/draft_vocabulary.py PROMPTS.jsonl
+
+The target answers the prompts greedily, and the draft model predicts each token of the answers. A draft token counts as
+accepted if it is the target's token and one of the V most frequent tokens of these very answers, so the bound is
+generous. The time of a round is one pass of the target and a chain of the draft model, whose LM head and embedding are
+cut to V rows. Passes are timed in turns; a figure is the median. For each V, the table shows the best draft length.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from outrider import LLM, SamplingParams
+from outrider.core import tree
+from outrider.core.config import EngineConfig
+from outrider.core.types import Batch, SequenceState
+from outrider.engine.build import load_target
+from outrider.loader.embedded import model_folder
+from outrider.measure.prompts import read_prompts
+from outrider.models.base import Target
+
+_CONTEXT = 512
+_CACHED = 128  # tokens in the caches while passes are timed
+_VOCABULARIES = (12288, 8192, 6144, 4096, 3072, 2048, 1024)
+_LENGTHS = (2, 3, 4, 5, 6, 8, 10)
+
+
+def main(
+    prompts: Annotated[Path, typer.Argument(help="JSON lines with prompt or messages.")],
+    target: Annotated[str, typer.Option()] = "@mini",
+    draft: Annotated[str, typer.Option(help="A draft model of the Llama type with tied embeddings.")] = "@nano",
+    max_tokens: Annotated[int, typer.Option()] = 96,
+    rounds: Annotated[int, typer.Option(help="Timed passes of each kind.")] = 100,
+) -> None:
+    """Print tau, the time of a round, and tokens per second of each vocabulary, relative to the whole one."""
+    answers = _answers(target, prompts, max_tokens)
+    hits = [_hits(answer, start, model) for model in [_model(draft)] for answer, start in answers]
+    counts = Counter(token for answer, start in answers for token in answer[start:])
+    frequent = [token for token, _ in counts.most_common()]
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = _time_passes(model_folder(target), model_folder(draft), Path(folder), rounds)
+    table = Table(
+        "vocabulary", "tokens covered", "draft length", "tau", "draft, ms", "round, ms", "tokens/s", "of whole"
+    )
+    whole = 0.0
+    for vocab in _VOCABULARIES:
+        allowed = set(frequent[:vocab])
+        texts = [(answer[start:], matches) for (answer, start), matches in zip(answers, hits, strict=True)]
+        speeds = {}
+        for length in _LENGTHS:
+            tau = _tau(texts, allowed, length)
+            speeds[length] = tau / (seconds["target", length] + seconds[vocab, length])
+        best = max(speeds, key=lambda length: speeds[length])
+        whole = whole or speeds[best]
+        covered = sum(count for token, count in counts.items() if token in allowed) / counts.total()
+        table.add_row(
+            str(vocab),
+            f"{covered:.1%}",
+            str(best),
+            f"{_tau(texts, allowed, best):.2f}",
+            f"{1e3 * seconds[vocab, best]:.2f}",
+            f"{1e3 * (seconds['target', best] + seconds[vocab, best]):.2f}",
+            f"{speeds[best]:.0f}",
+            f"{speeds[best] / whole:.2f}",
+        )
+    Console(width=110).print(table)
+
+
+def _answers(target: str, prompts: Path, max_tokens: int) -> list[tuple[list[int], int]]:
+    """Return the tokens of each prompt with its greedy answer, and where the answer begins."""
+    llm = LLM(target, max_num_seqs=8, max_model_len=_CONTEXT)
+    texts = [llm.encode(prompt.prompt)[: _CONTEXT - max_tokens] for prompt in read_prompts(prompts) if prompt.prompt]
+    completions = llm.generate(texts, SamplingParams(temperature=0.0, max_tokens=max_tokens))
+    return [([*text, *each.token_ids], len(text)) for text, each in zip(texts, completions, strict=True)]
+
+
+def _model(draft: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model_folder(draft), dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def _hits(tokens: Sequence[int], start: int, model: torch.nn.Module) -> list[bool]:
+    """Return for each token of the answer whether the draft model predicts it."""
+    predicted = model(torch.tensor([tokens])).logits[0, start - 1 : -1].argmax(-1).tolist()
+    return [guess == token for guess, token in zip(predicted, tokens[start:], strict=True)]
+
+
+def _tau(texts: Sequence[tuple[Sequence[int], Sequence[bool]]], allowed: set[int], length: int) -> float:
+    """Return the mean number of tokens per round, for drafts of `length` tokens of the allowed ones."""
+    rounds = tokens = 0
+    for answer, matches in texts:
+        position = 0
+        while position < len(answer):
+            accepted = 0
+            while accepted < length and position + accepted < len(answer):
+                index = position + accepted
+                if not (matches[index] and answer[index] in allowed):
+                    break
+                accepted += 1
+            position += accepted + 1
+            rounds += 1
+        tokens += len(answer)
+    return tokens / rounds
+
+
+def _time_passes(target: Path, draft: Path, folder: Path, rounds: int) -> Mapping[tuple[int | str, int], float]:
+    """Return the seconds of a pass of the target over a draft, and of a chain by vocabulary, by draft length."""
+    models = {vocab: _load(_cut(draft, folder / str(vocab), vocab)) for vocab in _VOCABULARIES}
+    verifier = _load(target)
+    feed = tuple(range(5, 5 + _CACHED))
+    passes: dict[tuple[int | str, int], Callable[[], object]] = {}
+    for length in _LENGTHS:
+        passes["target", length] = lambda length=length: _verify(verifier, feed, length)
+        for vocab, model in models.items():
+            passes[vocab, length] = lambda model=model, vocab=vocab, length=length: model.draft_greedy(
+                _batch(feed, length), vocab
+            )
+    for model in (*models.values(), verifier):
+        model.cache.admit(0, feed)
+        model.score(_batch(feed, 0, cached=0), tree.empty(1, torch.device("cpu")))
+    times: dict[tuple[int | str, int], list[float]] = {key: [] for key in passes}
+    for _ in range(rounds):
+        for key, run in passes.items():
+            begin = time.perf_counter()
+            run()
+            times[key].append(time.perf_counter() - begin)
+    return {key: median(values) for key, values in times.items()}
+
+
+def _load(folder: Path) -> Target:
+    config = EngineConfig(target=folder, kernels="native", device="cpu", max_num_seqs=1, max_model_len=_CONTEXT)
+    return load_target(config).model
+
+
+def _batch(feed: tuple[int, ...], length: int, cached: int = _CACHED - 1) -> Batch:
+    """Return a batch of one sequence, whose tokens from `cached` on are fed."""
+    return Batch(seqs=(SequenceState.of(feed),), start=(cached,), feed=(feed[cached:],), draft_budget=(length,))
+
+
+def _verify(model: Target, feed: tuple[int, ...], length: int) -> object:
+    chain = tree.chain(torch.full((1, length), 7), (length,))
+    return model.score(_batch(feed, length), chain)
+
+
+def _cut(source: Path, folder: Path, vocab: int) -> Path:
+    """Copy a model with the first rows of its tables."""
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text())
+    tensors = load_file(source / "model.safetensors")
+    tables = {name: tensor[:vocab].clone() for name, tensor in tensors.items() if len(tensor) == config["vocab_size"]}
+    save_file(tensors | tables, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab}))
+    return folder
+
+
+if __name__ == "__main__":
+    typer.run(main)

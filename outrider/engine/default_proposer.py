@@ -1,0 +1,71 @@
+"""Choose a proposer for a target for which the user named none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from outrider.errors import OutriderError
+from outrider.loader.checkpoint import choose_device
+from outrider.loader.embedded import embedded, model_folder
+from outrider.loader.gguf import is_gguf, open_gguf
+from outrider.native.support import may_run
+from outrider.propose.draft_model.open import has_mtp
+from outrider.system.machine import free_memory
+
+_WIDE_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})  # types of GGUF files with at least 8 bits
+# Free memory that a target with a quantized copy of itself needs, relative to its files: the weights as they are
+# loaded and packed, the copy with 4 bits, and some room for KV caches.
+_MEMORY = 3
+
+
+def default_proposer(
+    target: str | Path | None, *, device: str = "auto", kernels: str = "auto", quantize: str | None = None
+) -> str:
+    """Return the proposer of a target for which none was chosen.
+
+    It is the first of these that fits: the embedded draft model for the embedded target; `mtp` if the target's
+    checkpoint has a module for it; `quantized:int4` on the native kernels of a CPU, if memory is free for it; and
+    `ngram`, which needs no model.
+
+    Args:
+        target: folder of the target, or a GGUF file. None: the embedded target.
+        device: as in `EngineConfig`.
+        kernels: as in `EngineConfig`.
+        quantize: as in `EngineConfig`.
+    """
+    folder = model_folder(target)
+    if folder == embedded("mini"):
+        return f"draft:{embedded('nano')}"
+    if has_mtp(folder):
+        return "mtp"
+    if can_draft_for_itself(folder, device=device, kernels=kernels, quantize=quantize) and _copy_fits(folder):
+        return "quantized:int4"
+    return "ngram"
+
+
+def can_draft_for_itself(folder: Path, *, device: str, kernels: str, quantize: str | None) -> bool:
+    """Return whether a copy of the target with 4 bits per weight is smaller, and runs on the native kernels."""
+    if kernels == "torch" or quantize == "int4" or choose_device(device).type != "cpu":
+        return False
+    try:
+        if is_gguf(folder) and not set(open_gguf(folder).types) <= _WIDE_TYPES:
+            return False
+        return may_run(read_model_config(folder))
+    except (OutriderError, OSError, ValueError):  # loading the target gives the reason
+        return False
+
+
+def read_model_config(folder: Path) -> Any:
+    """Return the transformers configuration of a model folder or a GGUF file."""
+    if is_gguf(folder):
+        return open_gguf(folder).config
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _copy_fits(folder: Path) -> bool:
+    free = free_memory()
+    files = [folder] if folder.is_file() else folder.glob("*.safetensors")
+    return free is None or _MEMORY * sum(file.stat().st_size for file in files) < free
