@@ -28,6 +28,7 @@ bench: .venv/ready ## Benchmark the embedded models against plain decoding.
 docs: .venv/ready ## Build the documentation site in site/. A broken link fails.
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	$(BIN)/python docs/generate_cli.py
+	$(BIN)/python docs/generate_models.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 readme: .venv/ready ## Regenerate the example output in README.md.

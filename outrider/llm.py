@@ -332,10 +332,14 @@ class LLM:
         if not tokens:
             raise InvalidParam("prompt", "the prompt is empty; give at least one token")
         if len(tokens) >= parts.context:
+            checkpoint = parts.loaded.checkpoint
+            remedy = " or raise context"
+            if checkpoint.context_reason and parts.context == checkpoint.context:
+                remedy = f" ({checkpoint.context_reason})"
             raise InvalidParam(
                 "prompt",
                 f"the prompt is {len(tokens)} tokens long and the context holds {parts.context}; shorten the prompt"
-                " or raise context",
+                f"{remedy}",
             )
         for param, ids in (
             ("prompt", tokens),

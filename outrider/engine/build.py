@@ -337,5 +337,6 @@ def _context(asked: int | None, checkpoint: Checkpoint) -> int:
     if asked is None:
         return min(checkpoint.context, _CONTEXT)
     if not 2 <= asked <= checkpoint.context:
-        raise OutriderError(f"max_model_len is {asked}; this model takes from 2 to {checkpoint.context} tokens")
+        reason = checkpoint.context_reason and f" ({checkpoint.context_reason})"
+        raise OutriderError(f"max_model_len is {asked}; this model takes from 2 to {checkpoint.context} tokens{reason}")
     return asked

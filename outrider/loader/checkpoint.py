@@ -75,6 +75,9 @@ _ENCODER_DECODER = (
     "umt5",
 )
 _WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv"})
+# Their attention modules do not use the attention registry of transformers. Outrider replaces them.
+_OWN_ATTENTION = frozenset({"bloom", "falcon", "mpt"})
+_REPLACED = _OWN_ATTENTION | {"stablelm"}
 _INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers differ
 # Layer types with a KV cache.
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -124,6 +127,7 @@ def load_checkpoint(
         model=model,
         tokenizer=_read_tokenizer(path),
         context=_context(config),
+        context_reason=_context_reason(config),
         vocab=model.get_output_embeddings().weight.shape[0],
         end_ids=_end_ids(path, config),
         recurrent=recurrent,
@@ -149,6 +153,7 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
         model=model.to(device),
         tokenizer=load_tokenizer(file),
         context=_context(file.config),
+        context_reason=_context_reason(file.config),
         vocab=model.get_output_embeddings().weight.shape[0],
         end_ids=end_ids(file),
         recurrent=False,
@@ -257,14 +262,10 @@ def _check_family(config: Any) -> bool:
         raise _unsupported(model_type, f"layers of type {', '.join(unsupported)} are not supported yet")
     classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     model_class = classes[0] if isinstance(classes, tuple) else classes
-    if not getattr(model_class, "_supports_attention_backend", False):
+    if not getattr(model_class, "_supports_attention_backend", False) and model_type not in _REPLACED:
         raise _unsupported(model_type, "transformers cannot replace its attention, which trees need")
     if model_type in _INCONSISTENT:
         raise _unsupported(model_type, "its cache and its mask in transformers use different windows")
-    if getattr(text, "attn_temperature_tuning", False):
-        raise _unsupported(model_type, "its attention computes positions itself, which fails for packed batches")
-    if any("dynamic" in rope.get("rope_type", "") for rope in _ropes(config)):
-        raise _unsupported(model_type, "dynamic rotary scaling changes keys that are already cached")
     return False
 
 
@@ -316,7 +317,7 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype) -> Any:
 
 def _attention(config: Any) -> dict[str, str]:
     """Return the arguments that choose the attention of a model."""
-    if config.model_type in _WITHOUT_ATTENTION:
+    if config.model_type in _WITHOUT_ATTENTION | _OWN_ATTENTION:
         return {}
     if not _has_encoder(config):
         return {"attn_implementation": NAME}
@@ -375,12 +376,23 @@ def _source_rules(path: Path, config: Any) -> SourceRules | None:
 
 def _context(config: Any) -> int:
     """Return the context length of a model in tokens."""
-    context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _DEFAULT_CONTEXT
+    text = config.get_text_config(decoder=True)
+    context = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None) or _DEFAULT_CONTEXT
     for rope in _ropes(config):
         if rope.get("rope_type") == "longrope":
             # The rotation of all keys changes beyond the original length, and cached keys would be wrong.
             context = min(context, int(rope.get("original_max_position_embeddings") or context))
-    return int(context)
+    # Beyond it, Doge hides keys by their values.
+    return int(min(context, getattr(text, "keep_window_size", None) or context))
+
+
+def _context_reason(config: Any) -> str:
+    """Return why longer texts than `_context` cannot run; empty if there is no reason but the model's own limit."""
+    for rope in _ropes(config):
+        # Both are unscaled up to the context, or have constant factors there.
+        if (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
+            return f"in longer texts, its {kind} rotary scaling changes keys that are already cached"
+    return ""
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ class PositionBias(Protocol):
     """A bias of the attention scores that depends on positions. The layers of a model may share one."""
 
     def __call__(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
-        """Return the bias [R, H, L, S] between positions [R, L] and [R, S]."""
+        """Return the bias [R, Hq, L, S] between positions [R, L] and [R, S]. L may be 1: it is the same for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,7 @@ def attend_layer(
     sinks: torch.Tensor | None = None,
     bias: PositionBias | None = None,
 ) -> torch.Tensor:
-    """Write the keys and values of layer number `layer` and return attention for each sequence, [1, T, Hq, D].
-
-    `bias` needs as many key heads as query heads.
-    """
+    """Write the keys and values of layer number `layer` and return attention for each sequence, [1, T, Hq, D]."""
     keys, values = kv.cache.write(layer, kv.layout, key[0], value[0])
     sharing = query.shape[1] // key.shape[1]
     masks = _masks(kv, mask_rule, sharing, query.dtype, bias)
@@ -272,7 +269,7 @@ def _mask(
 ) -> torch.Tensor | None:
     """Return the mask [R, 1, G * L, S]: 0 for visible entries, -inf for others. None: everything is visible.
 
-    With a bias it is [R, H, L, S], and the bias is added to it.
+    With a bias it is [R, Hkv, G * L, S], and the bias is added to it.
     """
     starts = [span.start for span in group]
     size = group[0].end - group[0].begin
@@ -295,7 +292,8 @@ def _mask(
         visible &= mask_rule.rule(zero, zero, positions[..., None], entry_positions[:, None])
     mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
     if bias is not None:
-        return bias(positions, entry_positions).to(dtype) + mask[:, None]
+        biased = bias(positions, entry_positions).to(dtype) + mask[:, None]  # [R, Hq, L, S]
+        return biased.view(len(group), -1, sharing * size, stop)
     return mask.repeat(1, sharing, 1)[:, None]
 
 

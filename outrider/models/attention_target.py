@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from outrider.cache.static import StaticCache
 from outrider.core.types import Batch, Draft, DraftChains, KVView, Scores, SharedWeights, StopRule
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.attention import CacheReader
+from outrider.models.attention_layers.registry import replace_attention
 from outrider.models.base import draft_by_scores
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.cuda_graphs import Graphs, Recorder
@@ -143,13 +145,20 @@ class AttentionTarget:
     def _reset(self) -> None:
         """Reset what a copy does not share with its source."""
         self.kernels = "torch"
+        self._replaced = replace_attention(self._model)
         self._outputs: dict[int, torch.Tensor] = {}  # of the last pass, by exported layer
         self._hooks: dict[int, RemovableHandle] = {}  # by exported layer
         self.graphs = self._record(self._recorder) if self._recorder else None
 
     def _forward(self, layout: Layout, reader: CacheReader) -> torch.Tensor:
         """Return logits [K, V] float32 of the columns that the layout keeps."""
-        out = self._model(
+        with self._replaced.over(reader) if self._replaced else nullcontext():
+            out = self._run(layout, reader)
+        logits = out.logits[0] if out.logits.shape[1] == len(layout.keep) else out.logits[0, layout.keep]
+        return logits.float()  # type: ignore[no-any-return]
+
+    def _run(self, layout: Layout, reader: CacheReader) -> Any:
+        return self._model(
             input_ids=layout.tokens.clamp(0, self._embeddings - 1)[None],
             position_ids=layout.positions[None],
             # With a mask, transformers does not try to detect packed sequences itself.
@@ -158,12 +167,13 @@ class AttentionTarget:
             logits_to_keep=layout.keep,
             kv=reader,
         )
-        logits = out.logits[0] if out.logits.shape[1] == len(layout.keep) else out.logits[0, layout.keep]
-        return logits.float()  # type: ignore[no-any-return]
 
     def _record(self, record: Recorder) -> Graphs | None:
         """Return the recorded passes; None if the model does not support them."""
         assert isinstance(self._memory, SpareCache)
+        if self._replaced:
+            _log.info("no passes are recorded: its attention layers are replaced")
+            return None
         try:
             self._static = StaticModel(self._model, list(layer_stack(self._model)[1]), self._memory, self._outputs)
         except UnsupportedModel as reason:

@@ -30,4 +30,5 @@ class Checkpoint:
     dtype: torch.dtype
     folder: str = ""  # or file that it was loaded from
     source: SourceRules | None = None  # None: a decoder-only model
+    context_reason: str = ""  # why the context is not longer, if it is not the model's own limit
     dtype_reason: str = ""  # why it was chosen, such as "as the checkpoint is stored"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from outrider.errors import OutriderError
-from outrider.models.quantize import QuantizedLinear
+from outrider.models.quantize import QuantizedLinear, is_linear
 
 _LAYOUT_ROWS = 8  # input rows that the layout is tuned for: one token and its draft
 _MIN_ROWS = 4  # a single input row is padded to this number, because oneDNN has a slower kernel for it
@@ -131,7 +131,7 @@ def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
 def prepack(model: nn.Module) -> None:
     """Replace every linear layer of `model` by a packed one. The original weights are freed."""
     for module in list(model.modules()):
-        unpacked = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+        unpacked = {name: child for name, child in module.named_children() if is_linear(child)}
         for names in _SHARED_INPUT:
             layers = [unpacked[name] for name in names if name in unpacked]
             compatible = len({(layer.in_features, layer.bias is None) for layer in layers}) == 1

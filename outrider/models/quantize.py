@@ -8,7 +8,7 @@ a prefill 2.0 and 1.1 times.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -99,6 +99,11 @@ class QuantizedLinear(nn.Module):
         )
 
 
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a module computes what `torch.nn.Linear` does, and nothing else."""
+    return type(module) is nn.Linear or type(module).__name__ == "FalconLinear"
+
+
 def quantize_model(model: Any, bits: int) -> None:
     """Quantize the linear layers of `model`. The LM head always has 8 bits.
 
@@ -115,7 +120,7 @@ def quantize_model(model: Any, bits: int) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             child_bits = 8 if child is lm_head else bits
-            if type(child) is nn.Linear and QuantizedLinear.takes(child.weight, child_bits):
+            if is_linear(child) and QuantizedLinear.takes(child.weight, child_bits):
                 setattr(module, name, QuantizedLinear(child.weight, child.bias, bits=child_bits))
                 num_quantized += 1
     if not num_quantized:

@@ -149,13 +149,42 @@ def test_native_kernels_run_bfloat16_on_every_cpu(folder, monkeypatch, compiler,
     assert load_checkpoint(folder, device="cpu").dtype == torch.float32
 
 
-def test_longrope_context_ends_at_original_length(tmp_path):
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
-    rope["original_max_position_embeddings"] = 32
-    config = tiny.make_config("Phi3Config", rope_parameters=rope, original_max_position_embeddings=32)
-    llm = LLM(tiny.save(tmp_path / "phi3", config), dtype="float32", device="cpu", proposer="none")
-    with pytest.raises(OutriderError, match="40 tokens long and the context holds 32"):
+ROPES = {
+    "dynamic": tiny.make_config(
+        "LlamaConfig",
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        max_position_embeddings=32,
+    ),
+    "longrope": tiny.make_config(
+        "Phi3Config",
+        rope_parameters={
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0] * 4,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 32,
+            "factor": 4.0,
+        },
+        original_max_position_embeddings=32,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_context_ends_where_rotary_scaling_changes_cached_keys(kind, tmp_path):
+    folder = tiny.save(tmp_path / kind, ROPES[kind])
+    options = {"dtype": "float32", "device": "cpu"}
+    reason = rf"\(in longer texts, its {kind} rotary scaling changes keys that are already cached\)"
+    llm = LLM(folder, proposer="ngram", k=4, **options)
+    with pytest.raises(OutriderError, match=f"40 tokens long and the context holds 32; shorten the prompt {reason}"):
         llm.generate([1] * 40)
+    with pytest.raises(OutriderError, match=f"max_model_len is 64; this model takes from 2 to 32 tokens {reason}"):
+        LLM(folder, proposer="none", max_model_len=64, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    prompt = [5, 6, 7, 5, 6, 7, 5]
+    (completion,) = llm.generate([prompt], SamplingParams(max_tokens=60, ignore_eos=True))
+    assert list(completion.token_ids) == tiny.greedy(model, prompt, 25), "up to the last token of the context"
+    assert llm.stats.draft_tokens > 0
 
 
 def llama(**settings) -> LlamaConfig:

@@ -26,6 +26,8 @@ KINDS = {  # by name: architecture, kernels
     "keys and values": ("llama", "torch"),
     "keys and values, paged": ("llama", "native"),
     "sliding window": ("qwen2", "torch"),
+    "linear biases": ("bloom", "torch"),
+    "biases in keys": ("doge", "torch"),
     "Mamba": ("mamba", "torch"),
     "Mamba-2": ("mamba2", "torch"),
     "Mamba-2 and attention": ("bamba", "torch"),

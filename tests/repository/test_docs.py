@@ -1,4 +1,4 @@
-"""The documentation: pages that the navigation names, links that lead somewhere, and a generated CLI page."""
+"""The documentation: pages that the navigation names, links that lead somewhere, and generated pages."""
 
 import re
 import subprocess
@@ -38,5 +38,13 @@ def test_the_navigation_names_every_page():
 def test_the_reference_lists_the_options_that_there_are():
     done = subprocess.run(
         [sys.executable, DOCS / "generate_cli.py", "--check"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_the_page_of_architectures_is_up_to_date():
+    done = subprocess.run(
+        [sys.executable, DOCS / "generate_models.py", "--check"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr

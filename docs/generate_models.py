@@ -1,0 +1,198 @@
+"""Write docs/reference/architectures.md from the table of the tests. With --check, exit 1 if the page is out of date.
+
+The page depends on the version of transformers, so --check does nothing with another version than the page names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for the table in tests/
+
+import transformers  # noqa: E402
+from transformers import (  # noqa: E402
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
+
+from outrider.errors import OutriderError, UnsupportedModel  # noqa: E402
+from outrider.llm import LLM  # noqa: E402
+from outrider.loader.checkpoint import check_model  # noqa: E402
+from tests.helpers import tiny  # noqa: E402
+from tests.helpers.architectures import Architecture  # noqa: E402
+
+PAGE = ROOT / "docs" / "reference" / "architectures.md"
+VERSION = re.compile(r"transformers (\S+)\.$", re.MULTILINE)
+HEAD = """\
+# Architectures
+
+`docs/generate_models.py` writes this page from the table in `tests/helpers/architectures.py`, which the tests run, and
+from the messages of the loader. It holds for transformers {version}.
+
+[Supported models](models.md) explains targets, backends and options.
+
+## Models that run
+
+Each row is a small random model. In float32, its greedy text with speculation is that of `transformers.generate`, token
+by token, and the logits of each branch of a token tree are those of the branch alone.
+
+| Column | Yes means | Test |
+|---|---|---|
+| Chains | greedy text with chains of draft tokens equals transformers | `tests/models/test_architectures.py`, \
+`test_encoder_decoder.py` |
+| Trees | scores of trees equal those of each branch alone | the same |
+| Batches | sequences of different lengths run in one pass | the same |
+| Prefixes | requests share the cache of a common prefix | `tests/models/test_support.py` |
+| `--quantize int8` | all large linear layers are quantized on torch | the same |
+| Native | the native CPU kernels run it; they quantize experts as well | the same |
+| CUDA graphs | a pass has a fixed shape and never waits for the host, which is tested without a GPU | the same |
+
+"""
+TITLES = {
+    "attention": "### Attention",
+    "recurrent": "### Recurrent layers, alone or beside attention",
+    "encoder-decoder": "### Encoder-decoder models",
+}
+ROW_HEAD = """\
+| Architecture | Chains | Trees | Batches | Prefixes | `--quantize int8` | Native | CUDA graphs |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+_REFUSED_HEAD = "| Message | `model_type` |\n|---|---|\n"
+
+
+def main() -> None:
+    """Write the page, or compare it."""
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(render(), "utf-8")
+        return
+    old = PAGE.read_text("utf-8") if PAGE.is_file() else ""
+    named = VERSION.search(old)
+    if named and named[1] != transformers.__version__:
+        return
+    if old != render():
+        sys.exit(f"{PAGE.name} is out of date; run python docs/generate_models.py")
+
+
+def render() -> str:
+    """Return the text of the page."""
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    parts = [HEAD.format(version=transformers.__version__)]
+    for kind, title in TITLES.items():
+        rows = [_row(name, each) for name, each in sorted(tiny.TABLE.items()) if each.kind == kind]
+        parts.append(f"{title}\n\n{ROW_HEAD}{''.join(rows)}\n")
+    refused, untested = _loader_answers()
+    parts += [_refused_at_load(refused), _refused_by_check(), _unknown(), _untested(untested)]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def _row(name: str, architecture: Architecture) -> str:
+    model_type = architecture.config().model_type
+    label = f"`{model_type}`"
+    if name != model_type:
+        rest = name.removeprefix(model_type).strip()
+        label += f" {rest}" if name.startswith(f"{model_type} ") else f" ({rest})"
+    # Every entry of the table runs as chains, trees and batches in the tests.
+    cells = ["yes", "yes", "yes", _yes(architecture.prefixes), architecture.quantized]
+    cells += [_yes(architecture.native), _yes(architecture.graphs)]
+    return f"| {label} | {' | '.join(cells)} |\n"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _loader_answers() -> tuple[dict[str, list[str]], list[str]]:
+    """Return the language models of transformers that the loader refuses, by message, and those without a test."""
+    refused: dict[str, list[str]] = defaultdict(list)
+    untested = []
+    tested = {each.config().model_type for each in tiny.TABLE.values()}
+    tested |= {config().model_type for config, _ in tiny.REFUSED_BY_CHECK.values()}
+    for model_type in sorted(CONFIG_MAPPING.keys()):
+        config_class = CONFIG_MAPPING[model_type]
+        if not (config_class in MODEL_FOR_CAUSAL_LM_MAPPING or config_class in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
+            continue
+        message = _answer({"model_type": model_type})
+        if "cannot be read" in message:
+            continue  # its defaults are invalid
+        if message:
+            refused[message].append(model_type)
+        elif model_type not in tested:
+            untested.append(model_type)
+    return refused, untested
+
+
+def _answer(config: Mapping[str, str]) -> str:
+    """Return the message of the loader for a config.json, without its model_type; empty if it goes on to load."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        try:
+            check_model(folder)
+        except OutriderError as error:
+            return _message(error, config["model_type"], folder)
+    return ""
+
+
+def _message(error: OutriderError, model_type: str, folder: str | Path) -> str:
+    text = str(error).replace(f"{folder}/", "").removeprefix(f"{model_type}: ").removeprefix(f"{model_type} ")
+    return text.split("; ")[0]
+
+
+def _refused_at_load(refused: dict[str, list[str]]) -> str:
+    rows = "".join(f"| {_cell(message)} | {_names(names)} |\n" for message, names in sorted(refused.items()))
+    return (
+        "## Models that are refused\n\nOutrider refuses these models of transformers when it reads `config.json`, with"
+        f" the settings that transformers has as defaults.\n\n{_REFUSED_HEAD}{rows}"
+    )
+
+
+def _refused_by_check() -> str:
+    rows = []
+    for name, (config, _) in sorted(tiny.REFUSED_BY_CHECK.items()):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                LLM(tiny.save(Path(folder), config()), dtype="float32", device="cpu")
+            except UnsupportedModel as error:
+                # The size of the difference depends on the machine.
+                message = re.sub(r"by [\d.]+%", "by ...%", _message(error, name, folder))
+                rows.append(f"| {_cell(message)} | `{name}` |\n")
+    return f"The [load check](models.md#the-load-check) refuses these.\n\n{_REFUSED_HEAD}{''.join(rows)}"
+
+
+def _unknown() -> str:
+    message = _answer({"model_type": tiny.NOT_IN_TRANSFORMERS[0]})
+    return (
+        "## Models that transformers does not have\n\n"
+        f"The installed transformers has no {_names(tiny.NOT_IN_TRANSFORMERS)}. For `{tiny.NOT_IN_TRANSFORMERS[0]}` the"
+        f" message is:\n\n```text\n{message}\n```\n"
+    )
+
+
+def _untested(names: Iterable[str]) -> str:
+    return (
+        "## Models without a test\n\nThe loader accepts these, and no test runs them. The"
+        f" [load check](models.md#the-load-check) decides when one is loaded.\n\n{_names(names)}\n"
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    main()
