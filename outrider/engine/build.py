@@ -42,6 +42,7 @@ from outrider.propose.registry import (
     draft_sources,
     find_proposer,
     own_proposer,
+    reads_window,
 )
 from outrider.system.machine import free_memory
 from outrider.verify.rules import Verifier
@@ -125,6 +126,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
         raise OutriderError(f"planner is {planner!r}; use what has plan and trim, or None and a k")
     proposer = _proposer_of(config)
     find_verifier(config.verifier, proposer)
+    _check_draft_window(config.draft_window, proposer)
     return build_engine(load_target(config), config, planner=planner)
 
 
@@ -167,7 +169,7 @@ def build_engine(
     checkpoint, model = loaded.checkpoint, loaded.model
     spec = _proposer_of(config)
     rule = find_verifier(config.verifier, spec)
-    setup = make_setup(loaded, rule.draw)
+    setup = make_setup(loaded, rule.draw, draft_window=config.draft_window)
     proposer = make_proposer(spec, setup)
     caching = CacheConfig(gigabytes=config.cache_gb, share=config.prefix_caching)
     share_out([each.cache for each in (model, *draft_models(proposer))], model.context, caching)
@@ -230,7 +232,7 @@ def assemble(
     )
 
 
-def make_setup(loaded: LoadedTarget, draw: Draw) -> ProposerSetup:
+def make_setup(loaded: LoadedTarget, draw: Draw, *, draft_window: int | None = None) -> ProposerSetup:
     """What a proposer for this target is told."""
     checkpoint, target = loaded.checkpoint, loaded.model
     return ProposerSetup(
@@ -244,6 +246,7 @@ def make_setup(loaded: LoadedTarget, draw: Draw) -> ProposerSetup:
         tokenizer=checkpoint.tokenizer,
         kernels=loaded.kernels,
         source_rules=checkpoint.source,
+        draft_window=draft_window,
         target_folder=checkpoint.folder,
     )
 
@@ -262,6 +265,14 @@ def make_planner(k: int | str, target: Target, proposer: Proposer, *, replay: bo
 
 def _proposer_of(config: EngineConfig) -> str | Maker:
     return default_proposer(config.target) if config.proposer is None else config.proposer
+
+
+def _check_draft_window(size: int | None, proposer: str | Maker) -> None:
+    if size is not None and isinstance(proposer, str) and not reads_window(proposer):
+        raise OutriderError(
+            f"draft_window is {size} and the proposer {proposer} has no draft that reads the text; use draft:DIR, or"
+            " leave draft_window out"
+        )
 
 
 def _is_planner(planner: object) -> bool:

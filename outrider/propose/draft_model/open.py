@@ -26,6 +26,7 @@ from outrider.propose.draft_model.cascade import cascade
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.propose.draft_model.tree import TreeProposer
+from outrider.propose.draft_model.window import MIN_WINDOW, windowed
 from outrider.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
 from outrider.propose.vocabulary.text_draft import TextProposer
 from outrider.propose.vocabulary.token_text import TokenText, token_text
@@ -122,13 +123,29 @@ class _OpenedModel:
     def model(self, tokens_per_token: int = 1) -> Target:
         """Make the draft model.
 
-        Its context has `tokens_per_token` tokens per token of the target's context, but not more than the checkpoint
-        allows.
+        Its context has `tokens_per_token` tokens per token of the target's context. If the checkpoint allows fewer, or
+        the setup asks for it, the draft model reads a window.
         """
-        context = min(self.checkpoint.context, tokens_per_token * self.setup.context)
-        model = make_target(self.checkpoint, slots=self.setup.slots, context=context, kernels=self.setup.kernels)
+        context = tokens_per_token * self.setup.context
+        size = min(context, self._window_size())
+        model = make_target(self.checkpoint, slots=self.setup.slots, context=size, kernels=self.setup.kernels)
         check_target(model, self.checkpoint)
-        return model
+        if size == context:
+            return model
+        _log.info("the draft in %s reads the last %d of at most %d tokens", self.folder, size, context)
+        return windowed(model, context=context)
+
+    def _window_size(self) -> int:
+        """Return how many tokens the draft model may read at once."""
+        asked = self.setup.draft_window
+        most = self.checkpoint.context
+        if asked is None:
+            return most
+        if not MIN_WINDOW <= asked <= most:
+            raise OutriderError(
+                f"draft_window is {asked}; the draft in {self.folder} takes from {MIN_WINDOW} to {most} tokens"
+            )
+        return asked
 
     def vocabulary_map(self) -> VocabularyMap:
         """Return the map from the target's ids to the draft model's."""
