@@ -48,6 +48,11 @@ class WindowedTarget(WrappedTarget):
     def cache(self) -> Cache:
         return self._windows
 
+    @property
+    def mean_length(self) -> int:
+        """The mean number of tokens that the window of a long sequence holds."""
+        return self.size - self._reserve - self.stride // 2
+
     def begin(self, end: int) -> int:
         """Return the first token of the window of a sequence with `end` tokens."""
         excess = end + self._reserve - self.size
