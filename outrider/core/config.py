@@ -54,8 +54,8 @@ class EngineConfig:
     prefix_caching: bool = True
     """Reuse the KV cache of equal prompt prefixes."""
     draft_window: int | None = None
-    """The latest tokens that a draft model reads, draft tokens included. None: as many as it was made for, and the whole
-    text if that is enough."""
+    """The latest tokens that a draft model or draft head reads, draft tokens included. None: as many as it was made
+    for, so the whole text if that is enough."""
     plan: str | Path | None = None
     """With k="auto", a file of what the planner has learned. It is read if it exists."""
     isolate_faults: bool = False

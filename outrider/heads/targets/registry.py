@@ -22,7 +22,15 @@ from outrider.heads.targets.refined_block import RefinedBlockTarget
 _log = logging.getLogger("outrider")
 
 
-def make_head_target(module: HeadModule, tables: SharedWeights, *, slots: int, context: int) -> HeadTarget:
+def supports_window(module: HeadModule) -> bool:
+    """Return whether a draft head can attend to the latest tokens only: an autoregressive head of one module."""
+    other_kinds = isinstance(module, BlockHead | ParallelHead | KVSharingHead)
+    return not other_kinds and module.description.modules == 1
+
+
+def make_head_target(
+    module: HeadModule, tables: SharedWeights, *, slots: int, context: int, window: int | None = None
+) -> HeadTarget:
     """Return a target that runs a draft head, natively if the kernels can.
 
     Args:
@@ -30,6 +38,7 @@ def make_head_target(module: HeadModule, tables: SharedWeights, *, slots: int, c
         tables: the weights that it shares with its target.
         slots: the most sequences.
         context: the most tokens of a sequence.
+        window: the latest tokens that each token attends to, for heads that support it; None: all tokens.
     """
     if isinstance(module, BlockHead):
         block_class = RefinedBlockTarget if module.block.refiner else BlockTarget
@@ -44,8 +53,8 @@ def make_head_target(module: HeadModule, tables: SharedWeights, *, slots: int, c
     if tables.packed is not None:
         native_class = NativeMaskedTarget if masked else NativeAutoregressiveTarget
         try:
-            return native_class(module, tables, slots=slots, context=context)
+            return native_class(module, tables, slots=slots, context=context, window=window)
         except UnsupportedModel as reason:
             _log.warning("the draft head runs on torch: %s", reason)
     torch_class = MaskedTarget if masked else AutoregressiveTarget
-    return torch_class(module, tables, slots=slots, context=context)
+    return torch_class(module, tables, slots=slots, context=context, window=window)

@@ -10,12 +10,12 @@ import torch
 
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.files import read_target_info
+from outrider.heads.files import read_context, read_target_info
 from outrider.heads.formats.base import TargetInfo
 from outrider.heads.formats.registry import find
-from outrider.heads.store import is_head, read_head
+from outrider.heads.store import HeadModule, is_head, read_head
 from outrider.heads.targets.base import HeadTarget
-from outrider.heads.targets.registry import make_head_target
+from outrider.heads.targets.registry import make_head_target, supports_window
 from outrider.loader.check import check_target
 from outrider.loader.checkpoint import check_model, load_checkpoint
 from outrider.loader.make import make_target
@@ -198,7 +198,31 @@ def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
             f" and {description.target_layers} layers; this target has {info.vocab}, {info.hidden} and {info.layers},"
             " so use the target that the head was trained on"
         )
-    return make_head_target(module, weights, slots=setup.slots, context=setup.context)
+    window = _head_window(folder, module, setup)
+    return make_head_target(module, weights, slots=setup.slots, context=setup.context, window=window)
+
+
+def _head_window(folder: str, module: HeadModule, setup: ProposerSetup) -> int | None:
+    """Return how many tokens a draft head attends to; None: all tokens of a sequence.
+
+    Raises:
+        OutriderError: the setup asks for a window that this kind of head does not support.
+    """
+    asked = setup.draft_window
+    if not supports_window(module):
+        if asked is None:
+            return None
+        raise OutriderError(
+            f"draft_window is {asked}, and the head in {folder} supports none: only autoregressive heads of one module"
+            " do; leave draft_window out"
+        )
+    if asked is not None and asked < MIN_WINDOW:
+        raise OutriderError(f"draft_window is {asked}; use at least {MIN_WINDOW} tokens")
+    size = read_context(folder) if asked is None else asked
+    if size is None or size >= setup.context:
+        return None
+    _log.info("the head in %s attends to the last %d of at most %d tokens", folder, size, setup.context)
+    return size
 
 
 def _head_partner(setup: ProposerSetup) -> TargetInfo | None:
