@@ -32,12 +32,12 @@ _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96
 _MAX_PER_SEQUENCE = 16  # wider passes have more sequences
 _SWEEPS, _REPEATS = 3, 3  # the first repeat of each shape is a warm-up
 _SLOW = 0.4  # seconds; wider passes are not measured after a pass this long
-_METHOD = 5  # version of the method; files of other versions are measured again
+_METHOD = 6  # version of the method; files of other versions are measured again
 _CHECKED, _DRIFT = (1, 8), 1.4  # token counts that check a file, and the largest ratio between their deviations
 _SEED = 0  # of the tokens; all measurements of a shape have the same tokens
 _FILES = 32  # maximum number of cached files
 _PREFILL = 256  # tokens of the measured prefill
-_DEEP = 1024  # cached tokens of the measurements with a filled cache
+_DEEP, _DEEPEST = 1024, 8192  # cached tokens of the measurements with a filled cache
 
 
 def calibrate(target: Target, draft: Target | None) -> CostModel:
@@ -71,6 +71,8 @@ def _samples(target: Target) -> Iterator[Sample]:
             cached = min(_DEEP, _context(target) - 1 - tokens)
             if cached > 0:
                 shapes.append((tokens, seqs, cached))
+            if seqs == 1 and _context(target) > 2 * _DEEP:  # long contexts, which small caches of the processor miss
+                shapes.append((tokens, seqs, min(_DEEPEST, _context(target) - 1 - tokens)))
     took: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes}
     for _ in range(_SWEEPS):
         for tokens, seqs, cached in took:
