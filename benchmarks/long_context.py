@@ -42,11 +42,12 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, SequenceState
 from outrider.engine.build import LoadedTarget, build_engine, load_target
 from outrider.llm import LLM
-from outrider.measure.prompts import encode_prompt, read_prompts
+from outrider.measure.prompts import read_prompts
 from outrider.models.base import SelfDraftTarget
 from outrider.propose.draft_model.window import find_window
 from outrider.propose.registry import draft_model
 from outrider.system import machine
+from outrider.train.data.prompts import encode_prompt
 
 app = typer.Typer(add_completion=False, help=__doc__)
 Folder = Annotated[str, typer.Option(help="Folder of the target.")]

@@ -72,7 +72,8 @@ def test_draft_continues_beyond_its_positions(name, kernels, folders):
     for completion in drafted:
         beyond = len(completion.prompt_token_ids) + completion.stats.output_tokens - WINDOW
         assert beyond > WINDOW
-        assert completion.stats.output_tokens / completion.stats.passes > 4.5
+        assert sum(completion.stats.accepted) > 0.97 * sum(completion.stats.reached)
+        assert completion.stats.output_tokens / completion.stats.passes > (3.5 if name == "tree" else 4.5)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -164,14 +165,14 @@ def engine_of(folders, make, *, blocks=None, draft_blocks=None, kernels="native"
 @pytest.mark.parametrize("make", [DraftModelProposer, TreeProposer])
 def test_preemption_with_windows(make, folders):
     """Sequences are preempted by the target, or find no memory in the draft's cache. The output stays the same."""
-    prompts = [random_ids(count, seed) for seed, count in enumerate((30, 100, 61, 150, 5))]
+    prompts = [random_ids(count, seed) for seed, count in enumerate((40, 70, 61, 60, 50))]
     params = SamplingParams()
-    large = run(engine_of(folders, make), prompts, params, limit=100, ends=frozenset())
-    engine = engine_of(folders, make, blocks=9, draft_blocks=2)
-    small = run(engine, prompts, params, limit=100, ends=frozenset())
+    large = run(engine_of(folders, make), prompts, params, limit=140, ends=frozenset())
+    engine = engine_of(folders, make, blocks=8, draft_blocks=2)
+    small = run(engine, prompts, params, limit=140, ends=frozenset())
     assert outputs(small) == outputs(large)
     assert engine.cache_usage().preempted > 0
-    assert sum(len(row.rounds) for row in large) < 5 * 100 / 3.5
+    assert sum(len(row.rounds) for row in large) < 5 * 140 / 3
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -188,7 +189,7 @@ def test_prefix_is_reused_within_windows(kernels, folders):
         max_model_len=CONTEXT,
     )
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, scope="user")
-    prompt = random_ids(140)
+    prompt = random_ids(2 * WINDOW + 3)  # its window does not move while the output is generated
     first = llm.generate([prompt], params)[0]
     cache = llm.parts.proposer.model.cache
     before = cache.usage()
