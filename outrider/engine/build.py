@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outrider.cache.base import Cache, CacheConfig
+from outrider.cache.base import Cache, CacheConfig, CacheUsage
 from outrider.core.config import EngineConfig
 from outrider.core.types import Draw
 from outrider.engine.engine import Engine
@@ -302,10 +302,12 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> No
         return
     size = sum(use.token_bytes * use.block_tokens for _, use in uses)
     wanted, free = max(use.blocks for _, use in uses), free_memory()
+    # A draft that reads a window never needs more blocks than all its windows have.
+    most = [use.blocks if cache is not caches[0] and use.blocks < wanted else None for cache, use in uses]
     if gigabytes is not None:
-        wanted = int(gigabytes * 1e9 / size)
+        wanted = _blocks_within(gigabytes * 1e9, uses, most)
     elif free is not None:
-        wanted = min(wanted, int(_SHARE * free / size))
+        wanted = min(wanted, _blocks_within(_SHARE * free, uses, most))
     tokens = uses[0][1].block_tokens
     least = max(-(-context // use.block_tokens) for _, use in uses) + 1  # and a page that the row goes on from
     if wanted < least:
@@ -313,8 +315,20 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> No
             f"the caches have {wanted * size / 1e9:.3g} GB, and one row of {context} tokens takes"
             f" {least * size / 1e9:.3g}, {size // tokens} bytes a token; give more, or lower max_model_len"
         )
-    for cache, _ in uses:
-        cache.resize(wanted)
+    for (cache, _), limit in zip(uses, most, strict=True):
+        cache.resize(wanted if limit is None else min(wanted, limit))
+
+
+def _blocks_within(size: float, uses: Sequence[tuple[Cache, CacheUsage]], most: Sequence[int | None]) -> int:
+    """Return how many blocks each cache can have in `size` bytes, if no cache gets more than its number in `most`."""
+    blocks = [(use.token_bytes * use.block_tokens, limit) for (_, use), limit in zip(uses, most, strict=True)]
+    for limit in sorted({limit for _, limit in blocks if limit is not None}):
+        count = int(size / sum(block_bytes for block_bytes, _ in blocks))
+        if count <= limit:
+            return count
+        size -= sum(block_bytes * limit for block_bytes, other in blocks if other == limit)
+        blocks = [(block_bytes, other) for block_bytes, other in blocks if other != limit]
+    return int(size / sum(block_bytes for block_bytes, _ in blocks))
 
 
 def _names(spec: str | Maker, proposer: Proposer) -> tuple[str, ...]:

@@ -127,6 +127,20 @@ def test_calibration_measures_passes_of_the_window(folders):
     assert cost(1, seqs=1, cached=cost.window) == cost(1, seqs=1, cached=CONTEXT)
 
 
+@pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
+@pytest.mark.parametrize("gigabytes", [None, 0.002])
+def test_cache_of_a_window_gets_no_more_memory_than_it_needs(gigabytes, folders):
+    target, draft = folders
+    options = {"k": 4, "dtype": "float32", "kernels": "native", "max_num_seqs": 2, "max_model_len": CONTEXT}
+    llm = LLM(target, proposer=f"draft:{draft}", cache_gb=gigabytes, **options)
+    caches = [llm.parts.target.cache, llm.parts.proposer.model.cache]
+    assert caches[1].usage().blocks == 2 * 2  # a block for each window, and one to go on from
+    assert caches[0].usage().blocks >= 2 * 5
+    if gigabytes:
+        size = sum(cache.bytes() for cache in caches)
+        assert 0.95 * 1e9 * gigabytes < size <= 1e9 * gigabytes
+
+
 @pytest.mark.parametrize(
     ("proposer", "size", "message"),
     [
