@@ -6,7 +6,7 @@
 `decode` runs plain decoding and each proposer in turns over a prompt of each length, with one target whose cache keeps
 the prompt. Each draft model reads the whole context and, in further variants, a window. It prints tau, tokens/s, the
 speedup over plain decoding of the same turn (median and range), and the bytes of keys and values that an output token
-reads.
+reads. With one thread, the speeds are those of CPU time.
 
 `prefill` runs passes of 512 prompt tokens behind so many cached tokens, in turns with a matrix product of the same
 type. It prints the tokens/s and the share of the FLOP/s of that product, which is the limit of a prompt pass.
@@ -210,11 +210,13 @@ class _Run(NamedTuple):
 
 
 def _timed(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> _Run:
+    # Other processes disturb the CPU time of one thread less than the time on the clock.
+    clock = process_time if torch.get_num_threads() == 1 else perf_counter
     times: list[float] = []
     tokens: list[tuple[int, ...]] = []
     for chunk in llm.stream(list(prompt), params):
         if chunk.token_ids:
-            times.append(perf_counter())
+            times.append(clock())
             tokens.append(chunk.token_ids)
     later = sum(map(len, tokens[1:]))
     return _Run(sum(tokens, ()), later / (times[-1] - times[0]))
