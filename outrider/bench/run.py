@@ -104,6 +104,7 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
         kernels=settings.kernels,
         quantize=settings.quantize,
         threads=settings.threads,
+        draft_window=settings.draft_window,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         prefix_caching=False,  # the prefill of a prompt must cost the same each time

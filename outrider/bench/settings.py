@@ -43,6 +43,7 @@ class Settings:
     kernels: str = "auto"
     quantize: str | None = None
     threads: int | None = None
+    draft_window: int | None = None
     context: int | None = None
     plan: str | None = None
     sweep: Sweep = field(default_factory=Sweep)

@@ -238,6 +238,14 @@ Force = Annotated[
     bool, typer.Option("--force", help="Replace a datastore that is there already.", rich_help_panel=_OUTPUT)
 ]
 
+DraftWindow = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="The latest tokens that a draft model or draft head reads. Default: as many as it was made for.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Plan = Annotated[
     str | None,
     typer.Option(
@@ -270,6 +278,7 @@ class EngineOptions:
     kernels: Kernels = "auto"
     quantize: Quantize = None
     threads: Threads = None
+    draft_window: DraftWindow = None
     plan: Plan = None
 
 

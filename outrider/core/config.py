@@ -54,6 +54,9 @@ class EngineConfig:
     as memory is free."""
     prefix_caching: bool = True
     """Reuse the KV cache of equal prompt prefixes."""
+    draft_window: int | None = None
+    """The latest tokens that a draft model or draft head reads, draft tokens included. None: as many as it was made
+    for, so the whole text if that is enough."""
     plan: str | Path | None = None
     """With k="auto", a file of what the planner has learned. It is read if it exists."""
     isolate_faults: bool = False
@@ -70,6 +73,8 @@ class EngineConfig:
         _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
         if self.max_model_len is not None:
             _check_count("max_model_len", self.max_model_len)
+        if self.draft_window is not None:
+            _check_count("draft_window", self.draft_window)
         if self.threads is not None and not _is_whole(self.threads):
             raise OutriderError(f"threads is {self.threads!r}; use a whole number, or None for one on each core")
         _check_positive("max_round_ms", self.max_round_ms, "none for no limit")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from outrider.cache.base import Cache, CacheConfig
+from outrider.cache.base import Cache, CacheConfig, CacheUsage
 from outrider.core.config import EngineConfig
 from outrider.core.types import Draw
 from outrider.engine.default_proposer import default_proposer
@@ -42,6 +42,7 @@ from outrider.propose.registry import (
     draft_sources,
     find_proposer,
     own_proposer,
+    reads_window,
 )
 from outrider.system.machine import free_memory
 from outrider.verify.rules import Verifier
@@ -126,6 +127,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
         raise OutriderError(f"planner is {planner!r}; use what has plan and trim, or None and a k")
     proposer = _proposer_of(config)
     find_verifier(config.verifier, proposer)
+    _check_draft_window(config.draft_window, proposer)
     return build_engine(load_target(config), config, planner=planner)
 
 
@@ -168,7 +170,7 @@ def build_engine(
     checkpoint, model = loaded.checkpoint, loaded.model
     spec = _proposer_of(config)
     rule = find_verifier(config.verifier, spec)
-    setup = make_setup(loaded, rule.draw)
+    setup = make_setup(loaded, rule.draw, draft_window=config.draft_window)
     proposer = make_proposer(spec, setup)
     caching = CacheConfig(gigabytes=config.cache_gb, share=config.prefix_caching)
     share_out([each.cache for each in (model, *draft_models(proposer))], model.context, caching)
@@ -232,7 +234,7 @@ def assemble(
     )
 
 
-def make_setup(loaded: LoadedTarget, draw: Draw) -> ProposerSetup:
+def make_setup(loaded: LoadedTarget, draw: Draw, *, draft_window: int | None = None) -> ProposerSetup:
     """What a proposer for this target is told."""
     checkpoint, target = loaded.checkpoint, loaded.model
     return ProposerSetup(
@@ -246,6 +248,7 @@ def make_setup(loaded: LoadedTarget, draw: Draw) -> ProposerSetup:
         tokenizer=checkpoint.tokenizer,
         kernels=loaded.kernels,
         source_rules=checkpoint.source,
+        draft_window=draft_window,
         target_folder=checkpoint.folder,
     )
 
@@ -266,6 +269,14 @@ def _proposer_of(config: EngineConfig) -> str | Maker:
     if config.proposer is not None:
         return config.proposer
     return default_proposer(config.target, device=config.device, kernels=config.kernels, quantize=config.quantize)
+
+
+def _check_draft_window(size: int | None, proposer: str | Maker) -> None:
+    if size is not None and isinstance(proposer, str) and not reads_window(proposer):
+        raise OutriderError(
+            f"draft_window is {size} and the proposer {proposer} has no draft that reads the text; use draft:DIR, or"
+            " leave draft_window out"
+        )
 
 
 def _is_planner(planner: object) -> bool:
@@ -295,10 +306,12 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> No
         return
     size = sum(use.token_bytes * use.block_tokens for _, use in uses)
     wanted, free = max(use.blocks for _, use in uses), free_memory()
+    # A draft that reads a window never needs more blocks than all its windows have.
+    most = [use.blocks if cache is not caches[0] and use.blocks < wanted else None for cache, use in uses]
     if gigabytes is not None:
-        wanted = int(gigabytes * 1e9 / size)
+        wanted = _blocks_within(gigabytes * 1e9, uses, most)
     elif free is not None:
-        wanted = min(wanted, int(_SHARE * free / size))
+        wanted = min(wanted, _blocks_within(_SHARE * free, uses, most))
     tokens = uses[0][1].block_tokens
     least = max(-(-context // use.block_tokens) for _, use in uses) + 1  # and a page that the row goes on from
     if wanted < least:
@@ -306,8 +319,20 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> No
             f"the caches have {wanted * size / 1e9:.3g} GB, and one row of {context} tokens takes"
             f" {least * size / 1e9:.3g}, {size // tokens} bytes a token; give more, or lower max_model_len"
         )
-    for cache, _ in uses:
-        cache.resize(wanted)
+    for (cache, _), limit in zip(uses, most, strict=True):
+        cache.resize(wanted if limit is None else min(wanted, limit))
+
+
+def _blocks_within(size: float, uses: Sequence[tuple[Cache, CacheUsage]], most: Sequence[int | None]) -> int:
+    """Return how many blocks each cache can have in `size` bytes, if no cache gets more than its number in `most`."""
+    blocks = [(use.token_bytes * use.block_tokens, limit) for (_, use), limit in zip(uses, most, strict=True)]
+    for limit in sorted({limit for _, limit in blocks if limit is not None}):
+        count = int(size / sum(block_bytes for block_bytes, _ in blocks))
+        if count <= limit:
+            return count
+        size -= sum(block_bytes * limit for block_bytes, other in blocks if other == limit)
+        blocks = [(block_bytes, other) for block_bytes, other in blocks if other != limit]
+    return int(size / sum(block_bytes for block_bytes, _ in blocks))
 
 
 def _names(spec: str | Maker, proposer: Proposer) -> tuple[str, ...]:

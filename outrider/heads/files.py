@@ -170,6 +170,12 @@ def read_target_info(folder: str | Path) -> TargetInfo:
     )
 
 
+def read_context(folder: str | Path) -> int | None:
+    """Return the number of positions that a model or draft head was made for, by its config; None: unknown."""
+    context = text_config(read_config(Path(folder).expanduser())).get("max_position_embeddings")
+    return context if isinstance(context, int) and context > 0 else None
+
+
 def _read_table(path: Path, *endings: str) -> torch.Tensor:
     """Return a table [V, H] of a target. Its name ends in the first of `endings` that exists: tables may be tied."""
     tensors = TensorFiles(path)

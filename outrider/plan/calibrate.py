@@ -11,6 +11,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -23,6 +24,7 @@ from outrider.heads.targets.base import HeadTarget
 from outrider.models.base import Target
 from outrider.native.library import cache_folder
 from outrider.plan.pass_cost import CostModel, PassCost, Sample
+from outrider.propose.draft_model.window import find_window
 from outrider.system.atomic_files import write_whole
 from outrider.system.machine import hardware, versions
 
@@ -30,12 +32,12 @@ _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96
 _MAX_PER_SEQUENCE = 16  # wider passes have more sequences
 _SWEEPS, _REPEATS = 3, 3  # the first repeat of each shape is a warm-up
 _SLOW = 0.4  # seconds; wider passes are not measured after a pass this long
-_METHOD = 5  # version of the method; files of other versions are measured again
+_METHOD = 6  # version of the method; files of other versions are measured again
 _CHECKED, _DRIFT = (1, 8), 1.4  # token counts that check a file, and the largest ratio between their deviations
 _SEED = 0  # of the tokens; all measurements of a shape have the same tokens
 _FILES = 32  # maximum number of cached files
 _PREFILL = 256  # tokens of the measured prefill
-_DEEP = 1024  # cached tokens of the measurements with a filled cache
+_DEEP, _DEEPEST = 1024, 8192  # cached tokens of the measurements with a filled cache
 
 
 def calibrate(target: Target, draft: Target | None) -> CostModel:
@@ -48,7 +50,9 @@ def calibrate(target: Target, draft: Target | None) -> CostModel:
 
 def measure_pass(target: Target) -> PassCost:
     """Measure the cost of passes of one model, up to its slots and context."""
-    return PassCost.fit(list(_samples(target)))
+    cost = PassCost.fit(list(_samples(target)))
+    window = find_window(target)
+    return cost if window is None else replace(cost, window=window.mean_length)
 
 
 @torch.inference_mode()
@@ -64,9 +68,11 @@ def _samples(target: Target) -> Iterator[Sample]:
     if target.cache.usage().token_bytes:  # otherwise passes do not depend on the cached tokens
         deep = {(1, 1), (min(widest, 8), 1), (min(target.slots, 4), min(target.slots, 4))}
         for tokens, seqs in sorted(deep):
-            cached = min(_DEEP, target.context - 1 - tokens)
+            cached = min(_DEEP, _context(target) - 1 - tokens)
             if cached > 0:
                 shapes.append((tokens, seqs, cached))
+            if seqs == 1 and _context(target) > 2 * _DEEP:  # long contexts, which small caches of the processor miss
+                shapes.append((tokens, seqs, min(_DEEPEST, _context(target) - 1 - tokens)))
     took: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes}
     for _ in range(_SWEEPS):
         for tokens, seqs, cached in took:
@@ -76,16 +82,22 @@ def _samples(target: Target) -> Iterator[Sample]:
     for (tokens, seqs, cached), measured in took.items():
         yield Sample(tokens=tokens, seqs=seqs, cached=cached, seconds=min(measured))
     if not isinstance(target, HeadTarget):  # it always computes logits for the last token only
-        tokens = min(widest, _PREFILL, target.context - 1)
+        tokens = min(widest, _PREFILL, _context(target) - 1)
         prefills = [_measure_prefill(target, tokens) for _ in range(_SWEEPS * _REPEATS)]
         yield Sample(tokens=tokens, seqs=1, cached=0, seconds=min(prefills[1:]), scored=False)
+
+
+def _context(target: Target) -> int:
+    """Return how many tokens of a sequence a pass can read."""
+    window = find_window(target)
+    return target.context if window is None else window.size
 
 
 def _shapes(target: Target) -> Iterator[tuple[int, int]]:
     """Yield the shapes: number of tokens, and of sequences that share them."""
     for tokens in _TOKENS:
         seqs = min(target.slots, -(-tokens // _MAX_PER_SEQUENCE) if tokens > _MAX_PER_SEQUENCE else 1)
-        if tokens > seqs * (target.context - 1) or tokens // seqs > 4 * _MAX_PER_SEQUENCE:
+        if tokens > seqs * (_context(target) - 1) or tokens // seqs > 4 * _MAX_PER_SEQUENCE:
             return
         yield tokens, seqs
 
@@ -164,7 +176,7 @@ def _is_accurate(costs: CostModel, target: Target, draft: Target | None) -> bool
     scales = []
     for model, cost in ((target, costs.target), (draft, costs.draft)):
         if model is not None and cost is not None:
-            for tokens in _CHECKED if model.context > max(_CHECKED) else _CHECKED[:1]:
+            for tokens in _CHECKED if _context(model) > max(_CHECKED) else _CHECKED[:1]:
                 took = min(_measure(model, 1, tokens, 0) for _ in range(_REPEATS))
                 scales.append(took / cost(tokens, seqs=1, cached=0))
     return max(scales) <= min(scales) * _DRIFT
@@ -173,7 +185,7 @@ def _is_accurate(costs: CostModel, target: Target, draft: Target | None) -> bool
 def cost_file(target: Target, draft: Target | None) -> Path:
     """Return the file for the costs of these models on this machine."""
     models = [
-        (model.kernels, model.bytes(), model.vocab, model.slots, model.context)
+        (model.kernels, model.bytes(), model.vocab, model.slots, _context(model))
         for model in (target, draft)
         if model is not None
     ]

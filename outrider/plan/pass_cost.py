@@ -37,6 +37,7 @@ class PassCost:
     entry: float  # seconds per cached entry
     pair: float  # seconds per pair
     fed: float | None = None  # seconds per prompt token; None: as tokens with logits
+    window: int | None = None  # cached tokens that a pass reads per sequence, at most; None: all
 
     def __call__(self, tokens: float, *, seqs: int, cached: float, feed: float = 0.0) -> float:
         """Return the seconds of a pass.
@@ -52,7 +53,8 @@ class PassCost:
 
     def deep(self, tokens: float, *, seqs: int, cached: float) -> float:
         """Return the seconds that the cached tokens add."""
-        return (self.entry * seqs + self.pair * tokens) * cached
+        visible = cached if self.window is None else min(cached, self.window)
+        return (self.entry * seqs + self.pair * tokens) * visible
 
     def base(self, tokens: float) -> float:
         """Return the seconds of a pass with an empty cache."""

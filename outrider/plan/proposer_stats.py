@@ -149,8 +149,10 @@ class ProposerStats:
         """Return the time in which a draft model prefills `seqs` sequences of `cached` tokens."""
         if self.costs.draft is None:
             return 0.0
-        feed = seqs * max(cached - 1, 0.0)
-        return self.costs.draft(seqs, seqs=seqs, cached=cached / 2, feed=feed)
+        window = self.costs.draft.window
+        read = cached if window is None else min(cached, window)
+        feed = seqs * max(read - 1, 0.0)
+        return self.costs.draft(seqs, seqs=seqs, cached=read / 2, feed=feed)
 
     def learn(self, outcome: Outcome, cached: float) -> None:
         """Learn from rounds in which this alternative drafted."""

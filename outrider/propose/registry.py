@@ -168,6 +168,11 @@ def parse(spec: str) -> Expression:
     return Expression(name, str(embedded(argument[1:])) if argument.startswith("@") else argument)
 
 
+def reads_window(spec: str) -> bool:
+    """Return whether an expression has a draft model or a draft head, which can read a window of the text."""
+    return not _WINDOW_PROPOSERS.isdisjoint(parse(spec).names())
+
+
 def draft_sources(spec: str | Maker) -> tuple[str, ...]:
     """Return the names of the proposers in an expression, in the order of the bits in `Draft.source`.
 
@@ -362,6 +367,8 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
 )
 # Proposers that may sample draft tokens from a distribution.
 SAMPLING_PROPOSERS = frozenset({"draft", "draft-tokens", "mtp", "tree", "cascade", "exit", "skip", "quantized"})
+# Proposers to which `draft_window` applies. The target as its own draft has the target's context.
+_WINDOW_PROPOSERS = frozenset({"draft", "draft-tokens", "draft-text", "mtp", "tree", "cascade"})
 # Proposers that draft chains, and combinations that make no tree of chains.
 CHAINS = (SAMPLING_PROPOSERS - {"tree"}) | {"draft-text", "none", "first", "switch"}
 COMBINATIONS: Mapping[str, Callable[[ProposerSetup, Sequence[Proposer]], Proposer]] = MappingProxyType(

@@ -15,7 +15,7 @@ from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.hidden_states import StateCache
 from outrider.heads.modules.autoregressive import AutoregressiveHead
-from outrider.heads.targets.base import HeadRunner, cached_attention
+from outrider.heads.targets.base import HeadRunner, cached_attention, window_rule
 from outrider.heads.targets.native import HeadDecoder
 from outrider.models.attention import CacheReader
 from outrider.native.library import load_library
@@ -27,8 +27,22 @@ class AutoregressiveTarget(HeadRunner):
 
     module: AutoregressiveHead
 
-    def __init__(self, module: AutoregressiveHead, tables: SharedWeights, *, slots: int, context: int) -> None:
+    def __init__(
+        self,
+        module: AutoregressiveHead,
+        tables: SharedWeights,
+        *,
+        slots: int,
+        context: int,
+        window: int | None = None,
+    ) -> None:
+        """Prepare for `slots` sequences of up to `context` tokens.
+
+        With `window`, each token attends only to the latest `window` tokens. Rotary positions are relative, so the
+        head never sees a distance that it was not trained for.
+        """
         super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=context)
+        self._mask_rule = window_rule(window)
         self._kv_cache = StaticCache(slots=slots, capacity=context, device=self.device)
         self.cache = StateCache(self._kv_cache, self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1)
         # The state after each node, by sequence and node. Node -1 is the last committed token.
@@ -44,7 +58,7 @@ class AutoregressiveTarget(HeadRunner):
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the outputs [T, H] of all columns, and the logits [B, M, Vd] of the nodes."""
         layout = self._kv_cache.stage(batch, draft, first)
-        attention = cached_attention(CacheReader(self._kv_cache, layout))
+        attention = cached_attention(CacheReader(self._kv_cache, layout), self._mask_rule)
         out = self.module(layout.tokens, states, layout.positions, attention)
         return out, layout.per_node(self.module.logits(out[layout.keep]))
 
@@ -85,13 +99,21 @@ class AutoregressiveTarget(HeadRunner):
 class NativeHead(AutoregressiveTarget):
     """Runs an `AutoregressiveHead` on the native kernels."""
 
-    def __init__(self, module: AutoregressiveHead, tables: SharedWeights, *, slots: int, context: int) -> None:
-        """Prepare for `slots` sequences of up to `context` tokens.
+    def __init__(
+        self,
+        module: AutoregressiveHead,
+        tables: SharedWeights,
+        *,
+        slots: int,
+        context: int,
+        window: int | None = None,
+    ) -> None:
+        """Prepare as an `AutoregressiveTarget`.
 
         Raises:
             UnsupportedModel: the kernels cannot run this head.
         """
-        super().__init__(module, tables, slots=slots, context=context)
+        super().__init__(module, tables, slots=slots, context=context, window=window)
         body = module.body
         self._paged_cache = PagedCache(
             slots=slots,
@@ -102,7 +124,7 @@ class NativeHead(AutoregressiveTarget):
             dtype=tables.embedding.dtype,
         )
         self.cache = StateCache(self._paged_cache, self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1)
-        self._decoder = HeadDecoder(module, tables, load_library(), self._paged_cache)
+        self._decoder = HeadDecoder(module, tables, load_library(), self._paged_cache, window=window)
         self.kernels = "native"
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:

@@ -18,7 +18,7 @@ from outrider.errors import OutriderError
 from outrider.heads.description import HeadDescription
 from outrider.heads.hidden_states import HiddenStates
 from outrider.heads.modules.layers import Attention, AttentionFunction
-from outrider.models.attention import CacheReader, attend
+from outrider.models.attention import CacheReader, MaskRule, attend
 from outrider.models.base import Target, draft_by_scores
 
 
@@ -120,11 +120,18 @@ class HeadRunner:
         return Scores(logits=out)
 
 
-def cached_attention(reader: CacheReader) -> AttentionFunction:
+def window_rule(size: int | None) -> MaskRule | None:
+    """Return the mask rule of a head that sees the latest `size` tokens, itself included; None: it sees all."""
+    if size is None:
+        return None
+    return MaskRule(lambda _seq, _head, query, key: key > query - size, size)
+
+
+def cached_attention(reader: CacheReader, mask_rule: MaskRule | None = None) -> AttentionFunction:
     """Return a function that computes attention over a KV cache, for a packed pass."""
 
     def attend_cached(module: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return attend(module, query[None], key[None], value[None], None, kv=reader)[0][0].transpose(0, 1)
+        return attend(module, query[None], key[None], value[None], mask_rule, kv=reader)[0][0].transpose(0, 1)
 
     return attend_cached
 

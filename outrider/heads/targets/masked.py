@@ -20,8 +20,16 @@ class MaskedTarget(AutoregressiveTarget):
     nodes at one depth have the same logits.
     """
 
-    def __init__(self, module: AutoregressiveHead, tables: SharedWeights, *, slots: int, context: int) -> None:
-        super().__init__(module, tables, slots=slots, context=context)
+    def __init__(
+        self,
+        module: AutoregressiveHead,
+        tables: SharedWeights,
+        *,
+        slots: int,
+        context: int,
+        window: int | None = None,
+    ) -> None:
+        super().__init__(module, tables, slots=slots, context=context, window=window)
         assert module.description.masks is not None
         self._masks = module.description.masks
         self.max_draft_tokens = self._masks.draft_tokens

@@ -28,9 +28,17 @@ class HeadDecoder(Passes):
     """
 
     def __init__(
-        self, module: AutoregressiveHead, tables: SharedWeights, library: Library, kv_cache: PagedCache
+        self,
+        module: AutoregressiveHead,
+        tables: SharedWeights,
+        library: Library,
+        kv_cache: PagedCache,
+        *,
+        window: int | None = None,
     ) -> None:
         """Pack a module that shares `tables` and writes to `kv_cache`. All must have the same dtype.
+
+        With `window`, each token attends only to the latest `window` tokens.
 
         Raises:
             UnsupportedModel: the kernels cannot run this head.
@@ -40,6 +48,7 @@ class HeadDecoder(Passes):
         _check_support(body, description.target_hidden)
         super().__init__(library.code, hidden=body.hidden)
         self._module = module
+        self._window = window or 0
         self._keep_alive: list[Any] = []  # the kernels hold addresses of these
         self._arena = Arena()
         dtype = tables.embedding.dtype
@@ -132,7 +141,7 @@ class HeadDecoder(Passes):
             mlp_norm=self._norm(layer, "post_attention_layernorm"),
             query_norm=self._norm(attention, "q_norm"),
             key_norm=self._norm(attention, "k_norm"),
-            window=0,
+            window=self._window,
         )
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:

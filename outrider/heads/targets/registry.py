@@ -23,8 +23,20 @@ from outrider.native.pack import FLOAT_DTYPES
 _log = logging.getLogger("outrider")
 
 
+def supports_window(module: HeadModule) -> bool:
+    """Return whether a draft head can attend to the latest tokens only: an autoregressive head of one module."""
+    other_kinds = isinstance(module, BlockHead | ParallelHead | KVSharingHead)
+    return not other_kinds and module.description.modules == 1
+
+
 def make_head_target(
-    module: HeadModule, tables: SharedWeights, *, slots: int, context: int, native: bool = False
+    module: HeadModule,
+    tables: SharedWeights,
+    *,
+    slots: int,
+    context: int,
+    window: int | None = None,
+    native: bool = False,
 ) -> HeadTarget:
     """Return a target that runs a draft head, on the native kernels if they can and the target runs on them.
 
@@ -33,6 +45,7 @@ def make_head_target(
         tables: the weights that it shares with its target.
         slots: the most sequences.
         context: the most tokens of a sequence.
+        window: the latest tokens that each token attends to, for heads that support it; None: all tokens.
         native: whether the head may run on the native kernels while the target runs on torch.
     """
     if isinstance(module, BlockHead):
@@ -49,11 +62,11 @@ def make_head_target(
     if on_native or (native and _fits_kernels(tables)):
         native_class = NativeMaskedTarget if masked else NativeAutoregressiveTarget
         try:
-            return native_class(module, tables, slots=slots, context=context)
+            return native_class(module, tables, slots=slots, context=context, window=window)
         except UnsupportedModel as reason:
             _log.log(logging.WARNING if on_native else logging.INFO, "the draft head runs on torch: %s", reason)
     torch_class = MaskedTarget if masked else AutoregressiveTarget
-    return torch_class(module, tables, slots=slots, context=context)
+    return torch_class(module, tables, slots=slots, context=context, window=window)
 
 
 def _fits_kernels(tables: SharedWeights) -> bool:

@@ -9,11 +9,16 @@
 // one entry per lane: [kBlock / 16][dim / kPerWord][16] words. The scores of sixteen entries are then in one vector.
 // Values are grouped by words of neighboring entries: [kBlock / kPerWord][dim] words. bfloat16 values are then weighted
 // in pairs.
+//
+// The matrix units (AMX) multiply whole blocks of a bfloat16 cache, if the processor has them. A block is whole for a
+// column that attends to all of its entries. This depends on the column alone, so its sums have the same order in every
+// pass.
 #pragma once
 
 #include <cmath>
 #include <vector>
 
+#include "matrix.h"
 #include "simd.h"
 
 namespace outrider {
@@ -92,10 +97,12 @@ template <class Element>
 struct Scratch {
   std::vector<float> sums;                           // [rows][dim] weighted values
   std::vector<Element> keys, values;                 // a block of gathered entries
+  std::vector<Element> queries;                      // [rows][dim]
   std::vector<QueryRow<Element>> in_place, gathered;  // rows that read a block of the cache; rows with gathered entries
   float max[kMaxTileRows];                           // largest score of each row
   float mass[kMaxTileRows * kLanes];                 // sum of weights of each row
-  explicit Scratch(int dim) : sums(kMaxTileRows * dim), keys(kBlock * dim), values(kBlock * dim) {}
+  explicit Scratch(int dim)
+      : sums(kMaxTileRows * dim), keys(kBlock * dim), values(kBlock * dim), queries(kMaxTileRows * dim) {}
 };
 
 template <class Element>
@@ -261,6 +268,57 @@ inline void attend_rows(std::vector<QueryRow<Element>>& rows, const Heads& heads
   rows.clear();
 }
 
+// Return whether the matrix units attend to whole blocks.
+template <class Element>
+inline bool uses_matrix_units(int dim) {
+  return sizeof(Element) == 2 && dim % (2 * kLanes) == 0 && has_matrix_units();
+}
+
+// Update rows first .. end - 1 with a whole block on the matrix units, as `attend_block` does. The values follow the
+// keys. `next` is the block to prefetch, or null.
+template <class Element>
+inline void attend_whole_block(MatrixUnits& units, int first, int end, const Heads& heads, const Element* keys,
+                               const Element* values, const Element* next, Scratch<Element>& s) {
+  const int dim = heads.dim;
+  const size_t row_bytes = sizeof(Element) * dim;
+  const int lines = next ? int(2 * kBlock * row_bytes / 64) : 0;  // cache lines of the next block
+  int prefetched = 0;
+  alignas(64) float scores[kMatrixBlock][kBlock];
+  alignas(64) Element weight[kMatrixBlock][kBlock];
+  for (int r = first; r < end; r += kMatrixBlock) {
+    const int rows = std::min(kMatrixBlock, end - r);
+    units.configure(rows);
+    for (int g = 0; g < kGroups; g += 2)
+      multiply_block<false>(keys + g * dim * kLanes, keys + (g + 1) * dim * kLanes, 4 * kLanes,
+                            &s.queries[size_t(r) * dim], row_bytes, rows, dim / 2, &scores[0][g * kLanes],
+                            sizeof scores[0]);
+    for (int i = 0; i < rows; i++) {
+      for (const int ahead = lines * (r - first + i + 1) / (end - first); prefetched < ahead; prefetched++)
+        prefetch(reinterpret_cast<const char*>(next) + 64 * prefetched);
+      Floats score[kGroups];
+      Floats block_max = broadcast(-INFINITY);
+      for (int g = 0; g < kGroups; g++) {
+        score[g] = load(&scores[i][g * kLanes]) * heads.scale;
+        block_max = maximum(block_max, score[g]);
+      }
+      float& max = s.max[r + i];
+      const float old_max = max;
+      const float new_max = largest(block_max);
+      max = new_max > old_max ? new_max : old_max;
+      const float rescale = old_max == max ? 1.0f : exponential(broadcast(old_max - max))[0];
+      float* mass = &s.mass[(r + i) * kLanes];
+      Floats sum = load(mass) * rescale;
+      for (int g = 0; g < kGroups; g++) sum += store_rounded(weight[i] + g * kLanes, exponential(score[g] - max));
+      store(mass, sum);
+      float* sums = &s.sums[size_t(r + i) * dim];
+      for (int d = 0; rescale != 1.0f && d < dim; d += kLanes) store(sums + d, load(sums + d) * rescale);
+    }
+    for (int d = 0; d < dim; d += 2 * kLanes)
+      multiply_block<true>(values + 2 * d, values + 2 * (d + kLanes), 2 * row_bytes, weight, sizeof weight[0], rows,
+                           kBlock / 2, &s.sums[size_t(r) * dim + d], 4 * size_t(dim));
+  }
+}
+
 // Write the attention outputs of a tile for the query heads that share key head `head`. `query` and `out` are
 // [columns][query heads * dim].
 template <class Element>
@@ -272,28 +330,57 @@ inline void attend(const Columns& columns, const Tile& tile, int head, const Hea
   std::fill(s.max, s.max + rows, -INFINITY);
   std::fill(s.mass, s.mass + rows * kLanes, 0.0f);
   std::fill(s.sums.begin(), s.sums.begin() + size_t(rows) * heads.dim, 0.0f);
+  const bool uses_matrix = uses_matrix_units<Element>(heads.dim);
+  MatrixUnits units;
+  if (uses_matrix)
+    for (int c = tile.first; c < tile.last; c++)
+      std::memcpy(&s.queries[size_t(c - tile.first) * sharing * heads.dim],
+                  query + size_t(c) * width + size_t(head) * sharing * heads.dim,
+                  sizeof(Element) * sharing * heads.dim);
   int end = 0;
   for (int c = tile.first; c < tile.last; c++)
     end = std::max(end, columns.prefix[c] + columns.tail_begin[c + 1] - columns.tail_begin[c]);
   for (int begin = 0; begin < end; begin += kBlock) {
+    int whole_begin = 0;  // rows for which this block of the cache is whole
+    int whole_end = 0;
+    const Element* next_keys = begin + kBlock < end ? entries.keys(begin + kBlock, head) : nullptr;
+    const auto attend_whole = [&] {
+      if (whole_begin < whole_end)
+        attend_whole_block(units, whole_begin, whole_end, heads, entries.keys(begin, head), entries.values(begin, head),
+                           next_keys, s);
+    };
     for (int c = tile.first; c < tile.last; c++) {
       const int tail = columns.tail_begin[c + 1] - columns.tail_begin[c];
       const int prefix = columns.prefix[c];
       const int count = std::min(kBlock, prefix + tail - begin);
       const int low = heads.window ? std::max(0, columns.position[c] + 1 - heads.window - begin) : 0;
       if (low >= count) continue;
+      const int row = (c - tile.first) * sharing;
+      if (uses_matrix && count == kBlock && !low) {
+        if (prefix < begin + kBlock) {
+          gather_entries(entries, head, columns, c, begin, count, s);
+          attend_whole_block<Element>(units, row, row + sharing, heads, s.keys.data(), s.values.data(), nullptr, s);
+          continue;
+        }
+        if (row != whole_end) {
+          attend_whole();
+          whole_begin = row;
+        }
+        whole_end = row + sharing;
+        continue;
+      }
       const Element* queries = query + size_t(c) * width + size_t(head) * sharing * heads.dim;
       auto& query_rows = prefix < begin + count ? s.gathered : s.in_place;
       for (int g = 0; g < sharing; g++)
-        query_rows.push_back({queries + g * heads.dim, (c - tile.first) * sharing + g, low, count});
+        query_rows.push_back({queries + g * heads.dim, row + g, low, count});
       if (s.gathered.empty()) continue;
       gather_entries(entries, head, columns, c, begin, count, s);
       attend_rows(s.gathered, heads, {s.keys.data(), s.values.data(), nullptr, nullptr}, s);
     }
+    attend_whole();
     if (s.in_place.empty()) continue;
     const Element* keys = entries.keys(begin, head);
     const Element* values = entries.values(begin, head);
-    const Element* next_keys = begin + kBlock < end ? entries.keys(begin + kBlock, head) : nullptr;
     attend_rows(s.in_place, heads, {keys, values, values, next_keys}, s);
   }
   for (int r = 0; r < rows; r++) {

@@ -98,6 +98,49 @@ inline void multiply_panel(const int32_t* weight, const int32_t* x, int rows, in
   _tile_stored(1, out[0] + kLanes, kPanelBytes);
 }
 
+// Compute 32 neighboring outputs of each row: out = x w, or out += x w with `add`.
+//
+// `left` and `right` hold the weights of the first and the last 16 outputs: `words` rows of 16 words, `weight_stride`
+// bytes from row to row. `words` is a multiple of 16. `x_stride` and `out_stride` are bytes from row to row.
+template <bool add>
+inline void multiply_block(const void* left, const void* right, size_t weight_stride, const void* x, size_t x_stride,
+                           int rows, int words, float* out, size_t out_stride) {
+  constexpr int kStep = 16;  // words in a matrix register
+  const auto at = [](const void* from, size_t bytes) { return static_cast<const char*>(from) + bytes; };
+  const bool both = rows > kMatrixRows;
+  float* const lower = out + kMatrixRows * out_stride / sizeof(float);
+  if (add) {
+    _tile_loadd(0, out, out_stride);
+    _tile_loadd(1, out + kLanes, out_stride);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+  }
+  if (both && add) {
+    _tile_loadd(2, lower, out_stride);
+    _tile_loadd(3, lower + kLanes, out_stride);
+  } else if (both) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int k = 0; k < words; k += kStep) {
+    _tile_loadd(4, at(left, k * weight_stride), weight_stride);
+    _tile_loadd(5, at(right, k * weight_stride), weight_stride);
+    _tile_loadd(6, at(x, 4 * k), x_stride);
+    _tile_dpbf16ps(0, 6, 4);
+    _tile_dpbf16ps(1, 6, 5);
+    if (!both) continue;
+    _tile_loadd(7, at(x, kMatrixRows * x_stride + 4 * k), x_stride);
+    _tile_dpbf16ps(2, 7, 4);
+    _tile_dpbf16ps(3, 7, 5);
+  }
+  _tile_stored(0, out, out_stride);
+  _tile_stored(1, out + kLanes, out_stride);
+  if (!both) return;
+  _tile_stored(2, lower, out_stride);
+  _tile_stored(3, lower + kLanes, out_stride);
+}
+
 #else
 
 inline bool has_matrix_units() { return false; }
@@ -107,6 +150,9 @@ struct MatrixUnits {
 };
 
 inline void multiply_panel(const int32_t*, const int32_t*, int, int, int, float (&)[kMatrixBlock][2 * kLanes]) {}
+
+template <bool add>
+inline void multiply_block(const void*, const void*, size_t, const void*, size_t, int, int, float*, size_t) {}
 
 #endif
 

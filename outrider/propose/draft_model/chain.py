@@ -31,6 +31,7 @@ from outrider.models.base import ChainSampler, Target
 from outrider.models.draft_chains import ChainBuilder
 from outrider.propose.base import ProposerSetup
 from outrider.propose.draft_model.confidence import Confidence
+from outrider.propose.draft_model.window import find_window
 from outrider.verify.sampling import SamplingTensors, apply_sampling, draw_params_of
 
 _log = logging.getLogger("outrider")
@@ -51,6 +52,7 @@ class DraftModelProposer:
         """Draft with `model`, whose token ids are the target's."""
         self._setup = setup
         self._model = model
+        self._window = find_window(model)
         self._sampling: SamplingTensors | None = None  # of the sequences of the last batch
         self._noise: PositionNoise | None = None  # of the same sequences
         self._batch: Batch | None = None  # what the draft model has staged in this round
@@ -124,6 +126,10 @@ class DraftModelProposer:
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
         """Return the sequences that the draft model runs, with the tokens it has not been fed, and their indices."""
+        if self._window:
+            for seq, start, feed, budget in zip(batch.seqs, batch.start, batch.feed, batch.draft_budget, strict=True):
+                if budget:
+                    self._window.slide(seq, start + len(feed))
         fitting = self._fitting_slots(batch)
         indices = []
         starts = []
@@ -133,11 +139,11 @@ class DraftModelProposer:
         for b, seq in enumerate(batch.seqs):
             end = batch.start[b] + len(batch.feed[b])
             start = self._model.cache.length(seq.slot)
-            room = self._model.context - end
+            room = self._room(seq.slot, end)
             budget = min(batch.draft_budget[b], max(room, 0))
             if room < batch.draft_budget[b] and not self._has_warned:
                 self._has_warned = True
-                _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
+                self._warn_of_room(room)
             completely = end - start <= _SMALL_FEED or self._must_reproduce(seq)
             stop = end if completely else min(end, start + chunk_left)
             if start < stop and end <= self._model.context and budget and seq.slot in fitting:
@@ -160,6 +166,20 @@ class DraftModelProposer:
         )
         return draft_batch, indices
 
+    def _room(self, slot: int, end: int) -> int:
+        """Return how many draft tokens fit behind the first `end` tokens of the sequence in a slot."""
+        return self._window.room(slot, end) if self._window else self._model.context - end
+
+    def _warn_of_room(self, room: int) -> None:
+        if self._window:
+            _log.warning(
+                "the draft window of %d tokens has room for drafts of %d tokens at the moment; longer drafts are cut",
+                self._window.size,
+                room,
+            )
+        else:
+            _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
+
     def _must_reproduce(self, seq: SequenceState) -> bool:
         """Return whether the request has its own seed and an output that depends on the draft."""
         params = seq.request.params
@@ -170,7 +190,8 @@ class DraftModelProposer:
         ends = {}
         for seq, start, feed, budget in zip(batch.seqs, batch.start, batch.feed, batch.draft_budget, strict=True):
             if budget:
-                ends[seq.slot] = min(start + len(feed) + self._num_fed(budget), self._model.context)
+                end = start + len(feed)
+                ends[seq.slot] = end + min(self._num_fed(budget), self._room(seq.slot, end))
         return prompts_that_fit(self._model.cache, {}, ends)
 
     def _num_fed(self, budget: int) -> int:

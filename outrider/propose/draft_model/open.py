@@ -10,12 +10,12 @@ import torch
 
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.files import read_target_info
+from outrider.heads.files import read_context, read_target_info
 from outrider.heads.formats.base import TargetInfo
 from outrider.heads.formats.registry import find
-from outrider.heads.store import is_head, read_head
+from outrider.heads.store import HeadModule, is_head, read_head
 from outrider.heads.targets.base import HeadTarget
-from outrider.heads.targets.registry import make_head_target
+from outrider.heads.targets.registry import make_head_target, supports_window
 from outrider.loader.check import check_target
 from outrider.loader.checkpoint import check_model, load_checkpoint
 from outrider.loader.make import make_target
@@ -26,6 +26,7 @@ from outrider.propose.draft_model.cascade import cascade
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.propose.draft_model.tree import TreeProposer
+from outrider.propose.draft_model.window import MIN_WINDOW, windowed
 from outrider.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
 from outrider.propose.vocabulary.reduced import read_draft_vocabulary, reduce_vocabulary
 from outrider.propose.vocabulary.text_draft import TextProposer
@@ -123,16 +124,32 @@ class _OpenedModel:
     def model(self, tokens_per_token: int = 1) -> Target:
         """Make the draft model.
 
-        Its context has `tokens_per_token` tokens per token of the target's context, but not more than the checkpoint
-        allows.
+        Its context has `tokens_per_token` tokens per token of the target's context. If the checkpoint allows fewer, or
+        the setup asks for it, the draft model reads a window.
         """
-        context = min(self.checkpoint.context, tokens_per_token * self.setup.context)
-        model = make_target(self.checkpoint, slots=self.setup.slots, context=context, kernels=self.setup.kernels)
+        context = tokens_per_token * self.setup.context
+        size = min(context, self._window_size())
+        model = make_target(self.checkpoint, slots=self.setup.slots, context=size, kernels=self.setup.kernels)
         check_target(model, self.checkpoint)
         ids = read_draft_vocabulary(self.folder, self.checkpoint.vocab)
-        if ids is None:
+        if ids is not None:
+            model = reduce_vocabulary(model, self.checkpoint, ids, kernels=self.setup.kernels)
+        if size == context:
             return model
-        return reduce_vocabulary(model, self.checkpoint, ids, kernels=self.setup.kernels)
+        _log.info("the draft in %s reads the last %d of at most %d tokens", self.folder, size, context)
+        return windowed(model, context=context)
+
+    def _window_size(self) -> int:
+        """Return how many tokens the draft model may read at once."""
+        asked = self.setup.draft_window
+        most = self.checkpoint.context
+        if asked is None:
+            return most
+        if not MIN_WINDOW <= asked <= most:
+            raise OutriderError(
+                f"draft_window is {asked}; the draft in {self.folder} takes from {MIN_WINDOW} to {most} tokens"
+            )
+        return asked
 
     def vocabulary_map(self) -> VocabularyMap:
         """Return the map from the target's ids to the draft model's."""
@@ -185,8 +202,32 @@ def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
             f" and {description.target_layers} layers; this target has {info.vocab}, {info.hidden} and {info.layers},"
             " so use the target that the head was trained on"
         )
+    window = _head_window(folder, module, setup)
     native = setup.kernels != "torch"
-    return make_head_target(module, weights, slots=setup.slots, context=setup.context, native=native)
+    return make_head_target(module, weights, slots=setup.slots, context=setup.context, window=window, native=native)
+
+
+def _head_window(folder: str, module: HeadModule, setup: ProposerSetup) -> int | None:
+    """Return how many tokens a draft head attends to; None: all tokens of a sequence.
+
+    Raises:
+        OutriderError: the setup asks for a window that this kind of head does not support.
+    """
+    asked = setup.draft_window
+    if not supports_window(module):
+        if asked is None:
+            return None
+        raise OutriderError(
+            f"draft_window is {asked}, and the head in {folder} supports none: only autoregressive heads of one module"
+            " do; leave draft_window out"
+        )
+    if asked is not None and asked < MIN_WINDOW:
+        raise OutriderError(f"draft_window is {asked}; use at least {MIN_WINDOW} tokens")
+    size = read_context(folder) if asked is None else asked
+    if size is None or size >= setup.context:
+        return None
+    _log.info("the head in %s attends to the last %d of at most %d tokens", folder, size, setup.context)
+    return size
 
 
 def _head_partner(setup: ProposerSetup) -> TargetInfo | None:

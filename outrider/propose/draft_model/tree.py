@@ -192,7 +192,7 @@ class TreeProposer(DraftModelProposer):
             _TreeGrowth(
                 seq=seq,
                 budget=budget,
-                max_fed=min(self._model.context - len(seq.token_ids), self._num_fed(budget)),
+                max_fed=min(self._room(seq.slot, len(seq.token_ids)), self._num_fed(budget)),
                 sampled=self._setup.draw is Draw.SAMPLE and seq.request.params.temperature > 0,
             )
             for seq, budget in zip(batch.seqs, batch.draft_budget, strict=True)

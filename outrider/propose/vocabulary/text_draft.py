@@ -14,6 +14,7 @@ from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceSta
 from outrider.models.base import Target
 from outrider.propose.acceptance import AcceptanceEstimator
 from outrider.propose.base import ProposerSetup
+from outrider.propose.draft_model.window import find_window
 from outrider.propose.tree_builder import TreeBuilder, build_draft
 from outrider.propose.vocabulary.retokenize import Retokenizer
 from outrider.propose.vocabulary.token_text import TokenText, counterparts
@@ -56,6 +57,7 @@ class TextProposer:
         """Draft with `model`. `target` and `draft` are the texts of the tokens of both models."""
         self._setup = setup
         self._model = model
+        self._window = find_window(model)
         self._target = target
         self._draft = draft
         self._shared = counterparts(target, draft)
@@ -131,11 +133,14 @@ class TextProposer:
         seq = self._seqs[slot]
         retokenizer.push(tokens[retokenizer.count :])
         seq.token_ids = retokenizer.ids()
+        if self._window:
+            self._window.slide(seq, len(seq.token_ids))
         start = self._model.cache.length(slot)
-        room = self._model.context - len(seq.token_ids)
+        length = len(seq.token_ids)
+        room = self._window.room(slot, length) if self._window else self._model.context - length
         # Both tokenizers need about as many tokens for the draft as for the text so far.
         steps = max(round(budget * len(seq.token_ids) / len(tokens)), 1)
-        if room < steps and not self._has_warned:
+        if room < steps and not self._window and not self._has_warned:
             self._has_warned = True
             _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
         if room < 1 or not retokenizer.ends_at_character or start >= len(seq.token_ids):
