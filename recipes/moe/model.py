@@ -96,7 +96,8 @@ def copy_experts(mlp: Any, block: Any, inputs: torch.Tensor, generator: torch.Ge
         inputs: [N, H] inputs of the MLP.
         generator: chooses the first centers of the clusters.
     """
-    experts, hidden, width = block.experts.down_proj.shape
+    experts = len(block.experts.down_proj)
+    width = block.experts.down_proj.shape[-1]
     labels, centers = cluster(inputs, experts, generator)
     activations = functional.silu(mlp.gate_proj(inputs)) * mlp.up_proj(inputs)
     importance = activations.abs() * mlp.down_proj.weight.norm(dim=0)

@@ -16,9 +16,8 @@ from outrider.heads.formats.registry import find
 from outrider.heads.store import is_head, read_head
 from outrider.heads.targets.base import HeadTarget
 from outrider.heads.targets.registry import make_head_target
-from outrider.loader.check import check_target
+from outrider.loader.check import make_checked_target
 from outrider.loader.checkpoint import check_model, load_checkpoint
-from outrider.loader.make import make_target
 from outrider.models.base import Target, WeightSharer
 from outrider.models.checkpoint import Checkpoint
 from outrider.propose.base import Proposer, ProposerSetup
@@ -126,9 +125,8 @@ class _OpenedModel:
         allows.
         """
         context = min(self.checkpoint.context, tokens_per_token * self.setup.context)
-        model = make_target(self.checkpoint, slots=self.setup.slots, context=context, kernels=self.setup.kernels)
-        check_target(model, self.checkpoint)
-        return model
+        kernels = self.setup.kernels
+        return make_checked_target(self.checkpoint, slots=self.setup.slots, context=context, kernels=kernels)
 
     def vocabulary_map(self) -> VocabularyMap:
         """Return the map from the target's ids to the draft model's."""
