@@ -59,8 +59,8 @@ def prescribed_experts(model: Any, choices: Sequence[torch.Tensor]) -> Iterator[
 
     Yields:
         A list to which each layer appends the gaps [T]: the difference between the logits of the worst expert of the
-        router's own choice and of the prescribed one, over the root mean square of the token's centered logits. 0: both
-        choices are equal.
+        router's own choice and of the prescribed one, over the root mean square of the token's logits. 0: both choices
+        are equal.
     """
     gaps: list[torch.Tensor] = []
     routers = list(_routers(model))
@@ -90,9 +90,8 @@ def _prescribe(
     same = wanted[:, :, None] == own[:, None, :]  # [T, wanted, own]
     new_weights = (same * weights[:, None, :]).sum(-1).to(weights.dtype)
     new_weights[~same.any(-1)] = weights[~same.any(1)]  # as many in each row
-    centered = logits.float() - logits.float().mean(-1, keepdim=True)
-    worst = [centered.gather(1, chosen).min(-1).values for chosen in (own, wanted)]
-    gaps.append((worst[0] - worst[1]) / centered.square().mean(-1).sqrt().clamp_min(1e-30))
+    worst = [logits.gather(1, chosen).min(-1).values.float() for chosen in (own, wanted)]
+    gaps.append((worst[0] - worst[1]) / logits.float().square().mean(-1).sqrt().clamp_min(1e-30))
     return logits, new_weights, wanted
 
 
