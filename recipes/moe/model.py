@@ -132,6 +132,8 @@ def cluster(points: torch.Tensor, count: int, generator: torch.Generator) -> tup
             centers[number] = functional.normalize(chosen, dim=0)
     labels = (points @ centers.T).argmax(-1)
     for number in range(count):
-        if not (labels == number).any():
-            labels[(points @ centers[number]).argmax()] = number
+        sizes = labels.bincount(minlength=count)
+        if not sizes[number]:  # take the nearest point of a cluster that keeps others
+            nearness = (points @ centers[number]).masked_fill(sizes[labels] < 2, -torch.inf)
+            labels[nearness.argmax()] = number
     return labels, centers
