@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
+from rich.console import Console
 
+from outrider.bench.calibration import show_calibration
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.plan import calibrate
@@ -163,3 +167,13 @@ def test_drafts_are_shorter_where_they_load_more_experts():
     dense = make_cost(expert=0.0)
     assert best_length(dense, 0.5) == best_length(dense, 1.5)
     assert best_length(dense, 1.0)[0] > ks[2]
+
+
+def test_calibration_table_shows_the_experts():
+    console = Console(record=True, width=120)
+    costs = CostModel(target=make_cost(widest=4), draft=None)
+    show_calibration({"costs": asdict(costs), "kernels": "native"}, console)
+    text = " ".join(console.export_text().split())
+    assert "tokens target per token experts" in text
+    assert "4 4510.55 1127.64 6.6" in text
+    assert "One more adds 500.000 ms" in text
