@@ -47,11 +47,16 @@ def show_calibration(document: dict[str, Any], console: Console) -> None:
     for name in pass_costs:
         table.add_column(name, justify="right")
         table.add_column("per token", justify="right")
+    experts = dict(zip(pass_costs["target"].tokens, pass_costs["target"].experts, strict=False))
+    if experts:
+        table.add_column("experts", justify="right")
     for tokens in pass_costs["target"].tokens:
         cells = []
         for cost in pass_costs.values():
             seconds = cost(tokens, seqs=1, cached=0)
             cells += [f"{1e3 * seconds:.2f}", f"{1e3 * seconds / tokens:.2f}"]
+        if experts:
+            cells.append(f"{experts[tokens]:.1f}")
         table.add_row(str(tokens), *cells)
     console.print(table)
     for name, cost in pass_costs.items():
@@ -59,5 +64,10 @@ def show_calibration(document: dict[str, Any], console: Console) -> None:
         per_token = 1e6 * cost.pair
         console.print(
             f"{name}: 1000 cached tokens add {per_seq:.3f} ms per sequence and {per_token:.3f} ms per token of a pass."
+        )
+    if experts:
+        console.print(
+            "experts: distinct experts of a layer that a pass over random tokens uses. One more adds"
+            f" {1e3 * pass_costs['target'].expert:.3f} ms."
         )
     console.print(f"The tokens of a pass are fed tokens and draft tokens. Kernels: {document['kernels']}.")

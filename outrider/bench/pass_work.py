@@ -4,18 +4,42 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import safe_open
 from transformers import AutoConfig
 
 from outrider.llm import LLM
 from outrider.loader.gguf import is_gguf, open_gguf
+from outrider.models.base import ExpertCounter
 from outrider.models.prepack import can_prepack
 from outrider.native.target import NativeTarget
 
 
-def bytes_per_pass(llm: LLM, folder: Path) -> int:
-    """Return the bytes of weights that one pass reads: all weights, without an embedding that is only looked up."""
+class PassBytes(NamedTuple):
+    """The weights that passes read, in bytes."""
+
+    dense: int  # read by every pass
+    expert: float  # one routed expert of each layer; 0: there are none, or the experts of a pass are not counted
+
+
+def bytes_per_pass(llm: LLM, folder: Path) -> PassBytes:
+    """Return the bytes of weights that a pass reads: all weights, without an embedding that is only looked up.
+
+    In a mixture of experts a pass reads only the experts that its tokens use.
+    """
+    total = _all_bytes(llm, folder)
+    count, _ = _experts(folder)
+    target = llm.parts.target
+    # The load check has run a pass, so the experts are known to be counted or not.
+    if not count or not isinstance(target, ExpertCounter) or target.touched_experts() is None:
+        return PassBytes(total, 0.0)
+    experts = target.expert_bytes()
+    return PassBytes(total - experts, experts / count)
+
+
+def _all_bytes(llm: LLM, folder: Path) -> int:
+    """Return the bytes of all weights, without an embedding that is only looked up."""
     parts = llm.parts
     if is_gguf(folder) and isinstance(parts.target, NativeTarget):
         layers, head = parts.target.read_bytes()
@@ -27,15 +51,31 @@ def bytes_per_pass(llm: LLM, folder: Path) -> int:
 
 
 def flops_per_token(folder: Path) -> float:
-    """Return two FLOPs per weight, without an embedding that is only looked up."""
+    """Return two FLOPs per weight that a token uses.
+
+    These are all weights without an embedding that is only looked up, and of the routed experts those of one token.
+    """
     embedding_weights, tied = _embedding(folder)
-    weights = 0
+    count, active = _experts(folder)
+    weights = 0.0
     if is_gguf(folder):
         weights = sum(int(tensor.n_elements) for tensor in open_gguf(folder).reader.tensors)
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            weights += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+            for name in tensors.keys():  # noqa: SIM118
+                share = active / count if count and ".experts." in name else 1.0
+                weights += share * prod(tensors.get_slice(name).get_shape())
     return 2.0 * (weights - (0 if tied else embedding_weights))
+
+
+def _experts(folder: Path) -> tuple[int, int]:
+    """Return the number of routed experts of a layer, and of a token; (0, 0): the model has none."""
+    if is_gguf(folder):
+        return 0, 0
+    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    count = next(filter(None, counts), 0)
+    return (count, config.num_experts_per_tok) if count else (0, 0)
 
 
 def _embedding(folder: Path) -> tuple[int, bool]:

@@ -34,6 +34,8 @@ DEFINITIONS: Mapping[str, str] = {
     " waits for the whole round and the others do not wait",
     "draft_ms, target_ms, host_ms": "a round of decoding: drafting, the target's forward pass, and the rest; on a GPU"
     " the wait for the device counts as host",
+    "experts": "distinct routed experts of a layer that a pass of the target used, the mean over layers and rounds; 0:"
+    " the target has none, or they are not counted on this device",
     "expected_speedup": "E[tau] / (k c + v + h) of Leviathan et al. 2023, theorem 3.8, with the measured acceptance,"
     " draft cost c, verification cost v and host cost h, in units of a plain round",
 }

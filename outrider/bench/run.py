@@ -176,8 +176,10 @@ def _document(
 def _roofline(llm: LLM, settings: Settings, rates: tuple[Rates, Rates]) -> limits.Roofline:
     folder = model_folder(settings.target)
     bandwidth, gemm = best_rates(rates)
+    weights = bytes_per_pass(llm, folder)
     return limits.Roofline(
-        weight_bytes_per_pass=bytes_per_pass(llm, folder),
+        weight_bytes_per_pass=weights.dense,
+        expert_bytes=weights.expert,
         cache_bytes_per_token=cache_bytes_per_token(llm),
         flops_per_token=flops_per_token(folder),
         read_bytes_per_s=bandwidth,

@@ -29,6 +29,7 @@ class Stats:
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     host_seconds: float = 0.0  # everything else: scheduling, sampling, verification, commit, detokenization
+    experts: float = 0.0  # distinct experts of a layer that the target's pass used, a mean over layers; 0: not counted
     exact: bool = True
 
     @classmethod
@@ -75,6 +76,7 @@ class Stats:
             draft_seconds=self.draft_seconds + other.draft_seconds,
             target_seconds=self.target_seconds + other.target_seconds,
             host_seconds=self.host_seconds + other.host_seconds,
+            experts=self.experts + other.experts,
             exact=self.exact and other.exact,
         )
 
@@ -100,7 +102,7 @@ class Stats:
         return self.draft_seconds + self.target_seconds + self.host_seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the statistics as JSON values. Times are milliseconds per round."""
+        """Return the statistics as JSON values. Times are milliseconds, and experts a mean, per round."""
         per_round = 1e3 / self.rounds if self.rounds else 0.0
         return {
             "rounds": self.rounds,
@@ -114,6 +116,7 @@ class Stats:
             "draft_ms": self.draft_seconds * per_round,
             "target_ms": self.target_seconds * per_round,
             "host_ms": self.host_seconds * per_round,
+            "experts": self.experts / self.rounds if self.rounds else 0.0,
             "exact": self.exact,
         }
 
@@ -132,6 +135,7 @@ class StatsAccumulator:
         self._reached: list[int] = []
         self._accepted: list[int] = []
         self._seconds = (0.0, 0.0, 0.0)  # draft, target, host
+        self._experts = 0.0
 
     @property
     def rounds(self) -> int:
@@ -155,6 +159,7 @@ class StatsAccumulator:
             draft_seconds=draft,
             target_seconds=target,
             host_seconds=host,
+            experts=self._experts,
             exact=self._exact,
         )
 
@@ -173,9 +178,10 @@ class StatsAccumulator:
                 self._reached[i] += i <= accepted
                 self._accepted[i] += i < accepted
 
-    def add_round(self, *, draft: float, target: float, host: float) -> None:
-        """Count one round and its seconds."""
+    def add_round(self, *, draft: float, target: float, host: float, experts: float = 0.0) -> None:
+        """Count one round, its seconds and the distinct experts of its pass."""
         self._rounds += 1
+        self._experts += experts
         before = self._seconds
         self._seconds = (before[0] + draft, before[1] + target, before[2] + host)
 

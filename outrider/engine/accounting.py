@@ -28,8 +28,8 @@ class Accounting:
         # For each alternative, the rounds in which a sequence had draft tokens.
         self.by_alternative = tuple(StatsAccumulator(exact=exact) for _ in range(alternatives))
 
-    def add(self, constrained: ConstrainedDraft, round: Round, seconds: RoundSeconds) -> None:
-        """Count one round."""
+    def add(self, constrained: ConstrainedDraft, round: Round, seconds: RoundSeconds, *, experts: float) -> None:
+        """Count one round, whose pass of the target used so many distinct experts (see `Stats.experts`)."""
         passes = []
         prompt_tokens = 0
         draft_tokens = 0
@@ -44,7 +44,7 @@ class Accounting:
         proposed, proposed_tokens = constrained.unforced(round, passes, draft_tokens)
         self.proposed.add(proposed, drafted=proposed_tokens, prompt=prompt_tokens)
         for stats in (self.total, self.proposed):
-            stats.add_round(draft=seconds.draft, target=seconds.target, host=seconds.host)
+            stats.add_round(draft=seconds.draft, target=seconds.target, host=seconds.host, experts=experts)
         if draft_tokens:
             self._add_alternatives(constrained, round)
 

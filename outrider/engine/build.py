@@ -20,10 +20,9 @@ from outrider.engine.prefill_budget import PrefillBudget
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.verifiers import find_verifier, fitting_verifiers
 from outrider.errors import OutriderError
-from outrider.loader.check import check_target
+from outrider.loader.check import make_checked_target
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import model_folder
-from outrider.loader.make import make_target
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint, SourceRules
 from outrider.native.rules import fastest_verifier
@@ -140,14 +139,13 @@ def load_target(config: EngineConfig) -> LoadedTarget:
 
 def prepare_target(checkpoint: Checkpoint, config: EngineConfig) -> LoadedTarget:
     """Choose the backend of a loaded checkpoint, allocate its cache, and check its logits against the model's own."""
-    model = make_target(
+    model = make_checked_target(
         checkpoint,
         slots=config.max_num_seqs,
         context=_context(config.max_model_len, checkpoint),
         kernels=config.kernels,
         bits=config.bits,
     )
-    check_target(model, checkpoint)
     return LoadedTarget(checkpoint=checkpoint, model=model, kernels=config.kernels)
 
 

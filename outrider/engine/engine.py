@@ -20,7 +20,7 @@ from outrider.engine.logprobs import add_logprobs
 from outrider.engine.readback import read_greedy, read_verdict
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import OutriderError
-from outrider.models.base import Target
+from outrider.models.base import ExpertCounter, Target
 from outrider.native.rules import fastest_verifier
 from outrider.plan.planner import Planner
 from outrider.propose.base import Proposer, check_budget
@@ -49,6 +49,7 @@ class Engine:
         shape: ProbsFunction = target_probs,
     ) -> None:
         self._target = target
+        self._expert_counter = target if isinstance(target, ExpertCounter) else None
         self._proposer = proposer
         self._verifier = verifier
         self._planner = planner
@@ -127,7 +128,7 @@ class Engine:
         draft_seconds = proposed - planned
         host_seconds = perf_counter() - began - draft_seconds - target_seconds
         seconds = RoundSeconds(draft=draft_seconds, target=target_seconds, host=host_seconds)
-        self._accounting.add(constrained, round, seconds)
+        self._accounting.add(constrained, round, seconds, experts=self._touched_experts())
         self._scheduler.record_round(batch, perf_counter() - began)
         return (*self._refused, *batch.seqs)
 
@@ -170,7 +171,11 @@ class Engine:
         self._commit(round)
         host_seconds = perf_counter() - proposed - target_seconds
         seconds = RoundSeconds(draft=proposed - began, target=target_seconds, host=host_seconds)
-        self._accounting.add(constrained, round, seconds)
+        self._accounting.add(constrained, round, seconds, experts=self._touched_experts())
+
+    def _touched_experts(self) -> float:
+        """Return the distinct experts of a layer that the target's last pass used; 0: they are not counted."""
+        return (self._expert_counter and self._expert_counter.touched_experts()) or 0.0
 
     def _end(self, seq: SequenceState, error: Exception) -> None:
         """End a sequence with an error."""

@@ -1,24 +1,64 @@
-"""Check a target when it is loaded: compare its forward pass with that of transformers."""
+"""Check a target when it is loaded: compare its forward pass with that of transformers.
+
+In a mixture of experts rounding decides which of two experts a token uses if their router logits are nearly equal. Then
+the logits of two correct passes differ by much more than rounding. So transformers computes with the experts that the
+target has chosen, and the choice is checked by itself: it must be the router's own, up to near-ties.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from outrider.core import tree
 from outrider.core.types import Batch, SequenceState
 from outrider.errors import MODEL_ERRORS, UnsupportedModel
+from outrider.loader.make import make_target
 from outrider.models.attention import NAME
-from outrider.models.base import Target
+from outrider.models.base import ExpertCounter, Target
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.gguf_linear import block_types
 from outrider.models.rounding import TOLERANCE, TRIALS
+from outrider.models.routing import prescribed_experts
+from outrider.native.target import NativeTarget
 
 _PROMPT = 9  # tokens
 _FIRST_FEED = 5  # tokens of the first pass; the second pass computes the rest and reads the cache
 _SOURCE = 12  # tokens of the source of an encoder-decoder model
 _PARENTS = (-1, 0, -1, 1, 2)  # a tree with two branches
+# How much smaller than the router's own worst expert a chosen one may be: the logits' tolerance times this, relative to
+# the root mean square of the router logits. Both logits have an error, which is not the same for all experts.
+_TIE = 4.0
+_log = logging.getLogger("outrider")
+
+
+def make_checked_target(
+    checkpoint: Checkpoint, *, slots: int, context: int, kernels: str = "auto", bits: int = 16
+) -> Target:
+    """Make the target for a checkpoint and check it. The arguments are those of `make_target`.
+
+    With `kernels` auto, a model that fails the check on the native kernels runs on torch, with a warning.
+
+    Raises:
+        OutriderError: as in `make_target`.
+        UnsupportedModel: as in `make_target` and `check_target`. A quantized model is not tried on torch, because the
+            native kernels have quantized it in their own format.
+    """
+    target = make_target(checkpoint, slots=slots, context=context, kernels=kernels, bits=bits)
+    try:
+        check_target(target, checkpoint)
+    except UnsupportedModel as reason:
+        if kernels != "auto" or not isinstance(target, NativeTarget):
+            raise
+        if bits < 16:
+            raise UnsupportedModel(f"{reason}; or use kernels torch, since this was on the native kernels") from reason
+        _log.warning("the native kernels fail the check, so the model runs on torch: %s", reason)
+        target = make_target(checkpoint, slots=slots, context=context, kernels="torch")
+        check_target(target, checkpoint)
+    return target
 
 
 def check_target(target: Target, checkpoint: Checkpoint) -> None:
@@ -34,7 +74,7 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
     tolerance = TOLERANCE[torch.bfloat16 if blocks else checkpoint.dtype]
     try:
         for trial in range(TRIALS):
-            errors = errors.fmin(_errors(target, checkpoint, trial).cpu())
+            errors = errors.fmin(_errors(target, checkpoint, trial, tolerance).cpu())
             if errors.max() < tolerance:
                 return
     except torch.OutOfMemoryError:
@@ -48,22 +88,41 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
 
 
 @torch.inference_mode()
-def _errors(target: Target, checkpoint: Checkpoint, seed: int) -> torch.Tensor:
+def _errors(target: Target, checkpoint: Checkpoint, seed: int, tolerance: float) -> torch.Tensor:
     """Return [1 + N], the relative error of the logits of each node."""
-    logits, prompt, drafted = _score(target, checkpoint, seed)
-    branches = []
-    for node in range(-1, len(_PARENTS)):
-        branches.append(prompt + [drafted[i] for i in tree.path(_PARENTS, node)])
-    reference = _reference(checkpoint, branches, _source(checkpoint, seed))
-    return (logits[0] - reference).norm(dim=-1) / reference.norm(dim=-1)  # type: ignore[no-any-return]
+    scored = _score(target, checkpoint, seed)
+    columns = [_branch_columns(node) for node in range(-1, len(_PARENTS))]
+    branches = [[scored.tokens[column] for column in branch] for branch in columns]
+    experts = [[layer[branch] for layer in scored.experts] for branch in columns]
+    reference = _reference(checkpoint, branches, experts, _source(checkpoint, seed))
+    errors = (scored.logits[0] - reference.logits).norm(dim=-1) / reference.logits.norm(dim=-1)
+    # A wrong choice of experts is an error of 100% or more.
+    wrong = reference.gaps.to(errors.device) > _TIE * tolerance
+    return torch.where(wrong, errors.clamp_min(1.0), errors)
 
 
-def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Score a random prompt in two passes, with a tree of draft tokens after it.
+class _Scored(NamedTuple):
+    """What the target has computed."""
 
-    Returns:
-        The logits [1, 1 + N, V], the prompt, and the tokens of the tree.
-    """
+    logits: torch.Tensor  # [1, 1 + N, V]
+    tokens: list[int]  # of the prompt, followed by those of the tree
+    experts: list[torch.Tensor]  # [T, K] of these tokens, for each layer with experts
+
+
+class _Reference(NamedTuple):
+    """What transformers has computed for each branch."""
+
+    logits: torch.Tensor  # [branches, V]
+    gaps: torch.Tensor  # [branches] the largest gap of the choice of experts, see `prescribed_experts`
+
+
+def _branch_columns(node: int) -> list[int]:
+    """Return the tokens of the branch that ends at a node, as indices of the prompt and the tree. -1: the prompt."""
+    return [*range(_PROMPT), *(_PROMPT + i for i in tree.path(_PARENTS, node))]
+
+
+def _score(target: Target, checkpoint: Checkpoint, seed: int) -> _Scored:
+    """Score a random prompt in two passes, with a tree of draft tokens after it."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(checkpoint.vocab, (_PROMPT + len(_PARENTS),), generator=generator).tolist()
     prompt = tokens[:_PROMPT]
@@ -73,6 +132,7 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Ten
     no_draft = tree.empty(1, target.device)
     first_batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(prompt[:_FIRST_FEED]),), draft_budget=(0,))
     scores = target.score(first_batch, no_draft)
+    experts = [target.chosen_experts() if isinstance(target, ExpertCounter) else []]
     target.cache.commit(tree.prefill_round(first_batch, no_draft, scores))
     nodes = torch.tensor([drafted], device=target.device)
     parents = torch.tensor([_PARENTS], device=target.device)
@@ -81,8 +141,9 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Ten
         seqs=(seq,), start=(_FIRST_FEED,), feed=(tuple(prompt[_FIRST_FEED:]),), draft_budget=(len(drafted),)
     )
     logits = target.score(second_batch, draft).logits
+    experts.append(target.chosen_experts() if isinstance(target, ExpertCounter) else [])
     target.cache.release(0)
-    return logits, prompt, drafted
+    return _Scored(logits, tokens, [torch.cat(passes) for passes in zip(*experts, strict=True)])
 
 
 def _source(checkpoint: Checkpoint, seed: int) -> list[int]:
@@ -93,20 +154,26 @@ def _source(checkpoint: Checkpoint, seed: int) -> list[int]:
     return torch.randint(checkpoint.vocab, (min(_SOURCE, checkpoint.source.context),), generator=generator).tolist()
 
 
-def _reference(checkpoint: Checkpoint, branches: list[list[int]], source: list[int]) -> torch.Tensor:
-    """Return the logits [branches, V] after each branch from transformers, without a cache."""
+def _reference(
+    checkpoint: Checkpoint, branches: list[list[int]], experts: list[list[torch.Tensor]], source: list[int]
+) -> _Reference:
+    """Return the logits after each branch from transformers, without a cache, with the experts of the target."""
     model: Any = checkpoint.model
     if block_types(model):  # they are dequantized in each pass, so one pass has all branches
         longest = max(map(len, branches))
         batches = [[branch + [0] * (longest - len(branch)) for branch in branches]]
+        padded = [[_pad(layer, longest) for layer in layers] for layers in experts]
+        choices = [[torch.cat(layer) for layer in zip(*padded, strict=True)]]
     else:
         batches = [[branch] for branch in branches]
+        choices = experts
     attention = model.config._attn_implementation
     if attention == NAME:
         model.set_attn_implementation("eager")
     try:
         logits = []
-        for batch in batches:
+        gaps: list[torch.Tensor] = []
+        for batch, chosen in zip(batches, choices, strict=True):
             tokens = torch.tensor(batch, device=checkpoint.device)
             inputs = {"input_ids": tokens}
             if source:
@@ -115,8 +182,17 @@ def _reference(checkpoint: Checkpoint, branches: list[list[int]], source: list[i
                 # Without masks, T5Gemma hides tokens with the id of the padding.
                 inputs["attention_mask"] = torch.ones_like(sources)
                 inputs["decoder_attention_mask"] = torch.ones_like(tokens)
-            logits += model(**inputs, use_cache=False).logits
-        return torch.stack([each[len(branch) - 1].float() for each, branch in zip(logits, branches, strict=True)])
+            with prescribed_experts(model, chosen) as seen:
+                logits += model(**inputs, use_cache=False).logits
+            largest = [layer.view(len(batch), -1).max(-1).values for layer in seen]
+            gaps += torch.stack(largest).max(0).values if largest else torch.zeros(len(batch))
+        last = [each[len(branch) - 1].float() for each, branch in zip(logits, branches, strict=True)]
+        return _Reference(torch.stack(last), torch.stack(gaps))
     finally:
         if attention == NAME:
             model.set_attn_implementation(attention)
+
+
+def _pad(experts: torch.Tensor, length: int) -> torch.Tensor:
+    """Return experts [length, K]: after those that are given, the router chooses."""
+    return functional.pad(experts, (0, 0, 0, length - len(experts)), value=-1)

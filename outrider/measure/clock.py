@@ -76,4 +76,5 @@ def with_times(counts: Stats, before: Stats, after: Stats) -> Stats:
         draft_seconds=after.draft_seconds - before.draft_seconds,
         target_seconds=after.target_seconds - before.target_seconds,
         host_seconds=after.host_seconds - before.host_seconds,
+        experts=after.experts - before.experts,
     )

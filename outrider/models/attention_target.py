@@ -25,6 +25,7 @@ from outrider.models.base import draft_by_scores
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.cuda_graphs import Graphs, Recorder
 from outrider.models.prepack import can_prepack, load_weights, prepack, weight_bytes
+from outrider.models.routing import ExpertRecorder
 from outrider.models.static_pass import SpareCache, StaticModel
 from outrider.models.submodel import layer_stack, make_submodel, refuse_weight_update, requantized_model, shared_weights
 
@@ -59,6 +60,8 @@ class AttentionTarget:
         self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
         self._copies: WeakSet[AttentionTarget] = WeakSet()  # quantized copies
         self._caches: WeakSet[StaticCache] = WeakSet()  # caches of this target and its copies
+        # On a GPU, counting would wait for the device.
+        self._recorded = ExpertRecorder(self._model) if checkpoint.device.type == "cpu" else None
         self._allocate_cache()
         self._reset()
         if not record and self._prepacks and can_prepack(checkpoint.device, checkpoint.dtype):
@@ -75,6 +78,8 @@ class AttentionTarget:
 
     def _score(self, batch: Batch, draft: Draft, first: int) -> Scores:
         layout = self._memory.stage(batch, draft, first)
+        if self._recorded:
+            self._recorded.clear()
         logits = self._forward(layout, CacheReader(self._memory, layout))
         for layer, out in self._outputs.items():
             self._memory.write_outputs(layer, layout, out[0])
@@ -104,6 +109,16 @@ class AttentionTarget:
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         head = torch.nn.ModuleList([self._model.get_output_embeddings()])
         return tuple(weight_bytes(layer) for layer in layer_stack(self._model)[1]), weight_bytes(head)
+
+    def touched_experts(self) -> float | None:
+        return self._recorded.touched() if self._recorded else None
+
+    def chosen_experts(self) -> list[torch.Tensor]:
+        return self._recorded.chosen() if self._recorded else []
+
+    def expert_bytes(self) -> int:
+        experts = [module for name, module in self._model.named_modules() if name.endswith(".experts")]
+        return sum(weight_bytes(module) for module in experts)
 
     def share_weights(self) -> SharedWeights:
         config = self._model.config.get_text_config(decoder=True).to_dict()

@@ -102,6 +102,29 @@ class SelfDraftTarget(Protocol):
 
 
 @runtime_checkable
+class ExpertCounter(Protocol):
+    """A target that counts the routed experts that a pass uses.
+
+    It also has them without experts, so that one class can serve both kinds of models.
+    """
+
+    def touched_experts(self) -> float | None:
+        """Return the distinct experts that the last `score` used, the mean over layers with experts.
+
+        None: the model has no experts, or they are not counted on this device.
+        """
+
+    def chosen_experts(self) -> list[torch.Tensor]:
+        """Return the experts [T, K] of the T tokens of the last `score`, for each layer with experts.
+
+        The tokens of a sequence are its feed, followed by its draft tokens. []: as None of `touched_experts`.
+        """
+
+    def expert_bytes(self) -> int:
+        """Return the bytes of the weights of all experts. 0: the model has none."""
+
+
+@runtime_checkable
 class WeightSharer(Protocol):
     """A target on whose hidden states draft heads can be trained."""
 

@@ -299,6 +299,25 @@ class Decoder(Passes):
             weights.update(self._unpacked(group, parts))
         return weights
 
+    def touched_experts(self) -> float | None:
+        """Return the distinct experts that the last pass used, the mean over layers with experts; None: no experts."""
+        layers = self._routed_layers
+        return self._code.outrider_touched_experts(self._handle) / layers if layers else None
+
+    def chosen_experts(self, columns: int) -> list[torch.Tensor]:
+        """Return the experts [columns, top] that each column of the last pass chose, for each layer with experts."""
+        routing = self.shape.routing
+        if routing is None or not self._routed_layers:
+            return []
+        choices = torch.empty(self._routed_layers, columns, routing.top, dtype=torch.int32)
+        self._code.outrider_copy_choices(self._handle, choices.data_ptr())
+        return list(choices.long())
+
+    @property
+    def _routed_layers(self) -> int:
+        """Number of layers with experts, among those that run."""
+        return 0 if self.shape.routing is None else sum(i in self.shape.routing.layers for i in self._stack)
+
     def share_weights(self) -> SharedWeights:
         """Return the weights that draft heads share. Quantized tables are expanded to `dtype`."""
         packed = self._packed_head
@@ -324,6 +343,10 @@ class Decoder(Passes):
         if self._packed is self._source._packed:
             return 0
         return sum(weight.nbytes for weight in self._packed.values())
+
+    def expert_bytes(self) -> int:
+        """Return the bytes of all experts of all layers. 0: no layer has experts."""
+        return sum(packed.nbytes for packed in self._packed.values() if isinstance(packed, PackedExperts))
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         """Return the bytes of weights that a pass over one token reads: of each layer, and of the LM head."""

@@ -72,6 +72,10 @@ def _declare_functions(code: ctypes.CDLL) -> None:
     code.outrider_run.restype = None
     code.outrider_draft_chains.argtypes = (pointer, pointer, pointer)
     code.outrider_draft_chains.restype = None
+    code.outrider_touched_experts.argtypes = (pointer,)
+    code.outrider_touched_experts.restype = ctypes.c_int64
+    code.outrider_copy_choices.argtypes = (pointer, pointer)
+    code.outrider_copy_choices.restype = None
     code.outrider_verify.argtypes = (pointer,)
     code.outrider_verify.restype = None
     code.outrider_target_probs.argtypes = (pointer,)

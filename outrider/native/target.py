@@ -53,6 +53,7 @@ class NativeTarget:
         self.slots = slots
         self.context = context
         self._layers: tuple[int, ...] = ()  # exported layers
+        self._columns = 0  # of the last pass
         self._config = checkpoint.model.config.to_dict()
         self.kernels = "native" if bits == 16 else f"native int{bits}"
         if self._decoder.types:
@@ -68,6 +69,7 @@ class NativeTarget:
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         self._memory.reserve(batch, draft.width)
         columns, order = columns_of(batch, draft, first, self.vocab)
+        self._columns = len(columns.token)
         logits, best, states = self._decoder.run(columns, self._layers)
         batch_size = len(batch.seqs)
         packed = None
@@ -119,6 +121,15 @@ class NativeTarget:
 
     def bytes(self) -> int:
         return self._decoder.bytes()
+
+    def touched_experts(self) -> float | None:
+        return self._decoder.touched_experts()
+
+    def chosen_experts(self) -> list[torch.Tensor]:
+        return self._decoder.chosen_experts(self._columns)
+
+    def expert_bytes(self) -> int:
+        return self._decoder.expert_bytes()
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         return self._decoder.read_bytes()

@@ -1,7 +1,8 @@
 """Measure the cost of passes, once per model and machine, and cache it on disk.
 
-The tokens of a measured pass are random. In a mixture of experts each token reads the weights of its own experts, so a
-pass over one token many times would read fewer weights than a pass over text.
+The tokens of a measured pass are random. In a mixture of experts each token reads the weights of its own experts. A
+pass over one token many times reads only the experts of one token, so the difference is the time of the other experts.
+The experts that a pass used are counted. The rounds count those that texts use (see `ExpertUse`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +23,7 @@ from outrider.core import tree
 from outrider.core.types import Batch, Draft, SequenceState
 from outrider.errors import OutriderError
 from outrider.heads.targets.base import HeadTarget
-from outrider.models.base import Target
+from outrider.models.base import ExpertCounter, Target
 from outrider.native.library import cache_folder
 from outrider.plan.pass_cost import CostModel, PassCost, Sample
 from outrider.propose.draft_model.window import find_window
@@ -32,11 +34,12 @@ _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96
 _MAX_PER_SEQUENCE = 16  # wider passes have more sequences
 _SWEEPS, _REPEATS = 3, 3  # the first repeat of each shape is a warm-up
 _SLOW = 0.4  # seconds; wider passes are not measured after a pass this long
-_METHOD = 6  # version of the method; files of other versions are measured again
+_METHOD = 7  # version of the method; files of other versions are measured again
 _CHECKED, _DRIFT = (1, 8), 1.4  # token counts that check a file, and the largest ratio between their deviations
 _SEED = 0  # of the tokens; all measurements of a shape have the same tokens
 _FILES = 32  # maximum number of cached files
 _PREFILL = 256  # tokens of the measured prefill
+_EQUAL = (4, 8, 16)  # equal tokens of the measurements that use the experts of one token
 _DEEP, _DEEPEST = 1024, 8192  # cached tokens of the measurements with a filled cache
 
 
@@ -55,32 +58,50 @@ def measure_pass(target: Target) -> PassCost:
     return cost if window is None else replace(cost, window=window.mean_length)
 
 
+class _Shape(NamedTuple):
+    """What a measured pass runs over."""
+
+    tokens: int
+    seqs: int
+    cached: int = 0  # cached tokens per sequence
+    equal: bool = False  # equal tokens in place of random ones
+
+
 @torch.inference_mode()
 def _samples(target: Target) -> Iterator[Sample]:
     """Measure all shapes in several sweeps, so that a disturbance does not affect a single shape."""
     shapes = []
     widest = 1
+    experts: dict[_Shape, float] = {}
     for tokens, seqs in _shapes(target):
-        shapes.append((tokens, seqs, 0))
+        shapes.append(_Shape(tokens, seqs))
         widest = tokens
-        if _measure(target, seqs, tokens, 0) > _SLOW:
+        slow = _measure(target, seqs, tokens, 0) > _SLOW
+        experts[shapes[-1]] = _touched_experts(target)
+        if slow:
             break
+    if any(experts.values()):
+        for tokens in _EQUAL:
+            if tokens < min(widest, _context(target)):
+                shapes.append(_Shape(tokens, 1, equal=True))
+                _measure(target, 1, tokens, 0, equal=True)
+                experts[shapes[-1]] = _touched_experts(target)
     if target.cache.usage().token_bytes:  # otherwise passes do not depend on the cached tokens
         deep = {(1, 1), (min(widest, 8), 1), (min(target.slots, 4), min(target.slots, 4))}
         for tokens, seqs in sorted(deep):
             cached = min(_DEEP, _context(target) - 1 - tokens)
             if cached > 0:
-                shapes.append((tokens, seqs, cached))
+                shapes.append(_Shape(tokens, seqs, cached))
             if seqs == 1 and _context(target) > 2 * _DEEP:  # long contexts, which small caches of the processor miss
-                shapes.append((tokens, seqs, min(_DEEPEST, _context(target) - 1 - tokens)))
-    took: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes}
+                shapes.append(_Shape(tokens, seqs, min(_DEEPEST, _context(target) - 1 - tokens)))
+    took: dict[_Shape, list[float]] = {shape: [] for shape in shapes}
     for _ in range(_SWEEPS):
-        for tokens, seqs, cached in took:
-            seconds = [_measure(target, seqs, tokens, cached) for _ in range(_REPEATS)]
-            took[tokens, seqs, cached] += seconds[1:]
+        for shape in took:
+            seconds = [_measure(target, shape.seqs, shape.tokens, shape.cached, shape.equal) for _ in range(_REPEATS)]
+            took[shape] += seconds[1:]
     # Use the minimum: disturbances only add time.
-    for (tokens, seqs, cached), measured in took.items():
-        yield Sample(tokens=tokens, seqs=seqs, cached=cached, seconds=min(measured))
+    for shape, measured in took.items():
+        yield Sample(**shape._asdict(), seconds=min(measured), experts=experts.get(shape, 0.0))
     if not isinstance(target, HeadTarget):  # it always computes logits for the last token only
         tokens = min(widest, _PREFILL, _context(target) - 1)
         prefills = [_measure_prefill(target, tokens) for _ in range(_SWEEPS * _REPEATS)]
@@ -102,12 +123,19 @@ def _shapes(target: Target) -> Iterator[tuple[int, int]]:
         yield tokens, seqs
 
 
-def _measure(target: Target, seqs: int, tokens: int, cached: int) -> float:
+def _touched_experts(target: Target) -> float:
+    """Return the distinct experts of a layer that the last pass used; 0: they are not counted."""
+    return (isinstance(target, ExpertCounter) and target.touched_experts()) or 0.0
+
+
+def _measure(target: Target, seqs: int, tokens: int, cached: int, equal: bool = False) -> float:
     """Return the seconds of a pass over `tokens` of `seqs` sequences with `cached` tokens each."""
     shares = [tokens // seqs + (b < tokens % seqs) for b in range(seqs)]
     if isinstance(target, HeadTarget):
         return _measure_head(target, shares, cached)
     ids = _random_ids(target, shares)
+    if equal:
+        ids = tuple((row[0],) * len(row) for row in ids)
     batch = Batch(
         seqs=tuple(_sequence(target, slot) for slot in range(seqs)),
         start=(cached,) * seqs,

@@ -388,7 +388,12 @@ class CostPlanner:
         seconds = target_seconds + host_seconds
         tokens = load.seqs + load.prompt_tokens + window.draft_tokens / window.rounds
         self._clock.learn(
-            tokens, max(load.seqs, 1), load.cached, seconds / window.rounds, drafted=bool(window.draft_tokens)
+            tokens,
+            max(load.seqs, 1),
+            load.cached,
+            seconds / window.rounds,
+            drafted=bool(window.draft_tokens),
+            experts=(stats.experts - before.experts) / window.rounds,
         )
         self._rounds_since_plain = self._rounds_since_plain + window.rounds if window.draft_tokens else 0
         draft_seconds = stats.draft_seconds - before.draft_seconds

@@ -7,9 +7,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from statistics import median
 from typing import Any
 
 import numpy as np
+
+from outrider.plan.expert_use import ExpertUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,8 @@ class Sample:
     cached: int  # cached tokens per sequence
     seconds: float
     scored: bool = True  # logits for all tokens; False: for the last of each sequence, as in prefill
+    experts: float = 0.0  # distinct experts that the pass used, the mean over layers; 0: not counted
+    equal: bool = False  # whether all tokens are equal, so that they use the experts of one token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +35,9 @@ class PassCost:
     `base` is the time to read the weights and multiply, interpolated between measurements. Cached entries are read once
     per sequence; attention multiplies each pair. A prompt token without logits takes `fed` seconds, because a small
     model spends most of its time in the output layer.
+
+    In a mixture of experts, `base` includes the experts that the measured tokens used. A pass that uses fewer of them
+    takes `expert` seconds less for each.
     """
 
     tokens: tuple[int, ...]  # ascending
@@ -38,6 +46,8 @@ class PassCost:
     pair: float  # seconds per pair
     fed: float | None = None  # seconds per prompt token; None: as tokens with logits
     window: int | None = None  # cached tokens that a pass reads per sequence, at most; None: all
+    experts: tuple[float, ...] = ()  # distinct experts of each measured pass, the mean over layers; (): not counted
+    expert: float = 0.0  # seconds for one more distinct expert of each layer
 
     def __call__(self, tokens: float, *, seqs: int, cached: float, feed: float = 0.0) -> float:
         """Return the seconds of a pass.
@@ -68,14 +78,24 @@ class PassCost:
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> PassCost:
         """Fit the model to samples with an empty cache, and some with cached tokens: for one token and for many."""
-        empty = sorted((s.tokens, s.seconds) for s in samples if s.scored and not s.cached)
+        first = sorted((s for s in samples if s.scored and not s.cached and not s.equal), key=lambda s: s.tokens)
+        empty = [(s.tokens, s.seconds) for s in first]
         # More tokens never take less time. Measurements that say otherwise were disturbed.
         seconds = tuple(accumulate((took for _, took in reversed(empty)), min))[::-1]
         base = cls(tokens=tuple(tokens for tokens, _ in empty), seconds=seconds, entry=0.0, pair=0.0)
         deep = [(s.seqs * s.cached, s.tokens * s.cached, s.seconds - base.base(s.tokens)) for s in samples if s.cached]
+        counts = tuple(s.experts for s in first) if all(s.experts for s in first) else ()
         entry, pair = _least_squares(deep)
         fed = min((s.seconds / s.tokens for s in samples if not s.scored), default=None)
-        return cls(tokens=base.tokens, seconds=seconds, entry=entry, pair=pair, fed=fed)
+        return cls(
+            tokens=base.tokens,
+            seconds=seconds,
+            entry=entry,
+            pair=pair,
+            fed=fed,
+            experts=counts,
+            expert=_expert_seconds(first, [s for s in samples if s.equal]) if counts else 0.0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +138,10 @@ class CostModel:
 
 
 class Clock:
-    """Corrects a cost model with the times of real rounds.
+    """Corrects a cost model with the times of real rounds, and with the experts that they used.
 
-    t = (a + g [draft tokens]) t(1) + b (base(tokens) - base(1)) + c deep(tokens)
+    t = (a + g [draft tokens]) t(1) + b (text(tokens) - base(1)) + c deep(tokens)
+    text(tokens) = base(tokens) - expert (experts of random tokens - experts of text)
 
     The factors a, b and c change with the load of the machine, and g is the work outside of the pass in a round with
     draft tokens. They are fitted by recursive least squares with forgetting. They stay near their defaults where the
@@ -129,6 +150,7 @@ class Clock:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
+        self._use = ExpertUse(costs.target.tokens, costs.target.experts)
         self._one_token = costs.target.base(1)
         self._one_token_round = costs.host + self._one_token
         self._factors = list(_DEFAULTS)  # a, g, b, c
@@ -149,10 +171,21 @@ class Clock:
         wide, deep = self._added_seconds(tokens, seqs, cached)
         return a * self._one_token_round + b * wide + c * deep
 
-    def learn(self, tokens: float, seqs: int, cached: float, took: float, *, drafted: bool) -> None:
-        """Learn from a round of `took` seconds. Outliers are clipped to half and twice the expected time."""
+    def experts(self, tokens: float) -> float:
+        """Return the expected distinct experts of a pass over `tokens` of text; 0: the target has none."""
+        return self._use.of_text(tokens)
+
+    def learn(
+        self, tokens: float, seqs: int, cached: float, took: float, *, drafted: bool, experts: float = 0.0
+    ) -> None:
+        """Learn from a round of `took` seconds whose pass used `experts` distinct ones (0: not counted).
+
+        Outliers are clipped to half and twice the expected time.
+        """
         if tokens > self._costs.target.tokens[-1]:
             return  # there is no measurement to compare with
+        if experts:
+            self._use.learn(tokens, experts)
         unit = self._one_token_round
         wide, deep = self._added_seconds(tokens, seqs, cached)
         terms = np.array((1.0, float(drafted), wide / unit, deep / unit))
@@ -167,12 +200,28 @@ class Clock:
     def _added_seconds(self, tokens: float, seqs: int, cached: float) -> tuple[float, float]:
         """Return the measured seconds of the tokens after the first, and of the cached tokens."""
         target = self._costs.target
-        return target.base(tokens) - self._one_token, target.deep(tokens, seqs=seqs, cached=cached)
+        wide = target.base(tokens) - self._one_token
+        if target.expert:
+            saved = target.expert * (self._use.of_random(tokens) - self._use.of_text(tokens))
+            wide = max(wide - saved, 0.0)
+        return wide, target.deep(tokens, seqs=seqs, cached=cached)
 
 
 def _pass_cost(fields: dict[str, Any]) -> PassCost:
     """Return the `PassCost` of a JSON object."""
-    return PassCost(**{**fields, "tokens": tuple(fields["tokens"]), "seconds": tuple(fields["seconds"])})
+    lists = {name: tuple(fields[name]) for name in ("tokens", "seconds", "experts")}
+    return PassCost(**{**fields, **lists})
+
+
+def _expert_seconds(random: Sequence[Sample], equal: Sequence[Sample]) -> float:
+    """Return the seconds of one more distinct expert, from passes over as many random and equal tokens.
+
+    It is the median over the passes, and at most the share of an expert in the time of a pass over one token.
+    """
+    by_tokens = {sample.tokens: sample for sample in random}
+    pairs = [(by_tokens[sample.tokens], sample) for sample in equal]
+    rates = [(a.seconds - b.seconds) / (a.experts - b.experts) for a, b in pairs if a.experts > b.experts]
+    return min(max(median(rates), 0.0), random[0].seconds / random[0].experts) if rates else 0.0
 
 
 def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

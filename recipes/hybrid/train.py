@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated
 
 import torch
@@ -17,16 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoTokenizer, BambaForCausalLM, LlamaForCausalLM
 
-from outrider.core.params import SamplingParams
 from outrider.heads.formats.registry import format_of
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.store import import_head
-from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
-from outrider.measure.prompts import read_prompts
-from outrider.train.data.prompts import encode_prompt
-from outrider.train.loss.chunked import chunked_loss
-from recipes.family.train import lr_factor, say
+from recipes.distillation import answer_prompts, cut_rows, divergence, random_batches, set_lr, timed_steps, update
+from recipes.family.train import say
 from recipes.hybrid.model import make_hybrid, make_mtp, mtp_logits
 
 _MTP_WEIGHT = 0.3  # of the module's loss (Nemotron 3)
@@ -53,7 +48,7 @@ def main(
 ) -> None:
     """Train a hybrid on the source's answers. The last line of output is one JSON document."""
     folder = model_folder(source)
-    rows = _rows(_answers(folder, data, answers, sequence, seed), sequence)
+    rows = cut_rows(answer_prompts(folder, data, answers, sequence, seed), sequence)
     teacher = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     kept = [int(number) for number in attention.split(",")]
     hybrid = make_hybrid(teacher, kept, state=state, seed=seed)
@@ -63,7 +58,7 @@ def main(
     if module_from:
         _copy_weights(import_head(module_from).weights, module)
     say(f"{len(rows)} rows of {sequence} tokens; {sum(w.numel() for w in hybrid.parameters()) / 1e6:.1f}M parameters")
-    batches = _batches(rows, batch, seed)
+    batches = random_batches(rows, batch, seed)
     layer_steps = train_layers(hybrid, teacher, batches, minutes=layer_minutes, lr=lr) if layer_minutes else 0
     steps, agreement = train_whole(hybrid, module, teacher, batches, minutes=minutes, lr=lr)
     save(hybrid, module, folder, out)
@@ -94,12 +89,12 @@ def train_layers(
         )
     optimizer = torch.optim.AdamW([w for mixer in mixers.values() for w in mixer.parameters()], lr=lr)
     hybrid.train()
-    for step, progress in _steps(minutes):
-        _set_lr(optimizer, [lr], progress)
+    for step, progress in timed_steps(minutes):
+        set_lr(optimizer, [lr], progress)
         with torch.no_grad():
             teacher.model(next(batches))
         losses = [functional.mse_loss(mixers[i](x), y) / y.square().mean() for i, (x, y) in seen.items()]
-        _update(optimizer, sum(losses))
+        update(optimizer, sum(losses))
         if step % 20 == 0:
             say(f"layers: step {step}, relative error {', '.join(f'{float(loss):.3f}' for loss in losses)}")
     for layer in teacher.model.layers:
@@ -126,17 +121,17 @@ def train_whole(
     groups = [{"params": [*new, *module.parameters()]}, {"params": copied}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     agreements: list[float] = []
-    for step, progress in _steps(minutes):
-        _set_lr(optimizer, [lr, lr / 10], progress)
+    for step, progress in timed_steps(minutes):
+        set_lr(optimizer, [lr, lr / 10], progress)
         ids = next(batches)
         with torch.no_grad():
             expected = teacher(ids).logits.softmax(-1)
         with torch.autocast("cpu", torch.bfloat16):
             states = hybrid.model(ids, use_cache=False).last_hidden_state.float()
-            own, agreement = _divergence(hybrid.lm_head(states), expected)
+            own, agreement = divergence(hybrid.lm_head(states), expected)
             drafted = mtp_logits(module, hybrid, ids, states)
-            ahead, _ = _divergence(drafted[:, :-1], expected[:, 1:-1])
-        _update(optimizer, own + _MTP_WEIGHT * ahead)
+            ahead, _ = divergence(drafted[:, :-1], expected[:, 1:-1])
+        update(optimizer, own + _MTP_WEIGHT * ahead)
         agreements.append(agreement)
         if step % 20 == 0:
             say(
@@ -169,57 +164,6 @@ def _copy_weights(weights: Mapping[str, torch.Tensor], module: AutoregressiveHea
     """Load the weights that the module has. A module with a reduced vocabulary has the same ones, and its tokens."""
     names = module.state_dict().keys()
     module.load_state_dict({name: weight.float() for name, weight in weights.items() if name in names})
-
-
-def _answers(folder: Path, data: Path, count: int, sequence: int, seed: int) -> list[list[int]]:
-    """Return prompts with the model's sampled answers, as token ids."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    llm = LLM(folder, max_num_seqs=32, max_model_len=4 * sequence)
-    encoded = [encode_prompt(tokenizer, prompt) for prompt in read_prompts(data)]
-    prompts = [list(encoded[i % len(encoded)][: 2 * sequence]) for i in range(count)]
-    completions = llm.generate(prompts, SamplingParams(temperature=1.0, max_tokens=sequence, seed=seed))
-    return [[*prompt, *completion.token_ids] for prompt, completion in zip(prompts, completions, strict=True)]
-
-
-def _rows(texts: list[list[int]], sequence: int) -> torch.Tensor:
-    """Concatenate the texts and cut them into rows [N, sequence]."""
-    joined = torch.tensor([token for text in texts for token in text])
-    return joined[: len(joined) // sequence * sequence].view(-1, sequence)
-
-
-def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield rows[torch.randint(len(rows), (size,), generator=generator)]
-
-
-def _steps(minutes: float) -> Iterator[tuple[int, float]]:
-    """Yield the number of each step and the share of the time that is used, until it is used up."""
-    begin = perf_counter()
-    step = 0
-    while (progress := (perf_counter() - begin) / (60 * minutes)) < 1 or not step:
-        yield step, progress
-        step += 1
-
-
-def _divergence(logits: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return the mean of KL(p, q) and of the sum of min(p, q), for logits of q and probabilities p [B, S, V]."""
-    loss, agreement = chunked_loss(logits.flatten(0, 1), expected.flatten(0, 1), {"kl": 1.0})
-    return loss.mean(), float(agreement.mean())
-
-
-def _set_lr(optimizer: torch.optim.Optimizer, peaks: list[float], progress: float) -> None:
-    """Set the learning rate of each group of weights, from its peak."""
-    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-        group["lr"] = peak * lr_factor(progress)
-
-
-def _update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    torch.nn.utils.clip_grad_norm_(weights, 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from outrider.cli.app import app
 from outrider.loader.embedded import embedded
 from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, token_gaps, with_times
 from outrider.measure.prompts import by_category, read_prompts
+from tests.helpers import tiny
 
 LINES = [
     {"category": "code", "prompt": "<|endoftext|>def add(a, b):\n", "reference": "ignored"},
@@ -233,8 +234,29 @@ def test_bytes_per_pass():
     """A pass reads each parameter once, in any memory layout. The tied embedding is read once, too."""
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         llm = LLM(dtype=dtype, proposer="none", max_num_seqs=1, max_model_len=64)
-        assert bytes_per_pass(llm, embedded("mini")) == pytest.approx(17.3e6 * size, rel=0.01)
+        assert bytes_per_pass(llm, embedded("mini")).dense == pytest.approx(17.3e6 * size, rel=0.01)
     assert flops_per_token(embedded("mini")) == pytest.approx(2 * 17.3e6, rel=0.01)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_bytes_and_flops_of_routed_experts(kernels, tmp_path):
+    """A pass reads the experts that its tokens use, and a token is multiplied with its own."""
+    config = tiny.make_config("MixtralConfig", head_dim=16, num_local_experts=8, num_experts_per_tok=2)
+    folder = tiny.save(tmp_path, config)
+    llm = LLM(folder, dtype="float32", kernels=kernels, proposer="none", max_num_seqs=1, max_model_len=64)
+    experts = 8 * tiny.LAYERS * 3 * 32 * 48
+    rest = sum(weight.numel() for weight in llm.parts.loaded.checkpoint.model.parameters()) - experts
+    embedding = 32 * tiny.VOCAB
+    weights = bytes_per_pass(llm, folder)
+    if llm.parts.target.kernels == "torch":
+        assert weights.expert == 4 * experts / 8
+        assert weights.dense == pytest.approx(4 * (rest - embedding), rel=0.02)
+    else:  # inputs are padded to 64
+        assert 4 * experts / 8 <= weights.expert <= 2 * 4 * experts / 8
+    assert flops_per_token(folder) == pytest.approx(2 * (rest - embedding + experts / 4), rel=0.01)
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True))
+    stats = llm.engine.stats
+    assert 2 <= stats.experts / stats.rounds < 3  # one token after another, but for the prompt
 
 
 def test_run_with_peer(prompts):

@@ -89,6 +89,24 @@ def test_limits_of_plain_and_speculative_decoding():
     assert result["speculative"] == {"limit_passes_per_s": 4.0, "limit_tokens_per_s": 24.0, "share_of_limit": None}
 
 
+def test_limits_count_the_experts_of_a_pass():
+    """A pass reads 100 bytes and 10 for each distinct expert: 2 in plain decoding, 6 with draft tokens."""
+    roofline = Roofline(
+        weight_bytes_per_pass=100,
+        expert_bytes=10.0,
+        cache_bytes_per_token=0.0,
+        flops_per_token=1.0,
+        read_bytes_per_s=1200.0,
+        gemm_flops_per_s=1e9,
+    )
+    plain = {"tau": 1.0, "draft_tokens": 0, "passes": 8, "tokens_per_s": None, "experts": 2.0}
+    speculative = {"tau": 3.0, "draft_tokens": 32, "passes": 8, "tokens_per_s": None, "experts": 6.0}
+    result = limits(roofline, {"plain": plain, "speculative": speculative}, seqs=1, cached=10.0)
+    assert result["weight_bytes_per_pass"] == result["bytes_per_pass"] == 120
+    assert result["plain"]["limit_passes_per_s"] == 10
+    assert result["speculative"]["limit_passes_per_s"] == 7.5
+
+
 def test_draft_in_sequences():
     use = MemoryUse(sequences=4, context=64, target_weights=1000, target_cache=80, draft_weights=30, draft_cache=10)
     assert use.draft_in_sequences == 2.0

@@ -169,6 +169,29 @@ def test_all_tokens_use_the_same_experts(name, tokens, count, bits, folders):
     assert relative_error(logits_of(target, tokens), expected) < (1e-4 if bits == 32 else 0.06)
 
 
+@ROUTED
+@torch.inference_mode()
+def test_experts_of_a_pass_are_those_of_transformers(name, folders):
+    target, model = load_target(folders[name], bits=32)
+    chosen = []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.gate.register_forward_hook(lambda module, inputs, outputs: chosen.append(outputs[2]))
+    for tokens in (random_ids(12), random_ids(3, 5)):
+        logits_of(target, tokens)
+        chosen.clear()
+        model(torch.tensor([tokens]))
+        assert len(target.chosen_experts()) == len(chosen)
+        for ours, theirs in zip(target.chosen_experts(), chosen, strict=True):
+            assert torch.equal(ours.sort(-1).values, theirs.sort(-1).values)
+        counts = [len(experts.unique()) for experts in chosen]
+        assert target.touched_experts() == sum(counts) / len(counts)
+    first = target.make_submodel(range(2))
+    logits_of(first, tokens)
+    assert first.touched_experts() is not None
+    assert len(first.chosen_experts()) == sum(hasattr(layer.mlp, "experts") for layer in model.model.layers[:2])
+
+
 @torch.inference_mode()
 def test_weights_of_experts_that_are_not_chosen_have_no_effect(folders):
     target, model = load_target(folders["olmoe"], bits=32)

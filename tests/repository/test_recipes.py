@@ -6,6 +6,7 @@ import json
 import random
 
 import pytest
+import torch
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -16,6 +17,9 @@ from recipes.correction import measure, pairs
 from recipes.correction import train as train_correction
 from recipes.family import prompts, train
 from recipes.family.corpus import is_aside, read_texts
+from recipes.moe import train as train_moe
+from recipes.moe.model import cluster
+from recipes.moe.routing import balance_loss
 
 WORDS = ["the", "cat", "and", "a", "dog", "sat", "on", "one", "red", "mat", "while", "two", "men", "went", "home"]
 
@@ -168,3 +172,55 @@ def test_correction_says_what_is_wrong(tmp_path):
     result = _run(train_correction.main, tmp_path / "few", "--out", tmp_path / "out")
     assert result.exit_code == 2
     assert "too few lines of prose" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_mixture_of_experts_learns_from_a_dense_model(family, tmp_path):
+    source = family[0] / "target"
+    lines = [json.dumps({"prompt": f"<|endoftext|>the {word}"}) for word in WORDS]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    words = ["--data", tmp_path / "prompts.jsonl", "--out", tmp_path / "moe", "--source", source]
+    sizes = "--experts 4 --answers 60 --sequence 16 --layer-minutes 0.03 --minutes 0.06 --lr 3e-3"
+    result = _run(train_moe.main, *words, *sizes.split())
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["agreement"] > 0.6
+    assert all(0 < share < 1 for share in (*report["usage"]["smallest"], *report["usage"]["largest"]))
+    distinct = report["usage"]["distinct"]
+    assert distinct["1"]["measured"] == distinct["1"]["uniform"] == 2
+    assert 2 < distinct["8"]["measured"] <= 4
+    llm = LLM(tmp_path / "moe", proposer="ngram", k=2, max_num_seqs=1, max_model_len=64)
+    assert llm.parts.loaded.checkpoint.model.config.model_type == "mixtral"
+    assert llm.generate("<|endoftext|>the cat", SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--experts 2 --top 3", "use a smaller --top"),
+        ("--width 24", "use a multiple of 16 from 16"),
+        ("--answers 1 --sequence 32", "give more --answers"),
+    ],
+)
+def test_a_mixture_of_experts_says_what_is_wrong(words, message, family, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "the cat"}))
+    paths = ["--data", tmp_path / "prompts.jsonl", "--out", tmp_path / "moe", "--source", family[0] / "target"]
+    result = _run(train_moe.main, *paths, *words.split())
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_clusters_of_directions():
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.eye(4, 8)
+    points = directions.repeat_interleave(10, 0) * torch.rand(40, 1, generator=generator).add(0.5)
+    labels, centers = cluster(points, 4, generator)
+    assert centers.shape == (4, 8)
+    assert set(labels.tolist()) == {0, 1, 2, 3}
+    assert cluster(torch.ones(5, 8), 3, generator)[0].unique().tolist() == [0, 1, 2]
+
+
+def test_balance_loss_is_one_for_even_use():
+    even = torch.eye(4).repeat(5, 1) * 20 + torch.eye(4).roll(1, 0).repeat(5, 1) * 20
+    assert float(balance_loss([even], 2)) == pytest.approx(1, abs=1e-3)
+    collapsed = torch.tensor([[20.0, 20.0, 0.0, 0.0]]).repeat(20, 1)
+    assert float(balance_loss([collapsed], 2)) == pytest.approx(2, abs=1e-3)

@@ -98,6 +98,8 @@ struct Runner {
   virtual ~Runner() = default;
   virtual void run(const Pass& pass) = 0;
   virtual void draft_chains(Pass pass, const Chain& chain) = 0;
+  virtual int64_t touched_experts() const = 0;
+  virtual void copy_choices(int32_t* out) const = 0;
 };
 
 template <class Element>
@@ -117,6 +119,8 @@ class Decoder final : public Runner {
 
   void run(const Pass& pass) override {
     reserve(pass.num_columns);
+    touched_experts_ = 0;
+    choices_.clear();
     make_tiles(pass);
     const auto start = std::chrono::steady_clock::now();
 #pragma omp parallel num_threads(team_size_.threads())
@@ -139,6 +143,12 @@ class Decoder final : public Runner {
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
     team_size_.record(pass.num_columns, seconds.count(), barrier_.take_sleeps());
   }
+
+  // The distinct experts that the last pass used, summed over layers.
+  int64_t touched_experts() const override { return touched_experts_; }
+
+  // Copy the experts that the columns of the last pass chose, [layers with experts][num_columns][top].
+  void copy_choices(int32_t* out) const override { std::copy(choices_.begin(), choices_.end(), out); }
 
   // Draft a chain for each sequence. The first draft token follows from `pass`, each further one from a pass over the
   // one before it.
@@ -386,7 +396,11 @@ class Decoder final : public Runner {
       choose_experts(&router_logits_[size_t(c) * count], count, top, layer.normalized,
                      &assignment_.expert[size_t(c) * top], &assignment_.weight[size_t(c) * top]);
     });
-    team.share(1, [&](int) { assignment_.sort(pass.num_columns, top, count); });
+    team.share(1, [&](int) {
+      assignment_.sort(pass.num_columns, top, count);
+      touched_experts_ += int64_t(assignment_.groups.size());
+      choices_.insert(choices_.end(), assignment_.expert.begin(), assignment_.expert.begin() + rows);
+    });
     team.share(rows, [&](int r) {
       pack_row(routed_, r, &mlp_input_[size_t(assignment_.column[r]) * hidden], hidden, layer.gate_up);
     });
@@ -554,6 +568,8 @@ class Decoder final : public Runner {
   // Routed experts. A row is a column with one of its experts.
   int max_experts_ = 0, max_top_ = 0, max_expert_ffn_ = 0;  // of all layers
   Assignment assignment_;
+  int64_t touched_experts_ = 0;    // by the last pass
+  std::vector<int32_t> choices_;  // of the last pass, [layers with experts][columns][top]
   std::vector<float> mlp_input_, router_logits_;            // [columns][...]
   std::vector<float> expert_wide_, expert_out_, routed_scale_;  // [rows][...]
   std::vector<int32_t> routed_words_, routed_total_;        // [rows][...]
@@ -573,4 +589,6 @@ void outrider_run(void* decoder, const Pass* pass) { static_cast<Runner*>(decode
 void outrider_draft_chains(void* decoder, const Pass* pass, const Chain* chain) {
   static_cast<Runner*>(decoder)->draft_chains(*pass, *chain);
 }
+int64_t outrider_touched_experts(const void* decoder) { return static_cast<const Runner*>(decoder)->touched_experts(); }
+void outrider_copy_choices(const void* decoder, int32_t* out) { static_cast<const Runner*>(decoder)->copy_choices(out); }
 }

@@ -16,9 +16,8 @@ from outrider.heads.formats.registry import find
 from outrider.heads.store import HeadModule, is_head, read_head
 from outrider.heads.targets.base import HeadTarget
 from outrider.heads.targets.registry import make_head_target, supports_window
-from outrider.loader.check import check_target
+from outrider.loader.check import make_checked_target
 from outrider.loader.checkpoint import check_model, load_checkpoint
-from outrider.loader.make import make_target
 from outrider.models.base import Target, WeightSharer
 from outrider.models.checkpoint import Checkpoint
 from outrider.propose.base import Proposer, ProposerSetup
@@ -129,11 +128,11 @@ class _OpenedModel:
         """
         context = tokens_per_token * self.setup.context
         size = min(context, self._window_size())
-        model = make_target(self.checkpoint, slots=self.setup.slots, context=size, kernels=self.setup.kernels)
-        check_target(model, self.checkpoint)
+        kernels = self.setup.kernels
+        model = make_checked_target(self.checkpoint, slots=self.setup.slots, context=size, kernels=kernels)
         ids = read_draft_vocabulary(self.folder, self.checkpoint.vocab)
         if ids is not None:
-            model = reduce_vocabulary(model, self.checkpoint, ids, kernels=self.setup.kernels)
+            model = reduce_vocabulary(model, self.checkpoint, ids, kernels=kernels)
         if size == context:
             return model
         _log.info("the draft in %s reads the last %d of at most %d tokens", self.folder, size, context)
