@@ -22,7 +22,8 @@ from outrider.models.attention import CacheReader
 from outrider.models.base import draft_by_scores
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.cuda_graphs import Graphs, Recorder
-from outrider.models.prepack import can_prepack, load_weights, prepack, weight_bytes
+from outrider.models.prepack import PackedLinear, can_prepack, load_weights, loadable, prepack, weight_bytes
+from outrider.models.quantize import QuantizedLinear
 from outrider.models.static_pass import SpareCache, StaticModel
 from outrider.models.submodel import layer_stack, make_submodel, refuse_weight_update, requantized_model, shared_weights
 
@@ -98,6 +99,34 @@ class AttentionTarget:
 
     def bytes(self) -> int:
         return weight_bytes(self._model, excluding=self._source)
+
+    def weight_names(self) -> frozenset[str]:
+        return frozenset(loadable(self._model))
+
+    def stored_weights(self) -> Mapping[str, torch.Tensor]:
+        stored = self._stored().items()
+        return {name: value if isinstance(value, torch.Tensor) else value.weight for name, value in stored}
+
+    def sleep(self, *, weights: bool) -> None:
+        if self.graphs:
+            raise OutriderError("recorded passes keep their memory; use kernels torch to sleep")
+        if weights:
+            stored = self._stored().values()
+            tensors = [tensor for tensor in stored if isinstance(tensor, torch.Tensor)]
+            if self._copies or len(tensors) < len(stored):
+                raise OutriderError("the packed weights of this target cannot be freed; use level 1")
+            for tensor in tensors:
+                tensor.untyped_storage().resize_(0)
+        for cache in self._caches:
+            cache.free()
+
+    def wake(self) -> None:
+        for tensor in self._stored().values():
+            if isinstance(tensor, torch.Tensor) and not tensor.untyped_storage().size():
+                tensor.untyped_storage().resize_(tensor.nbytes)
+
+    def _stored(self) -> Mapping[str, torch.Tensor | PackedLinear | QuantizedLinear]:
+        return loadable(self._model)
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         head = torch.nn.ModuleList([self._model.get_output_embeddings()])
