@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from outrider.rl.records import Rollout, RolloutBatch
+from outrider.rl.grpo import GRPO, GRPOSettings
+from outrider.rl.records import Provenance, Rollout, RolloutBatch
+from outrider.rl.report import StepReport
+from outrider.rl.rewards import Problem
 from outrider.rl.rollout import RolloutEngine
+from outrider.rl.trl import TRLRollouts
 
-__all__ = ["Rollout", "RolloutBatch", "RolloutEngine"]
+__all__ = [
+    "GRPO",
+    "GRPOSettings",
+    "Problem",
+    "Provenance",
+    "Rollout",
+    "RolloutBatch",
+    "RolloutEngine",
+    "StepReport",
+    "TRLRollouts",
+]
