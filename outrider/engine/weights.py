@@ -18,7 +18,8 @@ from outrider.heads.targets.base import HeadRunner
 from outrider.loader.checkpoint import read_weights
 from outrider.models.base import SleepingTarget, Target
 from outrider.models.weights import check_finite
-from outrider.propose.registry import draft_models
+from outrider.propose.base import WeightFollower
+from outrider.propose.registry import draft_models, leaves
 from outrider.propose.vocabulary.wrapped_target import WrappedTarget
 
 NewWeights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path
@@ -72,6 +73,9 @@ class EngineWeights:
         heads = [model for model in draft_models(self._parts.proposer) if isinstance(model, HeadRunner)]
         for head in heads:
             head.refresh_shared(self._parts.target.share_weights())  # type: ignore[attr-defined]
+        for proposer in leaves(self._parts.proposer):
+            if isinstance(proposer, WeightFollower):
+                proposer.target_updated(new_version)
         return new_version
 
     def update_draft(self, weights: NewWeights, version: int | None = None) -> int:

@@ -123,24 +123,26 @@ def test_tensors(shelf):
 
 
 def test_asynchronous_rollouts_say_which_version_sampled_which_token(shelf, changed):
-    policy = engine(shelf / "policy", proposer="ngram", max_num_seqs=2)
-    long = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True)
-    ids = policy.submit(PROMPTS, long, n=2, seed=3)
+    policy = engine(shelf / "policy", proposer="ngram")
+    ids = []
+    for length in (6, 16):
+        params = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True)
+        ids += policy.submit(PROMPTS, params, seed=length)
     done = []
     for rollout in policy.completed():
         done.append(rollout)
-        if len(done) == 1:
+        if len(done) == 3:  # of the short ones
             policy.update_weights(changed(shelf / "policy"))
     assert len(done) == len(ids) == 6
     mixed = [rollout for rollout in done if rollout.version is None]
-    assert mixed  # the second sequence ran when the first one ended
+    assert [len(rollout.token_ids) for rollout in mixed] == [16] * 3
+    assert {rollout.version for rollout in done[:3]} == {0}
     for rollout in done:
         versions = rollout.token_versions()
         assert len(versions) == len(rollout.token_ids) == len(rollout.logprobs)
         assert list(versions) == sorted(versions)
         for first, version in rollout.weight_versions:
             assert versions[first] == version
-    assert {rollout.version for rollout in done[3:]} == {1}
     old_values = recomputed(shelf / "policy", mixed)
     new_values = recomputed(shelf / "policy", mixed, weights=changed(shelf / "policy"))
     for rollout, old, new in zip(mixed, old_values, new_values, strict=True):

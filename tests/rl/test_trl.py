@@ -94,6 +94,7 @@ def test_what_is_refused(shelf):
         TRLRollouts(lossy)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 def test_training_with_trl(shelf, tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     pytest.importorskip("trl")
