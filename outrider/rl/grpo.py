@@ -224,7 +224,7 @@ class GRPO:
                         divergence = kl_estimate(new, reference[i])[mask].sum()
                         total = total + self.settings.beta * divergence
                         kl += float(divergence.detach()) / tokens
-                    (total / tokens).backward()
+                    (total / tokens).backward()  # type: ignore[no-untyped-call]
                     loss += float(total.detach()) / tokens
                 norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm))
                 if not math.isfinite(norm):

@@ -64,6 +64,7 @@ class RolloutEngine:
             raise OutriderError(f"allow_lossy is {allow_lossy!r}, and verifier {verifier.name} is exact; leave it out")
         self.llm = llm
         self._pending: dict[int, _Pending] = {}  # by request id
+        self._unread: dict[int, Rollout] = {}  # finished, by request id, and not yet returned by `completed`
 
     @classmethod
     def load(cls, target: str | Path | None = None, *, allow_lossy: str | None = None, **options: Any) -> RolloutEngine:
@@ -148,9 +149,10 @@ class RolloutEngine:
         done: dict[int, Rollout] = {}
         try:
             while waiting:
-                for id, rollout in self._step().items():
-                    done[id] = rollout
-                    waiting.discard(id)
+                finished = self.step()
+                done |= {id: finished.pop(id) for id in waiting & finished.keys()}
+                waiting -= done.keys()
+                self._unread |= finished  # of an earlier `submit`
         finally:
             for id in waiting:
                 self._pending.pop(id, None)
@@ -202,19 +204,26 @@ class RolloutEngine:
         The loop may call `submit`, `update_weights`, `update_draft` and `cancel`. This is asynchronous training: a
         rollout then has tokens of several versions, and `Rollout.weight_versions` says which.
         """
-        while self._pending:
-            yield from self._step().values()
+        while self._pending or self._unread:
+            finished = self._unread or self.step()
+            self._unread = {}
+            yield from finished.values()
 
     def cancel(self, ids: Sequence[int]) -> None:
         """Drop rollouts of `submit`. Finished ones are not affected."""
         for id in ids:
+            self._unread.pop(id, None)
             if self._pending.pop(id, None):
                 self.llm.abort(id)
 
-    def _step(self) -> dict[int, Rollout]:
-        """Run one round and return the rollouts that are finished, by id."""
+    def step(self) -> dict[int, Rollout]:
+        """Run one round and return the rollouts that it has finished, by id.
+
+        Raises:
+            OutriderError: no request runs or waits.
+        """
         if not self.llm.engine.busy():
-            raise OutriderError("the engine has no request that runs or waits; do not abort rollouts, cancel them")
+            raise OutriderError("no rollout runs or waits; submit some")
         done = {}
         for row in self.llm.engine.step():
             entry = self._pending.get(row.request.id)

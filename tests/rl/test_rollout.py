@@ -153,6 +153,22 @@ def test_asynchronous_rollouts_say_which_version_sampled_which_token(shelf, chan
         assert (new - old).abs().min() > 1e-4
 
 
+def test_rollouts_of_two_calls_are_not_confused(shelf):
+    policy = engine(shelf / "policy", proposer="ngram")
+    short = SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True)
+    first = policy.submit(PROMPTS, short, seed=1)
+    policy.step()
+    batch = policy.generate(PROMPTS, SAMPLED, n=2, seed=2)  # the others end in the meantime
+    assert [(rollout.prompt, rollout.sample) for rollout in batch.rollouts] == [
+        (i, j) for i in range(3) for j in (0, 1)
+    ]
+    rest = sorted(policy.completed(), key=lambda rollout: rollout.prompt)
+    assert len(rest) == len(first) == 3
+    assert facts(rest) == facts(policy.generate(PROMPTS, short, seed=1).rollouts)
+    with pytest.raises(OutriderError, match="no rollout runs or waits"):
+        policy.step()
+
+
 def test_cancelled_rollouts_and_finish_reasons(shelf):
     policy = engine(shelf / "policy", proposer="ngram")
     ids = policy.submit(PROMPTS, SAMPLED)
