@@ -7,7 +7,7 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.rl import RolloutEngine
 
-engine = RolloutEngine.load(embedded("nano"), proposer="siblings", k=4, dtype="float32", max_model_len=128)
+engine = RolloutEngine.load(embedded("nano"), proposer="group", k=4, dtype="float32", max_model_len=128)
 params = SamplingParams(temperature=1.0, max_tokens=16)
 batch = engine.generate(["def add(a, b):", "The old man"], params, n=4, seed=1)
 for group in batch.groups():

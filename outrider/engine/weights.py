@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch
 
+from outrider.cache.paged import PagedCache
 from outrider.cache.shared import SharedCache
+from outrider.cache.static import StaticCache
 from outrider.engine.build import EngineParts
 from outrider.errors import OutriderError
 from outrider.heads.targets.base import HeadRunner
 from outrider.loader.checkpoint import read_weights
 from outrider.models.base import SleepingTarget, Target
-from outrider.models.weights import check_finite
+from outrider.models.weights import finite_weights
 from outrider.propose.base import WeightFollower
 from outrider.propose.registry import draft_models, leaves
 from outrider.propose.vocabulary.wrapped_target import WrappedTarget
@@ -136,6 +138,18 @@ class EngineWeights:
         missing = "sleep(2) has freed the weights; load all with update_weights"
         self._parts.engine.block(missing if self._missing else "")
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes of the target. Unfinished requests prefill again."""
+        self._parts.engine.suspend()
+        cache = self._parts.target.cache
+        if isinstance(cache, PagedCache | StaticCache):
+            cache.forget()
+
+    @property
+    def ready(self) -> bool:
+        """Whether rounds can run: the engine does not sleep, and no weight is missing."""
+        return not self._asleep and not self._missing
+
     @property
     def asleep(self) -> bool:
         """Whether the engine sleeps."""
@@ -164,8 +178,7 @@ class EngineWeights:
         for name, value in new.items():
             if not isinstance(value, torch.Tensor):
                 raise OutriderError(f"{name} is a {type(value).__name__}; give torch tensors")
-        check_finite(new, dtype)
-        return new
+        return finite_weights(new, dtype)
 
     def _check_complete(self, new: Mapping[str, torch.Tensor]) -> None:
         """Check that the weights that `sleep` has freed are all there."""

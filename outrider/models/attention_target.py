@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from outrider.cache.base import MIN_CAPACITY, Cache, Layout
@@ -28,6 +29,11 @@ from outrider.models.static_pass import SpareCache, StaticModel
 from outrider.models.submodel import layer_stack, make_submodel, refuse_weight_update, requantized_model, shared_weights
 
 _log = logging.getLogger("outrider")
+
+
+def _is_weight(value: torch.Tensor | PackedLinear | QuantizedLinear) -> bool:
+    """Return whether a value is a weight, and not a buffer."""
+    return isinstance(value, nn.Parameter | PackedLinear | QuantizedLinear)
 
 
 class AttentionTarget:
@@ -101,7 +107,7 @@ class AttentionTarget:
         return weight_bytes(self._model, excluding=self._source)
 
     def weight_names(self) -> frozenset[str]:
-        return frozenset(loadable(self._model))
+        return frozenset(name for name, value in self._stored().items() if _is_weight(value))
 
     def stored_weights(self) -> Mapping[str, torch.Tensor]:
         stored = self._stored().items()
@@ -112,11 +118,12 @@ class AttentionTarget:
             raise OutriderError("recorded passes keep their memory; use kernels torch to sleep")
         if weights:
             stored = self._stored().values()
-            tensors = [tensor for tensor in stored if isinstance(tensor, torch.Tensor)]
-            if self._copies or len(tensors) < len(stored):
+            if self._copies or not all(isinstance(value, torch.Tensor) for value in stored):
                 raise OutriderError("the packed weights of this target cannot be freed; use level 1")
-            for tensor in tensors:
-                tensor.untyped_storage().resize_(0)
+            for value in stored:
+                if isinstance(value, nn.Parameter):
+                    value.data = torch.empty_like(value)  # in place of memory that may be a part of a file
+                    value.untyped_storage().resize_(0)
         for cache in self._caches:
             cache.free()
 

@@ -29,18 +29,21 @@ def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torc
             raise OutriderError(f"{name} has dtype {dtype}; give float32, bfloat16 or float16")
 
 
-def check_finite(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Check that no value is NaN or infinite, also after conversion to `dtype`.
+def finite_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return float weights in `dtype`, and others unchanged.
 
     Raises:
-        OutriderError: a weight has such a value.
+        OutriderError: a value is NaN or infinite, perhaps only in `dtype`.
     """
+    converted = {}
     for name, value in weights.items():
-        if value.is_floating_point() and not torch.isfinite(value.detach().to(dtype)).all():
+        converted[name] = value.detach().to(dtype) if value.is_floating_point() else value
+        if not torch.isfinite(converted[name]).all():
             raise OutriderError(
                 f"{name} has values that are NaN or infinite in {str(dtype).removeprefix('torch.')}; the old weights"
                 " stay in use. Check the last step of the training"
             )
+    return converted
 
 
 def tied_weight(weights: Mapping[str, torch.Tensor], *names: str) -> torch.Tensor | None:

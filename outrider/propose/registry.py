@@ -36,11 +36,11 @@ from outrider.propose.draft_model.self_speculation import (
     skip_layers,
     skip_proposer,
 )
+from outrider.propose.lookup.group import group_proposer, parse_group_size
 from outrider.propose.lookup.lookahead import lookahead_proposer, parse_lookahead_size
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.recycle import RecycleProposer
 from outrider.propose.lookup.retrieval import open_datastore, retrieval_proposer
-from outrider.propose.lookup.siblings import parse_siblings_size, siblings_proposer
 from outrider.propose.lookup.suffix import parse_history_size, suffix_proposer
 from outrider.propose.vocabulary.text_draft import TextProposer
 
@@ -344,7 +344,7 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
         # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of past outputs.
         "suffix": ProposerType(suffix_proposer, parse_history_size, "suffix[:TOKENS]"),
         # The same in other outputs for the same prompt, running and finished ones, of the last VERSIONS weights.
-        "siblings": ProposerType(siblings_proposer, parse_siblings_size, "siblings[:TOKENS[:VERSIONS]]"),
+        "group": ProposerType(group_proposer, parse_group_size, "group[:TOKENS[:VERSIONS]]"),
         # The likeliest tokens of the target's earlier logits after the same suffix.
         "recycle": ProposerType(_recycle, partial(_check_no_argument, "recycle"), "recycle"),
         # N-grams that the target generates in its own passes by Jacobi iteration.

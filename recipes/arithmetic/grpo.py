@@ -22,14 +22,14 @@ from recipes.arithmetic.problems import accuracy, as_problems, pairs_below, rewa
 
 def main(
     model: Annotated[Path | None, typer.Option(help="Folder of the policy. Default: the embedded target.")] = None,
-    proposer: Annotated[str, typer.Option(help="none: without speculation.")] = "siblings",
+    proposer: Annotated[str, typer.Option(help="none: without speculation.")] = "group",
     k: Annotated[int, typer.Option(help="Draft tokens per round.")] = 4,
     steps: int = 30,
-    problems: Annotated[int, typer.Option(help="Problems per step.")] = 8,
-    samples: Annotated[int, typer.Option(help="Answers to each problem.")] = 8,
+    problems: Annotated[int, typer.Option(help="Problems per step.")] = 4,
+    samples: Annotated[int, typer.Option(help="Answers to each problem.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 12,
     limit: Annotated[int, typer.Option(help="The numbers are below it.")] = 10,
-    lr: float = 3e-5,
+    lr: float = 1e-5,
     beta: Annotated[float, typer.Option(help="Weight of the KL penalty.")] = 0.0,
     checkpoint: Path | None = None,
 ) -> None:

@@ -30,13 +30,13 @@ def right_sum(completions: list[Any], answer: list[int], **_: Any) -> list[float
 def main(
     out: Annotated[Path, typer.Option(help="Folder of the trained model.")],
     model: Annotated[Path | None, typer.Option(help="Folder of the policy. Default: the embedded target.")] = None,
-    proposer: Annotated[str, typer.Option(help="none: without speculation.")] = "siblings",
+    proposer: Annotated[str, typer.Option(help="none: without speculation.")] = "group",
     k: Annotated[int, typer.Option(help="Draft tokens per round.")] = 4,
     steps: int = 30,
-    samples: Annotated[int, typer.Option(help="Answers to each problem.")] = 8,
+    samples: Annotated[int, typer.Option(help="Answers to each problem.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 12,
     limit: Annotated[int, typer.Option(help="The numbers are below it.")] = 10,
-    lr: float = 3e-5,
+    lr: float = 1e-5,
 ) -> None:
     """Train a model to add."""
     folder = model or embedded("mini")
@@ -49,7 +49,7 @@ def main(
     settings = GRPOConfig(
         output_dir=str(out),
         max_steps=steps,
-        per_device_train_batch_size=8 * samples,
+        per_device_train_batch_size=4 * samples,
         num_generations=samples,
         max_completion_length=max_tokens,
         learning_rate=lr,

@@ -15,11 +15,11 @@ from outrider.propose.draft_model.cascade import Cascade
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
 from outrider.propose.lookup.datastore import Datastore
+from outrider.propose.lookup.group import GroupProposer
 from outrider.propose.lookup.lookahead import LookaheadProposer, Sizes
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.recycle import RecycleProposer
 from outrider.propose.lookup.retrieval import RetrievalProposer
-from outrider.propose.lookup.siblings import SiblingsProposer
 from outrider.propose.lookup.suffix import SuffixProposer
 from outrider.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
 from outrider.propose.vocabulary.text_draft import TextProposer
@@ -50,7 +50,7 @@ LEARNING: Mapping[str, Callable[[ProposerSetup], Proposer]] = {
     "ngram": NgramProposer,
     "suffix": SuffixProposer,
     "suffix with history": lambda setup: SuffixProposer(setup, history=90),
-    "siblings": lambda setup: SiblingsProposer(setup, history=90, versions=2),
+    "group": lambda setup: GroupProposer(setup, history=90, versions=2),
     "recycle": RecycleProposer,
     "lookahead": lambda setup: LookaheadProposer(setup, Sizes(window=2, size=3, guesses=2)),
     "first": lambda setup: First(setup, [NgramProposer(setup, shortest=3), _toy_model(setup)]),

@@ -8,7 +8,7 @@ from outrider import OutriderError
 from outrider.core.params import SamplingParams
 from outrider.core.types import Request
 from outrider.propose.base import NoProposer
-from outrider.propose.lookup.siblings import SiblingsProposer, parse_siblings_size
+from outrider.propose.lookup.group import GroupProposer, parse_group_size
 from outrider.propose.lookup.suffix import SuffixProposer
 from outrider.propose.lookup.suffix_history import History
 from outrider.testing.toy_target import ToyTarget
@@ -48,27 +48,27 @@ def accepted(rows):
     return sum(accepted for row in rows for _, accepted, _ in row.rounds)
 
 
-def siblings(**options):
+def grouped(**options):
     made = []
 
     def make(setup):
-        made.append(SiblingsProposer(setup, **options))
+        made.append(GroupProposer(setup, **options))
         return made[-1]
 
     return make, made
 
 
 def test_siblings_feed_each_other_while_they_run():
-    make, _ = siblings()
-    grouped = sample(engine(make), range(4))
+    make, _ = grouped()
+    together = sample(engine(make), range(4))
     alone = sample(engine(SuffixProposer), range(4))
     plain = sample(engine(NoProposer), range(4))
-    assert outputs(grouped) == outputs(alone) == outputs(plain)
-    assert accepted(grouped) > 1.2 * accepted(alone)
+    assert outputs(together) == outputs(alone) == outputs(plain)
+    assert accepted(together) > 1.2 * accepted(alone)
 
 
 def test_the_last_epoch_feeds_the_next_one():
-    make, made = siblings()
+    make, made = grouped()
     run = engine(make)
     first = sample(run, range(2))
     (proposer,) = made
@@ -82,7 +82,7 @@ def test_the_last_epoch_feeds_the_next_one():
 
 
 def test_groups_and_scopes_do_not_meet():
-    make, made = siblings()
+    make, made = grouped()
     run = engine(make)
     sample(run, [0], group="a")
     for arguments in ({"group": "b"}, {"group": "a", "scope": "other"}, {"prompt": (1, 2, 3, 3)}):
@@ -96,7 +96,7 @@ def test_groups_and_scopes_do_not_meet():
 
 
 def test_old_versions_leave_the_window():
-    make, made = siblings(versions=2)
+    make, made = grouped(versions=2)
     run = engine(make)
     sample(run, [0])
     (proposer,) = made
@@ -111,7 +111,7 @@ def test_old_versions_leave_the_window():
 
 
 def test_the_history_has_a_bound():
-    make, made = siblings(history=100)
+    make, made = grouped(history=100)
     sample(engine(make), range(6), limit=60)
     assert made[0]._groups.tokens() <= 100
 
@@ -130,8 +130,8 @@ def test_removed_outputs_are_not_found():
 
 
 def test_expressions():
-    assert parse_siblings_size("") == 10**6
-    assert parse_siblings_size("5000") == parse_siblings_size("5000:4") == 5000
+    assert parse_group_size("") == 10**6
+    assert parse_group_size("5000") == parse_group_size("5000:4") == 5000
     for wrong in ("x", "0", "10:", "10:x", "10:0", "-1"):
-        with pytest.raises(OutriderError, match=f"siblings:{wrong}|suffix:{wrong}"):
-            parse_siblings_size(wrong)
+        with pytest.raises(OutriderError, match=f"group:{wrong}|suffix:{wrong}"):
+            parse_group_size(wrong)

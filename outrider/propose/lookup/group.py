@@ -20,7 +20,7 @@ _HISTORY = 10**6  # default tokens
 _CHUNK = 16  # tokens of a running sequence that its siblings see at once
 
 
-class SiblingsProposer(SuffixProposer):
+class GroupProposer(SuffixProposer):
     """Drafts what followed the longest known suffix in the sequence and in the outputs of its group.
 
     A group is `Request.group`, or the prompt if there is none. Each group has suffix trees of its own. A running
@@ -69,14 +69,14 @@ class SiblingsProposer(SuffixProposer):
         return f"{request.params.scope}\0{group}"
 
 
-def siblings_proposer(argument: str, setup: ProposerSetup) -> Proposer:
-    """Make `siblings`, `siblings:TOKENS` or `siblings:TOKENS:VERSIONS`."""
+def group_proposer(argument: str, setup: ProposerSetup) -> Proposer:
+    """Make `group`, `group:TOKENS` or `group:TOKENS:VERSIONS`."""
     tokens, versions = _sizes(argument)
-    return SiblingsProposer(setup, history=tokens, versions=versions)
+    return GroupProposer(setup, history=tokens, versions=versions)
 
 
-def parse_siblings_size(argument: str) -> int:
-    """Parse the tokens of `siblings:TOKENS:VERSIONS`.
+def parse_group_size(argument: str) -> int:
+    """Parse the tokens of `group:TOKENS:VERSIONS`.
 
     Raises:
         OutriderError: the argument does not have this form, or there are too many tokens.
@@ -90,7 +90,7 @@ def _sizes(argument: str) -> tuple[int, int | None]:
     window = parse_count(versions)
     if colon and not window:
         raise OutriderError(
-            f"siblings:{argument} has no valid number of versions; write siblings:{tokens or _HISTORY}:8 to keep the"
+            f"group:{argument} has no valid number of versions; write group:{tokens or _HISTORY}:8 to keep the"
             " outputs of the last 8 versions of the weights"
         )
     return parse_history_size(tokens) or _HISTORY, window
