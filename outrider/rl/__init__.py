@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outrider.rl.draft_training import DraftTraining
 from outrider.rl.grpo import GRPO, GRPOSettings
 from outrider.rl.records import Provenance, Rollout, RolloutBatch
 from outrider.rl.report import StepReport
@@ -10,6 +11,7 @@ from outrider.rl.rollout import RolloutEngine
 from outrider.rl.trl import TRLRollouts
 
 __all__ = [
+    "DraftTraining",
     "GRPO",
     "GRPOSettings",
     "Problem",

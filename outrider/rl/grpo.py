@@ -21,6 +21,7 @@ import torch
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
+from outrider.rl.draft_training import DraftTraining
 from outrider.rl.records import Rollout, RolloutTensors, rollout_tensors
 from outrider.rl.report import Speculation, StepReport, StepSeconds, by_draft_age, by_version
 from outrider.rl.rewards import Problem, RewardFunction, compute_rewards
@@ -64,7 +65,13 @@ class GRPO:
     """Trains a policy on rollouts of an engine that follows its weights."""
 
     def __init__(
-        self, policy: Any, engine: RolloutEngine, reward: RewardFunction, settings: GRPOSettings | None = None
+        self,
+        policy: Any,
+        engine: RolloutEngine,
+        reward: RewardFunction,
+        settings: GRPOSettings | None = None,
+        *,
+        draft: DraftTraining | None = None,
     ) -> None:
         """Prepare a run.
 
@@ -73,11 +80,13 @@ class GRPO:
             engine: samples the rollouts. It must be exact.
             reward: called with a rollout and its problem; returns a number.
             settings: the settings of the run.
+            draft: trains the engine's draft after each step. None: the draft stays as it is.
         """
         self.policy = policy.eval()  # without dropout, so that both passes over a token agree
         self.engine = engine
         self.reward = reward
         self.settings = settings or GRPOSettings()
+        self.draft = draft
         self.steps = 0  # finished steps
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=self.settings.lr, weight_decay=0.0)
         self._reference = deepcopy(policy).requires_grad_(False) if self.settings.beta else None
@@ -117,6 +126,7 @@ class GRPO:
                 n=settings.samples,
                 seed=derive_seed(settings.seed, 1 + self.steps),
             )
+        rolled_back = self.draft is not None and self.draft.judge(batch.stats.tau)
         with _timed(seconds, "reward"):
             pairs = [(rollout, problems[rollout.prompt]) for rollout in batch.rollouts]
             rewards = compute_rewards(self.reward, pairs, timeout=settings.reward_timeout)
@@ -126,6 +136,9 @@ class GRPO:
         learned = [b for b in learned if not rewards[b].failed]
         loss, kl, norm, error = self._update(batch.rollouts, advantages.float(), learned, seconds)
         self.steps += 1
+        if self.draft is not None:
+            with _timed(seconds, "draft"):
+                self.draft.train()
         with _timed(seconds, "sync"):
             self.engine.update_weights(self._weights())
         return StepReport(
@@ -141,6 +154,7 @@ class GRPO:
             speculation=Speculation.of(batch.rollouts),
             by_version=by_version(batch.rollouts),
             by_draft_age=by_draft_age(batch.rollouts),
+            draft_rolled_back=rolled_back,
         )
 
     def logprobs(self, model: Any, tensors: RolloutTensors) -> torch.Tensor:
@@ -162,6 +176,7 @@ class GRPO:
             "steps": self.steps,
             "version": self.engine.version,
             "settings": asdict(self.settings),
+            "draft": None if self.draft is None else self.draft.state_dict(),
         }
         torch.save(state, path / f"{_CHECKPOINT}.new")
         (path / f"{_CHECKPOINT}.new").replace(path / _CHECKPOINT)
@@ -185,8 +200,17 @@ class GRPO:
             )
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.draft is not None and state["draft"] is not None:
+            self.draft.load_state_dict(state["draft"])
         self.steps = state["steps"]
         self.engine.update_weights(self._weights(), max(state["version"], self.engine.version + 1))
+
+    def _recorded_logprobs(self, tensors: RolloutTensors, rollouts: Sequence[Rollout]) -> torch.Tensor:
+        """Return the log-probabilities under the policy, and let the draft's training record the pass."""
+        if self.draft is None:
+            return self.logprobs(self.policy, tensors)
+        with self.draft.recording(self.policy, rollouts):
+            return self.logprobs(self.policy, tensors)
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
         return {name: value.detach() for name, value in self.policy.state_dict().items()}
@@ -204,7 +228,10 @@ class GRPO:
         parts = [list(learned[begin : begin + size]) for begin in range(0, len(learned), size)]
         tensors = [rollout_tensors([rollouts[b] for b in part], pad_token_id=0) for part in parts]
         with _timed(seconds, "logprobs"), torch.no_grad():
-            old = [self.logprobs(self.policy, part) for part in tensors]
+            old = [
+                self._recorded_logprobs(part, [rollouts[b] for b in indices])
+                for part, indices in zip(tensors, parts, strict=True)
+            ]
             reference = [self.logprobs(self._reference, part) for part in tensors] if self._reference else None
         error = max(
             float((own - part.sampled_logprobs.to(own.device)).abs().max())

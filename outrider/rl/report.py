@@ -19,12 +19,13 @@ class StepSeconds:
     reward: float = 0.0
     logprobs: float = 0.0  # the trainer's own log-probabilities: old policy and reference
     training: float = 0.0  # forward, backward and optimizer
+    draft: float = 0.0  # training of the draft
     sync: float = 0.0  # new weights into the engine
 
     @property
     def total(self) -> float:
         """The seconds of the step."""
-        return self.generation + self.reward + self.logprobs + self.training + self.sync
+        return self.generation + self.reward + self.logprobs + self.training + self.draft + self.sync
 
     @property
     def generation_share(self) -> float:
@@ -88,6 +89,7 @@ class StepReport:
     speculation: Speculation
     by_version: dict[str, Speculation] = field(default_factory=dict)
     by_draft_age: dict[int, Speculation] = field(default_factory=dict)
+    draft_rolled_back: bool = False  # whether the draft's last update has cost tau and was taken back
 
     @property
     def mean_reward(self) -> float | None:

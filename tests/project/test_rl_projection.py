@@ -57,7 +57,7 @@ def project(*words):
 def test_command():
     result = project("--rl", "0.7", "--json")
     assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout)
+    document = json.loads(result.stdout.splitlines()[-1])
     assert document["rl"] == {"generation_share": 0.7, "overlap": 0.0, "limit": pytest.approx(1 / 0.3)}
     for entry in document["results"]:
         for case in entry["cases"].values():
@@ -65,6 +65,8 @@ def test_command():
     shown = project("--rl", "0.7")
     assert "step" in shown.output
     assert "at most 3.33" in shown.output
-    assert "step_speedup" not in project("--json").output
+    plain = json.loads(project("--json").stdout.splitlines()[-1])
+    assert "rl" not in plain
+    assert "step_speedup" not in plain["results"][0]["cases"]["middle"]
     assert "give --rl as well" in project("--rl-overlap", "0.2").output
     assert "use a share from 0 to 1" in project("--rl", "1.5").output
