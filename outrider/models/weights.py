@@ -38,7 +38,8 @@ def finite_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> d
     converted = {}
     for name, value in weights.items():
         converted[name] = value.detach().to(dtype) if value.is_floating_point() else value
-        if not torch.isfinite(converted[name]).all():
+        # `aminmax` is NaN if there is one. It needs one pass and no memory, unlike `isfinite` of all values.
+        if value.numel() and not all(map(torch.isfinite, torch.aminmax(converted[name]))):
             raise OutriderError(
                 f"{name} has values that are NaN or infinite in {str(dtype).removeprefix('torch.')}; the old weights"
                 " stay in use. Check the last step of the training"

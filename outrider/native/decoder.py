@@ -375,7 +375,8 @@ class Decoder(Passes):
 
     def _embed(self, table: Weight) -> torch.Tensor:
         """Return the embedding table. If it is tied to the LM head, it is the table after quantization."""
-        return (self._packed[_HEAD].unpack() if self._tied else _dense(table)).to(self.dtype)
+        changed = self._tied and self._packed_head.bits not in FLOAT_DTYPES
+        return (self._packed_head.unpack() if changed else _dense(table)).to(self.dtype)
 
     def _pack_table(self, table: Weight) -> PackedBlocks | None:
         """Return the embedding table in blocks, or None if it is dense."""

@@ -126,7 +126,8 @@ def pack(
     """
     arena = arena or Arena()
     outputs, inputs = weight.shape
-    padded = functional.pad(weight, (0, -inputs % GROUP, 0, -outputs % PANEL))
+    padding = (0, -inputs % GROUP, 0, -outputs % PANEL)
+    padded = functional.pad(weight, padding) if any(padding) else weight
     if bits in FLOAT_DTYPES:
         values = padded.to(FLOAT_DTYPES[bits])
         scale = minimum = None

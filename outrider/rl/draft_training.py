@@ -7,15 +7,17 @@ gradients are the same with and without it, bit by bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from outrider.core.stats import Stats
 from outrider.errors import OutriderError
 from outrider.models.submodel import layer_stack
 from outrider.propose.registry import draft_models
@@ -30,6 +32,26 @@ from outrider.train.trainer import Trainer
 
 _PEAK = 0.03  # progress at which the learning rate of `Trainer` has its full value
 _MICRO_BATCH_TOKENS = 4096
+_STANDARD_ERRORS = 2.0  # a difference of tau within so many standard errors is chance
+
+
+class TauEstimate(NamedTuple):
+    """The mean tokens of a pass and its standard error."""
+
+    tau: float
+    error: float
+
+
+def tau_estimate(stats: Stats) -> TauEstimate | None:
+    """Return the mean tokens of a pass and its standard error, as if passes were independent; None without a pass."""
+    if not stats.passes:
+        return None
+    # A pass that accepts a draft token at depth i emits at least i + 2 tokens. So the accepted counts are the tail
+    # probabilities of the emitted tokens, and sum (2 i + 3) of them is the mean square without the first token.
+    tails = [accepted / stats.passes for accepted in stats.accepted]
+    square = 1 + sum((2 * i + 3) * tail for i, tail in enumerate(tails))
+    mean = 1 + sum(tails)
+    return TauEstimate(mean, math.sqrt(max(square - mean * mean, 0.0) / stats.passes))
 
 
 class DraftTraining:
@@ -55,7 +77,8 @@ class DraftTraining:
             lr: learning rate.
             loss: as of `outrider train --loss`.
             max_tokens: tokens of rollouts that one step of the draft trains on at most.
-            tolerance: the share of tau that an update may cost. If it costs more, it is taken back.
+            tolerance: the share of tau that an update may cost. If it costs more, and the difference is larger than
+                chance explains, it is taken back.
 
         Raises:
             OutriderError: the draft cannot be trained, or an option is out of range.
@@ -83,7 +106,7 @@ class DraftTraining:
         self._samples: list[Sample] = []
         self._recorded: dict[int, torch.Tensor] = {}  # by layer, of the pass that is recorded
         self._previous: dict[str, torch.Tensor] | None = None  # weights before the last update
-        self._previous_tau: float | None = None
+        self._previous_tau: TauEstimate | None = None
 
     @contextmanager
     def recording(self, policy: Any, rollouts: Sequence[Rollout]) -> Iterator[None]:
@@ -134,13 +157,17 @@ class DraftTraining:
         self.acceptance = tuple(stats.acceptance) or self.acceptance
         self.engine.update_draft(_copied(self._trainee.module))
 
-    def judge(self, tau: float) -> bool:
-        """Compare the draft with the one before, by the tau of the first rollouts since its update.
+    def judge(self, stats: Stats) -> bool:
+        """Compare the draft with the one before, by the first rollouts since its update.
 
         Returns:
             Whether the update was taken back.
         """
-        if self._previous is None or self._previous_tau is None or tau >= (1 - self._tolerance) * self._previous_tau:
+        tau = tau_estimate(stats)
+        if tau is None:
+            return False
+        before = self._previous_tau
+        if self._previous is None or before is None or not self._is_worse(tau, before):
             self._previous_tau = tau
             return False
         self._trainee.module.load_state_dict(self._previous)
@@ -149,13 +176,17 @@ class DraftTraining:
         self.rollbacks += 1
         return True
 
+    def _is_worse(self, now: TauEstimate, before: TauEstimate) -> bool:
+        chance = _STANDARD_ERRORS * math.hypot(now.error, before.error)
+        return now.tau < (1 - self._tolerance) * before.tau - chance
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
         return {
             "module": self._trainee.module.state_dict(),
             "optimizer": self._trainer.optimizer_state(),
             "previous": self._previous,
-            "previous_tau": self._previous_tau,
+            "previous_tau": None if self._previous_tau is None else tuple(self._previous_tau),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -163,7 +194,7 @@ class DraftTraining:
         self._trainee.module.load_state_dict(state["module"])
         self._trainer.load_optimizer_state(state["optimizer"])
         self._previous = state["previous"]
-        self._previous_tau = state["previous_tau"]
+        self._previous_tau = None if state["previous_tau"] is None else TauEstimate(*state["previous_tau"])
         self.engine.update_draft(_copied(self._trainee.module))
 
     def _record(self, layer: int, _module: nn.Module, _inputs: object, output: Any) -> None:

@@ -126,7 +126,7 @@ class GRPO:
                 n=settings.samples,
                 seed=derive_seed(settings.seed, 1 + self.steps),
             )
-        rolled_back = self.draft is not None and self.draft.judge(batch.stats.tau)
+        rolled_back = self.draft is not None and self.draft.judge(batch.stats)
         with _timed(seconds, "reward"):
             pairs = [(rollout, problems[rollout.prompt]) for rollout in batch.rollouts]
             rewards = compute_rewards(self.reward, pairs, timeout=settings.reward_timeout)
@@ -154,6 +154,7 @@ class GRPO:
             speculation=Speculation.of(batch.rollouts),
             by_version=by_version(batch.rollouts),
             by_draft_age=by_draft_age(batch.rollouts),
+            regimes=batch.regimes,
             draft_rolled_back=rolled_back,
         )
 

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.core.stats import Stats
 from outrider.core.types import Completion, FinishReason
+from outrider.rl.regimes import Regime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,7 @@ class RolloutBatch:
     seconds: float  # wall clock of the generation
     stats: Stats  # sums over the rollouts
     provenance: Provenance
+    regimes: tuple[Regime, ...] = ()  # the rounds by the number of sequences that ran, for many sequences first
 
     def groups(self) -> tuple[tuple[Rollout, ...], ...]:
         """Return the rollouts by group, in the order in which the groups occur."""

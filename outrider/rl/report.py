@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.core.stats import Stats
 from outrider.rl.records import Rollout
+from outrider.rl.regimes import Regime
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +90,7 @@ class StepReport:
     speculation: Speculation
     by_version: dict[str, Speculation] = field(default_factory=dict)
     by_draft_age: dict[int, Speculation] = field(default_factory=dict)
+    regimes: tuple[Regime, ...] = ()  # the rounds by the number of sequences that ran
     draft_rolled_back: bool = False  # whether the draft's last update has cost tau and was taken back
 
     @property

@@ -21,6 +21,7 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt
 from outrider.propose.registry import SAMPLING_PROPOSERS, default_proposer, parse
 from outrider.rl.records import Provenance, Rollout, RolloutBatch
+from outrider.rl.regimes import RegimeCounter
 
 _MAX_SAMPLES = 1 << 20  # of a prompt; seeds of samples and prompts do not collide below it
 
@@ -63,6 +64,7 @@ class RolloutEngine:
         if verifier.exact and allow_lossy is not None:
             raise OutriderError(f"allow_lossy is {allow_lossy!r}, and verifier {verifier.name} is exact; leave it out")
         self.llm = llm
+        self.regimes = RegimeCounter()  # of the rounds since the last `generate` or `take`
         self._pending: dict[int, _Pending] = {}  # by request id
         self._unread: dict[int, Rollout] = {}  # finished, by request id, and not yet returned by `completed`
 
@@ -144,6 +146,7 @@ class RolloutEngine:
             OutriderError: a prompt or a parameter does not fit the model.
         """
         began = perf_counter()
+        self.regimes.take()
         ids = self.submit(prompts, params, n=n, seed=seed, groups=groups)
         waiting = set(ids)
         done: dict[int, Rollout] = {}
@@ -163,6 +166,7 @@ class RolloutEngine:
             seconds=perf_counter() - began,
             stats=reduce(add, [rollout.stats for rollout in rollouts], Stats()),
             provenance=self.provenance,
+            regimes=self.regimes.take(),
         )
 
     def submit(
@@ -225,7 +229,11 @@ class RolloutEngine:
         if not self.llm.engine.busy():
             raise OutriderError("no rollout runs or waits; submit some")
         done = {}
-        for row in self.llm.engine.step():
+        before = self.llm.stats
+        began = perf_counter()
+        rows = self.llm.engine.step()
+        self.regimes.add(before, self.llm.stats, perf_counter() - began)
+        for row in rows:
             entry = self._pending.get(row.request.id)
             if row.finish_reason and entry:
                 del self._pending[row.request.id]

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from outrider import OutriderError
+from outrider.core.stats import Stats
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.store import make_module, write_head
 from outrider.rl import GRPO, DraftTraining, GRPOSettings, Problem, RolloutEngine
+from outrider.rl.draft_training import tau_estimate
 from outrider.train.model.draft_model import load_trainable
 from outrider.train.model.presets import Sizes, describe
 from tests.helpers import tiny
@@ -59,9 +61,9 @@ def test_the_policy_does_not_notice(shelf, head, kind):
     assert all(torch.equal(value, other_state[name]) for name, value in state.items())
     assert [report.rewards for report in reports] == [report.rewards for report in other_reports]
     assert [report.grad_norm for report in reports] == [report.grad_norm for report in other_reports]
-    assert trained.engine.draft_version == 3
+    assert trained.engine.draft_version == 3 + trained.draft.rollbacks
     assert fixed.engine.draft_version == 0
-    assert [list(report.by_draft_age) for report in reports] == [[1], [1], [1]]
+    assert [list(report.by_draft_age) for report in other_reports] == [[1], [2], [3]]
     assert all(report.seconds.draft > 0 for report in reports)
 
 
@@ -102,6 +104,15 @@ def test_a_checkpoint_has_the_draft(shelf, tmp_path):
     for one, two in zip(whole[2:], rest, strict=True):
         assert one.rewards == two.rewards
         assert one.speculation == two.speculation  # the draft is the same as well
+
+
+def test_the_error_of_tau():
+    passes = [(3, 0, 1)] * 50 + [(3, 1, 2)] * 30 + [(3, 3, 4)] * 20  # draft tokens, accepted, emitted
+    emitted = torch.tensor([emitted for _, _, emitted in passes], dtype=torch.float64)
+    estimate = tau_estimate(Stats.of_passes(passes))
+    assert estimate.tau == pytest.approx(float(emitted.mean()))
+    assert estimate.error == pytest.approx(float(emitted.std(correction=0)) / 10)
+    assert tau_estimate(Stats()) is None
 
 
 def test_what_is_refused(shelf):

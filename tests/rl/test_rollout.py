@@ -153,6 +153,23 @@ def test_asynchronous_rollouts_say_which_version_sampled_which_token(shelf, chan
         assert (new - old).abs().min() > 1e-4
 
 
+def test_regimes_count_the_full_batch_and_its_tail(shelf):
+    policy = engine(shelf / "policy", proposer="ngram", k=2)
+    long = policy.submit(PROMPTS[:1], SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True))
+    batch = policy.generate(PROMPTS, SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True))
+    full = batch.regimes[0]
+    assert (full.least, full.most) == (3, 4)
+    list(policy.completed())
+    (tail,) = policy.regimes.take()
+    assert (tail.least, tail.most) == (1, 1)
+    assert full.tokens + sum(each.tokens for each in batch.regimes[1:]) + tail.tokens == 3 * 4 + 20
+    assert tail.tau >= 1
+    assert tail.tokens_per_s > 0
+    assert 0 < tail.draft_length <= 2
+    assert policy.regimes.take() == ()
+    assert len(long) == 1
+
+
 def test_rollouts_of_two_calls_are_not_confused(shelf):
     policy = engine(shelf / "policy", proposer="ngram")
     short = SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True)
