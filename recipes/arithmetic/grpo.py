@@ -28,7 +28,7 @@ def main(
     problems: Annotated[int, typer.Option(help="Problems per step.")] = 4,
     samples: Annotated[int, typer.Option(help="Answers to each problem.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 12,
-    limit: Annotated[int, typer.Option(help="The numbers are below it.")] = 10,
+    limit: Annotated[int, typer.Option(min=3, help="The numbers are below it.")] = 10,
     lr: float = 1e-5,
     beta: Annotated[float, typer.Option(help="Weight of the KL penalty.")] = 0.0,
     checkpoint: Path | None = None,

@@ -35,7 +35,7 @@ def main(
     steps: int = 30,
     samples: Annotated[int, typer.Option(help="Answers to each problem.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 12,
-    limit: Annotated[int, typer.Option(help="The numbers are below it.")] = 10,
+    limit: Annotated[int, typer.Option(min=3, help="The numbers are below it.")] = 10,
     lr: float = 1e-5,
 ) -> None:
     """Train a model to add."""
@@ -53,6 +53,7 @@ def main(
         num_generations=samples,
         max_completion_length=max_tokens,
         learning_rate=lr,
+        lr_scheduler_type="constant",
         use_cpu=True,
         bf16=False,
         report_to=[],
