@@ -103,6 +103,7 @@ def test_training_with_trl(shelf, tmp_path, monkeypatch):
     from trl import GRPOConfig, GRPOTrainer
 
     taus = []
+    errors = []
 
     def even(completion_ids, outrider_tau, **_):
         taus.extend(outrider_tau)
@@ -128,17 +129,39 @@ def test_training_with_trl(shelf, tmp_path, monkeypatch):
         )
         function = rollouts(shelf, proposer, verifier="coupled")
         model = load_trainable(shelf / "policy", torch.device("cpu")).model
-        GRPOTrainer(
+        trainer = GRPOTrainer(
             model=model,
             reward_funcs=even,
             args=arguments,
             train_dataset=Dataset.from_dict({"prompt": ["class A:", "def f", "import os"]}),
             processing_class=tokenizer,
             rollout_func=function,
-        ).train()
+        )
+        errors += _watch_logprobs(trainer, function)
+        trainer.train()
         assert function.engine.version == 2
         trained.append(model.state_dict())
+    assert len(errors) == 2
+    assert all(len(each) == 8 and max(each) < 1e-4 for each in errors)
     assert any(tau > 1 for tau in taus[:8])
     assert set(taus[8:]) == {1.0}
     if function.engine.provenance.same_tokens:
         assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
+
+
+def _watch_logprobs(trainer, function):
+    """Compare the log-probabilities of TRL's loss with those of the rollouts; TRL shuffles the rows of a batch."""
+    compute = trainer._get_per_token_logps_and_entropies
+    errors = []
+
+    def watch(model, input_ids, attention_mask, *args, **keywords):
+        out = compute(model, input_ids, attention_mask, *args, **keywords)
+        by_tokens = {each.prompt_token_ids + each.token_ids: each for each in function.last.rollouts}
+        for logprobs, ids, mask in zip(out[0].detach(), input_ids, attention_mask, strict=True):
+            rollout = by_tokens[tuple(ids[mask.bool()].tolist())]
+            own = torch.tensor(rollout.sampled_logprobs)
+            errors.append(float((logprobs[: len(own)] - own).abs().max()))
+        return out
+
+    trainer._get_per_token_logps_and_entropies = watch
+    return [errors]
