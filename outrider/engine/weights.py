@@ -18,7 +18,7 @@ from outrider.engine.build import EngineParts
 from outrider.errors import OutriderError
 from outrider.heads.targets.base import HeadRunner
 from outrider.loader.checkpoint import read_weights
-from outrider.models.base import SleepingTarget, Target
+from outrider.models.base import SleepingTarget, Target, WeightSharer
 from outrider.models.weights import finite_weights
 from outrider.propose.base import WeightFollower
 from outrider.propose.registry import draft_models, leaves
@@ -73,8 +73,10 @@ class EngineWeights:
             self._missing = frozenset()
             self._parts.engine.block("")
         heads = [model for model in draft_models(self._parts.proposer) if isinstance(model, HeadRunner)]
-        for head in heads:
-            head.refresh_shared(self._parts.target.share_weights())  # type: ignore[attr-defined]
+        if heads and isinstance(self._parts.target, WeightSharer):
+            tables = self._parts.target.share_weights()
+            for head in heads:
+                head.refresh_shared(tables)
         for proposer in leaves(self._parts.proposer):
             if isinstance(proposer, WeightFollower):
                 proposer.target_updated(new_version)

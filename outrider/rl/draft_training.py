@@ -104,6 +104,7 @@ class DraftTraining:
         self._max_tokens = max_tokens
         self._tolerance = tolerance
         self._samples: list[Sample] = []
+        self._layers: list[int] = []  # of the policy whose outputs samples have
         self._recorded: dict[int, torch.Tensor] = {}  # by layer, of the pass that is recorded
         self._previous: dict[str, torch.Tensor] | None = None  # weights before the last update
         self._previous_tau: TauEstimate | None = None
@@ -112,7 +113,7 @@ class DraftTraining:
     def recording(self, policy: Any, rollouts: Sequence[Rollout]) -> Iterator[None]:
         """Record the hidden states of a pass of the policy over rollouts, which are padded on the right."""
         stack = layer_stack(policy)[1]
-        layers = sorted({*self._trainee.aux_states.layers, len(stack) - 1})
+        layers = self._layers = sorted({*self._trainee.aux_states.layers, len(stack) - 1})
         hooks = [stack[layer].register_forward_hook(partial(self._record, layer)) for layer in layers]
         try:
             yield
@@ -148,8 +149,7 @@ class DraftTraining:
             return
         tables = target_weights(self._setup)
         self._trainee.use_tables(tables)
-        layers = sorted({*self._trainee.aux_states.layers, self._setup.target.layers - 1})  # type: ignore[attr-defined]
-        collator = Collator(self._trainee.aux_states, layers, tables, self._trainee.ids)
+        collator = Collator(self._trainee.aux_states, self._layers, tables, self._trainee.ids)
         groups = micro_batches(samples, _MICRO_BATCH_TOKENS)
         self._previous = _copied(self._trainee.module)
         batches = (collator.collate(group, everything=False) for group in groups)

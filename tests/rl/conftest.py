@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.heads.store import make_module, write_head
 from outrider.loader.checkpoint import load_checkpoint
+from outrider.train.model.presets import Sizes, describe
 from tests.helpers import tiny
 
 
@@ -20,6 +22,16 @@ def shelf(tmp_path_factory):
         )
         tiny.save(root / name, config, seed=seed)
     return root
+
+
+@pytest.fixture(scope="session")
+def head(shelf):
+    """The folder of a random MTP head for `policy`."""
+    torch.manual_seed(1)
+    sizes = Sizes(hidden=64, layers=2, vocab=tiny.VOCAB, epsilon=1e-6)
+    module = make_module(describe("mtp", sizes))
+    write_head(shelf / "head", module, dtype=torch.float32)
+    return shelf / "head"
 
 
 @pytest.fixture

@@ -7,12 +7,9 @@ import torch
 
 from outrider import OutriderError
 from outrider.core.stats import Stats
-from outrider.heads.modules.autoregressive import AutoregressiveHead
-from outrider.heads.store import make_module, write_head
 from outrider.rl import GRPO, DraftTraining, GRPOSettings, Problem, RolloutEngine
 from outrider.rl.draft_training import tau_estimate
 from outrider.train.model.draft_model import load_trainable
-from outrider.train.model.presets import Sizes, describe
 from tests.helpers import tiny
 
 native = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
@@ -38,17 +35,6 @@ def make(folder, draft, *, kind="draft", trains=True, settings=SETTINGS, **optio
     training = DraftTraining(engine, draft, kind=kind, **{"lr": 3e-3, **options}) if trains else None
     policy = load_trainable(folder, torch.device("cpu")).model
     return GRPO(policy, engine, even, settings, draft=training)
-
-
-@pytest.fixture(scope="session")
-def head(shelf):
-    """A random MTP head for the policy."""
-    torch.manual_seed(1)
-    sizes = Sizes(hidden=64, layers=2, vocab=tiny.VOCAB, epsilon=1e-6)
-    module = make_module(describe("mtp", sizes))
-    assert isinstance(module, AutoregressiveHead)
-    write_head(shelf / "head", module, dtype=torch.float32)
-    return shelf / "head"
 
 
 @native

@@ -10,6 +10,7 @@ import torch
 
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.loader.checkpoint import load_checkpoint
+from outrider.propose.registry import draft_models
 from tests.helpers import tiny
 
 native = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
@@ -125,6 +126,30 @@ def test_a_draft_of_the_target_follows_it(shelf, tmp_path, changed, proposer):
     one, two = (each.generate(PROMPT, SAMPLED) for each in (llm, fresh))
     assert [each.token_ids for each in one] == [each.token_ids for each in two]
     assert [each.stats.accepted for each in one] == [each.stats.accepted for each in two]
+
+
+@KERNELS
+def test_a_head_uses_the_new_embedding_of_its_target(shelf, head, tmp_path, changed, kernels):
+    weights = changed(shelf / "policy", scale=0.3)
+    settings = {"proposer": f"draft:{head}", "verifier": "coupled", "kernels": kernels}
+    llm = load(shelf / "policy", **settings)
+    old = drafts(llm)
+    llm.update_weights(weights)
+    fresh = load(reload(tmp_path, shelf / "policy", weights), **settings)
+    assert drafts(llm) == drafts(fresh) != old
+    module = draft_models(llm.parts.proposer)[0].module
+    llm.weights.update_draft({name: torch.ones_like(value) for name, value in module.state_dict().items()})
+    assert llm.weights.draft_version == 1
+    assert drafts(llm) != drafts(fresh)
+
+
+def drafts(llm):
+    """The draft tokens of all rounds of some completions."""
+    tokens = []
+    llm.engine.on_round = lambda round: tokens.extend(round.draft.tokens.tolist())
+    llm.generate(PROMPT, SAMPLED)
+    assert tokens
+    return tokens
 
 
 @native
