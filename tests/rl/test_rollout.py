@@ -30,7 +30,7 @@ def facts(rollouts):
 @pytest.mark.parametrize(("dtype", "params"), [("float32", FILTERED), ("bfloat16", SAMPLED)])
 def test_speculation_changes_no_bit(shelf, dtype, params):
     draft = f"draft:{shelf / 'draft'}"
-    for proposer, verifier in ((draft, "coupled"), ("suffix:1000", "walk"), (f"merge(ngram,{draft})", "coupled")):
+    for proposer, verifier in ((draft, "coupled"), ("group", "walk"), (f"merge(ngram,{draft})", "coupled")):
         drafted, plain = (
             engine(shelf / "policy", proposer=name, verifier=verifier, dtype=dtype).generate(
                 PROMPTS, params, n=2, seed=9
