@@ -34,6 +34,7 @@ def main(
     proposers: Annotated[str, typer.Option(help="Separated by semicolons. The first one is the baseline.")] = _DEFAULT,
     limit: Annotated[int, typer.Option(help="Embedded prompts of each category.")] = 1,
     n: Annotated[int, typer.Option(help="Samples of each prompt.")] = 8,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences at once; few are the tail of a step. 0: all.")] = 0,
     max_tokens: int = 96,
     epochs: int = 3,
     drift: Annotated[float, typer.Option(help="Noise of an update, as a share of a weight's deviation.")] = 0.01,
@@ -50,7 +51,7 @@ def main(
             k=k if k == "auto" else int(k),
             verifier="coupled",
             dtype=dtype,
-            max_num_seqs=len(prompts) * n,
+            max_num_seqs=max_num_seqs or len(prompts) * n,
             max_model_len=1024,
         )
         for name in proposers.split(";")
