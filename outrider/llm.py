@@ -21,6 +21,7 @@ from outrider.core.text import TextStream
 from outrider.core.types import Completion, FinishReason, Request, SequenceState
 from outrider.engine.build import EngineParts, build
 from outrider.engine.engine import Engine
+from outrider.engine.weights import EngineWeights, NewWeights
 from outrider.errors import OutriderError
 from outrider.measure.prompts import chat_tokens, text_tokens
 from outrider.plan.planner import Planner
@@ -89,6 +90,7 @@ class LLM:
 
     def _set(self, parts: EngineParts) -> None:
         self._parts, self._grammars, self._ids = parts, _grammars(parts), count()
+        self._weights = EngineWeights(parts)
         self._plan = None
 
     @property
@@ -105,6 +107,15 @@ class LLM:
     def stats(self) -> Stats:
         """Sums over all rounds so far."""
         return self._parts.engine.stats
+
+    @property
+    def weights(self) -> EngineWeights:
+        """The weights of the target and the draft: versions, updates, sleep and wake."""
+        return self._weights
+
+    def update_weights(self, weights: NewWeights, version: int | None = None) -> int:
+        """Load new weights into the target, between two rounds. See `EngineWeights.update`."""
+        return self._weights.update(weights, version)
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the tokens of a prompt, with the special tokens that the tokenizer adds.
@@ -410,6 +421,7 @@ class LLM:
             stats=Stats.of_passes(row.rounds, drafted=row.num_draft_tokens, prompt=split, exact=self.stats.exact),
             error=row.error,
             source_token_ids=row.request.source_token_ids,
+            weight_versions=tuple(row.weight_versions),
         )
 
 

@@ -42,6 +42,13 @@ class StaticCache:
         self._finished: list[list[int]] = [[] for _ in range(self._slots)]  # tokens of slots without a sequence
         self._seqs: list[SequenceState | None] = [None] * self._slots  # the sequence in the slot
 
+    def free(self) -> None:
+        """Free the memory. No sequence may run. The next write allocates it again."""
+        for tensors in (self._keys, self._values, self._outputs):
+            tensors.clear()
+        self._written = [0] * self._slots
+        self.forget()
+
     def set_prefix_caching(self, on: bool) -> None:
         self._shares = on
 

@@ -62,6 +62,7 @@ class Request:
     alternative: int | None = None  # which alternative of the proposer drafts; None: the planner chooses
     grammar: Grammar | None = None  # compiled from its constraint
     source_token_ids: tuple[int, ...] = ()  # what the encoder reads; (): the target is a decoder-only model
+    group: str = ""  # requests of a group have the same prompt, so that proposers expect similar outputs
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -78,6 +79,8 @@ class SequenceState:
     num_draft_tokens: int = 0  # of all rounds
     from_draft: list[bool] = field(default_factory=list)  # by output token: whether it is an accepted draft token
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    # Where the version of the target's weights changed: (index of the first output token, version).
+    weight_versions: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str = ""
     rank: tuple[int, int] = (0, 0)  # the lowest rank is scheduled first
@@ -358,6 +361,8 @@ class Completion:
     stats: Stats
     error: str = ""
     source_token_ids: tuple[int, ...] = ()  # what the encoder has read; (): the target is a decoder-only model
+    # The versions of the target's weights that sampled the output: (index of the first token, version), in order.
+    weight_versions: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_input_tokens(self) -> int:

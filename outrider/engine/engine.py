@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import perf_counter
 
@@ -63,6 +63,8 @@ class Engine:
         self._open: Batch | None = None  # the batch of the current round
         self._refused: list[SequenceState] = []  # requests that failed at admission in this round
         self._committing = False  # whether this round has begun to commit
+        self._blocked = ""  # why no round may run
+        self._weight_version = 0
 
     @property
     def stats(self) -> Stats:
@@ -96,6 +98,35 @@ class Engine:
         """Return whether a request runs or waits."""
         return self._scheduler.busy()
 
+    @property
+    def weight_version(self) -> int:
+        """The version of the target's weights; 0 before the first update."""
+        return self._weight_version
+
+    @torch.no_grad()
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Load new weights into the target, between two rounds.
+
+        Unfinished requests go on with the new weights. Their KV cache is computed again from their tokens so far.
+        `SequenceState.weight_versions` tells which tokens come from which version.
+
+        Raises:
+            OutriderError: a weight does not fit. The old ones stay in use.
+        """
+        self._target.update_weights(weights, version)
+        self._weight_version = version
+        self.suspend()
+
+    @torch.inference_mode()
+    def suspend(self) -> None:
+        """Free the slots and the KV cache of all running requests. The next round prefills them again."""
+        for slot in self._scheduler.suspend():
+            self._release(slot)
+
+    def block(self, reason: str) -> None:
+        """Make `step` raise an error with this reason; "" ends that. Requests can be queued in the meantime."""
+        self._blocked = reason
+
     @torch.inference_mode()
     def step(self) -> tuple[SequenceState, ...]:
         """Run one round.
@@ -103,6 +134,8 @@ class Engine:
         Returns:
             The sequences that took part. Those that are done have a `finish_reason`.
         """
+        if self._blocked:
+            raise OutriderError(self._blocked)
         began = perf_counter()
         self._open = None
         self._committing = False
@@ -249,10 +282,18 @@ class Engine:
         self._target.cache.commit(round)
         self._proposer.commit(round)
         add_logprobs(round)
+        self._record_version(round)
         if self.on_round:
             self.on_round(round)
         for seq in self._scheduler.commit(round):
             self._release(seq.slot)
+
+    def _record_version(self, round: Round) -> None:
+        """Note the version of the weights in the sequences whose tokens come from another one than before."""
+        version = self._weight_version
+        for seq, emitted in zip(round.batch.seqs, round.emitted, strict=True):
+            if emitted and (not seq.weight_versions or seq.weight_versions[-1][1] != version):
+                seq.weight_versions.append((seq.num_output_tokens, version))
 
     def _verifier_of(self, name: str) -> Verifier:
         """Return the verifier with this name."""

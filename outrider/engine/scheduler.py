@@ -128,14 +128,15 @@ class Scheduler:
     def preempt(self) -> int:
         """Preempt the sequence with the last rank. Returns its slot, which the caller releases."""
         assert len(self._running) > 1, "a single sequence always fits into the KV cache"
-        seq = self._running.pop()
-        slot = seq.slot
-        seq.slot = -1
-        seq.num_cached_tokens = 0
-        heapq.heappush(self._free, slot)
-        self._requeue(seq)
         self.preempted += 1
-        return slot
+        return self._suspend_last()
+
+    def suspend(self) -> list[int]:
+        """Make all running sequences wait. Returns their slots, which the caller releases.
+
+        They keep their tokens and their ranks. The next rounds prefill them again.
+        """
+        return [self._suspend_last() for _ in range(len(self._running))]
 
     def record_round(self, batch: Batch, seconds: float) -> None:
         """Record the duration of a round."""
@@ -165,6 +166,16 @@ class Scheduler:
                 seq.finish_reason = FinishReason.ABORT
                 return self._retire([seq])[0]
         return None
+
+    def _suspend_last(self) -> int:
+        """Make the running sequence with the last rank wait for a slot. Returns its slot."""
+        seq = self._running.pop()
+        slot = seq.slot
+        seq.slot = -1
+        seq.num_cached_tokens = 0
+        heapq.heappush(self._free, slot)
+        self._requeue(seq)
+        return slot
 
     def _start_grammar(self, seq: SequenceState) -> bool:
         """Start the grammar of a sequence. Returns False if that fails, which ends the sequence."""

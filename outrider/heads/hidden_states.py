@@ -29,6 +29,10 @@ class HiddenStates:
         # By slot, consecutive pieces: the first position, and the states [n, layers, H] from there on.
         self._pending: dict[int, list[tuple[int, torch.Tensor]]] = {}
 
+    def use_tables(self, tables: SharedWeights) -> None:
+        """Use new values of the weights that are shared with the target."""
+        self._tables = tables
+
     def admit(self, slot: int) -> None:
         """Start a sequence in `slot`."""
         self._pending[slot] = []

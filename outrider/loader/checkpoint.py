@@ -164,6 +164,19 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
     )
 
 
+def read_weights(folder: str | Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Read the weights of a model folder, by the names of the model's `state_dict`. It needs no tokenizer.
+
+    Raises:
+        OutriderError: the folder is missing or damaged, or is not a causal language model.
+        UnsupportedModel: the architecture is not supported.
+    """
+    path = Path(folder).expanduser()
+    config = _read_config(path)
+    _check_family(config)
+    return dict(_read_model(path, config, dtype).state_dict())
+
+
 def check_model(folder: str | Path) -> None:
     """Check that a folder or file is a model that can be loaded, from its config.
 

@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from outrider.cache.base import MIN_CAPACITY, Cache, Layout
@@ -24,12 +25,18 @@ from outrider.models.attention_layers.registry import replace_attention
 from outrider.models.base import draft_by_scores
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.cuda_graphs import Graphs, Recorder
-from outrider.models.prepack import can_prepack, load_weights, prepack, weight_bytes
+from outrider.models.prepack import PackedLinear, can_prepack, load_weights, loadable, prepack, weight_bytes
+from outrider.models.quantize import QuantizedLinear
 from outrider.models.routing import ExpertRecorder
 from outrider.models.static_pass import SpareCache, StaticModel
 from outrider.models.submodel import layer_stack, make_submodel, refuse_weight_update, requantized_model, shared_weights
 
 _log = logging.getLogger("outrider")
+
+
+def _is_weight(value: torch.Tensor | PackedLinear | QuantizedLinear) -> bool:
+    """Return whether a value is a weight, and not a buffer."""
+    return isinstance(value, nn.Parameter | PackedLinear | QuantizedLinear)
 
 
 class AttentionTarget:
@@ -105,6 +112,35 @@ class AttentionTarget:
 
     def bytes(self) -> int:
         return weight_bytes(self._model, excluding=self._source)
+
+    def weight_names(self) -> frozenset[str]:
+        return frozenset(name for name, value in self._stored().items() if _is_weight(value))
+
+    def stored_weights(self) -> Mapping[str, torch.Tensor]:
+        stored = self._stored().items()
+        return {name: value if isinstance(value, torch.Tensor) else value.weight for name, value in stored}
+
+    def sleep(self, *, weights: bool) -> None:
+        if self.graphs:
+            raise OutriderError("recorded passes keep their memory; use kernels torch to sleep")
+        if weights:
+            stored = self._stored().values()
+            if self._copies or not all(isinstance(value, torch.Tensor) for value in stored):
+                raise OutriderError("the packed weights of this target cannot be freed; use level 1")
+            for value in stored:
+                if isinstance(value, nn.Parameter):
+                    value.data = torch.empty_like(value)  # in place of memory that may be a part of a file
+                    value.untyped_storage().resize_(0)
+        for cache in self._caches:
+            cache.free()
+
+    def wake(self) -> None:
+        for tensor in self._stored().values():
+            if isinstance(tensor, torch.Tensor) and not tensor.untyped_storage().size():
+                tensor.untyped_storage().resize_(tensor.nbytes)
+
+    def _stored(self) -> Mapping[str, torch.Tensor | PackedLinear | QuantizedLinear]:
+        return loadable(self._model)
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         head = torch.nn.ModuleList([self._model.get_output_embeddings()])

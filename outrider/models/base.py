@@ -139,6 +139,27 @@ class WeightSharer(Protocol):
 
 
 @runtime_checkable
+class SleepingTarget(Protocol):
+    """A target that can free its memory for some time, and whose weights can be compared."""
+
+    def sleep(self, *, weights: bool) -> None:
+        """Free the KV cache, which no sequence uses, and with `weights` also the memory of the weights.
+
+        Raises:
+            OutriderError: the memory cannot be freed.
+        """
+
+    def wake(self) -> None:
+        """Allocate the KV cache again. Freed weights must be loaded with `update_weights`, all of them."""
+
+    def weight_names(self) -> frozenset[str]:
+        """Return the names of all weights, as `update_weights` takes them."""
+
+    def stored_weights(self) -> Mapping[str, torch.Tensor]:
+        """Return the weights as they are stored, by name. Two targets of one backend and dtype can be compared."""
+
+
+@runtime_checkable
 class HiddenStateCache(Protocol):
     """A target that keeps the hidden states it exports, so that they can be shared with a prefix.
 

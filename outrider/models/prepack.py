@@ -7,12 +7,13 @@ call and reaches about half of the bandwidth. If they are reordered once, oneDNN
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from outrider.errors import OutriderError
 from outrider.models.quantize import QuantizedLinear, is_linear
+from outrider.models.weights import check_weights, tied_weight
 
 _LAYOUT_ROWS = 8  # input rows that the layout is tuned for: one token and its draft
 _MIN_ROWS = 4  # a single input row is padded to this number, because oneDNN has a slower kernel for it
@@ -147,24 +148,27 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
     """Copy tensors into a model by name. Nothing changes if one of them does not fit. Packed layers are repacked."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     tied_names = {**{source: target for target, source in tied.items()}, **tied}
-    layer_types = PackedLinear | QuantizedLinear
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, layer_types)}
-    packed = {f"{name}.weight": layer for name, layer in layers.items()}
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    tensors |= {f"{name}.bias": layer.bias for name, layer in layers.items() if layer.bias is not None}
-    for name, value in weights.items():
-        if name not in packed and name not in tensors:
-            raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
-        shape = packed[name].shape if name in packed else tensors[name].shape
-        if value.shape != shape:
-            raise OutriderError(f"{name} has shape {tuple(value.shape)}; give {tuple(shape)}")
+    stored = loadable(model)
+    check_weights(weights, {name: value.shape for name, value in stored.items()})
+    for name in weights.keys() & tied.keys():
+        tied_weight(weights, name, tied[name])
     # A packed layer has its own copy of a tied weight, so tied weights are loaded under both names.
     tied_weights = {tied_names[name]: value for name, value in weights.items() if name in tied_names}
     for name, value in {**tied_weights, **weights}.items():
-        if name in packed:
-            packed[name].load(value)
+        old = stored[name]
+        if isinstance(old, torch.Tensor):
+            old.data.copy_(value)
         else:
-            tensors[name].data.copy_(value)
+            old.load(value)
+
+
+def loadable(model: torch.nn.Module) -> dict[str, torch.Tensor | PackedLinear | QuantizedLinear]:
+    """Return what `load_weights` can replace, by name: tensors, and the layers that hold packed weights."""
+    layer_types = PackedLinear | QuantizedLinear
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, layer_types)}
+    stored: dict[str, Any] = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    stored |= {f"{name}.weight": layer for name, layer in layers.items()}
+    return stored | {f"{name}.bias": layer.bias for name, layer in layers.items() if layer.bias is not None}
 
 
 def weight_bytes(model: nn.Module, *, excluding: nn.Module | None = None) -> int:

@@ -18,12 +18,13 @@ from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight, block_types
 from outrider.models.submodel import refuse_weight_update
+from outrider.models.weights import check_weights, tied_weight
 from outrider.native.abi import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD, CLayer, CLinear, CModel
 from outrider.native.blocks import PackedBlocks, can_pack, join_blocks, pack_blocks
 from outrider.native.calls import Passes
 from outrider.native.experts import PackedExperts, Routing, pack_experts
 from outrider.native.library import Library
-from outrider.native.pack import FLOAT_DTYPES, PANEL, Arena, PackedWeight, address, interleave, pack, separate
+from outrider.native.pack import FLOAT_DTYPES, PANEL, Arena, PackedWeight, Refill, address, interleave, pack, separate
 from outrider.native.support import FAMILIES
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -196,7 +197,9 @@ class Decoder(Passes):
             if isinstance(value, torch.Tensor) and name.endswith("norm.weight")
         }
         self._frequency = model.model.rotary_emb.inv_freq.float().clone()
-        self._packed = {name: self._pack(name, parts, state) for name, parts in self._groups().items()}
+        self._packed: dict[str, Packed | PackedExperts] = {}
+        for name, parts in self._groups().items():
+            self._packed[name] = self._pack(name, parts, state)
         self.dtype = FLOAT_DTYPES[32 if bits == 32 else 16]  # of the embedding, keys and values
         self._table = self._pack_table(state[_EMBEDDING])  # the embedding, if it is in blocks
         self._embedding = None if self._table else self._arena.keep(self._embed(state[_EMBEDDING]))
@@ -258,7 +261,13 @@ class Decoder(Passes):
         self._open()
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace weights, by their names in transformers. Nothing changes if one of them does not fit."""
+        """Replace weights, by their names in transformers. Nothing changes if one of them does not fit.
+
+        The new values take the memory of the old ones.
+
+        Raises:
+            OutriderError: a weight does not fit, or the weights of this decoder cannot change.
+        """
         refuse_weight_update(self._source)
         if self._ids is not None:
             raise OutriderError("a draft model with a reduced vocabulary takes no new weights; load it again")
@@ -267,23 +276,19 @@ class Decoder(Passes):
                 f"a GGUF target keeps its {', '.join(self.types)} weights and takes no new ones; use the folder of the"
                 " Hugging Face model"
             )
-        for name, value in weights.items():
-            if name not in self._shapes:
-                raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
-            if value.shape != self._shapes[name]:
-                raise OutriderError(f"{name} has shape {tuple(value.shape)}; give {tuple(self._shapes[name])}")
+        check_weights(weights, self._shapes)
         new = {name: value.detach() for name, value in weights.items()}
-        if self._tied:
-            tied = new.get(_EMBEDDING, new.get(f"{_HEAD}.weight"))
-            if tied is not None:
-                new[_EMBEDDING] = tied
-                new[f"{_HEAD}.weight"] = tied
+        if self._tied and (tied := tied_weight(new, _EMBEDDING, f"{_HEAD}.weight")) is not None:
+            new[_EMBEDDING] = tied
+            new[f"{_HEAD}.weight"] = tied
         for name in self._norms.keys() & new.keys():
             self._norms[name] = new[name].float().clone()
         stale = []
         for name, parts in self._groups().items():
-            if any(key in new for part in parts for key in (_weight_name(part), f"{part}.bias")):
-                self._packed[name] = self._pack(name, parts, {**self._unpacked(name, parts), **new})
+            keys = {key for part in parts for key in (_weight_name(part), f"{part}.bias") if key in self._shapes}
+            if changed := keys & new.keys():
+                state = new if changed == keys else {**self._unpacked(name, parts), **new}
+                self._packed[name] = self._pack(name, parts, state)
                 stale.append(name)
         if _EMBEDDING in new:
             assert self._embedding is not None
@@ -291,6 +296,25 @@ class Decoder(Passes):
         self._open()
         for other in self._derived:
             other._update_from_source(stale)
+
+    def discard(self) -> None:
+        """Free the memory of the linear layers and the embedding, which `load` must fill before the next pass."""
+        self._arena.discard()
+        for other in self._derived:
+            other._arena.discard()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that the kernels read, by name."""
+        tensors: dict[str, torch.Tensor | None] = {"embedding": self._embedding, **self._norms}
+        for name, value in self._packed.items():
+            packed = value.packed if isinstance(value, PackedExperts) else value
+            tensors |= {f"{name}.{part}": getattr(packed, part) for part in ("words", "scale", "minimum", "bias")}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all weights, as `load` takes them."""
+        return frozenset(self._shapes)
 
     def quantized_weights(self) -> dict[str, torch.Tensor]:
         """Return the weights after quantization, by their names in transformers."""
@@ -386,7 +410,8 @@ class Decoder(Passes):
 
     def _embed(self, table: Weight) -> torch.Tensor:
         """Return the embedding table. If it is tied to the LM head, it is the table after quantization."""
-        return (self._packed[_HEAD].unpack() if self._tied else _dense(table)).to(self.dtype)
+        changed = self._tied and self._packed_head.bits not in FLOAT_DTYPES
+        return (self._packed_head.unpack() if changed else _dense(table)).to(self.dtype)
 
     def _pack_table(self, table: Weight) -> PackedBlocks | None:
         """Return the embedding table in blocks, or None if it is dense."""
@@ -398,7 +423,10 @@ class Decoder(Passes):
         return pack_blocks(table, arena=self._arena)
 
     def _pack(self, name: str, parts: Sequence[str], state: Mapping[str, Weight]) -> Packed | PackedExperts:
-        """Pack the linear layers `parts` together. GGUF blocks of one type stay as they are."""
+        """Pack the linear layers `parts` together. GGUF blocks of one type stay as they are.
+
+        An older value of the same name gives its memory to the new one.
+        """
         weights = [state[_weight_name(part)] for part in parts]
         biases = [bias for part in parts if isinstance(bias := state.get(f"{part}.bias"), torch.Tensor)]
         bias = torch.cat(biases) if biases else None
@@ -411,15 +439,18 @@ class Decoder(Passes):
         if blocks:
             _log.info("%s: weights of type %s are stored in %d bits", name, ", ".join(sorted(types)), self._bits)
         dense = [_dense(weight) for weight in weights]
+        old = self._packed.get(name)
+        packed_weight = old.packed if isinstance(old, PackedExperts) else old
+        arena = Refill(packed_weight) if isinstance(packed_weight, PackedWeight) else self._arena
         if ".experts." in parts[0]:
-            return pack_experts(dense[0], gated=gate_up, bits=self._bits, arena=self._arena)
+            return pack_experts(dense[0], gated=gate_up, bits=self._bits, arena=arena)
         weight = interleave(*dense) if gate_up else torch.cat(dense)
         bits = self._bits
         if name == _HEAD:
             bits = max(bits, 8)  # four bits are too few for the LM head
         elif name.endswith("router"):
             bits = 32  # rounding would choose other experts
-        return pack(weight, bias, bits=bits, arena=self._arena)
+        return pack(weight, bias, bits=bits, arena=arena)
 
     def _unpacked(self, name: str, parts: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return the weights and biases of the linear layers `parts` from their packed weight."""

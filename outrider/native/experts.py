@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from outrider.errors import UnsupportedModel
 from outrider.native.abi import CLinear
-from outrider.native.pack import PANEL, Arena, PackedWeight, interleave, pack, separate
+from outrider.native.pack import PANEL, Arena, PackedWeight, Refill, interleave, pack, separate
 from outrider.native.support import ROUTED_FAMILIES
 
 
@@ -85,7 +85,7 @@ class PackedExperts:
         return torch.stack([torch.cat(separate(expert)) for expert in weight])
 
 
-def pack_experts(weight: torch.Tensor, *, gated: bool, bits: int, arena: Arena) -> PackedExperts:
+def pack_experts(weight: torch.Tensor, *, gated: bool, bits: int, arena: Arena | Refill) -> PackedExperts:
     """Pack the weights of all experts of a layer.
 
     Args:

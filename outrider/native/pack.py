@@ -24,22 +24,46 @@ _CHUNK = 1 << 28  # bytes that are reserved at once
 
 
 class Arena:
-    """An allocator of tensors in huge pages. It never frees memory while it exists."""
+    """An allocator of tensors in huge pages. It frees no memory while it exists, but for `discard`."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._used = 0
+        self._full: list[mmap.mmap] = []  # memory without room for more tensors
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of a tensor in this memory."""
         if self._memory is None or self._used + tensor.nbytes > len(self._memory):
             # Pages that are never written take no physical memory, so a large chunk costs nothing.
             size = max(_CHUNK, _round_up(tensor.nbytes, _HUGE_PAGE))
+            if self._memory is not None:
+                self._full.append(self._memory)
             self._memory = reserve(size)
             self._used = 0
         out = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
         self._used += _round_up(tensor.nbytes, _CACHE_LINE)
         return out.view(tensor.shape).copy_(tensor)
+
+    def discard(self) -> None:
+        """Give the physical memory back to the system. All tensors are zero from now on, at their old addresses."""
+        for memory in (*self._full, self._memory):
+            if memory is not None and hasattr(mmap, "MADV_DONTNEED"):
+                memory.madvise(mmap.MADV_DONTNEED)
+
+
+class Refill:
+    """Stands for an `Arena` and returns memory that holds an older value of the same weight.
+
+    A weight update so needs no new memory, and addresses that others hold stay valid.
+    """
+
+    def __init__(self, old: PackedWeight) -> None:
+        tensors = (old.words, old.scale, old.minimum)
+        self._memory = [tensor for tensor in tensors if tensor is not None]
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor over the next one of the old value, which has its shape."""
+        return self._memory.pop(0).copy_(tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +113,7 @@ class PackedWeight:
 
 
 def pack(
-    weight: torch.Tensor, bias: torch.Tensor | None = None, *, bits: int = 16, arena: Arena | None = None
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, bits: int = 16, arena: Arena | Refill | None = None
 ) -> PackedWeight:
     """Pack a weight [outputs, inputs] for the kernels.
 
@@ -98,11 +122,12 @@ def pack(
         bias: [outputs], or None.
         bits: 32 (float32), 16 (bfloat16), 8 or 4. Quantized weights have one scale for each output and 64 inputs. With
             8 bits they are symmetric around 0. With 4 bits they have a minimum as well, as 16 values are few.
-        arena: the memory of the result; None: an arena of its own.
+        arena: the memory of the result; None: an arena of its own. A `Refill` replaces an older value.
     """
     arena = arena or Arena()
     outputs, inputs = weight.shape
-    padded = functional.pad(weight, (0, -inputs % GROUP, 0, -outputs % PANEL))
+    padding = (0, -inputs % GROUP, 0, -outputs % PANEL)
+    padded = functional.pad(weight, padding) if any(padding) else weight
     if bits in FLOAT_DTYPES:
         values = padded.to(FLOAT_DTYPES[bits])
         scale = minimum = None

@@ -54,6 +54,7 @@ class NativeTarget:
         self.context = context
         self._layers: tuple[int, ...] = ()  # exported layers
         self._columns = 0  # of the last pass
+        self._blocks = 0  # of the KV cache before `sleep`
         self._config = checkpoint.model.config.to_dict()
         self.kernels = "native" if bits == 16 else f"native int{bits}"
         if self._decoder.types:
@@ -130,6 +131,21 @@ class NativeTarget:
 
     def expert_bytes(self) -> int:
         return self._decoder.expert_bytes()
+
+    def weight_names(self) -> frozenset[str]:
+        return self._decoder.names
+
+    def stored_weights(self) -> Mapping[str, torch.Tensor]:
+        return self._decoder.tensors()
+
+    def sleep(self, *, weights: bool) -> None:
+        self._blocks = self._memory.usage().blocks
+        self._memory.resize(0)
+        if weights:
+            self._decoder.discard()
+
+    def wake(self) -> None:
+        self._memory.resize(self._blocks)
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         return self._decoder.read_bytes()

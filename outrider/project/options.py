@@ -11,6 +11,7 @@ _MODELS = "Models"
 _MACHINE = "Machine"
 _SPECULATION = "Speculation"
 _EFFICIENCY = "Efficiency of the software"
+_RL = "Reinforcement learning"
 
 Target = Annotated[
     str | None,
@@ -123,6 +124,23 @@ DraftUs = Annotated[
         rich_help_panel=_EFFICIENCY,
     ),
 ]
+RL = Annotated[
+    float | None,
+    typer.Option(
+        "--rl",
+        metavar="SHARE",
+        help="Share of generation in a training step without speculation, such as 0.7. Adds the speedup of the step.",
+        rich_help_panel=_RL,
+    ),
+]
+RLOverlap = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Asynchronous training: the share of such a step during which other work hides generation. Default: 0.",
+        rich_help_panel=_RL,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,3 +171,5 @@ class ProjectOptions:
     layer_us: LayerUs = None
     allreduce_us: AllreduceUs = None
     draft_us: DraftUs = None
+    rl: RL = None
+    rl_overlap: RLOverlap = None

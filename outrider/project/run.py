@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from outrider.project.measured import read_bench
 from outrider.project.memory import MemoryBudget
 from outrider.project.models import Bits, find_model
 from outrider.project.options import ProjectOptions
+from outrider.project.rl import step_limit, step_speedup
 from outrider.system import machine
 
 USABLE = 0.9  # share of the memory for weights and caches; the rest is for buffers
@@ -37,6 +39,8 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
         "free_tokens": "tokens of a pass whose arithmetic takes as long as reading the weights; null with experts,"
         " because it depends on the number of experts that are read",
         "draft_in_sequences": "(W_d + K_d) / K_t: sequences that would fit in place of the draft",
+        "step_speedup": "1 / (R / a + 1 - R), where R is the generation's share of a training step and a its speedup;"
+        " with an overlap o, the step takes max(0, R / a - o) + 1 - R",
         "sequences": f"sequences whose KV caches fit with the weights into {USABLE:.0%} of the memory",
     }
 )
@@ -90,9 +94,12 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
         Pair(target=target, drafting=drafting, acceptance=acceptance, machine=hardware, efficiency=case)
         for case in cases
     ]
+    training = _training(options)
     results = []
     for context in lists.context:
         results += [_result(pairs, batch, context, ks, drafting) for batch in lists.batch]
+    for result in results:
+        _add_step_speedup(result, training)
     stops_paying = []
     for context in lists.context:
         by_case = {pair.efficiency.name: pair.stops_paying(context, ks) for pair in pairs}
@@ -108,12 +115,31 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
         "efficiency": [asdict(case) for case in cases],
         "free_tokens": {case.name: _free_tokens(target, hardware, case) for case in cases},
         "memory": [_memory(target, drafting, hardware, context, lists.batch) for context in lists.context],
+        **({"rl": training} if training else {}),
         "results": results,
         "stops_paying": stops_paying,
         "versions": {"outrider": __version__},
         "commit": machine.commit(),
         "definitions": dict(DEFINITIONS),
     }
+
+
+def _training(options: ProjectOptions) -> dict[str, Any]:
+    """Return the shares of a training step, and the limit of its speedup; empty without `--rl`."""
+    if options.rl is None:
+        if options.rl_overlap is not None:
+            raise OutriderError("--rl-overlap is about a training step; give --rl as well")
+        return {}
+    overlap = options.rl_overlap or 0.0
+    limit = step_limit(options.rl, overlap=overlap)
+    return {"generation_share": options.rl, "overlap": overlap, "limit": limit if math.isfinite(limit) else None}
+
+
+def _add_step_speedup(result: dict[str, Any], training: Mapping[str, Any]) -> None:
+    """Add the speedup of a training step to all cases of a result."""
+    for case in result["cases"].values() if training else ():
+        share, overlap = training["generation_share"], training["overlap"]
+        case["step_speedup"] = step_speedup(share, case["speedup"], overlap=overlap)
 
 
 def find_drafting(options: ProjectOptions, target: Model) -> Drafting:

@@ -17,9 +17,9 @@ def show(document: dict[str, Any], console: Console) -> None:
         console.print(line, highlight=False)
     for memory in document["memory"]:
         results = [result for result in document["results"] if result["context"] == memory["context"]]
-        console.print(_table(memory, results))
+        console.print(_table(memory, results, with_steps="rl" in document))
     note = f"This is {document['projection']}."
-    for line in (*_limits(document), *_memory(document), note):
+    for line in (*_limits(document), *_steps(document), *_memory(document), note):
         console.print(line, highlight=False)
 
 
@@ -43,8 +43,8 @@ def _assumptions(document: dict[str, Any]) -> list[str]:
     return [*lines, *(_case(document, case) for case in document["efficiency"])]
 
 
-def _table(memory: dict[str, Any], results: list[dict[str, Any]]) -> Table:
-    """Return the table of one context."""
+def _table(memory: dict[str, Any], results: list[dict[str, Any]], *, with_steps: bool) -> Table:
+    """Return the table of one context. `with_steps` adds the speedup of a training step."""
     title = (
         f"Estimate, {memory['context']} cached tokens per sequence; tokens/s of one sequence, plain and"
         " speculative, and of all"
@@ -54,6 +54,8 @@ def _table(memory: dict[str, Any], results: list[dict[str, Any]]) -> Table:
         table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
     table.add_column("fits", no_wrap=True)
+    if with_steps:
+        table.add_column("step", justify="right", no_wrap=True)
     for result in results:
         table.add_section()
         batch = result["batch"]
@@ -73,6 +75,7 @@ def _table(memory: dict[str, Any], results: list[dict[str, Any]]) -> Table:
                 f"{held_bytes / 1e9:.1f}" if is_first else "",
                 case["bound"],
                 _fits(memory, batch) if is_first else "",
+                *([f"{case['step_speedup']:.2f}"] if with_steps else []),
                 style="bold" if name == MIDDLE else "dim",
             )
     return table
@@ -92,6 +95,17 @@ def _limits(document: dict[str, Any]) -> list[str]:
             " (1 + draft / verify, middle case)."
         )
     return lines
+
+
+def _steps(document: dict[str, Any]) -> list[str]:
+    """Return what the speedup of a training step is limited by."""
+    if "rl" not in document:
+        return []
+    training = document["rl"]
+    share = f"{training['generation_share']:.0%}"
+    overlap = f", and {training['overlap']:.0%} of it hides generation" if training["overlap"] else ""
+    limit = "" if training["limit"] is None else f"; at most {training['limit']:.2f}"
+    return [f"step: speedup of a training step, of which generation takes {share}{overlap}{limit}."]
 
 
 def _memory(document: dict[str, Any]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -60,6 +60,14 @@ class Proposer(Protocol):
 
     def release(self, slot: int) -> None:
         """End the request in a slot."""
+
+
+@runtime_checkable
+class WeightFollower(Protocol):
+    """A proposer that wants to know when the weights of the target change."""
+
+    def target_updated(self, version: int) -> None:
+        """Note that the target has new weights from now on. No sequence has a slot."""
 
 
 def check_budget(batch: Batch, draft: Draft) -> None:

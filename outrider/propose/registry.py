@@ -35,6 +35,7 @@ from outrider.propose.draft_model.self_speculation import (
     skip_layers,
     skip_proposer,
 )
+from outrider.propose.lookup.group import group_proposer, parse_group_size
 from outrider.propose.lookup.lookahead import lookahead_proposer, parse_lookahead_size
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.recycle import RecycleProposer
@@ -201,6 +202,13 @@ def draft_model(proposer: Proposer) -> Target | None:
     return proposer.model if isinstance(proposer, DraftModelProposer | TextProposer) else None
 
 
+def leaves(proposer: Proposer) -> list[Proposer]:
+    """Return the proposers that a proposer is combined from, or itself."""
+    return (
+        [leaf for part in proposer.parts for leaf in leaves(part)] if isinstance(proposer, Combination) else [proposer]
+    )
+
+
 def draft_models(proposer: Proposer) -> list[Target]:
     """Return all draft models of a proposer and its parts."""
     if isinstance(proposer, Combination):
@@ -339,6 +347,8 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
         "ngram": ProposerType(_ngram, _check_ngram, "ngram[:MIN-MAX]"),
         # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of past outputs.
         "suffix": ProposerType(suffix_proposer, parse_history_size, "suffix[:TOKENS]"),
+        # The same in other outputs for the same prompt, running and finished ones, of the last VERSIONS weights.
+        "group": ProposerType(group_proposer, parse_group_size, "group[:TOKENS[:VERSIONS]]"),
         # The likeliest tokens of the target's earlier logits after the same suffix.
         "recycle": ProposerType(_recycle, partial(_check_no_argument, "recycle"), "recycle"),
         # N-grams that the target generates in its own passes by Jacobi iteration.

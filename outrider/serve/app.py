@@ -21,6 +21,7 @@ from outrider.serve.openai.errors import RESPONSES, STREAM_RESPONSES, add_handle
 from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from outrider.serve.settings import Settings
+from outrider.serve.weight_routes import add_weight_routes, weight_root
 
 _PAGE = Path(__file__).parent / "page.html"
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
@@ -44,6 +45,8 @@ def make_app(async_llm: AsyncLLM, settings: Settings, *, name: str) -> FastAPI:
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan)
     async_llm.latency.registry.register(EngineMetrics(async_llm))
     _add_routes(app, RequestHandler(async_llm, settings, name=name), async_llm, name)
+    if settings.weight_updates is not None:
+        add_weight_routes(app, async_llm, weight_root(settings.weight_updates))
     add_handlers(app)
     # A middleware that is added later runs earlier.
     app.add_middleware(BodyLimitMiddleware, max_bytes=1024 * settings.max_body_kb)

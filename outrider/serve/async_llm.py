@@ -10,10 +10,11 @@ from functools import cache
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
+from typing import TypeVar
 
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.stats import Stats
-from outrider.core.types import Round, SequenceState
+from outrider.core.types import Request, Round, SequenceState
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
 from outrider.llm import LLM
@@ -24,6 +25,7 @@ from outrider.serve.stream.drafts import drafts_of
 from outrider.serve.stream.request_stream import PUBLISH_INTERVAL, RequestStream, StreamChunk, StreamContent, Wakeup
 from outrider.serve.stream.text import StreamText
 
+T = TypeVar("T")
 _log = logging.getLogger("outrider.serve")
 _STOP_CHECK_INTERVAL = 0.05  # seconds between checks whether the server stops, while there are no requests
 _UNHEALTHY_FAILURES = 8  # consecutive failed rounds until /health returns 503
@@ -33,6 +35,18 @@ _DEGRADED_FAILURES = 8  # failed rounds among the recent ones until the server i
 
 class QueueFull(OutriderError):
     """The server cannot accept a request now: the queue is full, or the server stops."""
+
+
+def _resolve(future: asyncio.Future[T], result: T) -> None:
+    """Give a result to a future whose reader may be gone."""
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    """Give an exception to a future whose reader may be gone."""
+    if not future.done():
+        future.set_exception(error)
 
 
 class AsyncLLM:
@@ -60,6 +74,9 @@ class AsyncLLM:
         self._num_accepted = 0  # requests; changed only by the event loop
         self._num_finished = 0  # requests; changed only by the engine thread
         self._stopping = False
+        self._paused = False  # changed only by the event loop
+        self._holds = False  # whether new requests wait outside of the engine; changed only by the event loop
+        self._held: list[Request] = []  # these requests
         self._thread_ended = False
         self.failed_rounds = 0
         self._consecutive_failures = 0
@@ -169,18 +186,73 @@ class AsyncLLM:
         """Cancel requests. Finished ones are not affected."""
         self._commands.put(lambda: self._abort(streams))
 
+    async def call(self, function: Callable[[LLM], T]) -> T:
+        """Run a function in the engine thread, between two rounds, and return its result.
+
+        Raises:
+            QueueFull: the engine thread has ended.
+            Exception: what the function raises.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def command() -> None:
+            try:
+                result = function(self._llm)
+            except Exception as error:
+                loop.call_soon_threadsafe(_fail, future, error)
+            else:
+                loop.call_soon_threadsafe(_resolve, future, result)
+
+        self._commands.put(command)
+        if self._thread_ended:
+            raise QueueFull("the engine thread has ended; restart the server")
+        return await future
+
+    @property
+    def paused(self) -> bool:
+        """Whether the server does not generate, although it accepts requests."""
+        return self._paused
+
+    async def pause(self, mode: str) -> None:
+        """Stop generating. New requests wait until `resume`.
+
+        Args:
+            mode: keep: running requests go on after `resume`. abort: they end with an error. wait: they end first.
+        """
+        if mode == "wait":
+            self._holds = True
+            while not self._paused and await self.call(lambda llm: llm.engine.busy()):
+                await asyncio.sleep(_STOP_CHECK_INTERVAL)
+        self._paused = True
+        reason = "the server was paused, and running requests were aborted"
+        await self.call(lambda _: self._fail_all(reason) if mode == "abort" else None)
+
+    def resume(self) -> None:
+        """Go on generating."""
+        self._paused = False
+        self._holds = False
+        self._commands.put(self._add_held)
+
     # Everything below runs in the engine thread.
 
     def _add(self, streams: Sequence[RequestStream]) -> None:
         for stream in streams:
             self._streams[stream.request.id] = stream
             self.latency.begin(stream.request.id)
-        for stream in streams:
-            self._llm.add(stream.request)
+        self._held += [stream.request for stream in streams]
+        if not self._holds:
+            self._add_held()
+
+    def _add_held(self) -> None:
+        """Queue the requests that have waited for the end of a pause."""
+        while self._held:
+            self._llm.add(self._held.pop(0))
 
     def _abort(self, streams: Sequence[RequestStream]) -> None:
         for stream in streams:
             if self._streams.pop(stream.request.id, None):
+                self._held = [request for request in self._held if request.id != stream.request.id]
                 self._llm.abort(stream.request.id)
                 stream.put(StreamChunk(error="the request was cancelled"))
                 self._finish(stream, "cancelled")
@@ -213,11 +285,15 @@ class AsyncLLM:
     def _run_round(self) -> None:
         """Handle commands, and run a round if there are requests."""
         engine = self._llm.engine
-        self._handle_commands(wait=not engine.busy())
-        if engine.busy():
+        self._handle_commands(wait=not self._runs())
+        if self._runs():
             if self._unpublished and engine.prefilling() and self._seconds_unpublished() >= PUBLISH_INTERVAL / 2:
                 self._publish_all()  # before the round, because a prefill takes long
             self._step()
+
+    def _runs(self) -> bool:
+        """Return whether there is a round to run."""
+        return self._llm.engine.busy() and not self._paused and self._llm.weights.ready
 
     def _handle_commands(self, *, wait: bool) -> None:
         """Run the queued commands. With `wait`, wait for the first one for a short time."""
@@ -345,6 +421,7 @@ class AsyncLLM:
         """End all open requests with an error."""
         streams = list(self._streams.values())
         self._streams.clear()
+        self._held.clear()
         for stream in streams:
             stream.put(StreamChunk(error=reason))
             self._finish(stream, "error")

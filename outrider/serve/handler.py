@@ -136,6 +136,7 @@ class RequestHandler:
             include_speculation=content >= StreamContent.ROUNDS,
             token_text=self._async_llm.token_text,
             has_tools=has_tools,
+            token_ids=body.return_token_ids,
         )
         streams = self._submit(inputs, params, content)
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))

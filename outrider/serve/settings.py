@@ -103,6 +103,15 @@ class Settings:
             rich_help_panel=_SERVER,
         ),
     ] = None
+    weight_updates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Let all clients pause the server, put it to sleep, and load new weights from folders below DIR."
+            " Default: off.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None
     log_format: Annotated[
         str, typer.Option(metavar="NAME", help="Format of the request log: text or json.", rich_help_panel=_SERVER)
     ] = "text"

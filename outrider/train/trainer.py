@@ -186,6 +186,14 @@ class Trainer:
                 " space and run the same command again"
             ) from error
 
+    def optimizer_state(self) -> list[dict[str, Any]]:
+        """Return the state of the optimizers, for a checkpoint of another program."""
+        return self._optimizer.state_dict()
+
+    def load_optimizer_state(self, state: list[dict[str, Any]]) -> None:
+        """Load what `optimizer_state` has returned."""
+        self._optimizer.load_state_dict(state)
+
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state that `save` has written."""
         self.trainee.module.load_state_dict(state["module"])

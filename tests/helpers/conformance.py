@@ -15,6 +15,7 @@ from outrider.propose.draft_model.cascade import Cascade
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
 from outrider.propose.lookup.datastore import Datastore
+from outrider.propose.lookup.group import GroupProposer
 from outrider.propose.lookup.lookahead import LookaheadProposer, Sizes
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.recycle import RecycleProposer
@@ -49,6 +50,7 @@ LEARNING: Mapping[str, Callable[[ProposerSetup], Proposer]] = {
     "ngram": NgramProposer,
     "suffix": SuffixProposer,
     "suffix with history": lambda setup: SuffixProposer(setup, history=90),
+    "group": lambda setup: GroupProposer(setup, history=90, versions=2),
     "recycle": RecycleProposer,
     "lookahead": lambda setup: LookaheadProposer(setup, Sizes(window=2, size=3, guesses=2)),
     "first": lambda setup: First(setup, [NgramProposer(setup, shortest=3), _toy_model(setup)]),

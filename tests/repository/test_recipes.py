@@ -12,7 +12,10 @@ from typer.testing import CliRunner
 
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
+from outrider.loader.embedded import embedded
 from outrider.train.data.prompts import read_prompts
+from recipes.arithmetic import grpo
+from recipes.arithmetic.problems import is_right, pairs_below, split
 from recipes.correction import measure, pairs
 from recipes.correction import train as train_correction
 from recipes.family import prompts, train
@@ -42,6 +45,21 @@ def _run(command, *words):
     app = Typer(pretty_exceptions_enable=False)
     app.command()(command)
     return CliRunner().invoke(app, list(map(str, words)))
+
+
+def test_arithmetic(tmp_path):
+    sizes = ["--steps", "2", "--problems", "1", "--samples", "2", "--max-tokens", "3", "--limit", "3"]
+    result = _run(grpo.main, "--model", embedded("nano"), "--checkpoint", tmp_path, *sizes)
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line.get("step") for line in lines] == [None, 1, 2, None]
+    assert lines[1]["logprob_error"] < 1e-3
+    trained, held_out = split(pairs_below(10))
+    assert (len(trained), len(held_out)) == (80, 20)
+    assert not set(trained) & set(held_out)
+    assert is_right("7 + 5 = 12", 12)
+    assert not is_right("12 or 13", 12)
+    assert not is_right("", 0)
 
 
 def test_texts_are_those_that_can_be_read(texts):

@@ -12,7 +12,6 @@ from outrider.cache.paged import PagedCache
 from outrider.cache.static import StaticCache
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule, UniformDraws
-from outrider.errors import OutriderError
 from outrider.heads.hidden_states import StateCache
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.targets.base import HeadRunner, cached_attention, window_rule
@@ -124,13 +123,24 @@ class NativeHead(AutoregressiveTarget):
             dtype=tables.embedding.dtype,
         )
         self.cache = StateCache(self._paged_cache, self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1)
-        self._decoder = HeadDecoder(module, tables, load_library(), self._paged_cache, window=window)
+        self._shared_weights = tables
+        self._window = window
+        self._pack()
         self.kernels = "native"
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        raise OutriderError(
-            "the weights of a draft head on native kernels cannot be updated; load it with kernels torch"
-        )
+        super().update_weights(weights, version)
+        self._pack()
+
+    def refresh_shared(self, tables: SharedWeights) -> None:
+        super().refresh_shared(tables)
+        self._shared_weights = tables
+        self._pack()
+
+    def _pack(self) -> None:
+        """Pack the weights again. The memory of the old ones is freed with their decoder."""
+        tables = self._shared_weights
+        self._decoder = HeadDecoder(self.module, tables, load_library(), self._paged_cache, window=self._window)
 
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._paged_cache.reserve(batch, draft.width)

@@ -108,6 +108,11 @@ class HeadRunner:
         self.module.load_state_dict({**state_dict, **weights})
         self.version = version
 
+    def refresh_shared(self, tables: SharedWeights) -> None:
+        """Use the current values of the weights that the head shares with its target, after those have changed."""
+        self._hidden_states.use_tables(tables)
+        self.module.share_weights(tables.embedding, tables.head)
+
     def bytes(self) -> int:
         return sum(weight.nbytes for weight in self.module.parameters())
 

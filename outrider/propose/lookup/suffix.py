@@ -5,6 +5,8 @@ After SuffixDecoding (Oliaro et al. 2024) and SAM-Decoding (Hu et al. 2024).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
 from outrider.errors import OutriderError
 from outrider.propose.base import Proposer, ProposerSetup, parse_count
@@ -68,17 +70,25 @@ class SuffixProposer:
         if self._history and seq and seq.slot == slot:
             num_prompt_tokens = len(seq.request.prompt_token_ids)
             prompt = seq.token_ids[:num_prompt_tokens]
-            self._history.learn(seq.request.params.scope, prompt, seq.token_ids[num_prompt_tokens:])
+            self._learn(self._history, seq, prompt, seq.token_ids[num_prompt_tokens:])
 
     def bytes(self) -> int:
         """Return the memory of running sequences and of past outputs, in bytes."""
         indexes = sum(index.bytes() for index in self._indexes.values())
         return indexes + (self._history.bytes() if self._history else 0)
 
+    def _scope(self, seq: SequenceState) -> str:
+        """Return the part of the history that a sequence uses."""
+        return seq.request.params.scope
+
+    def _learn(self, history: History, seq: SequenceState, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Store the output of a sequence that has ended."""
+        history.learn(self._scope(seq), prompt, output)
+
     def _grow(self, seq: SequenceState, index: SuffixIndex, budget: int) -> SuffixDraft:
         if self._history is None:
             return index.grow([], 0, self._calibration.factors, budget)
-        continuations, matched = self._history.continuations(seq.request.params.scope, seq.token_ids, budget)
+        continuations, matched = self._history.continuations(self._scope(seq), seq.token_ids, budget)
         return index.grow(continuations, matched, self._calibration.factors, budget)
 
 

@@ -55,12 +55,16 @@ class History:
         self._trees: dict[str, _SortedLeaves] = {}  # by scope
         self._next_id = 0
 
-    def learn(self, scope: str, before: Sequence[int], output: Sequence[int]) -> None:
-        """Store an output and the tokens before it. Evict other outputs if there is no room."""
+    def learn(self, scope: str, before: Sequence[int], output: Sequence[int], *, version: int = 0) -> int | None:
+        """Store an output and the tokens before it. Evict other outputs if there is no room.
+
+        `version` is that of the weights that sampled it. Returns the id of the output; None if it is empty.
+        """
         if not output:
-            return
+            return None
         tokens = [*before[-CONTEXT:], *output][-self._max_tokens :]
-        stored = _Output(scope, array("I", tokens).tobytes(), num_tokens=min(len(output), self._max_tokens))
+        num_tokens = min(len(output), self._max_tokens)
+        stored = _Output(scope, array("I", tokens).tobytes(), num_tokens=num_tokens, version=version)
         while self._num_tokens + len(tokens) > self._max_tokens:
             self._evict()
         tree = self._trees.setdefault(scope, _SortedLeaves())
@@ -69,6 +73,18 @@ class History:
         self._outputs[self._next_id] = stored
         self._num_tokens += len(tokens)
         self._next_id += 1
+        return self._next_id - 1
+
+    def remove(self, outputs: Iterable[int]) -> None:
+        """Remove outputs, as far as they are still stored."""
+        for output in outputs:
+            if output in self._outputs:
+                self._outputs.move_to_end(output, last=False)
+                self._evict()
+
+    def remove_before(self, version: int) -> None:
+        """Remove all outputs of older versions of the weights."""
+        self.remove([id for id, output in self._outputs.items() if output.version < version])
 
     def mark_useful(self, outputs: Iterable[int]) -> None:
         """Note that draft tokens from these outputs were accepted."""
@@ -133,6 +149,7 @@ class _Output:
     scope: str
     text: bytes  # a few tokens before the output, then its own
     num_tokens: int  # its own tokens
+    version: int  # of the weights that sampled it
 
     def leaves(self, id: int) -> list[bytes]:
         """Return a leaf for each of the output's own tokens."""

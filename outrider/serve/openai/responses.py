@@ -27,6 +27,7 @@ class ResponseBuilder:
     include_speculation: bool = False  # whether chunks have a `speculation` field
     token_text: Callable[[int], str] = str  # returns the text of a single token
     has_tools: bool = False  # whether the text may have function calls
+    token_ids: bool = False  # whether choices have the ids of their tokens
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -55,6 +56,8 @@ class ResponseBuilder:
         choice |= {"delta": delta} if self.chat else {"text": chunk.text}
         if self.logprobs:
             choice["logprobs"] = self._logprobs(chunk.logprobs, offset)
+        if self.token_ids:
+            choice["token_ids"] = list(chunk.tokens)
         if self.include_speculation:
             choice["speculation"] = self._speculation(chunk)
         return self._head(is_chunk=True) | {"choices": [choice]}
@@ -87,6 +90,10 @@ class ResponseBuilder:
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         logprobs = self._logprobs(completion.logprobs) if self.logprobs else None
         choice: dict[str, Any] = {"index": index, "finish_reason": str(completion.finish_reason), "logprobs": logprobs}
+        if self.token_ids:
+            choice["token_ids"] = list(completion.token_ids)
+            choice["prompt_token_ids"] = list(completion.prompt_token_ids)
+            choice["weight_versions"] = [list(each) for each in completion.weight_versions]
         if not self.chat:
             return choice | {"text": completion.text}
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}

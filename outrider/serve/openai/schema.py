@@ -128,6 +128,10 @@ class SamplingFields(_RequestBody):
     logit_bias: dict[str, float] | None = Field(None, max_length=1024, description="Added to the logits, by token id.")
     stop: str | list[str] | None = Field(None, description="Strings that end the completion; at most 16.")
     stop_token_ids: list[_Token] = Field([], max_length=256, description="Extension. Tokens that end the completion.")
+    return_token_ids: bool = Field(
+        False,
+        description="Extension, as in vLLM. Return the ids of prompt and output, and the versions of the weights.",
+    )
     ignore_eos: bool = Field(False, description="Extension. Continue after end-of-text.")
     min_tokens: int = Field(0, ge=0, description="Extension. Fewest output tokens.")
     seed: int | None = Field(None, ge=0, lt=2**63)

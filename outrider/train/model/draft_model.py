@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import AuxStates, SharedKV
 from outrider.loader.checkpoint import load_checkpoint, refuse_sources
@@ -74,6 +75,9 @@ class DraftModelTrainee:
         """Choose the draft vocabulary, if it is to be reduced. The draft model has its weights."""
         if self._chooses_ids:
             self.ids.copy_(most_frequent_tokens(samples(), self._vocab, len(self.ids), self.ids.device))
+
+    def use_tables(self, tables: SharedWeights) -> None:
+        """Do nothing: the draft model has its own embedding and LM head."""
 
     def unroll(self, batch: TrainingBatch, steps: int) -> Iterator[Step]:
         size = min(batch.loss_mask.shape[1], self._checkpoint.context)

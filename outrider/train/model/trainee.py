@@ -51,6 +51,9 @@ class DraftTrainee(Protocol):
         Called once before the training, but not if the training is resumed.
         """
 
+    def use_tables(self, tables: SharedWeights) -> None:
+        """Use new values of the weights that the draft shares with the target."""
+
     def unroll(self, batch: TrainingBatch, steps: int) -> Iterator[Step]:
         """Yield steps 0, 1, ..., as far as the sequences reach."""
 
@@ -124,6 +127,10 @@ class HeadTrainee:
             module.ids.copy_(ids)
             self._share_weights()
         init_weights(module, self._tables)
+
+    def use_tables(self, tables: SharedWeights) -> None:
+        self._tables = tables
+        self._share_weights()
 
     def unroll(self, batch: TrainingBatch, steps: int) -> Iterator[Step]:
         return unrolled(self._module, batch, steps, self._later_share)

@@ -1,0 +1,137 @@
+"""Rollouts with each proposer against plain decoding, over epochs in which the policy changes.
+
+    python benchmarks/rl/rollouts.py --target DIR --proposers "none;group;quantized:int4;draft:DIR"
+
+All proposers generate the same prompts with the same seeds, in turns. Before each epoch but the first, the policy gets
+new weights: the old ones plus noise, as much as `--drift` times the standard deviation of each weight. The speedup is
+the ratio of the processor times of plain decoding and the proposer, which a busy machine changes less than the time of
+the clock. On the native kernels the script also checks that all proposers give the same tokens. Prints a table and one
+JSON document.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider import SamplingParams
+from outrider.loader.embedded import embedded
+from outrider.measure.prompts import read_prompts
+from outrider.rl import RolloutBatch, RolloutEngine
+
+_DEFAULT = "none;group;suffix:100000;quantized:int4"
+
+
+def main(
+    target: Annotated[Path | None, typer.Option(help="Folder of the policy. Default: the embedded target.")] = None,
+    proposers: Annotated[str, typer.Option(help="Separated by semicolons. The first one is the baseline.")] = _DEFAULT,
+    limit: Annotated[int, typer.Option(help="Embedded prompts of each category.")] = 1,
+    n: Annotated[int, typer.Option(help="Samples of each prompt.")] = 8,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences at once; few are the tail of a step. 0: all.")] = 0,
+    max_tokens: int = 96,
+    epochs: int = 3,
+    drift: Annotated[float, typer.Option(help="Noise of an update, as a share of a weight's deviation.")] = 0.01,
+    k: Annotated[str, typer.Option(help="Draft tokens per round, or auto.")] = "auto",
+    dtype: str = "bfloat16",
+) -> None:
+    """Measure rollouts with several proposers."""
+    folder = target or embedded("mini")
+    prompts = read_prompts(limit=limit)
+    engines = {
+        name: RolloutEngine.load(
+            folder,
+            proposer=name,
+            k=k if k == "auto" else int(k),
+            verifier="coupled",
+            dtype=dtype,
+            max_num_seqs=max_num_seqs or len(prompts) * n,
+            max_model_len=1024,
+        )
+        for name in proposers.split(";")
+    }
+    first = next(iter(engines.values()))
+    chats = [
+        first.llm.encode_chat(prompt.messages) if prompt.messages else first.llm.encode(prompt.prompt or "")
+        for prompt in prompts
+    ]
+    params = SamplingParams(temperature=1.0, max_tokens=max_tokens)
+    model = first.llm.parts.loaded.checkpoint.model
+    weights = {name: value.detach().float().clone() for name, value in model.state_dict().items()}
+    noise = torch.Generator().manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    for epoch in range(epochs):
+        update_seconds = dict.fromkeys(engines, 0.0)
+        if epoch:
+            _perturb(weights, drift, noise)
+            for name, engine in engines.items():
+                began = time.process_time()
+                engine.update_weights(weights)
+                update_seconds[name] = time.process_time() - began
+        batches: dict[str, RolloutBatch] = {}
+        seconds: dict[str, float] = {}
+        for name, engine in engines.items():
+            began = time.process_time()
+            batches[name] = engine.generate(chats, params, n=n, seed=epoch)
+            seconds[name] = time.process_time() - began
+        baseline = next(iter(engines))
+        for name, batch in batches.items():
+            rows.append(
+                {
+                    "epoch": epoch,
+                    "proposer": name,
+                    "tau": batch.stats.tau,
+                    "tokens": batch.stats.output_tokens,
+                    "cpu_seconds": seconds[name],
+                    "wall_seconds": batch.seconds,
+                    "speedup": seconds[baseline] / seconds[name],
+                    "update_seconds": update_seconds[name],
+                    "same_tokens": _tokens(batch) == _tokens(batches[baseline]),
+                    "regimes": [
+                        {"most": each.most, "tokens": each.tokens, "tau": each.tau, "draft_length": each.draft_length}
+                        for each in batch.regimes
+                    ],
+                }
+            )
+    _show(rows)
+    print(json.dumps({"benchmark": "rl rollouts", "drift": drift, "k": k, "rows": rows}))
+
+
+def _perturb(weights: dict[str, torch.Tensor], drift: float, noise: torch.Generator) -> None:
+    """Add noise to weights. Tied weights stay equal."""
+    changed: dict[int, torch.Tensor] = {}
+    for name, value in weights.items():
+        key = hash((value.shape, float(value.flatten()[0]), float(value.flatten()[-1])))
+        if key not in changed:
+            deviation = value.std() if value.numel() > 1 else value.abs().mean()
+            changed[key] = value + drift * deviation * torch.randn(value.shape, generator=noise)
+        weights[name] = changed[key]
+
+
+def _tokens(batch: RolloutBatch) -> list[tuple[int, ...]]:
+    return [rollout.token_ids for rollout in batch.rollouts]
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = Table("epoch", "proposer", "tau", "tokens/CPU s", "speedup", "update, s", "same tokens")
+    for row in rows:
+        table.add_row(
+            str(row["epoch"]),
+            row["proposer"],
+            f"{row['tau']:.2f}",
+            f"{row['tokens'] / row['cpu_seconds']:.0f}",
+            f"{row['speedup']:.2f}",
+            f"{row['update_seconds']:.2f}",
+            "yes" if row["same_tokens"] else "NO",
+        )
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,65 @@
+"""Check new values of weights before any of them is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from outrider.errors import OutriderError
+
+
+def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Check that new values fit the weights of a model.
+
+    Args:
+        weights: the new values, by name. They may have any float dtype; a target converts them to its own.
+        shapes: the shapes of the weights of the model, by name.
+
+    Raises:
+        OutriderError: a name is unknown, or a value has another shape or no float dtype.
+    """
+    for name, value in weights.items():
+        if name not in shapes:
+            raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
+        if value.shape != shapes[name]:
+            raise OutriderError(f"{name} has shape {tuple(value.shape)}; give {tuple(shapes[name])}")
+        if not value.is_floating_point():
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise OutriderError(f"{name} has dtype {dtype}; give float32, bfloat16 or float16")
+
+
+def finite_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return float weights in `dtype`, and others unchanged.
+
+    Raises:
+        OutriderError: a value is NaN or infinite, perhaps only in `dtype`.
+    """
+    converted = {}
+    for name, value in weights.items():
+        converted[name] = value.detach().to(dtype) if value.is_floating_point() else value
+        # `aminmax` is NaN if there is one. It needs one pass and no memory, unlike `isfinite` of all values.
+        if value.numel() and not all(map(torch.isfinite, torch.aminmax(converted[name]))):
+            raise OutriderError(
+                f"{name} has values that are NaN or infinite in {str(dtype).removeprefix('torch.')}; the old weights"
+                " stay in use. Check the last step of the training"
+            )
+    return converted
+
+
+def tied_weight(weights: Mapping[str, torch.Tensor], *names: str) -> torch.Tensor | None:
+    """Return the new value of a weight that has several names, or None if there is none.
+
+    Raises:
+        OutriderError: two names have different values.
+    """
+    given = {name: weights[name] for name in names if name in weights}
+    if not given:
+        return None
+    (first, value), *others = given.items()
+    for name, other in others:
+        if value.data_ptr() != other.data_ptr() and not torch.equal(value, other):
+            raise OutriderError(
+                f"{first} and {name} are one weight of this model, and their new values differ; give one of them"
+            )
+    return value

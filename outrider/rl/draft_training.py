@@ -1,0 +1,207 @@
+"""Train the draft together with the policy, on hidden states that the policy computes anyway.
+
+The pass that computes the log-probabilities of the rollouts also records the hidden states of the policy. They are
+detached and belong to no graph, and the draft has its own optimizer and its own clipping of gradients. So the policy's
+gradients are the same with and without it, bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from outrider.core.stats import Stats
+from outrider.errors import OutriderError
+from outrider.models.submodel import layer_stack
+from outrider.propose.registry import draft_models
+from outrider.rl.records import Rollout
+from outrider.rl.rollout import RolloutEngine
+from outrider.train.data.batches import Collator, micro_batches
+from outrider.train.data.sample import Sample
+from outrider.train.loss.losses import parse
+from outrider.train.model.trainee import make_trainee, target_weights
+from outrider.train.settings import DRAFT, Settings
+from outrider.train.trainer import Trainer
+
+_PEAK = 0.03  # progress at which the learning rate of `Trainer` has its full value
+_MICRO_BATCH_TOKENS = 4096
+_STANDARD_ERRORS = 2.0  # a difference of tau within so many standard errors is chance
+
+
+class TauEstimate(NamedTuple):
+    """The mean tokens of a pass and its standard error."""
+
+    tau: float
+    error: float
+
+
+def tau_estimate(stats: Stats) -> TauEstimate | None:
+    """Return the mean tokens of a pass and its standard error, as if passes were independent; None without a pass."""
+    if not stats.passes:
+        return None
+    # A pass that accepts a draft token at depth i emits at least i + 2 tokens. So the accepted counts are the tail
+    # probabilities of the emitted tokens, and sum (2 i + 3) of them is the mean square without the first token.
+    tails = [accepted / stats.passes for accepted in stats.accepted]
+    square = 1 + sum((2 * i + 3) * tail for i, tail in enumerate(tails))
+    mean = 1 + sum(tails)
+    return TauEstimate(mean, math.sqrt(max(square - mean * mean, 0.0) / stats.passes))
+
+
+class DraftTraining:
+    """Trains the draft of a rollout engine after each step of the policy, and takes back updates that make it worse."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        folder: str | Path,
+        *,
+        kind: str = DRAFT,
+        lr: float = 1e-4,
+        loss: str = "ce",
+        max_tokens: int = 8192,
+        tolerance: float = 0.05,
+    ) -> None:
+        """Load a trainable copy of the draft.
+
+        Args:
+            engine: its proposer must be a draft with weights of its own: draft:DIR or tree:DIR.
+            folder: the folder of the same draft.
+            kind: draft for a draft model; the kind of a draft head, such as mtp or eagle3.
+            lr: learning rate.
+            loss: as of `outrider train --loss`.
+            max_tokens: tokens of rollouts that one step of the draft trains on at most.
+            tolerance: the share of tau that an update may cost. If it costs more, and the difference is larger than
+                chance explains, it is taken back.
+
+        Raises:
+            OutriderError: the draft cannot be trained, or an option is out of range.
+        """
+        if not 0 <= tolerance < 1:
+            raise OutriderError(f"tolerance is {tolerance}; use a share of tau from 0 to below 1, such as 0.05")
+        if max_tokens < 1:
+            raise OutriderError(f"max_tokens is {max_tokens}; use at least 1")
+        setup = engine.llm.parts.setup
+        if not draft_models(engine.llm.parts.proposer):
+            raise OutriderError("the engine has no draft with weights; use proposer draft:DIR or tree:DIR")
+        settings = Settings(out="", target="", data=["rollouts"], init_from=str(folder), lr=lr, loss=loss)
+        self.engine = engine
+        self.rollbacks = 0
+        self.acceptance: tuple[float, ...] = ()  # of the last step, by position, with teacher forcing
+        self._setup = setup
+        self._trainee = make_trainee(kind, settings, setup, target_weights(setup))
+        if self._trainee.shared_kv:
+            raise OutriderError(f"{kind} reads keys and values of the target, which a trainer does not record")
+        self._trainer = Trainer(
+            self._trainee, losses=parse(loss), steps=settings.ttt_length or self._trainee.steps, decay=1.0, lr=lr
+        )
+        self._max_tokens = max_tokens
+        self._tolerance = tolerance
+        self._samples: list[Sample] = []
+        self._layers: list[int] = []  # of the policy whose outputs samples have
+        self._recorded: dict[int, torch.Tensor] = {}  # by layer, of the pass that is recorded
+        self._previous: dict[str, torch.Tensor] | None = None  # weights before the last update
+        self._previous_tau: TauEstimate | None = None
+
+    @contextmanager
+    def recording(self, policy: Any, rollouts: Sequence[Rollout]) -> Iterator[None]:
+        """Record the hidden states of a pass of the policy over rollouts, which are padded on the right."""
+        stack = layer_stack(policy)[1]
+        layers = self._layers = sorted({*self._trainee.aux_states.layers, len(stack) - 1})
+        hooks = [stack[layer].register_forward_hook(partial(self._record, layer)) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        states = torch.stack([self._recorded.pop(layer) for layer in layers], 2)
+        for b, rollout in enumerate(rollouts):
+            tokens = rollout.prompt_token_ids + rollout.token_ids
+            self._samples.append(
+                Sample(
+                    id=len(self._samples),
+                    tokens=tokens,
+                    states=states[b, : len(tokens) - 1].clone(),
+                    prompt=len(rollout.prompt_token_ids),
+                )
+            )
+
+    def train(self) -> None:
+        """Train on what was recorded, and give the new weights to the engine.
+
+        Call it while the engine still has the weights of the policy that was recorded.
+        """
+        samples: list[Sample] = []
+        total = 0
+        for sample in self._samples:
+            total += len(sample.tokens)
+            if samples and total > self._max_tokens:
+                break
+            samples.append(sample)
+        self._samples = []
+        if not samples:
+            return
+        tables = target_weights(self._setup)
+        self._trainee.use_tables(tables)
+        collator = Collator(self._trainee.aux_states, self._layers, tables, self._trainee.ids)
+        groups = micro_batches(samples, _MICRO_BATCH_TOKENS)
+        self._previous = _copied(self._trainee.module)
+        batches = (collator.collate(group, everything=False) for group in groups)
+        stats = self._trainer.train(batches, progress=_PEAK)
+        self.acceptance = tuple(stats.acceptance) or self.acceptance
+        self.engine.update_draft(_copied(self._trainee.module))
+
+    def judge(self, stats: Stats) -> bool:
+        """Compare the draft with the one before, by the first rollouts since its update.
+
+        Returns:
+            Whether the update was taken back.
+        """
+        tau = tau_estimate(stats)
+        if tau is None:
+            return False
+        before = self._previous_tau
+        if self._previous is None or before is None or not self._is_worse(tau, before):
+            self._previous_tau = tau
+            return False
+        self._trainee.module.load_state_dict(self._previous)
+        self.engine.update_draft(self._previous)
+        self._previous = None
+        self.rollbacks += 1
+        return True
+
+    def _is_worse(self, now: TauEstimate, before: TauEstimate) -> bool:
+        chance = _STANDARD_ERRORS * math.hypot(now.error, before.error)
+        return now.tau < (1 - self._tolerance) * before.tau - chance
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {
+            "module": self._trainee.module.state_dict(),
+            "optimizer": self._trainer.optimizer_state(),
+            "previous": self._previous,
+            "previous_tau": None if self._previous_tau is None else tuple(self._previous_tau),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, and give the weights of the draft to the engine."""
+        self._trainee.module.load_state_dict(state["module"])
+        self._trainer.load_optimizer_state(state["optimizer"])
+        self._previous = state["previous"]
+        self._previous_tau = None if state["previous_tau"] is None else TauEstimate(*state["previous_tau"])
+        self.engine.update_draft(_copied(self._trainee.module))
+
+    def _record(self, layer: int, _module: nn.Module, _inputs: object, output: Any) -> None:
+        out = output[0] if isinstance(output, tuple) else output
+        self._recorded[layer] = out.detach()
+
+
+def _copied(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of the weights of a module."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}

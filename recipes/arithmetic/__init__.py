@@ -1,0 +1,1 @@
+"""Trains a language model to add numbers by reinforcement learning, with exact speculative rollouts."""

@@ -1,0 +1,151 @@
+"""The GRPO loop: the same policy with and without speculation, rewards that fail, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+
+from outrider import OutriderError
+from outrider.rl import GRPO, GRPOSettings, Problem, RolloutEngine
+from outrider.rl.grpo import clipped_objective, group_advantages, kl_estimate
+from outrider.train.model.draft_model import load_trainable
+from tests.helpers import tiny
+
+native = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
+SETTINGS = GRPOSettings(problems=2, samples=3, max_tokens=8, lr=1e-2, micro_batch=4, beta=0.05, updates=2, seed=4)
+PROBLEMS = [Problem(prompt=tuple(range(start, start + 6)), answer=start) for start in (20, 60, 100)]
+
+
+def even(rollout, problem):
+    """More even tokens are better."""
+    return sum(token % 2 == 0 for token in rollout.token_ids) / len(rollout.token_ids)
+
+
+def make(folder, *, reward=even, settings=SETTINGS, **options):
+    options = {"proposer": "none", "k": 3, "max_num_seqs": 6, **options}
+    engine = RolloutEngine.load(folder, dtype="float32", device="cpu", max_model_len=64, **options)
+    return GRPO(load_trainable(folder, torch.device("cpu")).model, engine, reward, settings)
+
+
+def recorded(run, steps, **arguments):
+    """The reports of a run, and the tokens of all its rollouts."""
+    tokens = []
+    generate = run.engine.generate
+
+    def record(*args, **keywords):
+        batch = generate(*args, **keywords)
+        tokens.extend(rollout.token_ids for rollout in batch.rollouts)
+        return batch
+
+    run.engine.generate = record
+    return list(run.train(PROBLEMS, steps, **arguments)), tokens
+
+
+def same(one, two):
+    return all(torch.equal(value, two[name]) for name, value in one.items())
+
+
+@native
+def test_speculation_changes_no_bit_of_the_training(shelf):
+    drafted = make(shelf / "policy", proposer=f"draft:{shelf / 'draft'}", verifier="coupled")
+    plain = make(shelf / "policy", proposer="none", verifier="coupled")
+    (reports, tokens), (plain_reports, plain_tokens) = recorded(drafted, 3), recorded(plain, 3)
+    assert tokens == plain_tokens
+    assert [report.rewards for report in reports] == [report.rewards for report in plain_reports]
+    assert same(drafted.policy.state_dict(), plain.policy.state_dict())
+    start = load_trainable(shelf / "policy", torch.device("cpu")).model
+    assert not same(drafted.policy.state_dict(), start.state_dict())
+    for report, version in zip(reports, (1, 2, 3), strict=True):
+        assert report.version == version  # each step samples from the newest weights
+        assert report.logprob_error < 1e-4
+        assert list(report.by_version) == [str(version)]
+        assert list(report.by_draft_age) == [version]  # the draft was never updated
+        assert report.speculation.tau > 1
+        assert report.seconds.total >= report.seconds.generation > 0
+        assert 0 < report.seconds.generation_share < 1
+        assert report.as_dict()["speculation"]["tokens"] == report.speculation.tokens
+    assert plain_reports[0].speculation.tau == 1
+
+
+def test_rewards_rise(shelf):
+    settings = GRPOSettings(problems=3, samples=8, max_tokens=6, lr=5e-3, micro_batch=24)
+    run = make(shelf / "policy", settings=settings, max_num_seqs=24)
+    reports, _ = recorded(run, 10)
+    means = [report.mean_reward for report in reports]
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.1
+
+
+@native
+def test_a_killed_run_goes_on_with_the_same_tokens(shelf, tmp_path):
+    whole, tokens = recorded(make(shelf / "policy"), 4)
+    _, first = recorded(make(shelf / "policy"), 2, checkpoint=tmp_path / "run")
+    resumed = make(shelf / "policy")
+    resumed.restore(tmp_path / "run")
+    reports, second = recorded(resumed, 4)
+    assert first + second == tokens
+    assert [report.rewards for report in reports] == [report.rewards for report in whole[2:]]
+    assert [report.version for report in reports] == [report.version for report in whole[2:]]
+    other = make(shelf / "policy", settings=GRPOSettings(problems=2, samples=4))
+    with pytest.raises(OutriderError, match="made with samples 3, and samples is 4 now"):
+        other.restore(tmp_path / "run")
+    with pytest.raises(OutriderError, match="does not exist"):
+        other.restore(tmp_path / "zork")
+
+
+def test_a_failing_reward_fails_its_own_sample(shelf):
+    def reward(rollout, problem):
+        match (rollout.prompt, rollout.sample):
+            case (0, 0):
+                raise ValueError("no such answer")
+            case (0, 1):
+                time.sleep(30)
+            case (1, 2):
+                return math.nan
+        return even(rollout, problem)
+
+    settings = GRPOSettings(problems=2, samples=4, max_tokens=6, reward_timeout=0.5)
+    run = make(shelf / "policy", reward=reward, settings=settings, max_num_seqs=8)
+    began = time.monotonic()
+    (report,), _ = recorded(run, 1)
+    assert time.monotonic() - began < 25
+    assert [reward is None for reward in report.rewards] == [True, True, False, False, False, False, True, False]
+    assert [error.split("function ")[1] for error in report.errors] == [
+        "raised ValueError: no such answer",
+        "took more than 0.5 s",
+        "returned nan",
+    ]
+    assert math.isfinite(report.loss)
+
+
+def test_advantages():
+    rewards = torch.tensor([[1.0, 0.0, math.nan, 0.5], [2.0, 2.0, 2.0, 2.0], [math.nan] * 4], dtype=torch.float64)
+    expected = torch.tensor([0.5, -0.5, 0.0, 0.0], dtype=torch.float64)
+    assert torch.allclose(group_advantages(rewards, scale=False)[0], expected)
+    assert torch.allclose(group_advantages(rewards)[0], expected / (0.5 + 1e-4))
+    assert not group_advantages(rewards)[1:].any()
+
+
+def test_objective_and_divergence():
+    old = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    new = old + torch.tensor([0.0, 0.5, -0.5, 0.1])
+    up, down = (clipped_objective(new, old, torch.tensor(sign), 0.2) for sign in (1.0, -1.0))
+    assert torch.allclose(-up, torch.tensor([1.0, 1.2, math.exp(-0.5), math.exp(0.1)]))
+    assert torch.allclose(down, torch.tensor([1.0, math.exp(0.5), 0.8, math.exp(0.1)]))
+    p, q = torch.tensor([0.2, 0.8]), torch.tensor([0.5, 0.5])
+    estimate = (p * kl_estimate(p.log(), q.log())).sum()
+    assert torch.allclose(estimate, (p * (p / q).log()).sum())
+    assert (kl_estimate(new, old) >= 0).all()
+
+
+def test_bad_settings():
+    for setting, message in (
+        ({"samples": 1}, "has no advantage"),
+        ({"problems": 0}, "problems is 0"),
+        ({"lr": 0.0}, "lr is 0.0"),
+        ({"beta": -1.0}, "beta is -1.0"),
+    ):
+        with pytest.raises(OutriderError, match=message):
+            GRPOSettings(**setting)

@@ -1,0 +1,232 @@
+"""Weight updates of an engine: what follows them, what they refuse, and what they cost."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider import LLM, OutriderError, SamplingParams
+from outrider.loader.checkpoint import load_checkpoint
+from outrider.propose.registry import draft_models
+from tests.helpers import tiny
+
+native = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
+KERNELS = pytest.mark.parametrize("kernels", [pytest.param("native", marks=native), "torch"])
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=16, seed=5, n=2, logprobs=0, ignore_eos=True)
+PROMPT = tuple(range(10, 90))
+
+
+def load(folder, **options):
+    settings = {"proposer": "ngram", "k": 3, "dtype": "float32", "device": "cpu", "max_num_seqs": 4}
+    return LLM(folder, **{**settings, **options})
+
+
+def tokens(llm, params=SAMPLED, prompt=PROMPT):
+    return [completion.token_ids for completion in llm.generate(prompt, params)]
+
+
+def reload(tmp_path, folder, weights):
+    """A folder with these weights and the tokenizer of another."""
+    checkpoint = load_checkpoint(folder, dtype="float32", device="cpu")
+    checkpoint.model.load_state_dict(weights)
+    return tiny.save_model(tmp_path / "new", checkpoint.model)
+
+
+@KERNELS
+@pytest.mark.parametrize("name", ["policy", "tied"])
+def test_an_update_equals_loading_the_new_weights(shelf, tmp_path, changed, kernels, name):
+    weights = changed(shelf / name)
+    llm = load(shelf / name, kernels=kernels)
+    before = tokens(llm)  # also fills the prefix cache, which must be dropped
+    old = llm.weights.checksum()
+    assert llm.update_weights(weights) == 1
+    fresh = load(reload(tmp_path, shelf / name, weights), kernels=kernels)
+    assert llm.weights.checksum() == fresh.weights.checksum() != old
+    assert tokens(llm) == tokens(fresh) != before
+    original = load_checkpoint(shelf / name, dtype="float32", device="cpu").model.state_dict()
+    llm.update_weights(original, version=7)
+    assert llm.weights.version == 7
+    assert llm.weights.checksum() == old
+    assert tokens(llm) == before
+
+
+@KERNELS
+def test_a_folder_of_weights(shelf, tmp_path, changed, kernels):
+    weights = changed(shelf / "tied")
+    folder = reload(tmp_path, shelf / "tied", weights)
+    (folder / "tokenizer.json").unlink()
+    one, two = load(shelf / "tied", kernels=kernels), load(shelf / "tied", kernels=kernels)
+    one.update_weights(folder)
+    two.update_weights(weights.items())
+    assert one.weights.checksum() == two.weights.checksum()
+
+
+@KERNELS
+def test_a_bad_update_changes_nothing(shelf, changed, kernels):
+    llm = load(shelf / "tied", kernels=kernels)
+    weights = changed(shelf / "tied")
+    before, checksum = tokens(llm), llm.weights.checksum()
+    norm, table = "model.norm.weight", "model.embed_tokens.weight"
+    hole = weights[norm].clone()
+    hole[3] = torch.nan
+    for bad, message in (
+        ({"model.zork": torch.zeros(1)}, "no weight 'model.zork'"),
+        ({norm: weights[norm][1:]}, r"has shape \(63,\); give \(64,\)"),
+        ({norm: torch.ones(64, dtype=torch.int64)}, "has dtype int64"),
+        ({norm: hole}, "NaN or infinite in float32; the old weights stay"),
+        ({norm: torch.full((64,), torch.inf)}, "NaN or infinite"),
+        ({"lm_head.weight": weights[table] + 1}, "are one weight of this model"),
+        ({norm: [1.0] * 64}, "is a list; give torch tensors"),
+    ):
+        with pytest.raises(OutriderError, match=message):
+            llm.update_weights({**weights, **bad})
+    for version in (0, -1, True, "1"):
+        with pytest.raises(OutriderError, match="use a whole number above it"):
+            llm.update_weights(weights, version=version)
+    assert (llm.weights.version, llm.weights.checksum()) == (0, checksum)
+    assert tokens(llm) == before
+
+
+@KERNELS
+def test_an_update_inside_of_a_completion(shelf, changed, kernels):
+    """The tokens after the update are those that the new weights give after the tokens so far."""
+    weights = changed(shelf / "policy")
+    llm = load(shelf / "policy", kernels=kernels, k=0)
+    one = SamplingParams(temperature=1.0, max_tokens=24, seed=5, logprobs=0, ignore_eos=True)
+    (request,) = llm.requests(PROMPT, one)
+    row = llm.add(request)
+    for _ in range(8):
+        llm.engine.step()
+    llm.update_weights(weights)
+    while not row.finish_reason:
+        llm.engine.step()
+    done = llm.completion(row)
+    assert done.weight_versions == ((0, 0), (8, 1))
+    new = load(shelf / "policy", kernels=kernels, k=0)
+    new.update_weights(weights)
+    prefix = [*PROMPT, *done.token_ids[:8]]
+    (request,) = new.requests(prefix, SamplingParams(temperature=1.0, max_tokens=16, seed=5, ignore_eos=True))
+    row = new.add(request)  # noise depends on the position in the text, so the seed gives the same tokens
+    while not row.finish_reason:
+        new.engine.step()
+    assert new.completion(row).token_ids == done.token_ids[8:]
+
+
+@native
+@pytest.mark.parametrize("proposer", ["quantized:int4", "exit:1", "skip:0"])
+def test_a_draft_of_the_target_follows_it(shelf, tmp_path, changed, proposer):
+    weights = changed(shelf / "policy", scale=0.3)
+    settings = {"proposer": proposer, "dtype": "bfloat16", "verifier": "coupled"}
+    llm = load(shelf / "policy", **settings)
+    llm.update_weights(weights)
+    fresh = load(reload(tmp_path, shelf / "policy", weights), **settings)
+    one, two = (each.generate(PROMPT, SAMPLED) for each in (llm, fresh))
+    assert [each.token_ids for each in one] == [each.token_ids for each in two]
+    assert [each.stats.accepted for each in one] == [each.stats.accepted for each in two]
+
+
+@KERNELS
+def test_a_head_uses_the_new_embedding_of_its_target(shelf, head, tmp_path, changed, kernels):
+    weights = changed(shelf / "policy", scale=0.3)
+    settings = {"proposer": f"draft:{head}", "verifier": "coupled", "kernels": kernels}
+    llm = load(shelf / "policy", **settings)
+    old = drafts(llm)
+    llm.update_weights(weights)
+    fresh = load(reload(tmp_path, shelf / "policy", weights), **settings)
+    assert drafts(llm) == drafts(fresh) != old
+    module = draft_models(llm.parts.proposer)[0].module
+    llm.weights.update_draft({name: torch.ones_like(value) for name, value in module.state_dict().items()})
+    assert llm.weights.draft_version == 1
+    assert drafts(llm) != drafts(fresh)
+
+
+def drafts(llm):
+    """The draft tokens of all rounds of some completions."""
+    tokens = []
+    llm.engine.on_round = lambda round: tokens.extend(round.draft.tokens.tolist())
+    llm.generate(PROMPT, SAMPLED)
+    assert tokens
+    return tokens
+
+
+@native
+def test_a_draft_without_weights_of_its_own_is_not_updated(shelf, changed):
+    llm = load(shelf / "policy")
+    with pytest.raises(OutriderError, match="0 draft models with weights of their own"):
+        llm.weights.update_draft(changed(shelf / "policy"))
+
+
+@KERNELS
+def test_a_draft_update_changes_acceptance_only(shelf, kernels):
+    llm = load(shelf / "policy", proposer=f"draft:{shelf / 'draft'}", kernels=kernels, verifier="coupled")
+    before = llm.generate(PROMPT, SAMPLED)
+    policy = load_checkpoint(shelf / "policy", dtype="float32", device="cpu").model.state_dict()
+    assert llm.weights.update_draft(policy) == 1
+    after = llm.generate(PROMPT, SAMPLED)
+    if kernels == "native":
+        assert [c.token_ids for c in before] == [c.token_ids for c in after]
+    accepted = [sum(sum(c.stats.accepted) for c in each) for each in (before, after)]
+    assert accepted[1] > accepted[0]
+    assert (llm.weights.version, llm.weights.draft_version) == (0, 1)
+    with pytest.raises(OutriderError, match="no weight 'x'"):
+        llm.weights.update_draft({"x": torch.zeros(1)})
+    assert llm.weights.draft_version == 1
+
+
+@native
+def test_many_updates_take_no_more_memory(shelf, changed):
+    weights = changed(shelf / "policy")
+    llm = load(shelf / "policy", proposer="quantized:int4", dtype="bfloat16")
+    short = SamplingParams(max_tokens=4)
+    peaks = []
+    for i in range(200):
+        llm.update_weights(weights)
+        if i % 20 == 0:
+            llm.generate(PROMPT, short)
+        peaks.append(_resident())
+    size = sum(value.nbytes for value in weights.values())
+    assert peaks[-1] - peaks[40] < 20 * size  # each update would add `size`
+    assert llm.weights.version == 200
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@KERNELS
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake(shelf, kernels, level):
+    weights = load_checkpoint(shelf / "tied", dtype="float32", device="cpu").model.state_dict()
+    weights = {name: value.clone() for name, value in weights.items()}
+    llm = load(shelf / "tied", kernels=kernels, proposer=f"draft:{shelf / 'draft'}", verifier="coupled")
+    expected = tokens(llm)
+    (id,) = llm.submit(PROMPT, SamplingParams(max_tokens=6, ignore_eos=True))
+    llm.engine.step()
+    llm.weights.sleep(level)
+    assert llm.parts.target.cache.bytes() == 0
+    with pytest.raises(OutriderError, match="call wake first"):
+        llm.engine.step()
+    with pytest.raises(OutriderError, match="sleeps already"):
+        llm.weights.sleep()
+    with pytest.raises(OutriderError, match="call wake before the weights"):
+        llm.update_weights(weights)
+    llm.weights.wake()
+    with pytest.raises(OutriderError, match="does not sleep"):
+        llm.weights.wake()
+    if level == 2:
+        with pytest.raises(OutriderError, match="load all with update_weights"):
+            llm.engine.step()
+        with pytest.raises(OutriderError, match="were freed by sleep"):
+            llm.update_weights({"model.norm.weight": weights["model.norm.weight"]})
+        weights.pop("lm_head.weight", None)
+        llm.update_weights(weights)
+    while llm.engine.busy():
+        done = llm.engine.step()
+    assert [row.request.id for row in done if row.finish_reason] == [id]  # the request has survived
+    assert tokens(llm) == expected
+    with pytest.raises(OutriderError, match="level is 3"):
+        llm.weights.sleep(3)
