@@ -69,7 +69,8 @@ class DraftModelTrainee:
         self._vocab = vocab
         self.module: Any = self._checkpoint.model
         self.aux_states = AuxStates(layers=(setup.target.layers - 1,), final=True)
-        self.module.register_buffer(_IDS, self.ids)  # part of the saved state of the training
+        if not self._drafts_all:
+            self.module.register_buffer(_IDS, self.ids)  # part of the saved state of the training
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
         """Choose the draft vocabulary, if it is to be reduced. The draft model has its weights."""
