@@ -228,23 +228,18 @@ def test_recurrent_draft(shelf):
     assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [c.token_ids for c in plain]
 
 
-def test_draft_stops_at_its_own_context_length(tmp_path, caplog):
+def test_draft_slides_over_texts_longer_than_its_own_context(tmp_path):
     target = tiny.save(tmp_path / "target", llama())
     draft = tiny.save(tmp_path / "draft", llama(max_position_embeddings=32))
     plain = LLM(target, proposer="none", dtype="float32", device="cpu").generate(PROMPTS, GREEDY)
     llm = LLM(
         target, proposer=f"draft:{draft}", k=4, dtype="float32", device="cpu", max_num_seqs=2, max_num_batched_tokens=5
     )
-    with caplog.at_level(logging.WARNING, logger="outrider"):
-        speculative = llm.generate(PROMPTS, GREEDY)
+    speculative = llm.generate(PROMPTS, GREEDY)
     assert [c.token_ids for c in speculative] == [c.token_ids for c in plain]
-    assert [r.getMessage() for r in caplog.records] == [
-        "the draft model's context of 32 tokens is full; going on without it"
-    ]
-    assert llm.stats.draft_tokens > 0
     draft_tokens_before = llm.stats.draft_tokens
     llm.generate([list(range(40))], GREEDY)  # the prompt alone is longer than the context of the draft
-    assert llm.stats.draft_tokens == draft_tokens_before
+    assert llm.stats.draft_tokens > draft_tokens_before > 0
 
 
 def test_weights_that_exceed_the_memory_are_refused_before_they_are_loaded(folder, monkeypatch):
