@@ -16,7 +16,8 @@ from torch import nn
 
 from outrider.heads.description import Body, HeadDescription, SharedKV
 from outrider.heads.modules.base import HeadBase
-from outrider.heads.modules.layers import GatedMLP, Norm, rotate, rotation
+from outrider.heads.modules.layers import GatedMLP, Norm, rotation
+from outrider.models.rotary import rotate
 
 # Called with the index of a decoder layer and its queries [*, heads, T, D]. Returns the attention output of that shape.
 KVSharingAttention = Callable[[int, torch.Tensor], torch.Tensor]

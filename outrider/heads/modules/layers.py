@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from outrider.heads.description import Body
 from outrider.heads.rotary import frequencies
+from outrider.models.rotary import rotate
 
 # Called with the attention module, and its query, key and value, each [*, heads, T, D]. Returns the attention output
 # [*, query heads, T, D].
@@ -145,13 +146,3 @@ def rotation(positions: torch.Tensor, body: Body, dtype: torch.dtype) -> tuple[t
     angles = positions[..., None, :, None].float() * radians_per_position
     angles = torch.cat([angles, angles], -1)
     return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)
-
-
-def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (x_i, x_(i + R/2)) of the first R dimensions by their angles [*, R]."""
-    size = cosine.shape[-1]
-    if not size:
-        return x
-    first, second = x[..., :size].chunk(2, -1)
-    rotated = x[..., :size] * cosine + torch.cat([-second, first], -1) * sine
-    return rotated if size == x.shape[-1] else torch.cat([rotated, x[..., size:]], -1)

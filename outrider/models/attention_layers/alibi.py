@@ -15,7 +15,7 @@ import torch
 
 from outrider.models.attention import CacheReader
 from outrider.models.attention_layers.layer import AttentionLayer
-from outrider.models.attention_layers.rotary import rotate
+from outrider.models.rotary import rotate
 
 
 class BloomLayer(AttentionLayer):
@@ -58,8 +58,8 @@ class FalconLayer(AttentionLayer):
         if module.config.alibi:
             bias = _FalconBias(_slopes(module.num_heads), hidden_states.dtype, scale)
         else:
-            cos, sin = kwargs["position_embeddings"]
-            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            cosine, sine = (each[:, :, None] for each in kwargs["position_embeddings"])  # [1, T, 1, D]
+            query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         return module.dense(self.attend(reader, query, key, value, scale=scale, bias=bias)), None
 
 

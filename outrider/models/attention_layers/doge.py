@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from outrider.models.attention import CacheReader
 from outrider.models.attention_layers.layer import AttentionLayer
-from outrider.models.attention_layers.rotary import rotate
+from outrider.models.rotary import rotate
 
 _PARTS = 8  # elements that a key gets for its bias; kernels prefer multiples of 8
 
@@ -24,8 +24,9 @@ class DogeLayer(AttentionLayer):
         module = self.module
         projections = (module.q_proj, module.k_proj, module.v_proj)
         query, key, value = (linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in projections)
-        cos, sin = args[0] if args else kwargs["position_embeddings"]
-        query, key = rotate(module.q_norm(query), cos, sin), rotate(module.k_norm(key), cos, sin)
+        angles = args[0] if args else kwargs["position_embeddings"]
+        cosine, sine = (each[:, :, None] for each in angles)  # [1, T, 1, D]
+        query, key = rotate(module.q_norm(query), cosine, sine), rotate(module.k_norm(key), cosine, sine)
         bias = (module.A * functional.softplus(module.dt_proj(value.flatten(2)))).exp().float()
         query, key = _append_bias(query, key, bias / module.scaling)
         mask = kwargs["attention_mask"]

@@ -12,6 +12,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from outrider.models.attention import CacheReader, MaskRule, PositionBias, attend_group, attend_layer
 from outrider.models.encoder_decoder.sources import Sources
+from outrider.models.rotary import rotate
 
 # Names of the attention modules in a decoder layer.
 _SELF_ATTENTION = ("self_attn", "layer.0.SelfAttention")
@@ -103,7 +104,8 @@ class SelfAttention(_Attention):
         query = self._heads(self._query(hidden_states))
         key = self._heads(self._key(hidden_states))
         if position_embeddings is not None:
-            query, key = (_rotate(each, *position_embeddings) for each in (query, key))
+            cosine, sine = (each[:, None] for each in position_embeddings)  # [1, 1, T, D]
+            query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         return attend_layer(
             reader,
             self._layer,
@@ -192,9 +194,3 @@ def _find(layer: torch.nn.Module, names: tuple[str, ...]) -> Any:
     """Return the first submodule with one of these names."""
     modules = dict(layer.named_modules())
     return next(modules[name] for name in names if name in modules)
-
-
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary position embeddings [1, T, dim] to [1, heads, T, dim]."""
-    first, second = heads.chunk(2, -1)
-    return heads * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]

@@ -14,8 +14,9 @@ from outrider.errors import OutriderError
 from outrider.heads.config import Settings
 from outrider.heads.description import Body, SharedKV
 from outrider.heads.formats.llama import read_rope
-from outrider.heads.modules.layers import rotate, rotation
+from outrider.heads.modules.layers import rotation
 from outrider.models.base import Target, WeightSharer
+from outrider.models.rotary import rotate
 
 # The probe sequence: one token, repeated.
 _TOKEN = 1
