@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from safetensors import safe_open
-from transformers import AutoConfig
 
 from outrider.llm import LLM
+from outrider.loader.checkpoint import read_model_config
 from outrider.loader.gguf import is_gguf, open_gguf
 from outrider.models.base import ExpertCounter
 from outrider.models.prepack import can_prepack
@@ -72,7 +72,7 @@ def _experts(folder: Path) -> tuple[int, int]:
     """Return the number of routed experts of a layer, and of a token; (0, 0): the model has none."""
     if is_gguf(folder):
         return 0, 0
-    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    config = read_model_config(folder).get_text_config()
     counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     count = next(filter(None, counts), 0)
     return (count, config.num_experts_per_tok) if count else (0, 0)
@@ -80,10 +80,7 @@ def _experts(folder: Path) -> tuple[int, int]:
 
 def _embedding(folder: Path) -> tuple[int, bool]:
     """Return the number of weights of the embedding, and whether the LM head shares them."""
-    if is_gguf(folder):
-        config = open_gguf(folder).config
-    else:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = read_model_config(folder)
     sizes = config.get_text_config()
     return sizes.vocab_size * sizes.hidden_size, bool(config.tie_word_embeddings)
 

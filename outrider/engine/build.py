@@ -6,7 +6,7 @@ Every engine of the package is made here, by `assemble`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,7 +124,9 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
     """
     if planner is not None and not _is_planner(planner):
         raise OutriderError(f"planner is {planner!r}; use what has plan and trim, or None and a k")
+    # The default depends on the free memory, so it is chosen once, before the target takes its part.
     proposer = _proposer_of(config)
+    config = replace(config, proposer=proposer)
     find_verifier(config.verifier, proposer)
     _check_draft_window(config.draft_window, proposer)
     return build_engine(load_target(config), config, planner=planner)
@@ -233,7 +235,7 @@ def assemble(
 
 
 def make_setup(loaded: LoadedTarget, draw: Draw, *, draft_window: int | None = None) -> ProposerSetup:
-    """What a proposer for this target is told."""
+    """Return the setup that a proposer for this target is made from."""
     checkpoint, target = loaded.checkpoint, loaded.model
     return ProposerSetup(
         target=target,
@@ -343,16 +345,17 @@ def _names(spec: str | Maker, proposer: Proposer) -> tuple[str, ...]:
 
 
 def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) -> CostPlanner:
-    """Who plans by what passes cost here, of the target and of the draft model of each alternative.
+    """Return a planner that knows the measured costs of the target and of the draft model of each alternative.
 
-    `replay`: what a seed leads to depends on the guesses, and must be had again (see `CostPlanner`).
+    With `replay`, the output of a request with a seed depends on its drafts, and must be reproducible (see
+    `CostPlanner`).
     """
-    arms = proposer.parts if isinstance(proposer, Switch) else (proposer,)
-    return CostPlanner(*(known_costs(target, draft_model(arm)) for arm in arms), replay=replay)
+    alternatives = proposer.parts if isinstance(proposer, Switch) else (proposer,)
+    return CostPlanner(*(known_costs(target, draft_model(each)) for each in alternatives), replay=replay)
 
 
 def full_dtype(dtype: str, bits: int) -> str:
-    """What a model is loaded in whose weights are to have so many bits: auto is then what quantising starts from."""
+    """Return the dtype to load a model in. With `bits` below 16, auto is bfloat16, from which weights are quantized."""
     return "bfloat16" if bits < 16 and dtype == "auto" else dtype
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig
 
 from outrider.errors import OutriderError
-from outrider.loader.checkpoint import choose_device
+from outrider.loader.checkpoint import choose_device, read_model_config
 from outrider.loader.embedded import embedded, model_folder
 from outrider.loader.gguf import is_gguf, open_gguf
 from outrider.native.support import may_run
@@ -54,15 +51,8 @@ def can_draft_for_itself(folder: Path, *, device: str, kernels: str, quantize: s
         if is_gguf(folder) and not set(open_gguf(folder).types) <= _WIDE_TYPES:
             return False
         return may_run(read_model_config(folder))
-    except (OutriderError, OSError, ValueError):  # loading the target gives the reason
+    except OutriderError:  # loading the target gives the reason
         return False
-
-
-def read_model_config(folder: Path) -> Any:
-    """Return the transformers configuration of a model folder or a GGUF file."""
-    if is_gguf(folder):
-        return open_gguf(folder).config
-    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def _copy_fits(folder: Path) -> bool:

@@ -9,12 +9,11 @@ import torch
 
 from outrider.core.config import weight_bits
 from outrider.engine.build import full_dtype
-from outrider.engine.default_proposer import read_model_config
 from outrider.errors import OutriderError
 from outrider.fit.rules import TargetSize, TrainingPlan
 from outrider.fit.settings import Settings
 from outrider.heads.store import make_module
-from outrider.loader.checkpoint import check_fits
+from outrider.loader.checkpoint import check_fits, read_model_config
 from outrider.loader.memory import gigabytes
 from outrider.train.model.presets import Sizes, describe
 

@@ -217,6 +217,17 @@ def refuse_sources(target: str | Path | None, command: str) -> None:
         )
 
 
+def read_model_config(folder: str | Path) -> Any:
+    """Return the transformers configuration of a model folder or a GGUF file.
+
+    Raises:
+        OutriderError: there is none, or it is damaged.
+        UnsupportedModel: transformers does not support the architecture.
+    """
+    path = Path(folder).expanduser()
+    return open_gguf(path).config if is_gguf(path) else _read_config(path)
+
+
 def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto") -> None:
     """Check that a model fits into the free memory, without loading it.
 

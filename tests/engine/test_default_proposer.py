@@ -52,6 +52,15 @@ def test_files_with_few_bits_have_no_quantized_copy(tmp_path):
     assert not can(save(tmp_path / "other", make_config("GPTNeoXConfig", hidden_size=64)))
 
 
+def test_default_is_chosen_before_the_target_takes_its_memory(folder, monkeypatch):
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    answers = iter([4 * size, size])
+    monkeypatch.setattr(module, "free_memory", lambda: next(answers))
+    llm = LLM(folder, device="cpu", max_num_seqs=1, max_model_len=64)
+    assert llm.parts.proposer_spec == "quantized:int4"
+    assert list(answers) == [size]
+
+
 def test_default_drafts_and_keeps_the_text(folder):
     options = {"device": "cpu", "max_num_seqs": 2, "max_model_len": 96, "k": 4}
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
