@@ -19,12 +19,12 @@ from outrider.heads.formats.base import ImportedHead, TargetInfo
 from outrider.heads.formats.registry import find
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.block import BlockHead
+from outrider.heads.modules.centroids import TOKEN_ORDER
 from outrider.heads.modules.kv_sharing import KVSharingHead
 from outrider.heads.modules.parallel import ParallelHead
 
 KEY = "outrider_draft"  # in config.json
 WEIGHTS = "model.safetensors"
-_TOKEN_ORDER = "centroid_head.token_order"
 OWN_FORMAT = "outrider"  # the name of Outrider's own format
 HeadModule = AutoregressiveHead | ParallelHead | BlockHead | KVSharingHead
 
@@ -144,7 +144,7 @@ def load_module(description: HeadDescription, weights: Mapping[str, torch.Tensor
         weight = weights[name]
         if shapes[name] != expected_shape:
             raise OutriderError(f"{where}: {name} has shape {shapes[name]} instead of {expected_shape}; copy it again")
-        must_be_float = name not in ("ids", _TOKEN_ORDER)
+        must_be_float = name not in ("ids", TOKEN_ORDER)
         if weight.is_floating_point() is not must_be_float:
             kind = "floating-point" if must_be_float else "integer"
             raise OutriderError(f"{where}: {name} has dtype {weight.dtype} instead of a {kind} type; copy it again")
@@ -158,9 +158,9 @@ def load_module(description: HeadDescription, weights: Mapping[str, torch.Tensor
         raise OutriderError(
             f"{where}: the ids of the draft vocabulary must ascend and be below {description.vocab}; copy it again"
         )
-    order = weights.get(_TOKEN_ORDER)
-    if order is not None and not torch.equal(order.flatten().sort().values, torch.arange(order.numel())):
-        raise OutriderError(f"{where}: each token must be in one cluster of {_TOKEN_ORDER}; copy it again")
+    order = weights.get(TOKEN_ORDER)
+    if order is not None and order.flatten().sort().values.tolist() != list(range(order.numel())):
+        raise OutriderError(f"{where}: each token must be in one cluster of {TOKEN_ORDER}; copy it again")
     module.load_state_dict(dict(weights), assign=True)
     if "ids" not in weights:
         module.register_buffer("ids", torch.arange(description.output_vocab), persistent=False)

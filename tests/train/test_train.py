@@ -433,6 +433,9 @@ def test_two_processes_make_the_same_step_as_one(tmp_path):
         ("mtp", {"hidden_size": 64}, "mtp is as wide as its target; leave --hidden-size out"),
         (DRAFT, {}, "name its folder with --init-from DIR"),
         (DRAFT, {"init_from": NANO, "depth": 2}, "--depth shapes a new draft"),
+        ("kv-sharing", {"centroids": 100}, "--centroids is 100, and 12288 tokens do not divide .* use 96"),
+        ("kv-sharing", {"centroids": 96, "centroid_top_k": 97}, "--centroid-top-k is 97, and there are 96 clusters"),
+        ("mtp", {"centroids": 96}, "mtp has no token clusters; leave --centroids out"),
         (DRAFT, {"init_from": NANO, "hidden_size": 64}, "--hidden-size shapes a new draft"),
         (DRAFT, {"init_from": NANO, "own_lm_head": True}, "--own-lm-head shapes a new draft"),
         (

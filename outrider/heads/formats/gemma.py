@@ -27,6 +27,7 @@ from outrider.heads.description import (
 )
 from outrider.heads.formats.base import Config, Source, TargetInfo, TargetRequired, Tensors, refuse
 from outrider.heads.formats.llama import layer_tensors, rope_of, take_layer
+from outrider.heads.modules.centroids import TOKEN_ORDER
 
 _NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -38,7 +39,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
 _CENTROIDS: Mapping[str, str] = MappingProxyType(
     {
         "centroid_head.centroids.weight": "masked_embedding.centroids.weight",
-        "centroid_head.token_order": "masked_embedding.token_ordering",
+        TOKEN_ORDER: "masked_embedding.token_ordering",
     }
 )
 _LM_HEAD = "model.embed_tokens.weight"  # the tied LM head; the embedding is the target's
@@ -92,8 +93,7 @@ class Gemma4Assistant:
         if config.flag("use_ordered_embeddings", False):
             centroids = Centroids(count=config.size("num_centroids"), top_k=config.size("centroid_intermediate_top_k"))
             weights |= {name: source.take(stored) for name, stored in _CENTROIDS.items()}
-            order = "centroid_head.token_order"
-            weights[order] = _clusters(weights[order], centroids)
+            weights[TOKEN_ORDER] = _clusters(weights[TOKEN_ORDER], centroids)
         for i in range(num_layers):
             weights |= take_layer(source, f"model.layers.{i}.", f"layers.{i}.")
         shared_kv = []
@@ -146,7 +146,7 @@ class Gemma4Assistant:
         }
         if centroids := description.centroids:
             tensors |= {stored: weights[name] for name, stored in _CENTROIDS.items()}
-            tensors[_CENTROIDS["centroid_head.token_order"]] = weights["centroid_head.token_order"].flatten()
+            tensors[_CENTROIDS[TOKEN_ORDER]] = weights[TOKEN_ORDER].flatten()
             config |= {"num_centroids": centroids.count, "centroid_intermediate_top_k": centroids.top_k}
         return config, tensors
 

@@ -12,6 +12,8 @@ from torch.nn import functional
 
 from outrider.heads.description import Centroids
 
+TOKEN_ORDER = "centroid_head.token_order"  # name of the buffer in a draft head
+
 
 class CentroidHead(nn.Module):
     """The centroids, and which tokens each cluster has. The rows of the LM head are those of the draft head."""

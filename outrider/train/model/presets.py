@@ -160,6 +160,7 @@ def _kv_sharing(sizes: Sizes) -> HeadDescription:
         raise OutriderError(
             "kv-sharing reads the keys and values of the target, and this target does not export them; use mtp"
         )
+    _check_centroids(sizes)
     # As in Gemma 4's assistants, all layers but the last one attend to a window if the target has such layers.
     shared_kv = (*((sizes.sliding_view or view,) * (sizes.depth - 1)), view)
     # As many query heads as fit into the width, in equal groups for the key heads.
@@ -178,6 +179,22 @@ def _kv_sharing(sizes: Sizes) -> HeadDescription:
         centroids=sizes.centroids,
         own_lm_head=bool(sizes.own_lm_head),
     )
+
+
+def _check_centroids(sizes: Sizes) -> None:
+    """Raise OutriderError if the tokens do not divide into the clusters, or there are too few clusters."""
+    if sizes.centroids is None:
+        return
+    count, top_k = sizes.centroids.count, sizes.centroids.top_k
+    vocab = sizes.draft_vocab or sizes.vocab
+    if vocab % count:
+        divisor = next(number for number in range(min(count, vocab), 0, -1) if vocab % number == 0)
+        raise OutriderError(
+            f"--centroids is {count}, and {vocab} tokens do not divide into so many clusters of equal size; use"
+            f" {divisor}, or another divisor of {vocab}"
+        )
+    if top_k > count:
+        raise OutriderError(f"--centroid-top-k is {top_k}, and there are {count} clusters; use {count} at most")
 
 
 def _parallel_heads(kind: Kind) -> Callable[[Sizes], HeadDescription]:
