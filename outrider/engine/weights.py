@@ -18,11 +18,11 @@ from outrider.engine.build import EngineParts
 from outrider.errors import OutriderError
 from outrider.heads.targets.base import HeadRunner
 from outrider.loader.checkpoint import read_weights
-from outrider.models.base import SleepingTarget, Target, WeightSharer
+from outrider.models.base import SleepingTarget, WeightSharer
 from outrider.models.weights import finite_weights
 from outrider.propose.base import WeightFollower
 from outrider.propose.registry import draft_models, leaves
-from outrider.propose.vocabulary.wrapped_target import WrappedTarget
+from outrider.propose.vocabulary.wrapped_target import unwrapped
 
 NewWeights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path
 
@@ -200,10 +200,9 @@ class EngineWeights:
 
     def _own_drafts(self) -> list[SleepingTarget]:
         """Return the draft models that have a KV cache of their own which they can free."""
-        models: list[Target] = draft_models(self._parts.proposer)
-        plain = [model.inner if isinstance(model, WrappedTarget) else model for model in models]
+        models = map(unwrapped, draft_models(self._parts.proposer))
         return [
-            model for model in plain if isinstance(model, SleepingTarget) and not isinstance(model.cache, SharedCache)
+            model for model in models if isinstance(model, SleepingTarget) and not isinstance(model.cache, SharedCache)
         ]
 
 

@@ -170,6 +170,13 @@ class HiddenStateCache(Protocol):
         """Return the exported outputs [end, layers, H] of the first `end` tokens that are cached in a slot."""
 
 
+def expand_logits(logits: torch.Tensor, ids: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Return logits [*, V] of all tokens for logits [*, Vd] of the tokens `ids` [Vd]. Other tokens get -inf."""
+    out = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)
+    out[..., ids] = logits
+    return out
+
+
 def draft_by_scores(target: Target, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
     """Implement `Target.draft_greedy` by repeated calls of `score`."""
     draft = tree.empty(len(batch.seqs), target.device)

@@ -211,10 +211,7 @@ def leaves(proposer: Proposer) -> list[Proposer]:
 
 def draft_models(proposer: Proposer) -> list[Target]:
     """Return all draft models of a proposer and its parts."""
-    if isinstance(proposer, Combination):
-        return [model for part in proposer.parts for model in draft_models(part)]
-    model = draft_model(proposer)
-    return [] if model is None else [model]
+    return [model for leaf in leaves(proposer) if (model := draft_model(leaf)) is not None]
 
 
 def _split(text: str, spec: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.propose.registry import draft_models
+from outrider.propose.vocabulary.reduced import write_draft_vocabulary
+from outrider.propose.vocabulary.wrapped_target import unwrapped
 from tests.helpers import tiny
 
 native = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
@@ -230,3 +233,18 @@ def test_sleep_and_wake(shelf, kernels, level):
     assert tokens(llm) == expected
     with pytest.raises(OutriderError, match="level is 3"):
         llm.weights.sleep(3)
+
+
+@native
+def test_sleep_frees_the_cache_of_a_draft_inside_of_wrappers(shelf, tmp_path):
+    """A window around a reduced vocabulary around the draft model."""
+    draft = shutil.copytree(shelf / "draft", tmp_path / "draft")
+    write_draft_vocabulary(draft, torch.arange(0, tiny.VOCAB, 2))
+    llm = load(shelf / "tied", kernels="native", proposer=f"draft:{draft}", verifier="coupled", draft_window=32)
+    expected = tokens(llm)
+    (model,) = draft_models(llm.parts.proposer)
+    assert unwrapped(model) is not model.inner is not model
+    llm.weights.sleep()
+    assert model.cache.bytes() == 0
+    llm.weights.wake()
+    assert tokens(llm) == expected

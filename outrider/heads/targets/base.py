@@ -19,7 +19,7 @@ from outrider.heads.description import HeadDescription
 from outrider.heads.hidden_states import HiddenStates
 from outrider.heads.modules.layers import Attention, AttentionFunction
 from outrider.models.attention import CacheReader, MaskRule, attend
-from outrider.models.base import Target, draft_by_scores
+from outrider.models.base import Target, draft_by_scores, expand_logits
 
 
 @runtime_checkable
@@ -120,9 +120,7 @@ class HeadRunner:
         """Expand logits [B, M, Vd] of the draft vocabulary to the target's. Other tokens get -inf."""
         if logits.shape[-1] == self.vocab:
             return Scores(logits=logits)
-        out = logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf)
-        out[..., self.module.ids] = logits
-        return Scores(logits=out)
+        return Scores(logits=expand_logits(logits, self.module.ids, self.vocab))
 
 
 def window_rule(size: int | None) -> MaskRule | None:

@@ -17,7 +17,7 @@ from torch import nn
 from outrider.core.types import Batch, Draft, DraftChains, Scores, StopRule, UniformDraws
 from outrider.errors import OutriderError
 from outrider.loader.make import make_target
-from outrider.models.base import Target, draft_by_scores
+from outrider.models.base import Target, draft_by_scores, expand_logits
 from outrider.models.checkpoint import Checkpoint
 from outrider.native.target import NativeTarget
 from outrider.propose.vocabulary.wrapped_target import WrappedTarget
@@ -87,9 +87,7 @@ class ReducedVocabulary(WrappedTarget):
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         logits = self.inner.score(batch, draft, first).logits
-        out = logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf)
-        out[..., self._ids] = logits
-        return Scores(logits=out)
+        return Scores(logits=expand_logits(logits, self._ids, self.vocab))
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         return draft_by_scores(self, batch, vocab, stop_rule)

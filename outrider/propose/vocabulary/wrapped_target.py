@@ -11,6 +11,13 @@ from outrider.core.types import Batch, Draft, DraftChains, Scores, StopRule
 from outrider.models.base import Target
 
 
+def unwrapped(model: Target) -> Target:
+    """Return the target inside of all wrappers."""
+    while isinstance(model, WrappedTarget):
+        model = model.inner
+    return model
+
+
 class WrappedTarget:
     """A `Target` that passes every call on to another one. Subclasses override some of the calls."""
 
