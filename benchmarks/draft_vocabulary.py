@@ -4,15 +4,12 @@
 
 The target answers the prompts greedily, and the draft model predicts each token of the answers. A draft token counts as
 accepted if it is the target's token and its id is below V; byte pair encodings number tokens roughly by frequency.
-The time of a round is one pass of the target and a chain of the draft model, whose LM head and embedding are
-cut to V rows. Passes are timed in turns; a figure is the median. For each V, the table shows the best draft length.
+The time of a round is one pass of the target and a chain of the draft model, whose LM head is cut to V rows. Passes are
+timed in turns; a figure is the median. For each V, the table shows the best draft length.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +21,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from outrider import LLM, SamplingParams
@@ -34,7 +30,7 @@ from outrider.core.types import Batch, SequenceState
 from outrider.engine.build import load_target
 from outrider.loader.embedded import model_folder
 from outrider.measure.prompts import read_prompts
-from outrider.models.base import Target
+from outrider.native.target import NativeTarget
 
 _CONTEXT = 512
 _CACHED = 128  # tokens in the caches while passes are timed
@@ -45,22 +41,22 @@ _LENGTHS = (2, 3, 4, 5, 6, 8, 10)
 def main(
     prompts: Annotated[Path, typer.Argument(help="JSON lines with prompt or messages.")],
     target: Annotated[str, typer.Option()] = "@mini",
-    draft: Annotated[str, typer.Option(help="A draft model of the Llama type with tied embeddings.")] = "@nano",
+    draft: Annotated[str, typer.Option(help="A draft model that the native kernels run.")] = "@nano",
     max_tokens: Annotated[int, typer.Option()] = 96,
     rounds: Annotated[int, typer.Option(help="Timed passes of each kind.")] = 100,
 ) -> None:
     """Print tau, the time of a round, and tokens per second of each vocabulary, relative to the whole one."""
     answers = _answers(target, prompts, max_tokens)
-    hits = [_hits(answer, start, model) for model in [_model(draft)] for answer, start in answers]
+    model = AutoModelForCausalLM.from_pretrained(model_folder(draft), dtype=torch.float32).eval()
+    hits = [_hits(answer, start, model) for answer, start in answers]
+    texts = [(answer[start:], matches) for (answer, start), matches in zip(answers, hits, strict=True)]
     counts = Counter(token for answer, start in answers for token in answer[start:])
-    with tempfile.TemporaryDirectory() as folder:
-        seconds = _time_passes(model_folder(target), model_folder(draft), Path(folder), rounds)
+    seconds = _time_passes(target, draft, rounds)
     table = Table(
         "vocabulary", "tokens covered", "draft length", "tau", "draft, ms", "round, ms", "tokens/s", "of whole"
     )
     whole = 0.0
     for vocab in _VOCABULARIES:
-        texts = [(answer[start:], matches) for (answer, start), matches in zip(answers, hits, strict=True)]
         speeds = {}
         for length in _LENGTHS:
             tau = _tau(texts, vocab, length)
@@ -89,10 +85,6 @@ def _answers(target: str, prompts: Path, max_tokens: int) -> list[tuple[list[int
     return [([*text, *each.token_ids], len(text)) for text, each in zip(texts, completions, strict=True)]
 
 
-def _model(draft: str) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(model_folder(draft), dtype=torch.float32).eval()
-
-
 @torch.inference_mode()
 def _hits(tokens: Sequence[int], start: int, model: torch.nn.Module) -> list[bool]:
     """Return for each token of the answer whether the draft model predicts it."""
@@ -118,17 +110,19 @@ def _tau(texts: Sequence[tuple[Sequence[int], Sequence[bool]]], vocab: int, leng
     return tokens / rounds
 
 
-def _time_passes(target: Path, draft: Path, folder: Path, rounds: int) -> Mapping[tuple[int | str, int], float]:
+def _time_passes(target: str, draft: str, rounds: int) -> Mapping[tuple[int | str, int], float]:
     """Return the seconds of a pass of the target over a draft, and of a chain by vocabulary, by draft length."""
-    models = {vocab: _load(_cut(draft, folder / str(vocab), vocab)) for vocab in _VOCABULARIES}
+    models = {vocab: _load(draft) for vocab in _VOCABULARIES}
+    for vocab, model in models.items():
+        model.keep_tokens(torch.arange(vocab))
     verifier = _load(target)
     feed = tuple(range(5, 5 + _CACHED))
     passes: dict[tuple[int | str, int], Callable[[], object]] = {}
     for length in _LENGTHS:
         passes["target", length] = lambda length=length: _verify(verifier, feed, length)
         for vocab, model in models.items():
-            passes[vocab, length] = lambda model=model, vocab=vocab, length=length: model.draft_greedy(
-                _batch(feed, length), vocab
+            passes[vocab, length] = lambda model=model, length=length: model.draft_greedy(
+                _batch(feed, length), model.vocab
             )
     for model in (*models.values(), verifier):
         model.cache.admit(0, feed)
@@ -142,9 +136,11 @@ def _time_passes(target: Path, draft: Path, folder: Path, rounds: int) -> Mappin
     return {key: median(values) for key, values in times.items()}
 
 
-def _load(folder: Path) -> Target:
-    config = EngineConfig(target=folder, kernels="native", device="cpu", max_num_seqs=1, max_model_len=_CONTEXT)
-    return load_target(config).model
+def _load(model: str) -> NativeTarget:
+    config = EngineConfig(target=model, kernels="native", device="cpu", max_num_seqs=1, max_model_len=_CONTEXT)
+    target = load_target(config).model
+    assert isinstance(target, NativeTarget)
+    return target
 
 
 def _batch(feed: tuple[int, ...], length: int, cached: int = _CACHED - 1) -> Batch:
@@ -152,20 +148,9 @@ def _batch(feed: tuple[int, ...], length: int, cached: int = _CACHED - 1) -> Bat
     return Batch(seqs=(SequenceState.of(feed),), start=(cached,), feed=(feed[cached:],), draft_budget=(length,))
 
 
-def _verify(model: Target, feed: tuple[int, ...], length: int) -> object:
+def _verify(model: NativeTarget, feed: tuple[int, ...], length: int) -> object:
     chain = tree.chain(torch.full((1, length), 7), (length,))
     return model.score(_batch(feed, length), chain)
-
-
-def _cut(source: Path, folder: Path, vocab: int) -> Path:
-    """Copy a model with the first rows of its tables."""
-    shutil.copytree(source, folder)
-    config = json.loads((source / "config.json").read_text())
-    tensors = load_file(source / "model.safetensors")
-    tables = {name: tensor[:vocab].clone() for name, tensor in tensors.items() if len(tensor) == config["vocab_size"]}
-    save_file(tensors | tables, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": vocab}))
-    return folder
 
 
 if __name__ == "__main__":

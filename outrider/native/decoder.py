@@ -246,11 +246,16 @@ class Decoder(Passes):
         """Bits per weight of linear layers."""
         return self._bits
 
+    @property
+    def _head_bits(self) -> int:
+        """Bits per weight of the LM head. Four are too few for it."""
+        return max(self._bits, 8)
+
     def keep_tokens(self, ids: torch.Tensor) -> None:
         """Give only the tokens `ids` [Vd], in ascending order, logits. Weights cannot be replaced any more."""
         head = self._packed_head
         bias = None if head.bias is None else head.bias[ids]
-        rows = pack(head.unpack()[ids], bias, bits=max(self._bits, 8), arena=self._arena)
+        rows = pack(head.unpack()[ids], bias, bits=self._head_bits, arena=self._arena)
         self._packed = {**self._packed, _HEAD: rows}
         self._ids = ids.to(torch.int32)
         self._open()
@@ -447,7 +452,7 @@ class Decoder(Passes):
         weight = interleave(*dense) if gate_up else torch.cat(dense)
         bits = self._bits
         if name == _HEAD:
-            bits = max(bits, 8)  # four bits are too few for the LM head
+            bits = self._head_bits
         elif name.endswith("router"):
             bits = 32  # rounding would choose other experts
         return pack(weight, bias, bits=bits, arena=arena)

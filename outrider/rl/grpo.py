@@ -132,8 +132,8 @@ class GRPO:
             rewards = compute_rewards(self.reward, pairs, timeout=settings.reward_timeout)
         values = torch.tensor([reward.value for reward in rewards], dtype=torch.float64).view(len(problems), -1)
         advantages = group_advantages(values, scale=settings.scale_rewards).flatten()
-        learned = [b for b, reward in enumerate(rewards) if (not reward.failed and advantages[b] != 0) or settings.beta]
-        learned = [b for b in learned if not rewards[b].failed]
+        # Without a KL penalty, an answer as good as the mean of its group has no gradient.
+        learned = [b for b, each in enumerate(rewards) if not each.failed and (settings.beta or advantages[b] != 0)]
         loss, kl, norm, error = self._update(batch.rollouts, advantages.float(), learned, seconds)
         self.steps += 1
         if self.draft is not None:
@@ -217,14 +217,16 @@ class GRPO:
         return {name: value.detach() for name, value in self.policy.state_dict().items()}
 
     def _update(
-        self, rollouts: Sequence[Rollout], advantages: torch.Tensor, judged: Sequence[int], seconds: StepSeconds
+        self, rollouts: Sequence[Rollout], advantages: torch.Tensor, learned: Sequence[int], seconds: StepSeconds
     ) -> tuple[float, float, float, float]:
-        """Update the policy. Return the loss, the KL estimate, the gradient norm and the log-probability error."""
-        tokens = sum(len(rollouts[b].token_ids) for b in judged)
-        # Without a KL penalty, an answer as good as the mean of its group has no gradient.
-        learned = [b for b in judged if advantages[b] or self._reference]
+        """Update the policy on the rollouts with the indices `learned`.
+
+        Returns:
+            The loss, the KL estimate, the gradient norm and the log-probability error.
+        """
         if not learned:
             return 0.0, 0.0, 0.0, 0.0
+        tokens = sum(len(rollouts[b].token_ids) for b in learned)
         size = self.settings.micro_batch
         parts = [list(learned[begin : begin + size]) for begin in range(0, len(learned), size)]
         tensors = [rollout_tensors([rollouts[b] for b in part], pad_token_id=0) for part in parts]

@@ -30,12 +30,13 @@ class GroupProposer(SuffixProposer):
     def __init__(self, setup: ProposerSetup, *, history: int = _HISTORY, versions: int | None = None) -> None:
         """Keep up to `history` tokens of outputs, of the last `versions` weights of the target (None: of all)."""
         super().__init__(setup, history=history)
-        self._groups = History(history)
-        self._history = self._groups
+        assert self._history is not None
+        self._groups = self._history
         self._versions = versions
         self._version = 0
         self._chunks: dict[int, list[int]] = {}  # by id of a running request: the outputs that are its chunks
         self._published: dict[int, int] = {}  # by id of a running request: output tokens in its chunks
+        self._scopes: dict[int, str] = {}  # by id of a running request: see `_scope`
 
     def target_updated(self, version: int) -> None:
         """Note that the target has new weights. Outputs before the window are dropped."""
@@ -61,12 +62,15 @@ class GroupProposer(SuffixProposer):
         history.remove(self._chunks.pop(seq.request.id, ()))
         self._published.pop(seq.request.id, None)
         history.learn(self._scope(seq), prompt, output, version=self._version)
+        del self._scopes[seq.request.id]
 
     def _scope(self, seq: SequenceState) -> str:
         """Return the scope of the request and its group. Groups of two scopes never meet."""
         request = seq.request
-        group = request.group or ",".join(map(str, request.prompt_token_ids))
-        return f"{request.params.scope}\0{group}"
+        if request.id not in self._scopes:  # a long prompt would be joined again in each round
+            group = request.group or ",".join(map(str, request.prompt_token_ids))
+            self._scopes[request.id] = f"{request.params.scope}\0{group}"
+        return self._scopes[request.id]
 
 
 def group_proposer(argument: str, setup: ProposerSetup) -> Proposer:

@@ -64,9 +64,9 @@ class DraftModelTrainee:
         assert isinstance(setup.target, WeightSharer)
         vocab = min(self._checkpoint.vocab, setup.vocab)
         self.ids = _draft_ids(settings, folder, vocab).to(setup.device)
-        self._chooses_ids = 0 < settings.draft_vocab_size < vocab
-        self._drafts_all = len(self.ids) == vocab
         self._vocab = vocab
+        self._drafts_all = len(self.ids) == vocab
+        self._chooses_ids = bool(settings.draft_vocab_size) and not self._drafts_all
         self.module: Any = self._checkpoint.model
         self.aux_states = AuxStates(layers=(setup.target.layers - 1,), final=True)
         if not self._drafts_all:
