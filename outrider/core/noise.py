@@ -59,10 +59,14 @@ class PositionNoise:
         return inverse_cdf(probs, self._uniform(NoiseStream.TARGET, ahead))
 
     def sample_race(self, probs: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        key = self._key(NoiseStream.RACE, ahead)[..., None]
+        key = self.race_keys(ahead)[..., None]
         uniform = to_uniform(mix(key + torch.arange(probs.shape[-1], device=probs.device) * GOLDEN))
         arrival = -torch.log1p(-uniform) / probs.double()
         return torch.where(probs > 0, arrival, torch.inf).argmin(-1)
+
+    def race_keys(self, ahead: torch.Tensor) -> torch.Tensor:
+        """Return the int64 keys of the exponential noise at positions that are `ahead` of the first one."""
+        return self._key(NoiseStream.RACE, ahead)
 
     def bernoulli(self, prob: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return self._per_round(NoiseStream.ACCEPT, index) < prob

@@ -235,11 +235,13 @@ class DrawParams(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class UniformDraws:
-    """Uniform numbers that sample the tokens of a chain: the first id whose cumulative probability exceeds a number."""
+class Draws:
+    """The randomness that samples the tokens of a chain: one of `uniform` and `race_keys`."""
 
     params: tuple[DrawParams, ...]  # [B]
-    uniform: torch.Tensor  # [B, K] float64 in [0, 1)
+    # [B, K] float64 in [0, 1): a token is the first id whose cumulative probability exceeds the number.
+    uniform: torch.Tensor | None = None
+    race_keys: torch.Tensor | None = None  # [B, K] int64 of `PositionNoise.race_keys`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 
 from outrider.cache.base import Cache
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule, UniformDraws
+from outrider.core.types import Batch, Draft, DraftChains, Draws, Scores, SharedWeights, StopRule
 from outrider.models.draft_chains import ChainBuilder
 
 
@@ -63,10 +63,8 @@ class Target(Protocol):
 class ChainSampler(Protocol):
     """A target that can sample the tokens of a chain, if only temperature and filters shape their distribution."""
 
-    def draft_sampled(
-        self, batch: Batch, vocab: int, draws: UniformDraws, stop_rule: StopRule | None = None
-    ) -> DraftChains:
-        """As `Target.draft_greedy`, with tokens sampled by the uniform numbers of `draws`."""
+    def draft_sampled(self, batch: Batch, vocab: int, draws: Draws, stop_rule: StopRule | None = None) -> DraftChains:
+        """As `Target.draft_greedy`, with tokens sampled by `draws`."""
 
 
 @runtime_checkable

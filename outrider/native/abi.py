@@ -74,7 +74,7 @@ class CChain(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("slot", "position", "entry", "budget", "weight", "bias", "end_ids")),
         *((name, ctypes.c_void_p) for name in ("token", "count", "scored", "margin", "accept_prob")),
-        *((name, ctypes.c_void_p) for name in ("min_draft_prob", "params", "uniform", "q", "q_index")),
+        *((name, ctypes.c_void_p) for name in ("min_draft_prob", "params", "uniform", "race_keys", "q", "q_index")),
         ("min_path_prob", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("batch_size", "depth", "vocab", "num_weights", "num_end_ids")),
     )

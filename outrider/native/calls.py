@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider.core.types import DraftChains, Packed, StopRule, UniformDraws
+from outrider.core.types import DraftChains, Draws, Packed, StopRule
 from outrider.native.abi import CChain, Columns, PassOutput
 
 
@@ -65,7 +65,7 @@ class Passes:
         vocab: int,
         stop_rule: StopRule | None = None,
         *,
-        draws: UniformDraws | None = None,
+        draws: Draws | None = None,
         state: torch.Tensor | None = None,
     ) -> DraftChains:
         """Run one forward pass and extend a chain of draft tokens after it, for each sequence.
@@ -90,7 +90,8 @@ class Passes:
         end_ids = array("i", stop_rule.ends if stop_rule else ())
         thresholds = array("f", [stop_rule.threshold(n) if stop_rule else 0.0 for n in range(1, batch_size + 1)])
         params = array("f", [value for fields in draws.params for value in fields] if draws else ())
-        uniform = draws.uniform.contiguous() if draws else None
+        uniform = draws.uniform.contiguous() if draws and draws.uniform is not None else None
+        race_keys = draws.race_keys.contiguous() if draws and draws.race_keys is not None else None
         buffers = _ChainBuffers(budget, vocab if draws else 0)
         chain = CChain(
             slot=_address(slot),
@@ -108,6 +109,7 @@ class Passes:
             min_draft_prob=_address(thresholds),
             params=_address(params) if draws else 0,
             uniform=0 if uniform is None else uniform.data_ptr(),
+            race_keys=0 if race_keys is None else race_keys.data_ptr(),
             q=0 if buffers.q is None else buffers.q.data_ptr(),
             q_index=_address(buffers.q_index),
             min_path_prob=stop_rule.min_path_prob if stop_rule else 0.0,

@@ -14,7 +14,7 @@ from outrider.cache.base import MIN_CAPACITY, Cache
 from outrider.cache.paged import PagedCache
 from outrider.cache.shared import SharedCache
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, DraftChains, KVView, Packed, Scores, SharedWeights, StopRule, UniformDraws
+from outrider.core.types import Batch, Draft, DraftChains, Draws, KVView, Packed, Scores, SharedWeights, StopRule
 from outrider.errors import OutriderError
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.submodel import refuse_wider
@@ -93,12 +93,10 @@ class NativeTarget:
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         return self._draft(batch, vocab, stop_rule, None)
 
-    def draft_sampled(
-        self, batch: Batch, vocab: int, draws: UniformDraws, stop_rule: StopRule | None = None
-    ) -> DraftChains:
+    def draft_sampled(self, batch: Batch, vocab: int, draws: Draws, stop_rule: StopRule | None = None) -> DraftChains:
         return self._draft(batch, vocab, stop_rule, draws)
 
-    def _draft(self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: UniformDraws | None) -> DraftChains:
+    def _draft(self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: Draws | None) -> DraftChains:
         self._memory.reserve(batch, batch.draft_budget)
         columns, _ = columns_of(batch, tree.empty(len(batch.seqs), self.device), -1, self.vocab)
         return self._decoder.draft_chains(columns, batch.draft_budget, vocab, stop_rule, draws=draws)

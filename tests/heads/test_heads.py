@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from outrider.core import tree
-from outrider.core.noise import inverse_cdf
+from outrider.core.noise import PositionNoise, inverse_cdf
 from outrider.core.params import SamplingParams
-from outrider.core.types import DrawParams, UniformDraws
+from outrider.core.types import DrawParams, Draws
 from outrider.errors import OutriderError
 from outrider.heads.description import AuxStates, Feedback, FuseNorm, HeadDescription, Kind, SharedKV
 from outrider.heads.hidden_states import NoCache, apply_final_norm
@@ -223,11 +223,15 @@ def test_native_kernels_agree_with_torch(kind, vocab, dtype, tolerance):
     if description.masks:
         return
     uniform = torch.rand(1, max(native_batch.draft_budget), dtype=torch.float64)
-    draws = UniformDraws(params=(DrawParams(0.7, 12288, 1.0, 0.0),), uniform=uniform)
+    draws = Draws(params=(DrawParams(0.7, 12288, 1.0, 0.0),), uniform=uniform)
     sampled = native_head.draft_sampled(native_batch, 12288, draws)
     probs = (native_head.score(native_batch, empty).logits[:, 0] / 0.7).softmax(-1)
     assert torch.allclose(sampled.q.padded()[:, 0], probs, rtol=1e-4, atol=1e-9)
     assert sampled.tokens[:, 0].tolist() == inverse_cdf(probs, uniform[:, 0]).tolist()
+    noise = PositionNoise(torch.tensor([5]), torch.tensor([9]))
+    keys = noise.race_keys(torch.arange(max(native_batch.draft_budget))[None])
+    raced = native_head.draft_sampled(native_batch, 12288, replace(draws, uniform=None, race_keys=keys))
+    assert raced.tokens[:, 0].tolist() == noise.sample_race(probs, torch.zeros(1, dtype=torch.int64)).tolist()
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")

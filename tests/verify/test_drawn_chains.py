@@ -10,7 +10,7 @@ import torch
 
 from outrider.core.noise import inverse_cdf
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, DraftKind, Draw, DrawParams, Scores, StopRule, UniformDraws
+from outrider.core.types import Batch, DraftKind, Draw, DrawParams, Draws, Scores, StopRule
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.base import ChainSampler
@@ -142,7 +142,7 @@ def test_native_sampling_equals_inverse_cdf(folder):
         model.cache.admit(seq.slot, seq.token_ids)
 
     def draft(uniform):
-        return model.draft_sampled(batch, 256, UniformDraws(params=(draw_params(1.0),) * 4, uniform=uniform))
+        return model.draft_sampled(batch, 256, Draws(params=(draw_params(1.0),) * 4, uniform=uniform))
 
     probs = draft(torch.zeros(4, 1, dtype=torch.float64)).q.padded()[:, 0]
     cdf = probs.cumsum(-1, dtype=torch.float64)
@@ -164,7 +164,7 @@ def test_stop_rule_of_sampled_chains(folder):
     )
     for seq in seqs:
         model.cache.admit(seq.slot, seq.token_ids)
-    draws = UniformDraws(
+    draws = Draws(
         params=tuple(map(draw_params, TEMPERATURES)), uniform=torch.rand(4, 5, dtype=torch.float64, generator=seeded(1))
     )
     unstopped = model.draft_sampled(batch, 256, draws)
@@ -189,7 +189,7 @@ def test_draft_model_with_nan_logits_drafts_token_0(folder):
     seq = make_seq([1, 2, 3], 0, SamplingParams())
     model.cache.admit(0, seq.token_ids)
     batch = Batch(seqs=(seq,), start=(0,), feed=((1, 2, 3),), draft_budget=(2,))
-    draws = UniformDraws(params=(draw_params(1.0),), uniform=torch.full((1, 2), 0.5, dtype=torch.float64))
+    draws = Draws(params=(draw_params(1.0),), uniform=torch.full((1, 2), 0.5, dtype=torch.float64))
     chains = model.draft_sampled(batch, 256, draws)
     assert chains.tokens.tolist() == [[0, 0]]
     assert torch.equal(chains.q.padded()[0], torch.eye(256)[[0, 0]])

@@ -11,7 +11,7 @@ import torch
 from outrider.cache.paged import PagedCache
 from outrider.cache.static import StaticCache
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule, UniformDraws
+from outrider.core.types import Batch, Draft, DraftChains, Draws, Scores, SharedWeights, StopRule
 from outrider.heads.hidden_states import StateCache
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.targets.base import HeadRunner, cached_attention, window_rule
@@ -160,14 +160,10 @@ class NativeAutoregressiveTarget(NativeHead):
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         return self._draft_chains(batch, vocab, stop_rule, None)
 
-    def draft_sampled(
-        self, batch: Batch, vocab: int, draws: UniformDraws, stop_rule: StopRule | None = None
-    ) -> DraftChains:
+    def draft_sampled(self, batch: Batch, vocab: int, draws: Draws, stop_rule: StopRule | None = None) -> DraftChains:
         return self._draft_chains(batch, vocab, stop_rule, draws)
 
-    def _draft_chains(
-        self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: UniformDraws | None
-    ) -> DraftChains:
+    def _draft_chains(self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: Draws | None) -> DraftChains:
         head_batch = skip_tokens(batch)
         empty = tree.empty(len(batch.seqs), self.device)
         states = torch.cat([self._input_states(batch, empty, -1, b) for b in range(len(batch.seqs))])

@@ -85,6 +85,7 @@ struct Chain {
   const float* min_draft_prob;             // [batch_size] a sequence stops below [n - 1] if n sequences still draft
   const SamplingParams* params;            // [batch_size]; null: greedy
   const double* uniform;                   // [batch_size][depth] in [0, 1): samples the draft tokens
+  const int64_t* race_keys;                // [batch_size][depth] samples them by a race instead; null: by `uniform`
   float* q;                                // [sampled draft tokens][vocab] distributions they were sampled from
   int32_t* q_index;                        // [batch_size][depth] index in `q`; negative: not sampled
   float min_path_prob;                     // draft tokens with a smaller accept_prob are not in the draft
@@ -240,7 +241,7 @@ class Decoder final : public Runner {
       std::copy(logits, logits + num_logits, q);
       std::fill(q + num_logits, q + chain.vocab, -INFINITY);
       apply_sampling(q, chain.vocab, chain.params[b]);
-      return int32_t(sample(q, chain.vocab, chain.uniform[at]));
+      return int32_t(draw(chain, at, q, chain.vocab));
     }
     // A draft vocabulary: compute probabilities only for its ids.
     thread_local std::vector<float> probs;
@@ -249,7 +250,13 @@ class Decoder final : public Runner {
     apply_sampling(probs.data(), int(probs.size()), chain.params[b]);
     std::fill(q, q + chain.vocab, 0.0f);
     for (size_t i = 0; i < probs.size(); i++) q[model_.id[i]] = probs[i];
-    return model_.id[sample(probs.data(), int(probs.size()), chain.uniform[at])];
+    if (chain.race_keys) return int32_t(draw(chain, at, q, chain.vocab));  // its noise belongs to ids of the target
+    return model_.id[draw(chain, at, probs.data(), int(probs.size()))];
+  }
+
+  static int64_t draw(const Chain& chain, size_t at, const float* mass, int size) {
+    return chain.race_keys ? sample_race(mass, size, uint64_t(chain.race_keys[at]))
+                           : sample(mass, size, chain.uniform[at]);
   }
 
   // Return the largest logit of all ids except `best`.

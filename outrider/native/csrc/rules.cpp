@@ -7,15 +7,6 @@ namespace {
 
 constexpr int64_t kOneHot = 0, kWithoutReplacement = 2;     // of DraftKind in core/types.py
 constexpr uint64_t kTarget = 1, kRace = 2, kAccept = 3;     // of NoiseStream in core/noise.py
-constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ULL;         // as in core/noise.py
-
-uint64_t mix(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
-  return x ^ (x >> 31);
-}
-
-double to_uniform(uint64_t bits) { return double((bits >> 16) & 0xFFFFFFFFFFFFULL) * 0x1p-48; }
 
 }  // namespace
 
@@ -224,23 +215,10 @@ class SequenceVerifier {
     return outrider::sample(probs, vocab_, to_uniform(key));
   }
 
-  // Sample that token by an exponential race instead: the smallest -log(1 - u) / p wins. It is at least u / p, so most
-  // tokens lose without computing a logarithm.
+  // Sample that token by an exponential race instead.
   int64_t sample_race(const float* probs, int ahead) const {
     const uint64_t key = mix(mix(seed_ + kRace * kGolden) + (first_ + uint64_t(ahead)) * kGolden);
-    double smallest = INFINITY;
-    int64_t winner = 0;
-    for (int v = 0; v < vocab_; v++) {
-      const double uniform = to_uniform(mix(key + uint64_t(v) * kGolden));
-      const double prob = probs[v];
-      if (!(prob > 0) || uniform > smallest * prob * (1 + 1e-9)) continue;
-      const double arrival = -std::log1p(-uniform) / prob;
-      if (arrival < smallest) {
-        smallest = arrival;
-        winner = v;
-      }
-    }
-    return winner;
+    return outrider::sample_race(probs, vocab_, key);
   }
 
   // Return the uniform number of acceptance decision `index`.

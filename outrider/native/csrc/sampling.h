@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -10,6 +11,17 @@
 #include "simd.h"
 
 namespace outrider {
+
+// The random numbers of core/noise.py.
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ULL;
+
+inline uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
+  return x ^ (x >> 31);
+}
+
+inline double to_uniform(uint64_t bits) { return double((bits >> 16) & 0xFFFFFFFFFFFFULL) * 0x1p-48; }
 
 inline double total(const float* mass, int size) {
   double sums[8] = {};
@@ -167,6 +179,25 @@ inline int64_t sample(const float* mass, int size, double u) {
     below = cumulative;
   }
   return sample_in_order(mass, size, u);
+}
+
+// Sample an id by an exponential race: the smallest -log(1 - u) / p wins. It is at least u / p, so most ids lose without
+// computing a logarithm.
+inline int64_t sample_race(const float* mass, int size, uint64_t key) {
+  double smallest = INFINITY;
+  int64_t winner = 0;
+  for (int v = 0; v < size; v++) {
+    const double prob = mass[v];
+    if (!(prob > 0)) continue;
+    const double uniform = to_uniform(mix(key + uint64_t(v) * kGolden));
+    if (uniform > smallest * prob * (1 + 1e-9)) continue;
+    const double arrival = -std::log1p(-uniform) / prob;
+    if (arrival < smallest) {
+      smallest = arrival;
+      winner = v;
+    }
+  }
+  return winner;
 }
 
 }  // namespace outrider

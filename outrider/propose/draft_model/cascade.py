@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch, DraftChains, SequenceState, StopRule, UniformDraws
+from outrider.core.types import Batch, DraftChains, Draws, SequenceState, StopRule
 from outrider.models.base import ChainSampler, Target
 from outrider.models.draft_chains import ChainBuilder
 from outrider.propose.vocabulary.wrapped_target import WrappedTarget
@@ -85,9 +85,7 @@ class Cascade(WrappedTarget):
 class _SamplingCascade(Cascade):
     """A cascade of a draft model that samples chains in one call."""
 
-    def draft_sampled(
-        self, batch: Batch, vocab: int, draws: UniformDraws, stop_rule: StopRule | None = None
-    ) -> DraftChains:
+    def draft_sampled(self, batch: Batch, vocab: int, draws: Draws, stop_rule: StopRule | None = None) -> DraftChains:
         assert isinstance(self.inner, ChainSampler)
         return self.inner.draft_sampled(batch, vocab, draws, stop_rule)
 

@@ -19,13 +19,13 @@ from outrider.core.types import (
     DraftChains,
     DraftKind,
     Draw,
+    Draws,
     Needs,
     Packed,
     Request,
     Round,
     SequenceState,
     StopRule,
-    UniformDraws,
 )
 from outrider.models.base import ChainSampler, Target
 from outrider.models.draft_chains import ChainBuilder
@@ -226,11 +226,18 @@ class DraftModelProposer:
         # Unmodified logits have the same likeliest token as the distribution after sampling parameters.
         if sampling.plain_greedy or (sampling.unmodified and draw is Draw.ARGMAX):
             return model.draft_greedy(batch, vocab, stop_rule)
-        if sampling.unmodified and draw is Draw.SAMPLE and isinstance(model, ChainSampler):
-            params = tuple(draw_params_of(seq, vocab) for seq in batch.seqs)
-            uniform = self._noise_of(batch).uniforms(max(batch.draft_budget), batch.noise_stream)
-            return model.draft_sampled(batch, vocab, UniformDraws(params=params, uniform=uniform), stop_rule)
+        if sampling.unmodified and isinstance(model, ChainSampler):
+            return model.draft_sampled(batch, vocab, self._draws(batch), stop_rule)
         return None
+
+    def _draws(self, batch: Batch) -> Draws:
+        """Return the randomness of the draft tokens of a round."""
+        depth = max(batch.draft_budget)
+        noise = self._noise_of(batch)
+        params = tuple(draw_params_of(seq, self._setup.vocab) for seq in batch.seqs)
+        if self._setup.draw is Draw.RACE:
+            return Draws(params=params, race_keys=noise.race_keys(torch.arange(depth).expand(len(batch.seqs), depth)))
+        return Draws(params=params, uniform=noise.uniforms(depth, batch.noise_stream))
 
     def _draft_by_token(self, batch: Batch, sampling: SamplingTensors, stop_rule: StopRule) -> Draft:
         """Draft with one pass of the model for each token."""

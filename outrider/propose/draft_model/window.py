@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.cache.base import Cache, Layout, WrappedCache
-from outrider.core.types import Batch, Draft, DraftChains, Round, Scores, SequenceState, StopRule, UniformDraws
+from outrider.core.types import Batch, Draft, DraftChains, Draws, Round, Scores, SequenceState, StopRule
 from outrider.models.base import ChainSampler, Target
 from outrider.propose.vocabulary.wrapped_target import WrappedTarget
 
@@ -76,9 +76,7 @@ class WindowedTarget(WrappedTarget):
 class _SamplingWindowedTarget(WindowedTarget):
     """A window of a draft model that samples chains in one call."""
 
-    def draft_sampled(
-        self, batch: Batch, vocab: int, draws: UniformDraws, stop_rule: StopRule | None = None
-    ) -> DraftChains:
+    def draft_sampled(self, batch: Batch, vocab: int, draws: Draws, stop_rule: StopRule | None = None) -> DraftChains:
         assert isinstance(self.inner, ChainSampler)
         return self.inner.draft_sampled(self._windows.shift(batch), vocab, draws, stop_rule)
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from outrider.core.types import Batch, Draft, DraftChains, Scores, StopRule, UniformDraws
+from outrider.core.types import Batch, Draft, DraftChains, Draws, Scores, StopRule
 from outrider.errors import OutriderError
 from outrider.loader.make import make_target
 from outrider.models.base import Target, draft_by_scores, expand_logits
@@ -101,7 +101,5 @@ class NativeReducedVocabulary(ReducedVocabulary):
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         return self.inner.draft_greedy(batch, vocab, stop_rule)
 
-    def draft_sampled(
-        self, batch: Batch, vocab: int, draws: UniformDraws, stop_rule: StopRule | None = None
-    ) -> DraftChains:
+    def draft_sampled(self, batch: Batch, vocab: int, draws: Draws, stop_rule: StopRule | None = None) -> DraftChains:
         return self.inner.draft_sampled(batch, vocab, draws, stop_rule)
