@@ -9,28 +9,26 @@ from outrider.core.types import Round, TokenLogprobs
 
 def add_logprobs(round: Round) -> None:
     """Append the log-probabilities of a round to its sequences, from the model's own softmax."""
-    for b, seq in enumerate(round.batch.seqs):
-        num_top = seq.request.params.logprobs
-        if num_top is not None and round.emitted[b]:
-            seq.logprobs += _token_logprobs(round, b, num_top)
-
-
-def _token_logprobs(round: Round, b: int, num_top: int) -> list[TokenLogprobs]:
-    """Return the log-probabilities of the emitted tokens of sequence b, with the `num_top` likeliest tokens of each."""
-    emitted = round.emitted[b]
-    nodes = [0, *(node + 1 for node in round.path[b])]
-    logprobs = round.scores.logits[b, nodes].log_softmax(-1)
-    best = logprobs.topk(min(num_top, logprobs.shape[-1]))
-    ids = torch.tensor(emitted, device=logprobs.device)
-    chosen = logprobs.gather(1, ids[:, None])[:, 0].tolist()
-    top_ids = best.indices.tolist()
-    top_values = best.values.tolist()
-    return [
-        TokenLogprobs(
-            token=token,
-            logprob=chosen[i],
-            sampled_logprob=round.sampled_logprob[b][i],
-            top=tuple(zip(top_ids[i], top_values[i], strict=True)),
-        )
-        for i, token in enumerate(emitted)
+    wanted = [
+        b for b, seq in enumerate(round.batch.seqs) if seq.request.params.logprobs is not None and round.emitted[b]
     ]
+    if not wanted:
+        return
+    rows = [(b, node) for b in wanted for node in (0, *(node + 1 for node in round.path[b]))]
+    tokens = [token for b in wanted for token in round.emitted[b]]
+    logits = round.scores.logits  # [B, 1 + N, V]
+    at = torch.tensor(rows, device=logits.device)
+    logprobs = logits[at[:, 0], at[:, 1]].log_softmax(-1)  # [T, V]
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    most = min(max(round.batch.seqs[b].request.params.logprobs or 0 for b in wanted), logprobs.shape[-1])
+    best = logprobs.topk(most) if most else None
+    top_ids = best.indices.tolist() if best else [[]] * len(tokens)
+    top_values = best.values.tolist() if best else [[]] * len(tokens)
+    i = 0
+    for b in wanted:
+        seq = round.batch.seqs[b]
+        num_top = seq.request.params.logprobs
+        for token, sampled_logprob in zip(round.emitted[b], round.sampled_logprob[b], strict=False):
+            top = tuple(zip(top_ids[i][:num_top], top_values[i][:num_top], strict=True))
+            seq.logprobs.append(TokenLogprobs(token=token, logprob=chosen[i], sampled_logprob=sampled_logprob, top=top))
+            i += 1

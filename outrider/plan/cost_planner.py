@@ -15,6 +15,7 @@ from outrider.plan.planner import limit_budgets
 from outrider.plan.pricing import DraftPricing, Thresholds
 from outrider.plan.proposer_stats import ROUNDS_BEFORE_TRIAL, TRIAL_PASSES, TRIAL_SEQS, ProposerStats, RoundLoad
 from outrider.plan.trial_budget import TrialBudget
+from outrider.plan.unverified import UnverifiedDrafts
 from outrider.plan.window import FIXED_DRAFT_LENGTH, Mode, PlanWindow, needs_fixed_length
 
 _CONTEXT_STEP = 128  # cached tokens that change the best draft length
@@ -54,6 +55,9 @@ class CostPlanner:
     - TRIAL: an alternative drafts for a few sequences, to learn its acceptance. `TrialBudget` limits the time of trials
       that fail.
     - PROBE: one round without draft tokens while speculating, to measure what plain decoding costs.
+
+    In the first round of a PLAIN window, a proposer without a draft model drafts for all sequences. The drafts are not
+    verified, but compared with the text that follows (`UnverifiedDrafts`).
     """
 
     def __init__(self, *costs: CostModel, max_draft_tokens: int = 32, replay: bool = False) -> None:
@@ -69,6 +73,8 @@ class CostPlanner:
         self._budget = TrialBudget()
         self._window = PlanWindow(RoundLoad(seqs=0, total_seqs=0, prompt_tokens=0, cached=0, remaining_tokens=0))
         self._choice = _Choice()
+        self._observed = -1  # alternative whose drafts of the next round are not verified; -1: none
+        self._unverified: UnverifiedDrafts | None = None  # of the current window
         self._stats = Stats()  # at the end of the last window
         self._seqs: tuple[SequenceState, ...] = ()  # of the last decision
         self._trial_ids: set[int] = set()  # requests of the last trial
@@ -95,6 +101,8 @@ class CostPlanner:
             self._open_window(batch, load, stats.rounds, fixed=fixed)
         window = self._window
         window.rounds += 1
+        if self._observed >= 0:
+            return self._observation(batch, load)
         budget = self._draft_budgets(batch)
         if window.rounds == 1 and window.alternative >= 0:
             self._expect_prefill(batch, budget)
@@ -112,6 +120,8 @@ class CostPlanner:
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         window = self._window
+        if self._observed >= 0:
+            return self._drop(batch, draft)
         window.depth += max(draft.depth)
         prefilling = 0 if window.has_fixed_alternatives else draft.num_prefilling
         window.drafting_seqs -= prefilling
@@ -120,10 +130,14 @@ class CostPlanner:
             self.proposers[window.alternative].estimates_acceptance = draft.accept_prob is not None
         # Do not cut sampled tokens here: the cut would depend on tokens further down the path, which biases the output.
         # Their draft was already limited by `min_draft_probs` while it grew.
-        if draft.accept_prob is not None and draft.q is None and any(draft.width):
-            draft = tree.cut(draft, self._pricing.profitable_widths(draft.accept_prob, window.load))
+        draft = self._cut(draft)
         window.draft_tokens += sum(draft.width)
         return draft
+
+    def _cut(self, draft: Draft) -> Draft:
+        if draft.accept_prob is None or draft.q is not None or not any(draft.width):
+            return draft
+        return tree.cut(draft, self._pricing.profitable_widths(draft.accept_prob, self._window.load))
 
     def state(self) -> dict[str, Any]:
         """Return what the planner has learned of the proposers, as JSON values. Pass costs are not included."""
@@ -138,6 +152,9 @@ class CostPlanner:
 
     def _close_window(self, stats: Stats) -> None:
         self._learn(stats)
+        if self._unverified and (outcome := self._unverified.outcome()):
+            self.proposers[self._unverified.alternative].learn(outcome, self._window.load.cached)
+        self._unverified = None
         for i, proposer in enumerate(self.proposers):
             proposer.idle_rounds = 0 if i == self._window.alternative else proposer.idle_rounds + self._window.rounds
 
@@ -148,6 +165,7 @@ class CostPlanner:
             self._decide(batch, load)
         self._window.has_fixed_alternatives = fixed
         self._window.seqs = batch.seqs
+        self._observed = -1 if fixed else self._next_observed(load)
 
     def _decide(self, batch: Batch, load: RoundLoad) -> None:
         for seq in self._seqs:
@@ -201,6 +219,36 @@ class CostPlanner:
                 self._window.prefill_seconds += proposer.prefill_seconds(1, cached)
         drafting = {seq.request.id for seq, count in zip(batch.seqs, budget, strict=True) if count}
         self._prefilled_ids |= drafting
+
+    # Unverified drafts during plain decoding.
+
+    def _next_observed(self, load: RoundLoad) -> int:
+        """Return the alternative whose drafts of the next round are compared with the text; -1: none."""
+        if self._window.mode is not Mode.PLAIN or not load.seqs or load.prompt_tokens:
+            return -1
+        lookups = [i for i, proposer in enumerate(self.proposers) if proposer.costs.draft is None]
+        return min(lookups, key=lambda i: self.proposers[i].observations, default=-1)
+
+    def _observation(self, batch: Batch, load: RoundLoad) -> Batch:
+        """Return the batch of a round whose drafts are not verified."""
+        proposer = self.proposers[self._observed]
+        proposer.observations += 1
+        k = proposer.max_draft_tokens if proposer.estimates_acceptance else _TRIAL_DRAFT_LENGTH
+        thresholds = self._pricing.thresholds(proposer, load, in_trial=False)
+        return replace(
+            batch,
+            draft_budget=limit_budgets(k, batch),
+            min_path_prob=thresholds.min_path_prob,
+            min_draft_probs=thresholds.min_draft_probs,
+            alternative=self._observed,
+        )
+
+    def _drop(self, batch: Batch, draft: Draft) -> Draft:
+        """Keep drafts for a comparison with the text, and return empty ones."""
+        if draft.q is None and any(draft.width):
+            self._unverified = UnverifiedDrafts(self._observed, batch, self._cut(draft))
+        self._observed = -1
+        return tree.empty(len(batch.seqs), draft.tokens.device)
 
     # The choice of an alternative.
 

@@ -191,9 +191,11 @@ class Clock:
         terms = np.array((1.0, float(drafted), wide / unit, deep / unit))
         expected = float(terms @ self._factors)
         error = min(max(took / unit, expected / 2), 2 * expected) - expected
+        weight = 1 / max(expected, 1.0)  # the noise of a long round grows with its time
+        terms *= weight
         prior = (1 - _DECAY) * _PRIOR  # the prior returns as fast as rounds are forgotten
         self._information = _DECAY * self._information + prior + np.outer(terms, terms)
-        gradient = error * terms + prior @ np.subtract(_DEFAULTS, self._factors)
+        gradient = weight * error * terms + prior @ np.subtract(_DEFAULTS, self._factors)
         step = np.linalg.solve(self._information, gradient)
         self._factors = np.maximum(self._factors + step, _MINIMA).tolist()
 

@@ -53,7 +53,7 @@ class Outcome:
     reached: tuple[int, ...]  # as in `Stats`
     accepted: tuple[int, ...]
     depth: int  # depth of the deepest draft of each round
-    draft_seconds: float  # without prefills of the draft model
+    draft_seconds: float | None  # without prefills of the draft model; None: not measured
 
 
 class ProposerStats:
@@ -68,6 +68,7 @@ class ProposerStats:
         self.trial_passes_left = 0  # 0: no trial
         self.trial_seqs = TRIAL_SEQS
         self.saved_seconds = 0.0  # sum over all its rounds
+        self.observations = 0  # rounds of drafts that were not verified
         # Decayed counts by position, as in `Stats`.
         later_positions = min(max_draft_tokens, _MAX_POSITIONS) - 1
         self._reached = [_PRIOR_WEIGHT_0, *[_PRIOR_WEIGHT] * later_positions]
@@ -160,8 +161,12 @@ class ProposerStats:
             decay = _TOKEN_DECAY**reached
             self._reached[i] = self._reached[i] * decay + reached
             self._accepted[i] = self._accepted[i] * decay + accepted
-        # A draft token takes a pass of the draft model. Bound the time, since a round may include a prefill.
         depth = outcome.depth / outcome.rounds
+        if outcome.draft_seconds is None:
+            for means in (self._means, self._recent):
+                means.learn(outcome, means.drafted)
+            return
+        # A draft token takes a pass of the draft model. Bound the time, since a round may include a prefill.
         low, high = (depth, 1 + depth * max(self._token_cost, 1.0) * 2) if self.costs.draft else (0.0, inf)
         unit = self._draft_unit(max(round(outcome.seqs / outcome.rounds), 1), cached)
         drafted = min(max(outcome.draft_seconds / outcome.rounds / unit, low), high)

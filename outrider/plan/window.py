@@ -14,7 +14,7 @@ from outrider.verify.rules import EXACT
 
 FIXED_DRAFT_LENGTH = 4  # where a seed must reproduce the text, or a request names its proposer
 _ROUNDS_SPECULATING = 4  # length of a window with draft tokens
-_ROUNDS_PLAIN = 32  # length of a window of plain decoding
+_ROUNDS_PLAIN = 16  # length of a window of plain decoding
 _ROUNDS_AFTER_CHANGE = 8  # the same after sequences have come or gone
 
 
