@@ -32,26 +32,27 @@ from outrider.train.trainer import Trainer
 
 _PEAK = 0.03  # progress at which the learning rate of `Trainer` has its full value
 _MICRO_BATCH_TOKENS = 4096
-_STANDARD_ERRORS = 2.0  # a difference of tau within so many standard errors is chance
+_STANDARD_ERRORS = 2.0  # a difference of the acceptance within so many standard errors is chance
+_MIN_DRAFT_TOKENS = 32  # verified draft tokens that judge a draft
 
 
-class TauEstimate(NamedTuple):
-    """The mean tokens of a pass and its standard error."""
+class AcceptanceEstimate(NamedTuple):
+    """The share of accepted draft tokens and its standard error."""
 
-    tau: float
+    rate: float
     error: float
 
 
-def tau_estimate(stats: Stats) -> TauEstimate | None:
-    """Return the mean tokens of a pass and its standard error, as if passes were independent; None without a pass."""
-    if not stats.passes:
+def acceptance_estimate(stats: Stats) -> AcceptanceEstimate | None:
+    """Return the share of accepted ones among draft tokens whose ancestors were accepted; None if there are too few.
+
+    Unlike tau, it hardly depends on the draft length, which a planner changes.
+    """
+    reached = sum(stats.reached)
+    if reached < _MIN_DRAFT_TOKENS:
         return None
-    # A pass that accepts a draft token at depth i emits at least i + 2 tokens. So the accepted counts are the tail
-    # probabilities of the emitted tokens, and sum (2 i + 3) of them is the mean square without the first token.
-    tails = [accepted / stats.passes for accepted in stats.accepted]
-    square = 1 + sum((2 * i + 3) * tail for i, tail in enumerate(tails))
-    mean = 1 + sum(tails)
-    return TauEstimate(mean, math.sqrt(max(square - mean * mean, 0.0) / stats.passes))
+    rate = sum(stats.accepted) / reached
+    return AcceptanceEstimate(rate, math.sqrt(rate * (1 - rate) / reached))
 
 
 class DraftTraining:
@@ -77,14 +78,14 @@ class DraftTraining:
             lr: learning rate.
             loss: as of `outrider train --loss`.
             max_tokens: tokens of rollouts that one step of the draft trains on at most.
-            tolerance: the share of tau that an update may cost. If it costs more, and the difference is larger than
-                chance explains, it is taken back.
+            tolerance: the share of the acceptance that an update may cost. If it costs more, and the difference is
+                larger than chance explains, it is taken back.
 
         Raises:
             OutriderError: the draft cannot be trained, or an option is out of range.
         """
         if not 0 <= tolerance < 1:
-            raise OutriderError(f"tolerance is {tolerance}; use a share of tau from 0 to below 1, such as 0.05")
+            raise OutriderError(f"tolerance is {tolerance}; use a share from 0 to below 1, such as 0.05")
         if max_tokens < 1:
             raise OutriderError(f"max_tokens is {max_tokens}; use at least 1")
         setup = engine.llm.parts.setup
@@ -107,7 +108,7 @@ class DraftTraining:
         self._layers: list[int] = []  # of the policy whose outputs samples have
         self._recorded: dict[int, torch.Tensor] = {}  # by layer, of the pass that is recorded
         self._previous: dict[str, torch.Tensor] | None = None  # weights before the last update
-        self._previous_tau: TauEstimate | None = None
+        self._previous_acceptance: AcceptanceEstimate | None = None
 
     @contextmanager
     def recording(self, policy: Any, rollouts: Sequence[Rollout]) -> Iterator[None]:
@@ -163,12 +164,12 @@ class DraftTraining:
         Returns:
             Whether the update was taken back.
         """
-        tau = tau_estimate(stats)
-        if tau is None:
+        acceptance = acceptance_estimate(stats)
+        if acceptance is None:
             return False
-        before = self._previous_tau
-        if self._previous is None or before is None or not self._is_worse(tau, before):
-            self._previous_tau = tau
+        before = self._previous_acceptance
+        if self._previous is None or before is None or not self._is_worse(acceptance, before):
+            self._previous_acceptance = acceptance
             return False
         self._trainee.module.load_state_dict(self._previous)
         self.engine.update_draft(self._previous)
@@ -176,9 +177,9 @@ class DraftTraining:
         self.rollbacks += 1
         return True
 
-    def _is_worse(self, now: TauEstimate, before: TauEstimate) -> bool:
+    def _is_worse(self, now: AcceptanceEstimate, before: AcceptanceEstimate) -> bool:
         chance = _STANDARD_ERRORS * math.hypot(now.error, before.error)
-        return now.tau < (1 - self._tolerance) * before.tau - chance
+        return now.rate < (1 - self._tolerance) * before.rate - chance
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -186,7 +187,7 @@ class DraftTraining:
             "module": self._trainee.module.state_dict(),
             "optimizer": self._trainer.optimizer_state(),
             "previous": self._previous,
-            "previous_tau": None if self._previous_tau is None else tuple(self._previous_tau),
+            "previous_acceptance": None if self._previous_acceptance is None else tuple(self._previous_acceptance),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -194,7 +195,8 @@ class DraftTraining:
         self._trainee.module.load_state_dict(state["module"])
         self._trainer.load_optimizer_state(state["optimizer"])
         self._previous = state["previous"]
-        self._previous_tau = None if state["previous_tau"] is None else TauEstimate(*state["previous_tau"])
+        before = state["previous_acceptance"]
+        self._previous_acceptance = None if before is None else AcceptanceEstimate(*before)
         self.engine.update_draft(_copied(self._trainee.module))
 
     def _record(self, layer: int, _module: nn.Module, _inputs: object, output: Any) -> None:

@@ -36,6 +36,7 @@ class GRPOSettings:
 
     problems: int = 4  # per step
     samples: int = 8  # answers to each problem
+    trained_samples: int | None = None  # of them, those that the update uses (see `down_sample`); None: all
     temperature: float = 1.0
     max_tokens: int = 128  # of an answer
     updates: int = 1  # optimizer steps on the rollouts of a step
@@ -57,6 +58,10 @@ class GRPOSettings:
                 raise OutriderError(f"{name} is {getattr(self, name)}; use a number above 0")
         if self.samples < 2:
             raise OutriderError("samples is 1, and a group of one answer has no advantage; use at least 2")
+        if self.trained_samples is not None and not 2 <= self.trained_samples <= self.samples:
+            raise OutriderError(
+                f"trained_samples is {self.trained_samples}; use 2 to {self.samples}, the number of samples"
+            )
         if self.beta < 0:
             raise OutriderError(f"beta is {self.beta}; use 0 for no KL penalty, or a number above 0")
 
@@ -131,9 +136,12 @@ class GRPO:
             pairs = [(rollout, problems[rollout.prompt]) for rollout in batch.rollouts]
             rewards = compute_rewards(self.reward, pairs, timeout=settings.reward_timeout)
         values = torch.tensor([reward.value for reward in rewards], dtype=torch.float64).view(len(problems), -1)
+        if settings.trained_samples is not None:
+            values = down_sample(values, settings.trained_samples)
         advantages = group_advantages(values, scale=settings.scale_rewards).flatten()
+        used = (~values.isnan()).flatten().tolist()
         # Without a KL penalty, an answer as good as the mean of its group has no gradient.
-        learned = [b for b, each in enumerate(rewards) if not each.failed and (settings.beta or advantages[b] != 0)]
+        learned = [b for b in range(len(rewards)) if used[b] and (settings.beta or advantages[b] != 0)]
         loss, kl, norm, error = self._update(batch.rollouts, advantages.float(), learned, seconds)
         self.steps += 1
         if self.draft is not None:
@@ -272,6 +280,23 @@ def group_advantages(rewards: torch.Tensor, *, scale: bool = True) -> torch.Tens
         return centered
     deviation = (centered.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
     return centered / (deviation + 1e-4)
+
+
+def down_sample(rewards: torch.Tensor, count: int) -> torch.Tensor:
+    """Keep `count` rewards of each group [groups, samples] and replace the others by NaN.
+
+    Of all choices, the kept ones have the largest variance (Xu et al. 2025, "Not All Rollouts are Useful"). Sampling is
+    cheap with speculation, and most of a group often teaches nothing new.
+    """
+    kept = torch.full_like(rewards, torch.nan)
+    for group, out in zip(rewards, kept, strict=True):
+        order = group.argsort(stable=True)[: int((~group.isnan()).sum())]  # NaN comes last
+        if len(order) > count:
+            # The largest variance needs the lowest i and the highest count - i rewards, for some i.
+            choices = [torch.cat([order[:i], order[len(order) - (count - i) :]]) for i in range(count + 1)]
+            order = max(choices, key=lambda choice: float(group[choice].var(correction=0)))
+        out[order] = group[order]
+    return kept
 
 
 def clipped_objective(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, clip: float) -> torch.Tensor:

@@ -91,7 +91,7 @@ class StepReport:
     by_version: dict[str, Speculation] = field(default_factory=dict)
     by_draft_age: dict[int, Speculation] = field(default_factory=dict)
     regimes: tuple[Regime, ...] = ()  # the rounds by the number of sequences that ran
-    draft_rolled_back: bool = False  # whether the draft's last update has cost tau and was taken back
+    draft_rolled_back: bool = False  # whether the draft's last update has cost acceptance and was taken back
 
     @property
     def mean_reward(self) -> float | None:

@@ -8,7 +8,7 @@ import torch
 from outrider import OutriderError
 from outrider.core.stats import Stats
 from outrider.rl import GRPO, DraftTraining, GRPOSettings, Problem, RolloutEngine
-from outrider.rl.draft_training import tau_estimate
+from outrider.rl.draft_training import acceptance_estimate
 from outrider.train.model.draft_model import load_trainable
 from tests.helpers import tiny
 
@@ -63,7 +63,7 @@ def test_the_draft_learns(shelf):
 
 
 @native
-def test_an_update_that_costs_tau_is_taken_back(shelf):
+def test_an_update_that_costs_acceptance_is_taken_back(shelf):
     run = make(shelf / "policy", shelf / "policy", tolerance=0.2)  # the draft is the policy: tau is as high as can be
     (first,) = run.train(PROBLEMS, 1)
     good = {name: value.clone() for name, value in run.draft._trainee.module.state_dict().items()}
@@ -92,13 +92,15 @@ def test_a_checkpoint_has_the_draft(shelf, tmp_path):
         assert one.speculation == two.speculation  # the draft is the same as well
 
 
-def test_the_error_of_tau():
+def test_acceptance_does_not_depend_on_the_draft_length():
     passes = [(3, 0, 1)] * 50 + [(3, 1, 2)] * 30 + [(3, 3, 4)] * 20  # draft tokens, accepted, emitted
-    emitted = torch.tensor([emitted for _, _, emitted in passes], dtype=torch.float64)
-    estimate = tau_estimate(Stats.of_passes(passes))
-    assert estimate.tau == pytest.approx(float(emitted.mean()))
-    assert estimate.error == pytest.approx(float(emitted.std(correction=0)) / 10)
-    assert tau_estimate(Stats()) is None
+    estimate = acceptance_estimate(Stats.of_passes(passes))
+    tested = torch.tensor([0.0] * 50 + [1.0, 0.0] * 30 + [1.0] * 60)  # by draft token whose ancestors were accepted
+    assert estimate.rate == pytest.approx(float(tested.mean()))
+    assert estimate.error == pytest.approx(float(tested.std(correction=0)) / len(tested) ** 0.5)
+    short = acceptance_estimate(Stats.of_passes([(1, 0, 1)] * 50 + [(1, 1, 2)] * 50))
+    assert short.rate == 0.5
+    assert acceptance_estimate(Stats.of_passes([(1, 0, 1)] * 5)) is None  # too few to judge
 
 
 def test_what_is_refused(shelf):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from itertools import combinations
 
 import pytest
 import torch
 
 from outrider import OutriderError
 from outrider.rl import GRPO, GRPOSettings, Problem, RolloutEngine
-from outrider.rl.grpo import clipped_objective, group_advantages, kl_estimate
+from outrider.rl.grpo import clipped_objective, down_sample, group_advantages, kl_estimate
 from outrider.train.model.draft_model import load_trainable
 from tests.helpers import tiny
 
@@ -126,6 +127,37 @@ def test_advantages():
     assert torch.allclose(group_advantages(rewards, scale=False)[0], expected)
     assert torch.allclose(group_advantages(rewards)[0], expected / (0.5 + 1e-4))
     assert not group_advantages(rewards)[1:].any()
+
+
+def test_down_sampling_keeps_the_largest_variance():
+    rewards = torch.tensor([[0.1, 0.9, 0.5, 0.4, 1.0, 0.5], [1.0, math.nan, 1.0, 0.0, 1.0, 1.0]], dtype=torch.float64)
+    kept = down_sample(rewards, 3)
+    assert torch.equal(kept[0].nan_to_num(-1), torch.tensor([0.1, 0.9, -1, -1, 1.0, -1], dtype=torch.float64))
+    best = max(float(rewards[0][list(choice)].var(correction=0)) for choice in combinations(range(6), 3))
+    assert float(kept[0][~kept[0].isnan()].var(correction=0)) == pytest.approx(best)
+    assert (~kept[1].isnan()).sum() == 3
+    assert kept[1, 3] == 0
+    assert kept[1, 1].isnan()  # a sample without a reward is never kept
+    assert (~down_sample(rewards[1:], 6).isnan()).sum() == 5
+
+
+@native
+def test_update_uses_some_of_the_answers(shelf):
+    settings = GRPOSettings(problems=2, samples=4, trained_samples=2, max_tokens=8, lr=1e-2, seed=4)
+    run = make(shelf / "policy", settings=settings)
+    lengths = []
+    logprobs = run.logprobs
+
+    def record(model, tensors):
+        lengths.append(len(tensors.token_ids))
+        return logprobs(model, tensors)
+
+    run.logprobs = record
+    (report,) = run.train(PROBLEMS, 1)
+    assert len(report.rewards) == 8
+    assert 0 < max(lengths) <= 4
+    with pytest.raises(OutriderError, match="trained_samples is 5; use 2 to 4"):
+        GRPOSettings(samples=4, trained_samples=5)
 
 
 def test_objective_and_divergence():
