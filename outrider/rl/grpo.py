@@ -23,7 +23,7 @@ from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.rl.draft_training import DraftTraining
 from outrider.rl.records import Rollout, RolloutTensors, rollout_tensors
-from outrider.rl.report import Speculation, StepReport, StepSeconds, by_draft_age, by_version
+from outrider.rl.report import Speculation, StepReport, StepSeconds, by_draft_age, by_phase, by_version
 from outrider.rl.rewards import Problem, RewardFunction, compute_rewards
 from outrider.rl.rollout import RolloutEngine
 
@@ -162,6 +162,7 @@ class GRPO:
             speculation=Speculation.of(batch.rollouts),
             by_version=by_version(batch.rollouts),
             by_draft_age=by_draft_age(batch.rollouts),
+            by_phase=by_phase(batch.rollouts),
             regimes=batch.regimes,
             draft_rolled_back=rolled_back,
         )

@@ -39,9 +39,19 @@ class Rollout:
     seed: int
     stats: Stats
     error: str = ""
+    rounds: tuple[tuple[int, int, int], ...] = ()  # by round: draft depth, accepted and emitted tokens
 
     @classmethod
-    def of(cls, completion: Completion, *, prompt: int, sample: int, group: str, draft_version: int) -> Rollout:
+    def of(
+        cls,
+        completion: Completion,
+        *,
+        prompt: int,
+        sample: int,
+        group: str,
+        draft_version: int,
+        rounds: Sequence[tuple[int, int, int]] = (),
+    ) -> Rollout:
         """Make the record of a completion."""
         return cls(
             prompt=prompt,
@@ -58,6 +68,7 @@ class Rollout:
             seed=completion.seed,
             stats=completion.stats,
             error=completion.error,
+            rounds=tuple(rounds),
         )
 
     @property

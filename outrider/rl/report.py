@@ -11,6 +11,8 @@ from outrider.core.stats import Stats
 from outrider.rl.records import Rollout
 from outrider.rl.regimes import Regime
 
+_PHASE = 16  # output tokens of a phase
+
 
 @dataclass(slots=True, kw_only=True)
 class StepSeconds:
@@ -46,11 +48,15 @@ class Speculation:
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> Speculation:
         """Sum up rollouts."""
-        stats = sum((rollout.stats for rollout in rollouts), Stats())
+        return cls.of_stats(sum((rollout.stats for rollout in rollouts), Stats()), len(rollouts))
+
+    @classmethod
+    def of_stats(cls, stats: Stats, rollouts: int) -> Speculation:
+        """Return the figures of statistics of so many rollouts."""
         pairs = zip(stats.accepted, stats.reached, strict=True)
         return cls(
-            rollouts=len(rollouts),
-            tokens=sum(len(rollout.token_ids) for rollout in rollouts),
+            rollouts=rollouts,
+            tokens=stats.output_tokens,
             tau=stats.output_tokens / stats.passes if stats.passes else None,
             acceptance=tuple(accepted / reached if reached else 0.0 for accepted, reached in pairs),
         )
@@ -73,6 +79,23 @@ def by_draft_age(rollouts: Sequence[Rollout]) -> dict[int, Speculation]:
     return {age: Speculation.of(group) for age, group in sorted(groups.items())}
 
 
+def by_phase(rollouts: Sequence[Rollout], tokens: int = _PHASE) -> dict[int, Speculation]:
+    """Return the speculation by phase: the index of the first output token of a round, in steps of `tokens`."""
+    rounds: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    counts: dict[int, int] = defaultdict(int)
+    for rollout in rollouts:
+        position = 0
+        phases = set()
+        for each in rollout.rounds:
+            phase = position // tokens * tokens
+            rounds[phase].append(each)
+            phases.add(phase)
+            position += each[2]
+        for phase in phases:
+            counts[phase] += 1
+    return {phase: Speculation.of_stats(Stats.of_passes(rounds[phase]), counts[phase]) for phase in sorted(rounds)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One step of training."""
@@ -90,6 +113,7 @@ class StepReport:
     speculation: Speculation
     by_version: dict[str, Speculation] = field(default_factory=dict)
     by_draft_age: dict[int, Speculation] = field(default_factory=dict)
+    by_phase: dict[int, Speculation] = field(default_factory=dict)  # by the index of the output token
     regimes: tuple[Regime, ...] = ()  # the rounds by the number of sequences that ran
     draft_rolled_back: bool = False  # whether the draft's last update has cost acceptance and was taken back
 

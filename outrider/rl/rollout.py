@@ -246,6 +246,7 @@ class RolloutEngine:
                     sample=entry.sample,
                     group=entry.group,
                     draft_version=self.draft_version,
+                    rounds=row.rounds,
                 )
         return done
 

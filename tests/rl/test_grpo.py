@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from outrider import OutriderError
 from outrider.rl import GRPO, GRPOSettings, Problem, RolloutEngine
 from outrider.rl.grpo import clipped_objective, down_sample, group_advantages, kl_estimate
+from outrider.rl.report import by_phase
 from outrider.train.model.draft_model import load_trainable
 from tests.helpers import tiny
 
@@ -64,6 +66,7 @@ def test_speculation_changes_no_bit_of_the_training(shelf):
         assert report.logprob_error < 1e-4
         assert list(report.by_version) == [str(version)]
         assert list(report.by_draft_age) == [version]  # the draft was never updated
+        assert sum(each.tokens for each in report.by_phase.values()) == report.speculation.tokens
         assert report.speculation.tau > 1
         assert report.seconds.total >= report.seconds.generation > 0
         assert 0 < report.seconds.generation_share < 1
@@ -127,6 +130,17 @@ def test_advantages():
     assert torch.allclose(group_advantages(rewards, scale=False)[0], expected)
     assert torch.allclose(group_advantages(rewards)[0], expected / (0.5 + 1e-4))
     assert not group_advantages(rewards)[1:].any()
+
+
+def test_speculation_by_phase():
+    rounds = ((3, 3, 4), (3, 0, 1), (2, 1, 2), (2, 2, 3))  # they begin at output tokens 0, 4, 5 and 7
+    rollouts = [SimpleNamespace(rounds=rounds), SimpleNamespace(rounds=rounds[:1])]
+    phases = by_phase(rollouts, 4)
+    assert list(phases) == [0, 4]
+    assert (phases[0].rollouts, phases[0].tokens, phases[0].tau) == (2, 8, 4.0)
+    assert phases[0].acceptance == (1.0, 1.0, 1.0)
+    assert (phases[4].rollouts, phases[4].tokens, phases[4].tau) == (1, 6, 2.0)
+    assert phases[4].acceptance == (2 / 3, 1 / 2, 0.0)
 
 
 def test_down_sampling_keeps_the_largest_variance():
