@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from hashlib import sha256
+from math import inf
 from operator import add
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +26,8 @@ from outrider.rl.records import Provenance, Rollout, RolloutBatch
 from outrider.rl.regimes import RegimeCounter
 
 _MAX_SAMPLES = 1 << 20  # of a prompt; seeds of samples and prompts do not collide below it
+
+_LENGTH_RATE = 0.2  # weight of a rollout in the mean length of its group
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class RolloutEngine:
         self.llm = llm
         self.regimes = RegimeCounter()  # of the rounds since the last `generate` or `take`
         self._pending: dict[int, _Pending] = {}  # by request id
+        self._mean_length: dict[str, float] = {}  # recent mean of the output tokens, by group
         self._unread: dict[int, Rollout] = {}  # finished, by request id, and not yet returned by `completed`
 
     @classmethod
@@ -200,7 +204,8 @@ class RolloutEngine:
                 own = replace(params, seed=own_seed, logprobs=params.logprobs or 0)
                 (request,) = self.llm.requests_of_tokens(tokens, own)
                 pending.append((replace(request, group=group), i, j))
-        for request, i, j in pending:
+        # Groups whose rollouts were long start first, so that they do not run alone at the end. New groups may be long.
+        for request, i, j in sorted(pending, key=lambda each: -self._mean_length.get(each[0].group, inf)):
             row = self.llm.add(request)
             self._pending[request.id] = _Pending(row, i, j, request.group)
         return [request.id for request, _, _ in pending]
@@ -240,6 +245,8 @@ class RolloutEngine:
             entry = self._pending.get(row.request.id)
             if row.finish_reason and entry:
                 del self._pending[row.request.id]
+                mean = self._mean_length.setdefault(entry.group, float(row.num_output_tokens))
+                self._mean_length[entry.group] = mean + (row.num_output_tokens - mean) * _LENGTH_RATE
                 done[row.request.id] = Rollout.of(
                     self.llm.completion(row),
                     prompt=entry.prompt,

@@ -186,6 +186,27 @@ def test_rollouts_of_two_calls_are_not_confused(shelf):
         policy.step()
 
 
+def test_long_groups_start_first(shelf):
+    rollouts = engine(shelf / "policy", proposer="none", max_num_seqs=1)
+    added = []
+    add = rollouts.llm.add
+
+    def record(request):
+        added.append(request.group)
+        return add(request)
+
+    rollouts.llm.add = record
+    for group, length in (("short", 2), ("long", 9)):
+        params = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True)
+        rollouts.generate(PROMPTS[:1], params, groups=[group])
+    added.clear()
+    batch = rollouts.generate(PROMPTS, SAMPLED, n=2, groups=["short", "long", "new"])
+    assert added == ["new", "new", "long", "long", "short", "short"]
+    assert [rollout.group for rollout in batch.rollouts] == ["short", "short", "long", "long", "new", "new"]
+    again = engine(shelf / "policy", proposer="none", max_num_seqs=1).generate(PROMPTS, SAMPLED, n=2)
+    assert [rollout.token_ids for rollout in batch.rollouts] == [rollout.token_ids for rollout in again.rollouts]
+
+
 def test_cancelled_rollouts_and_finish_reasons(shelf):
     policy = engine(shelf / "policy", proposer="ngram")
     ids = policy.submit(PROMPTS, SAMPLED)
