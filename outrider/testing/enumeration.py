@@ -121,6 +121,38 @@ def prove(rule: Callable[[Draft, torch.Tensor, Noise], Verdict], instance: Insta
     a rule follows one path. For `Noise.sample_race`, the first SAMPLED child of a node is the winner of the race under
     its q, and other draft tokens are independent of the race.
     """
+    return _compare(*_enumerate(rule, instance))
+
+
+def round_laws(rule: Callable[[Draft, torch.Tensor, Noise], Verdict], instance: Instance) -> tuple[torch.Tensor, ...]:
+    """Return the distributions of the tokens that a rule emits in a round, also of a rule that is not exact.
+
+    Returns:
+        For each depth d a table [V**d, V], as in `Instance.target`: the distribution of token d of the round, given the
+        tokens before it and that the round emits it. A row of zeros: the round never emits a token there.
+
+    Raises:
+        OutriderError: the rule emits something other than a path of the draft and one more token.
+    """
+    cases, verdict, p = _enumerate(rule, instance)
+    emitted = _emitted(cases, verdict, p)
+    if not bool(emitted.legal.all()):
+        raise OutriderError("the rule accepts nodes that are no path of the draft; fix its path, accepted and bonus")
+    laws = []
+    for depth in range(len(instance.target)):
+        reaches = verdict.accepted >= depth
+        prefix = emitted.tokens[reaches, : depth + 1]
+        mass = torch.zeros(instance.vocab ** (depth + 1), dtype=torch.float64)
+        mass.index_add_(0, _number(prefix, instance.vocab), cases.weight[reaches])
+        mass = mass.view(-1, instance.vocab)
+        laws.append(_normalize(mass, torch.zeros_like(mass)))
+    return tuple(laws)
+
+
+def _enumerate(
+    rule: Callable[[Draft, torch.Tensor, Noise], Verdict], instance: Instance
+) -> tuple[_Cases, Verdict, torch.Tensor]:
+    """Return all cases of an instance, their verdicts, and p [R, 1 + N, V]."""
     cases = _drafts(instance)
     draft, p = cases.batch()
     while True:
@@ -130,7 +162,7 @@ def prove(rule: Callable[[Draft, torch.Tensor, Noise], Verdict], instance: Insta
             cases = cases.split(needed.probs)
             draft, p = cases.batch()
         else:
-            return _compare(cases, verdict, p)
+            return cases, verdict, p
 
 
 def race_joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -286,15 +318,21 @@ def _proposal_of(instance: Instance, node: int, tokens: torch.Tensor) -> torch.T
     return _normalize(remaining, probs)
 
 
-def _compare(cases: _Cases, verdict: Verdict, p: torch.Tensor) -> Proof:
-    """Compare the joint distribution of the emitted tokens with that of the target.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Emitted:
+    """What the verdicts of all cases emit."""
 
-    A case whose verdict is not a path of its draft adds no probability, which shows as an error.
-    """
+    tokens: torch.Tensor  # [R, 1 + N] the accepted draft tokens, then the bonus token; 0 beyond
+    legal: torch.Tensor  # [R] bool: the verdict is a path of the draft and a token of the vocabulary
+    logprob_error: float
+
+
+def _emitted(cases: _Cases, verdict: Verdict, p: torch.Tensor) -> _Emitted:
+    """Read the verdicts of all cases."""
     instance = cases.instance
     rows, size = cases.tokens.shape
     last = torch.full((rows,), -1)
-    emitted = torch.zeros(rows, dtype=torch.int64)  # the emitted tokens, as a number in base V
+    emitted = []
     legal = (verdict.bonus >= 0) & (verdict.bonus < instance.vocab)
     parent = torch.tensor([*instance.parent, -1])
     all_rows = torch.arange(rows)
@@ -311,22 +349,40 @@ def _compare(cases: _Cases, verdict: Verdict, p: torch.Tensor) -> Proof:
         reported = verdict.logprob[:, i]
         errors = torch.where(expected == reported, 0.0, (expected - reported).abs())
         logprob_error = torch.maximum(logprob_error, errors.max())
-        emitted = torch.where(done, emitted, emitted * instance.vocab + token)
+        emitted.append(torch.where(done, 0, token))
         last = torch.where(is_draft, node, last)
+    return _Emitted(tokens=torch.stack(emitted, 1), legal=legal, logprob_error=float(logprob_error))
+
+
+def _compare(cases: _Cases, verdict: Verdict, p: torch.Tensor) -> Proof:
+    """Compare the joint distribution of the emitted tokens with that of the target.
+
+    A case whose verdict is not a path of its draft adds no probability, which shows as an error.
+    """
+    instance = cases.instance
+    emitted = _emitted(cases, verdict, p)
     joint = torch.zeros(1, dtype=torch.float64)
     target_joint = torch.ones(1, dtype=torch.float64)
     for depth, table in enumerate(instance.target):
         ended = torch.zeros(instance.vocab ** (depth + 1), dtype=torch.float64)
-        chosen = legal & (verdict.accepted == depth)
-        ended.index_add_(0, emitted[chosen], cases.weight[chosen])
+        chosen = emitted.legal & (verdict.accepted == depth)
+        ended.index_add_(0, _number(emitted.tokens[chosen, : depth + 1], instance.vocab), cases.weight[chosen])
         joint = ended + (joint[:, None] * table).view(-1)
         target_joint = (target_joint[:, None] * table).view(-1)
     return Proof(
         error=float((joint - target_joint).abs().max()),
-        logprob_error=float(logprob_error),
+        logprob_error=emitted.logprob_error,
         accepted=float((cases.weight * verdict.accepted).sum()),
-        cases=rows,
+        cases=len(cases.tokens),
     )
+
+
+def _number(tokens: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Return [R], the tokens [R, n] as a number in base V."""
+    number = torch.zeros(len(tokens), dtype=torch.int64)
+    for token in tokens.unbind(1):
+        number = number * vocab + token
+    return number
 
 
 def _paths(instance: Instance, tokens: torch.Tensor) -> torch.Tensor:
