@@ -418,10 +418,20 @@ class LLM:
             seed=row.request.seed,
             from_draft=tuple(row.from_draft),
             logprobs=tuple(row.logprobs[: row.num_output_tokens]),
-            stats=Stats.of_passes(row.rounds, drafted=row.num_draft_tokens, prompt=split, exact=self.stats.exact),
+            stats=self._stats_of(row),
             error=row.error,
             source_token_ids=row.request.source_token_ids,
             weight_versions=tuple(row.weight_versions),
+        )
+
+    def _stats_of(self, row: SequenceState) -> Stats:
+        total = self.stats
+        return Stats.of_passes(
+            row.rounds,
+            drafted=row.num_draft_tokens,
+            prompt=len(row.request.prompt_token_ids),
+            exact=total.exact,
+            bound=total.bound,
         )
 
 

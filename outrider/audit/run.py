@@ -125,6 +125,7 @@ class _Task:
             "passed": self.rule.exact and all(section["passed"] for section in sections.values()),
             "verifier": self.rule.name,
             "exact": self.rule.exact,
+            "bound": self.rule.bound and self.rule.bound.as_dict(),
             "k": self.k,
             "weight_bits": weight_bits(self.quantize),
             "seed": _SEED,

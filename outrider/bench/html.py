@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from outrider.bench.conditions import conditions, latency_text, median_text, memory
-from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
+from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, bound_text, summary
 from outrider.report.console import NONE, Document
 from outrider.report.page import html_page, page_header, pairs_table, section
 
@@ -27,7 +27,11 @@ def page(document: Document) -> str:
 def _header(document: Document) -> str:
     speedup = document["results"][OVERALL][SPECULATIVE]["speedup"]
     title = f"{speedup['median']:.2f} times plain decoding" if speedup else "Too few tokens to measure speed"
-    warning = "" if document["exact"] else "This verifier is not exact: the output distribution may differ."
+    warning = (
+        ""
+        if document["exact"]
+        else f"This verifier is not exact{bound_text(document)}: the output distribution may differ."
+    )
     version = f"outrider {document['versions']['outrider']} bench"
     commit_hash, plus, changes = (document["commit"] or "").partition("+")
     if commit_hash:

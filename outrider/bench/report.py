@@ -48,12 +48,18 @@ def summary(document: Mapping[str, Any]) -> str:
     device = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} of {hardware['cores']} cores"
     sampling = f"temperature {arguments['temperature']:g}" if arguments["temperature"] else "greedy"
     target = Path(arguments["target"]).name if arguments["target"] else "the embedded target"
-    exact = "exact" if document["exact"] else "not exact"
+    exact = "exact" if document["exact"] else f"not exact{bound_text(document)}"
     return (
         f"{target} with {document['proposer']}, k {arguments['k']}, verifier {document['verifier']} ({exact});"
         f" {sampling}, {document['dtype']}, {document['kernels']} kernels, {arguments['batch']} at once,"
         f" {count_text(arguments['repeats'], 'repeat')} on {device}"
     )
+
+
+def bound_text(document: Mapping[str, Any]) -> str:
+    """Return ", " and the bound of a document's verifier; empty if it declares none."""
+    bound = document.get("bound")
+    return f", {bound['kind']} {bound['value']}" if bound else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

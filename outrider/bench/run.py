@@ -157,6 +157,7 @@ def _document(
         "proposer": command_line_form(_expression(llm)),
         "verifier": parts.verifier.name,
         "exact": parts.verifier.exact,
+        "bound": parts.verifier.bound and parts.verifier.bound.as_dict(),
         "kernels": parts.target.kernels,
         "weight_bits": weight_bits(settings.quantize) if settings.quantize else 8 * parts.dtype.itemsize,
         "compile_seconds": _compile_seconds(llm),

@@ -9,7 +9,7 @@ from operator import add
 from typing import Protocol
 
 from outrider.benchmarking.jobs import Job
-from outrider.benchmarking.timeline import run_jobs
+from outrider.benchmarking.timeline import Timeline, run_jobs
 from outrider.core.stats import Stats, StatsAccumulator
 from outrider.core.types import Batch, Draft, SequenceState
 from outrider.llm import LLM
@@ -67,12 +67,16 @@ class OutriderRunner:
     def run(self, jobs: Sequence[Job]) -> Trial:
         self._planner.k = self._k
         timeline = run_jobs(self._llm, jobs)
-        counts = [_counts(seq, exact=timeline.exact) for seq in timeline.seqs]
+        counts = [_counts(seq, timeline) for seq in timeline.seqs]
         stats = timeline.with_times(reduce(add, counts))
         return Trial(speed=timeline.speed(), inter_token_latencies=timeline.token_gaps(), stats=stats)
 
 
-def _counts(seq: SequenceState, *, exact: bool) -> Stats:
+def _counts(seq: SequenceState, timeline: Timeline) -> Stats:
     return Stats.of_passes(
-        seq.rounds, drafted=seq.num_draft_tokens, prompt=len(seq.request.prompt_token_ids), exact=exact
+        seq.rounds,
+        drafted=seq.num_draft_tokens,
+        prompt=len(seq.request.prompt_token_ids),
+        exact=timeline.exact,
+        bound=timeline.bound,
     )

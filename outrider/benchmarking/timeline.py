@@ -8,6 +8,7 @@ from functools import cached_property
 from time import perf_counter
 
 from outrider.benchmarking.jobs import Job
+from outrider.core.bound import Bound
 from outrider.core.stats import Stats
 from outrider.core.types import FinishReason, SequenceState
 from outrider.errors import OutriderError
@@ -23,6 +24,7 @@ class Timeline:
     events: tuple[EmitEvent, ...]  # the start, then the end of each round
     snapshots: tuple[Stats, ...]  # of the engine, at each event
     exact: bool  # whether the verifier is exact
+    bound: Bound | None  # of a verifier that is not exact
 
     @cached_property
     def first_decode_index(self) -> int:
@@ -81,6 +83,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job]) -> Timeline:
         events=tuple(events),
         snapshots=tuple(snapshots),
         exact=engine.stats.exact,
+        bound=engine.stats.bound,
     )
 
 

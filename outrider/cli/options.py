@@ -86,8 +86,10 @@ Verifier = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="walk, coupled, rejection, block, siblings or traversal; typical and lenient are not exact. Default: block"
-        " for chains of a draft model, traversal for its trees and for merges, walk for all other proposers.",
+        help="walk, coupled, rejection, block, siblings or traversal; typical and lenient are not exact. Relaxed rules"
+        " are not exact either, and declare a bound: lantern:delta=D, gsd:clusters=N, pcg:k=N and bins:distance=R, with"
+        " more options after commas, such as table=FILE. Default: block for chains of a draft model, traversal for its"
+        " trees and for merges, walk for all other proposers.",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -155,8 +155,14 @@ def _summary(outcome: Outcome) -> list[str]:
     last = [f"finish {' '.join(completion.finish_reason for completion in outcome.completions)}"]
     if outcome.sampled:
         last.append(f"seed {outcome.completions[0].seed}")
-    last.append("exact" if stats.exact else "not exact: this verifier changes the text")
+    last.append(_exactness(stats))
     return [*lines, "; ".join(last)]
+
+
+def _exactness(stats: Stats) -> str:
+    if stats.exact:
+        return "exact"
+    return f"not exact: {stats.bound or 'this verifier changes the text'}"
 
 
 def _logprobs(completion: Completion, llm: LLM) -> Table:
@@ -184,6 +190,7 @@ def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
         "prompt_tokens": list(first.prompt_token_ids),
         "seed": first.seed if outcome.sampled else None,  # of the request; each completion has its own
         "exact": outcome.stats.exact,
+        "bound": outcome.stats.bound and outcome.stats.bound.as_dict(),
         "stats": outcome.stats.as_dict(),
         "seconds": outcome.seconds,
         "time_to_first_token_seconds": outcome.first,

@@ -30,7 +30,8 @@ class EngineConfig:
     """Draft tokens per round. 0: plain decoding. "auto": chosen in each round from measured costs, and 4 for a request
     with a seed whose text depends on the draft."""
     verifier: str | None = None
-    """walk, coupled, rejection, block, siblings, traversal, typical or lenient. None: what fits the proposer."""
+    """walk, coupled, rejection, block, siblings, traversal, typical or lenient, or a relaxed rule such as
+    "lantern:delta=0.1,table=FILE". None: what fits the proposer."""
     dtype: str = "auto"
     """auto, float32, bfloat16 or float16."""
     device: str = "auto"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from outrider.core.bound import Bound
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
@@ -31,6 +33,7 @@ class Stats:
     host_seconds: float = 0.0  # everything else: scheduling, sampling, verification, commit, detokenization
     experts: float = 0.0  # distinct experts of a layer that the target's pass used, a mean over layers; 0: not counted
     exact: bool = True
+    bound: Bound | None = None  # how far tokens may be from the target's distribution; None: exact, or not bounded
 
     @classmethod
     def of_passes(
@@ -40,6 +43,7 @@ class Stats:
         drafted: int | None = None,
         prompt: int = 0,
         exact: bool = True,
+        bound: Bound | None = None,
     ) -> Stats:
         """Return the statistics of passes.
 
@@ -48,6 +52,7 @@ class Stats:
             drafted: number of draft tokens; None: all drafts were chains.
             prompt: number of prompt tokens.
             exact: whether the verifier is exact.
+            bound: the bound of a verifier that is not exact.
         """
         counts = list(passes)
         depth = max((offered for offered, _, _ in counts), default=0)
@@ -61,6 +66,7 @@ class Stats:
             reached=tuple(sum(offered > i and accepted >= i for offered, accepted, _ in counts) for i in range(depth)),
             accepted=tuple(sum(accepted > i for _, accepted, _ in counts) for i in range(depth)),
             exact=exact,
+            bound=bound,
         )
 
     def __add__(self, other: Stats) -> Stats:
@@ -78,7 +84,14 @@ class Stats:
             host_seconds=self.host_seconds + other.host_seconds,
             experts=self.experts + other.experts,
             exact=self.exact and other.exact,
+            bound=self._common_bound(other),
         )
+
+    def _common_bound(self, other: Stats) -> Bound | None:
+        """Return the bound that holds for both. An exact rule keeps every bound."""
+        if self.exact or other.exact:
+            return other.bound if self.exact else self.bound
+        return self.bound if self.bound == other.bound else None
 
     @property
     def total(self) -> Stats:
@@ -118,14 +131,16 @@ class Stats:
             "host_ms": self.host_seconds * per_round,
             "experts": self.experts / self.rounds if self.rounds else 0.0,
             "exact": self.exact,
+            "bound": self.bound and self.bound.as_dict(),
         }
 
 
 class StatsAccumulator:
     """`Stats` that are updated in place. This is faster than adding `Stats` in every round."""
 
-    def __init__(self, *, exact: bool = True) -> None:
+    def __init__(self, *, exact: bool = True, bound: Bound | None = None) -> None:
         self._exact = exact
+        self._bound = bound
         self._rounds = 0
         self._passes = 0
         self._prompt_tokens = 0
@@ -161,6 +176,7 @@ class StatsAccumulator:
             host_seconds=host,
             experts=self._experts,
             exact=self._exact,
+            bound=self._bound,
         )
 
     def add(self, passes: Sequence[tuple[int, int, int]], *, drafted: int, prompt: int = 0) -> None:

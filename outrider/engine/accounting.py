@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.core.bound import Bound
 from outrider.core.stats import StatsAccumulator
 from outrider.core.types import Round
 from outrider.engine.constraints import ConstrainedDraft
@@ -21,12 +22,12 @@ class RoundSeconds:
 class Accounting:
     """Counts rounds, tokens and seconds."""
 
-    def __init__(self, *, alternatives: int, exact: bool) -> None:
-        self.total = StatsAccumulator(exact=exact)
+    def __init__(self, *, alternatives: int, exact: bool, bound: Bound | None = None) -> None:
+        self.total = StatsAccumulator(exact=exact, bound=bound)
         # Without the tokens that grammars force, because the planner judges the proposer alone.
-        self.proposed = StatsAccumulator(exact=exact)
+        self.proposed = StatsAccumulator(exact=exact, bound=bound)
         # For each alternative, the rounds in which a sequence had draft tokens.
-        self.by_alternative = tuple(StatsAccumulator(exact=exact) for _ in range(alternatives))
+        self.by_alternative = tuple(StatsAccumulator(exact=exact, bound=bound) for _ in range(alternatives))
 
     def add(self, constrained: ConstrainedDraft, round: Round, seconds: RoundSeconds, *, experts: float) -> None:
         """Count one round, whose pass of the target used so many distinct experts (see `Stats.experts`)."""

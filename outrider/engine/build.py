@@ -18,7 +18,7 @@ from outrider.engine.default_proposer import default_proposer
 from outrider.engine.engine import Engine
 from outrider.engine.prefill_budget import PrefillBudget
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.verifiers import find_verifier, fitting_verifiers
+from outrider.engine.verifiers import find_verifier, fitting_verifiers, verifier_for
 from outrider.errors import OutriderError
 from outrider.loader.check import make_checked_target
 from outrider.loader.checkpoint import load_checkpoint
@@ -222,12 +222,13 @@ def assemble(
     benchmarked is what users run.
     """
     model, checkpoint = loaded.model, loaded.checkpoint
+    fitted = verifier_for(verifier, model, vocab=checkpoint.vocab, device=checkpoint.device)
     own = slots or range(model.slots)
     budget = PrefillBudget(max_num_batched_tokens, seconds=max_round_ms / 1000 if max_round_ms else None)
     return Engine(
         target=model,
         proposer=proposer,
-        verifier=fastest_verifier(verifier, checkpoint.device),
+        verifier=fastest_verifier(fitted, checkpoint.device),
         planner=planner,
         scheduler=Scheduler(slots=len(own), first=own.start, chunk=budget, context=model.context),
         shape=fastest_sampling(checkpoint.device),

@@ -55,7 +55,9 @@ class Engine:
         self._planner = planner
         self._scheduler = scheduler
         self._probs_function = shape
-        self._accounting = Accounting(alternatives=proposer.needs.alternatives, exact=verifier.exact)
+        self._accounting = Accounting(
+            alternatives=proposer.needs.alternatives, exact=verifier.exact, bound=verifier.bound
+        )
         self.on_round: Callable[[Round], None] | None = None  # called after each round, to show what was drafted
         self._verifiers = {verifier.name: verifier}  # the default verifier and those of requests, by name
         self._sampling: SamplingTensors | None = None  # of the last batch; most rounds run the same sequences
@@ -261,10 +263,10 @@ class Engine:
         scores = self._target.score(batch, draft)
         seconds = perf_counter() - began
         sampling = self._sampling_of(batch)
-        if sampling.plain_greedy:
+        names = [seq.request.params.verifier or self._verifier.name for seq in batch.seqs]
+        if sampling.plain_greedy and not any(self._verifier_of(name).relaxes_greedy for name in set(names)):
             return constrained.drop_failed(read_greedy(batch, draft, scores, masks)), seconds
         noise = self._noise_of(batch, sampling)
-        names = [seq.request.params.verifier or self._verifier.name for seq in batch.seqs]
         packed = scores.packed
         if packed is None:
             logits = scores.logits if masks is None else masks.apply(scores.logits)

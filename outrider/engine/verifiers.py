@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import torch
+
 from outrider.core.types import Draw
 from outrider.errors import OutriderError
+from outrider.models.base import Target, WeightSharer
 from outrider.propose.registry import CHAINS, COMBINATIONS, NAMED, SAMPLING_PROPOSERS, Maker, check_proposer, parse
 from outrider.verify.lossy import LOSSY
-from outrider.verify.rules import EXACT, Verifier
+from outrider.verify.relaxed.registry import RELAXED, is_relaxed, relaxed_verifier
+from outrider.verify.rules import EXACT, TargetFacts, Verifier
 
 
 def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
     """Return a verifier by its name, or the default for a proposer.
 
     Args:
-        name: the name of an exact or lossy rule; None: the rule that accepts most of the proposer's draft tokens.
+        name: the name of an exact or lossy rule, or the expression of a relaxed one; None: the rule that accepts most
+            of the proposer's draft tokens.
         proposer: the proposer.
 
     Raises:
-        OutriderError: the name or the proposer is unknown, or the rule verifies chains only and the proposer drafts
-            trees.
+        OutriderError: the name or the proposer is unknown, a relaxed rule has invalid options, or the rule verifies
+            chains only and the proposer drafts trees.
     """
     check_proposer(proposer)
     known = {**EXACT, **LOSSY}
     if name is None:
         return known[_default_name(proposer)]
-    if not isinstance(name, str) or name not in known:
-        raise OutriderError(f"verifier {name!r} is unknown; use one of {', '.join(known)}")
-    verifier = known[name]
+    if isinstance(name, str) and is_relaxed(name):
+        verifier = relaxed_verifier(name)
+    elif isinstance(name, str) and name in known:
+        verifier = known[name]
+    else:
+        raise OutriderError(f"verifier {name!r} is unknown; use one of {', '.join([*known, *RELAXED])}")
     tree_proposers = tree_makers(proposer)
     if not verifier.trees and tree_proposers:
         names = ", ".join(other.name for other in EXACT.values() if other.trees)
@@ -34,6 +42,21 @@ def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
             f"verifier {name} verifies chains only, and {' and '.join(tree_proposers)} drafts trees; use one of {names}"
         )
     return verifier
+
+
+def verifier_for(verifier: Verifier, target: Target, *, vocab: int, device: torch.device) -> Verifier:
+    """Return a verifier whose tables have met a target of `vocab` token ids.
+
+    Raises:
+        OutriderError: a table does not fit the target, or the target has no embedding to make one from.
+    """
+
+    def embedding() -> torch.Tensor:
+        if not isinstance(target, WeightSharer):
+            raise OutriderError(f"verifier {verifier.name} cannot read the embedding of this target; give table=FILE")
+        return target.share_weights().embedding
+
+    return verifier.for_target(TargetFacts(vocab=vocab, device=device, embedding=embedding))
 
 
 def tree_makers(proposer: str | Maker) -> list[str]:

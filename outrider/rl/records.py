@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from outrider.core.bound import Bound
 from outrider.core.stats import Stats
 from outrider.core.types import Completion, FinishReason
 from outrider.rl.regimes import Regime
@@ -102,6 +103,7 @@ class Provenance:
 
     verifier: str
     exact: bool  # whether the tokens follow the target's distribution
+    bound: Bound | None  # how far they may be from it; None: exact, or not bounded
     same_tokens: bool  # whether plain decoding with the same seeds gives the same tokens, bit by bit
     kernels: str
     dtype: str

@@ -108,6 +108,7 @@ class RolloutEngine:
         return Provenance(
             verifier=verifier.name,
             exact=verifier.exact,
+            bound=verifier.bound,
             same_tokens=verifier.exact and verifier.draw is not Draw.SAMPLE and kernels.startswith("native"),
             kernels=kernels,
             dtype=str(parts.dtype).removeprefix("torch."),

@@ -116,4 +116,9 @@ def _model(name: str, async_llm: AsyncLLM) -> dict[str, Any]:
         "max_model_len": parts.context,
         "proposers": list(parts.proposers),
         "verifiers": list(parts.verifiers),
+        "verifier": {
+            "name": parts.verifier.name,
+            "exact": parts.verifier.exact,
+            "bound": parts.verifier.bound and parts.verifier.bound.as_dict(),
+        },
     }

@@ -14,6 +14,7 @@ from outrider.loader.embedded import model_folder
 from outrider.plan.store import model_folders, model_print
 from outrider.propose.expression import absolute
 from outrider.tune.settings import Settings
+from outrider.verify.relaxed.registry import with_absolute_table
 
 BENCHMARK, VERSION = "outrider tune", 1
 FIT = "outrider fit"  # its documents have the same settings
@@ -33,7 +34,7 @@ def settings_dict(settings: Settings, *, proposer: str, k: int | str, verifier: 
         "target": target,
         "proposer": expression,
         "k": k,
-        "verifier": verifier,
+        "verifier": with_absolute_table(verifier),
         "dtype": settings.dtype,
         "kernels": settings.kernels,
         "quantize": settings.quantize,

@@ -8,12 +8,13 @@ token by token. `outrider.testing` proves that by enumeration.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 
 from outrider.core import tree
+from outrider.core.bound import Bound
 from outrider.core.noise import Noise
 from outrider.core.types import Draft, DraftKind, Draw, Packed, Verdict
 from outrider.verify.verdict import (
@@ -38,6 +39,15 @@ PackedVerifyFunction = Callable[[Draft, Packed, Noise], Verdict]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFacts:
+    """What a rule with a table of tokens needs to know of the target."""
+
+    vocab: int  # V
+    device: torch.device
+    embedding: Callable[[], torch.Tensor]  # [at least V, H]; raises OutriderError if it cannot be read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verifier:
     """A verification rule and its properties."""
 
@@ -47,6 +57,17 @@ class Verifier:
     trees: bool  # supports trees, not only chains
     exact: bool = True
     packed: PackedVerifyFunction | None = None  # an implementation without padding, such as the native one
+    bound: Bound | None = None  # what a lossy rule promises; None: nothing, or that it is exact
+    bind: Callable[[TargetFacts], VerifyFunction] | None = None  # makes the rule for a target
+    relaxes_greedy: bool = False  # whether it may differ from `walk` under a one-hot p
+
+    def for_target(self, facts: TargetFacts) -> Verifier:
+        """Return the verifier with the rule for a target.
+
+        Raises:
+            OutriderError: the tables of the rule do not fit the target.
+        """
+        return self if self.bind is None else replace(self, rule=self.bind(facts), bind=None)
 
     def verify(self, draft: Draft, p: Packed, noise: Noise) -> Verdict:
         """Verify a draft against packed probabilities."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import accumulate
+from operator import add
 from typing import Any
 from uuid import uuid4
 
+from outrider.core.stats import Stats
 from outrider.core.types import Completion, FinishReason, TokenLogprobs
 from outrider.serve.openai.tool_calls import ToolCallParser
 from outrider.serve.stream.request_stream import StreamChunk
@@ -170,7 +173,8 @@ def usage(completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]
     completions_per_prompt = len(completions) // num_prompts
     prompt_tokens = sum(completion.num_input_tokens for completion in completions[::completions_per_prompt])
     output_tokens = sum(len(completion.token_ids) for completion in completions)
-    passes = sum(completion.stats.passes for completion in completions)
+    stats = reduce(add, (completion.stats for completion in completions), Stats())
+    passes = stats.passes
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
@@ -178,9 +182,10 @@ def usage(completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]
         "speculation": {
             "target_passes": passes,
             "tokens_per_pass": output_tokens / passes if passes else 0.0,
-            "draft_tokens": sum(completion.stats.draft_tokens for completion in completions),
-            "accepted_tokens": sum(sum(completion.stats.accepted) for completion in completions),
-            "exact": all(completion.stats.exact for completion in completions),
+            "draft_tokens": stats.draft_tokens,
+            "accepted_tokens": sum(stats.accepted),
+            "exact": stats.exact,
+            "bound": stats.bound and stats.bound.as_dict(),
         },
     }
 

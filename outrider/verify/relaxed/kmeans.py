@@ -36,4 +36,5 @@ def kmeans(
 def nearest(points: torch.Tensor, centers: torch.Tensor) -> torch.Tensor:
     """Return [N], the index of the center [C, D] that is nearest to each point [N, D]."""
     rows = max(_CHUNK // len(centers), 1)
-    return torch.cat([torch.cdist(chunk, centers).argmin(1) for chunk in points.split(rows)])
+    starts = range(0, len(points), rows)
+    return torch.cat([torch.cdist(points[start : start + rows], centers).argmin(1) for start in starts])
