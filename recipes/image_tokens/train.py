@@ -41,11 +41,15 @@ def main(
     target_minutes: Annotated[float, typer.Option(help="Time for training the target.")] = 14.0,
     draft_minutes: Annotated[float, typer.Option(help="Time for training the draft model.")] = 3.0,
     classifier_minutes: Annotated[float, typer.Option(help="Time for training the classifier.")] = 1.5,
+    resume: Annotated[bool, typer.Option(help="Train on the models that OUT holds.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Images per step.")] = 32,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
-    """Train everything on one thread. The last line of output is one JSON document."""
+    """Train everything on one thread. The last line of output is one JSON document.
+
+    With `--resume`, the codebook and the classifier are made again, and a time of 0 leaves a model as it is.
+    """
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
@@ -70,6 +74,8 @@ def main(
     rows = as_rows(tokens, captions, tokenizer)
     for role, shape, minutes in (("draft", draft, draft_minutes), ("target", target, target_minutes)):
         model = make_model(shape, tokenizer, seed=seed)
+        if resume:
+            model = LlamaForCausalLM.from_pretrained(out / role).float()
         start = perf_counter()
         steps = train_model(
             model, rows[:-_VALIDATION_IMAGES], minutes=minutes, batch=batch, lr=lr, seed=seed, name=role
@@ -131,6 +137,8 @@ def train_model(
     model: LlamaForCausalLM, rows: torch.Tensor, *, minutes: float, batch: int, lr: float, seed: int, name: str
 ) -> int:
     """Train a model on texts [N, S] for some minutes and return the number of steps."""
+    if not minutes:
+        return 0
     model.train()
     batches = _batches(len(rows), batch, seed)
     return _train(model, lambda: mean_loss(model, rows[next(batches)]), minutes=minutes, lr=lr, name=name)
