@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outrider.testing.bounds import check_bound
 from outrider.testing.drive import ConformanceError, random_tree
 from outrider.testing.enumeration import Instance, prove
 from outrider.testing.suite import check_cache, check_proposer, check_verifier, toy_setup
@@ -11,6 +12,7 @@ __all__ = [
     "ConformanceError",
     "Instance",
     "ToyTarget",
+    "check_bound",
     "check_cache",
     "check_proposer",
     "check_verifier",

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -48,7 +48,7 @@ def main(
 ) -> None:
     """Train everything on one thread. The last line of output is one JSON document.
 
-    With `--resume`, the codebook and the classifier are made again, and a time of 0 leaves a model as it is.
+    A time of 0 leaves a model as it is.
     """
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,11 @@ def main(
     report: dict[str, Any] = {"codes": size, "images": images, "codebook_mse": round(mse, 6)}
     del drawn
 
-    classifier = train_classifier(restored, captions, minutes=classifier_minutes, batch=batch, seed=seed)
+    torch.manual_seed(seed)
+    classifier = Classifier()
+    if resume:
+        classifier.load_state_dict(load_file(out / "classifier.safetensors"))
+    train_classifier(classifier, restored, captions, minutes=classifier_minutes, batch=batch, seed=seed)
     right = classifier.is_right(restored[-_VALIDATION_IMAGES:], captions[-_VALIDATION_IMAGES:]).float()
     save_file(classifier.state_dict(), out / "classifier.safetensors")
     report["classifier"] = {"accuracy": [round(float(each), 4) for each in right.mean(0)]}
@@ -137,19 +141,15 @@ def train_model(
     model: LlamaForCausalLM, rows: torch.Tensor, *, minutes: float, batch: int, lr: float, seed: int, name: str
 ) -> int:
     """Train a model on texts [N, S] for some minutes and return the number of steps."""
-    if not minutes:
-        return 0
     model.train()
     batches = _batches(len(rows), batch, seed)
     return _train(model, lambda: mean_loss(model, rows[next(batches)]), minutes=minutes, lr=lr, name=name)
 
 
 def train_classifier(
-    images: torch.Tensor, captions: torch.Tensor, *, minutes: float, batch: int, seed: int
-) -> Classifier:
-    """Return a classifier that is trained on all images [N, 3, 32, 32] but those for validation."""
-    torch.manual_seed(seed)
-    classifier = Classifier()
+    classifier: Classifier, images: torch.Tensor, captions: torch.Tensor, *, minutes: float, batch: int, seed: int
+) -> None:
+    """Train a classifier on all images [N, 3, 32, 32] but those for validation."""
     batches = _batches(len(images) - _VALIDATION_IMAGES, batch, seed)
 
     def loss() -> torch.Tensor:
@@ -157,7 +157,7 @@ def train_classifier(
         return classifier.loss(images[chosen], captions[chosen])
 
     _train(classifier, loss, minutes=minutes, lr=2e-3, name="classifier")
-    return classifier.eval()
+    classifier.eval()
 
 
 def _train(
@@ -168,6 +168,8 @@ def _train(
     Raises:
         typer.BadParameter: the loss is not finite.
     """
+    if not minutes:
+        return 0
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.05)
     step = 0
     for step, progress in timed_steps(minutes):
