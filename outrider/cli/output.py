@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from rich.text import Text
 
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
-from outrider.core.types import Completion, FinishReason
+from outrider.core.types import Completion, FinishReason, TokenLogprobs
 from outrider.llm import LLM
 from outrider.measure.clock import DecodeSpeed
 from outrider.plan.store import proposer_name
@@ -201,6 +202,12 @@ def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
     }
 
 
+def _logprob_entry(entry: TokenLogprobs) -> dict[str, Any]:
+    """Return JSON values. null: the target's distribution excludes the token, which only a lossy verifier emits."""
+    sampled = entry.sampled_logprob if math.isfinite(entry.sampled_logprob) else None
+    return {**asdict(entry), "sampled_logprob": sampled}
+
+
 def _completion(completion: Completion) -> dict[str, Any]:
     document = {
         "text": completion.text,
@@ -210,7 +217,7 @@ def _completion(completion: Completion) -> dict[str, Any]:
         "seed": completion.seed,
     }
     if completion.logprobs:
-        document["logprobs"] = [asdict(entry) for entry in completion.logprobs]
+        document["logprobs"] = [_logprob_entry(entry) for entry in completion.logprobs]
     if completion.error:
         document["error"] = completion.error
     return document
