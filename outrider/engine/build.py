@@ -180,7 +180,7 @@ def build_engine(
     running = proposer
     if config.isolate_faults:
         running, guards = isolate(proposer, setup, names=names)
-    planner = planner or make_planner(config.k, model, proposer, replay=rule.draw is Draw.SAMPLE)
+    planner = planner or make_planner(config.k, model, proposer, replay=rule.draw is Draw.SAMPLE or not rule.exact)
     engine = assemble(
         loaded,
         proposer=running,

@@ -41,7 +41,7 @@ def main(
     target_minutes: Annotated[float, typer.Option(help="Time for training the target.")] = 14.0,
     draft_minutes: Annotated[float, typer.Option(help="Time for training the draft model.")] = 3.0,
     classifier_minutes: Annotated[float, typer.Option(help="Time for training the classifier.")] = 1.5,
-    resume: Annotated[bool, typer.Option(help="Train on the models that OUT holds.")] = False,
+    resume: Annotated[bool, typer.Option(help="Train the models of OUT further, with its codebook.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="Images per step.")] = 32,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     seed: Annotated[int, typer.Option()] = 0,
@@ -55,8 +55,10 @@ def main(
     generator = torch.Generator().manual_seed(seed)
     captions = random_captions(images + _VALIDATION_IMAGES, generator)
     drawn = torch.cat([draw(part, generator) for part in captions.split(2000)])
-    book = codes.fit(drawn[:_CODEBOOK_IMAGES], size, seed=seed)
-    codes.save(book, out / "codebook.safetensors")
+    table = out / "codebook.safetensors"
+    book = codes.load(table) if resume else codes.fit(drawn[:_CODEBOOK_IMAGES], size, seed=seed)
+    if not resume:
+        codes.save(book, table)
     tokens = torch.cat([codes.encode(part, book) for part in drawn.split(2000)])
     restored = torch.cat([codes.decode(part, book) for part in tokens.split(2000)])
     mse = float(functional.mse_loss(restored, drawn))

@@ -51,7 +51,7 @@ class OverlappingGroups:
 
     token: torch.Tensor  # [M] int64
     group: torch.Tensor  # [M] int64
-    share: torch.Tensor  # [V] float: 1 / number of groups of a token
+    number: torch.Tensor  # [V] int64: how many groups a token has
     count: int  # G
 
     @classmethod
@@ -61,15 +61,15 @@ class OverlappingGroups:
         every = [*groups, *([token] for token in range(vocab) if token not in grouped)]
         token = torch.tensor([token for group in every for token in group], device=device)
         group = torch.tensor([i for i, group in enumerate(every) for _ in group], device=device)
-        return cls(token=token, group=group, share=1 / token.bincount(minlength=vocab), count=len(every))
+        return cls(token=token, group=group, number=token.bincount(minlength=vocab), count=len(every))
 
     def mass(self, probs: torch.Tensor) -> torch.Tensor:
-        parts = (probs * self.share.to(probs.dtype))[:, self.token]
+        parts = (probs / self.number)[:, self.token]
         return probs.new_zeros(len(probs), self.count).index_add_(1, self.group, parts)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        share = self.share.to(values.dtype)
-        return values.new_zeros(len(values), len(share)).index_add_(1, self.token, values[:, self.group]) * share
+        sums = values.new_zeros(len(values), len(self.number))
+        return sums.index_add_(1, self.token, values[:, self.group]) / self.number
 
 
 def group_rejection(groups_of: GroupsOf) -> VerifyFunction:
