@@ -15,7 +15,7 @@ import torch
 import typer
 from safetensors.torch import load_file
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from outrider import LLM, SamplingParams
 from recipes.family.train import say
@@ -156,8 +156,9 @@ class Gauge:
         self._classifier = Classifier()
         self._classifier.load_state_dict(load_file(pair / "classifier.safetensors"))
         self._model = LlamaForCausalLM.from_pretrained(pair / "target").float().eval()
-        llm = LLM(pair / "target", proposer="none", k=0, dtype="float32", device="cpu", max_num_seqs=1)
-        self._prompts = torch.tensor([llm.encode(" ".join([START, *Caption(*c).words])) for c in captions.tolist()])
+        tokenizer = AutoTokenizer.from_pretrained(pair / "target")
+        words = [[START, *Caption(*caption).words] for caption in captions.tolist()]
+        self._prompts = torch.tensor([tokenizer.convert_tokens_to_ids(each) for each in words])
 
     def row(self, name: str, llm: LLM | None, tokens: torch.Tensor) -> Row:
         """Return the row of the table for the images `tokens` [N, 64]. `llm` has generated them with a draft."""
