@@ -43,6 +43,9 @@ class GRPOSettings:
     micro_batch: int = 8  # answers in one forward pass
     lr: float = 1e-6
     clip: float = 0.2  # largest change of the probability ratio that is rewarded
+    # Weigh each token by the ratio of its probabilities under the policy and the rollout, at most this (truncated
+    # importance sampling). None: no weights, as the rollouts of an exact engine are samples of the policy.
+    importance_cap: float | None = None
     beta: float = 0.0  # weight of the KL penalty; 0: none, and no reference model is kept
     max_grad_norm: float = 1.0
     scale_rewards: bool = True  # divide advantages by the standard deviation of the group
@@ -62,6 +65,8 @@ class GRPOSettings:
             raise OutriderError(
                 f"trained_samples is {self.trained_samples}; use 2 to {self.samples}, the number of samples"
             )
+        if self.importance_cap is not None and not self.importance_cap >= 1:
+            raise OutriderError(f"importance_cap is {self.importance_cap}; use a number of at least 1, such as 2")
         if self.beta < 0:
             raise OutriderError(f"beta is {self.beta}; use 0 for no KL penalty, or a number above 0")
 
@@ -222,6 +227,13 @@ class GRPO:
         with self.draft.recording(self.policy, rollouts):
             return self.logprobs(self.policy, tensors)
 
+    def _importance(self, logprobs: torch.Tensor, tensors: RolloutTensors) -> torch.Tensor | None:
+        """Return the importance weights of tokens [B, S], given their log-probabilities under the policy."""
+        cap = self.settings.importance_cap
+        if cap is None:
+            return None
+        return (logprobs - tensors.sampled_logprobs.to(logprobs.device)).exp().clamp(max=cap)
+
     def _weights(self) -> Mapping[str, torch.Tensor]:
         return {name: value.detach() for name, value in self.policy.state_dict().items()}
 
@@ -245,6 +257,7 @@ class GRPO:
                 for part, indices in zip(tensors, parts, strict=True)
             ]
             reference = [self.logprobs(self._reference, part) for part in tensors] if self._reference else None
+        weights = [self._importance(own, part) for own, part in zip(old, tensors, strict=True)]
         error = max(
             float((own - part.sampled_logprobs.to(own.device)).abs().max())
             for own, part in zip(old, tensors, strict=True)
@@ -258,7 +271,8 @@ class GRPO:
                     new = self.logprobs(self.policy, part)
                     mask = part.completion_mask.to(new.device)
                     advantage = advantages[indices].to(new.device)[:, None]
-                    total = clipped_objective(new, old[i], advantage, self.settings.clip)[mask].sum()
+                    objective = clipped_objective(new, old[i], advantage, self.settings.clip)
+                    total = (objective if weights[i] is None else objective * weights[i])[mask].sum()
                     if reference is not None:
                         divergence = kl_estimate(new, reference[i])[mask].sum()
                         total = total + self.settings.beta * divergence

@@ -54,16 +54,18 @@ class RolloutEngine:
         Args:
             llm: the policy and its proposer.
             allow_lossy: the name of the engine's lossy verification rule, to use it in spite of what it does: the
-                tokens are then not samples of the policy, and no importance weight can correct that.
+                tokens are then not samples of the policy. Importance weights correct that for `blend` only, whose
+                `sampled_logprobs` are those of the distribution that the tokens were sampled from.
 
         Raises:
             OutriderError: the engine has a lossy rule that is not allowed by name.
         """
         verifier = llm.parts.verifier
         if not verifier.exact and allow_lossy != verifier.name:
+            correction = " and correct it by importance weights" if verifier.records_law else ""
             raise OutriderError(
                 f"verifier {verifier.name} is lossy: its tokens are not samples of the policy, which biases the"
-                f" gradient; use an exact one, or allow_lossy={verifier.name!r} to use it all the same"
+                f" gradient; use an exact one, or allow_lossy={verifier.name!r} to use it all the same{correction}"
             )
         if verifier.exact and allow_lossy is not None:
             raise OutriderError(f"allow_lossy is {allow_lossy!r}, and verifier {verifier.name} is exact; leave it out")

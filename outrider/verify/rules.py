@@ -60,6 +60,8 @@ class Verifier:
     bound: Bound | None = None  # what a lossy rule promises; None: nothing, or that it is exact
     bind: Callable[[TargetFacts], VerifyFunction] | None = None  # makes the rule for a target
     relaxes_greedy: bool = False  # whether it may differ from `walk` under a one-hot p
+    # Whether the log-probabilities of a lossy rule are those of the distribution that it samples tokens from.
+    records_law: bool = False
 
     def for_target(self, facts: TargetFacts) -> Verifier:
         """Return the verifier with the rule for a target.

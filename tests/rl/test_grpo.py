@@ -195,3 +195,20 @@ def test_bad_settings():
     ):
         with pytest.raises(OutriderError, match=message):
             GRPOSettings(**setting)
+
+
+@native
+def test_importance_weights_correct_rollouts_of_a_blend(shelf):
+    draft = f"draft:{shelf / 'draft'}"
+    options = {"proposer": draft, "verifier": "blend:share=0.5", "allow_lossy": "blend:share=0.5"}
+    settings = GRPOSettings(problems=2, samples=3, max_tokens=8, importance_cap=1.5, seed=4)
+    run = make(shelf / "policy", settings=settings, **options)
+    (report,) = run.train(PROBLEMS, 1)
+    assert report.logprob_error > 0.01  # the rollouts have the log-probabilities of the blend
+    logprobs, law = torch.tensor([[0.0, -1.0, -2.0]]), torch.tensor([[0.0, -2.0, -1.0]])
+    weights = run._importance(logprobs, SimpleNamespace(sampled_logprobs=law))
+    assert torch.allclose(weights, torch.tensor([[1.0, 1.5, math.exp(-1)]]))
+    with pytest.raises(OutriderError, match="and correct it by importance weights"):
+        make(shelf / "policy", **{**options, "allow_lossy": None})
+    with pytest.raises(OutriderError, match=r"importance_cap is 0\.5"):
+        GRPOSettings(importance_cap=0.5)

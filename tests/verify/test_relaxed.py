@@ -5,13 +5,15 @@ from functools import partial
 import pytest
 import torch
 
+from outrider.core import tree
 from outrider.core.noise import PositionNoise
-from outrider.core.types import Draft, DraftKind
+from outrider.core.types import Draft, DraftKind, Packed
 from outrider.testing import ConformanceError
 from outrider.testing.bounds import bin_distance, check_bound, group_distance, measure, total_variation
 from outrider.testing.enumeration import Instance, prove, round_laws
 from outrider.verify import rules
 from outrider.verify.relaxed.bins import bins
+from outrider.verify.relaxed.blend import blend
 from outrider.verify.relaxed.groups import OverlappingGroups, Partition
 from outrider.verify.relaxed.gsd import gsd
 from outrider.verify.relaxed.lantern import lantern, pool
@@ -222,3 +224,30 @@ def test_distances():
     assert group_distance(law, p, Partition(torch.tensor([[0, 0, 1]]), 2)).tolist() == [0.5]
     shared = OverlappingGroups.of([[0, 2], [1, 2]], 3, CPU)
     assert group_distance(law, p, shared).tolist() == [0]
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_blend_keeps_its_total_variation(share):
+    check_bound(blend(share), total_variation, share)
+
+
+def test_blend_samples_from_the_blend_and_records_it():
+    for instance in instances(5, (S,)):
+        law = round_laws(blend(0.3), instance)[0][0]
+        p, q = instance.target[0][0], instance.proposal[0][0]
+        assert torch.allclose(law / law.sum(), 0.7 * p + 0.3 * q)
+    generator = torch.Generator().manual_seed(2)
+    p, q = (torch.rand(200, 2, 4, generator=generator).softmax(-1) for _ in range(2))
+    token = torch.multinomial(q[:, 0], 1, generator=generator)
+    packed = Packed(values=q[:, 0], at=torch.arange(200)[:, None])
+    draft = tree.chain(token, (1,) * 200, kind=torch.full_like(token, S), q=packed)
+    noise = PositionNoise(torch.arange(200), torch.zeros(200, dtype=torch.int64))
+    verdict = blend(0.3)(draft, p, noise)
+    blended = 0.7 * p[:, 0] + 0.3 * q[:, 0]
+    emitted = torch.where(verdict.accepted > 0, token[:, 0], verdict.bonus)
+    assert 0 < int(verdict.accepted.sum()) < 200
+    assert torch.allclose(verdict.logprob[:, 0], blended.gather(1, emitted[:, None])[:, 0].log(), atol=1e-5)
+    after = verdict.accepted > 0  # the bonus token after an accepted draft is sampled from p
+    assert torch.allclose(
+        verdict.logprob[after, 1], p[after, 1].gather(1, verdict.bonus[after, None])[:, 0].log(), atol=1e-5
+    )

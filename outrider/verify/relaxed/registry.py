@@ -14,6 +14,7 @@ from outrider.core.noise import Noise
 from outrider.core.types import Draft, Draw, Verdict
 from outrider.errors import OutriderError
 from outrider.verify.relaxed.bins import bins
+from outrider.verify.relaxed.blend import blend
 from outrider.verify.relaxed.groups import OverlappingGroups
 from outrider.verify.relaxed.gsd import gsd
 from outrider.verify.relaxed.lantern import lantern
@@ -47,6 +48,7 @@ class _Kind:
     draw: Draw = Draw.SAMPLE
     trees: bool = False
     relaxes_greedy: bool = False
+    records_law: bool = False
 
 
 def relaxed_verifier(expression: str) -> Verifier:
@@ -71,6 +73,7 @@ def relaxed_verifier(expression: str) -> Verifier:
         bound=bound,
         bind=bind,
         relaxes_greedy=kind.relaxes_greedy,
+        records_law=kind.records_law,
     )
 
 
@@ -165,6 +168,11 @@ def _bins(options: RuleOptions) -> tuple[Bound, Bind]:
     return BinDistance(distance), bind
 
 
+def _blend(options: RuleOptions) -> tuple[Bound, Bind]:
+    share = options.fraction("share")
+    return TotalVariation(share), lambda facts: blend(share)
+
+
 class _Similar:
     """Which tokens are similar: from a table, or from the target's embedding."""
 
@@ -224,5 +232,6 @@ RELAXED: Mapping[str, _Kind] = MappingProxyType(
             trees=True,
             relaxes_greedy=True,
         ),
+        "blend": _Kind(options=("share",), example="blend:share=0.1", make=_blend, records_law=True),
     }
 )
