@@ -272,7 +272,9 @@ class GRPO:
                     mask = part.completion_mask.to(new.device)
                     advantage = advantages[indices].to(new.device)[:, None]
                     objective = clipped_objective(new, old[i], advantage, self.settings.clip)
-                    total = (objective if weights[i] is None else objective * weights[i])[mask].sum()
+                    if (weight := weights[i]) is not None:
+                        objective = objective * weight
+                    total = objective[mask].sum()
                     if reference is not None:
                         divergence = kl_estimate(new, reference[i])[mask].sum()
                         total = total + self.settings.beta * divergence
