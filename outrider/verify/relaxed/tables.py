@@ -202,7 +202,8 @@ def _read_json(path: Path) -> Table:
     try:
         document = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise OutriderError(f"table {path} cannot be read ({error}); give a .safetensors or .json file") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OutriderError(f"table {path} cannot be read ({reason}); give a .safetensors or .json file") from None
     kinds = [kind for kind in _KINDS if isinstance(document, Mapping) and kind in document]
     if len(kinds) != 1 or not _is_id(document.get("vocab")):
         raise OutriderError(f"table {path} needs the number vocab and one of {', '.join(_KINDS)}; correct it")
