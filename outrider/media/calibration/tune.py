@@ -1,0 +1,88 @@
+"""Chooses the threshold of a quality gate for a wanted quality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outrider.errors import OutriderError
+from outrider.media.calibration.document import Calibration
+from outrider.media.contract import Scorer
+from outrider.media.engine import MediaEngine
+from outrider.media.evaluation.summary import Summary, summarize
+from outrider.media.evaluation.thresholds import draft_scores, thresholds_at
+from outrider.media.evaluation.trials import run_trials
+from outrider.media.routers import QualityGate, TargetOnly
+
+REJECTED = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 0.95)  # shares of drafts that the candidates reject
+MIN_PROMPTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """The choice, and the figures of all candidates on the prompts of the search."""
+
+    calibration: Calibration
+    candidates: tuple[Summary, ...]  # target-only first
+    reference: str
+
+
+def tune(
+    engine: MediaEngine,
+    held_out: Scorer,
+    prompts: Sequence[str],
+    *,
+    quality: float,
+    aggregate: str = "min",
+    advance: Callable[[], None] = lambda: None,
+) -> Tuned:
+    """Return the threshold that lets the target make the fewest blocks and keeps the wanted quality.
+
+    Half of the prompts are used for the search. The figures of the calibration are from the other half. If no candidate
+    has the wanted quality, the best one is taken, and `reached` says so.
+
+    Args:
+        engine: makes the outputs.
+        held_out: a scorer that does not decide.
+        prompts: at least `MIN_PROMPTS`.
+        quality: the wanted score as a share of target-only's, above 0 and at most 1.
+        aggregate: of the gate; see `QualityGate`.
+        advance: called after each output.
+
+    Raises:
+        OutriderError: the quality is out of range, or there are too few prompts.
+    """
+    if not 0 < quality <= 1:
+        raise OutriderError(f"quality is {quality}; use a share of target-only's score above 0 and up to 1, such as 0.98")
+    if len(prompts) < MIN_PROMPTS:
+        raise OutriderError(f"{len(prompts)} prompts are too few to choose a threshold; use at least {MIN_PROMPTS}")
+    search, check = prompts[::2], prompts[1::2]
+    reference = TargetOnly()
+    scores = draft_scores(engine, search, aggregate=aggregate)
+    gates = [QualityGate(each, aggregate=aggregate) for each in thresholds_at(scores, REJECTED)]
+    trials = run_trials(engine, held_out, [reference, *gates], search, rounds=1, advance=advance)
+    _, *candidates = found = summarize(trials, reference=reference.name)
+    chosen = gates[_choose(candidates, quality)]
+    trials = run_trials(engine, held_out, [reference, chosen], check, rounds=1, advance=advance)
+    _, checked = summarize(trials, reference=reference.name)
+    assert chosen.threshold is not None
+    calibration = Calibration(
+        wanted=quality,
+        threshold=chosen.threshold,
+        aggregate=aggregate,
+        quality=checked.quality,
+        held_out=checked.held_out,
+        speedup=checked.speedup.median,
+        accepted_share=checked.accepted_share or 0.0,
+        drafts=sum(trial.drafted for trial in trials),
+        reached=checked.quality.value >= quality,
+    )
+    return Tuned(calibration=calibration, candidates=tuple(found), reference=reference.name)
+
+
+def _choose(candidates: Sequence[Summary], quality: float) -> int:
+    """Return the number of the candidate."""
+    good = [i for i, each in enumerate(candidates) if each.quality.value >= quality]
+    if not good:
+        return max(range(len(candidates)), key=lambda i: candidates[i].quality.value)
+    return min(good, key=lambda i: candidates[i].target_share)

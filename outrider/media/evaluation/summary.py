@@ -1,0 +1,102 @@
+"""Turns trials into the figures of a table: quality and speed as shares of target-only's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+from typing import Any
+
+from outrider.media.evaluation.bootstrap import Interval, ratio_interval
+from outrider.media.evaluation.trials import Quality, Trial
+from outrider.media.results import Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speedup:
+    """The speed of a router as a multiple of target-only's, over rounds."""
+
+    median: float
+    min: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The figures of a router."""
+
+    router: str
+    score: float
+    quality: Interval  # score as a share of target-only's
+    held_out: Interval  # the same of the held-out scorer
+    distance: float
+    speedup: Speedup
+    ms: float  # of an output, the median over rounds
+    target_share: float  # blocks that the target made
+    accepted_share: float | None  # drafts that were accepted
+    failures: int
+    overhead: float | None  # decoding and scoring a draft, as a share of the time in which the target makes a block
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON holds them."""
+        return asdict(self)
+
+
+def summarize(trials: Sequence[Trial], *, reference: str, seed: int = 0) -> list[Summary]:
+    """Return the figures of all routers, in the order of the trials.
+
+    Args:
+        trials: of all routers over the same prompts and rounds.
+        reference: the name of target-only.
+        seed: of the bootstrap.
+    """
+    names = list(dict.fromkeys(trial.router for trial in trials))
+    by_name = {name: [trial for trial in trials if trial.router == name] for name in names}
+    base = by_name[reference]
+    return [_summarize(by_name[name], base, seed) for name in names]
+
+
+def _summarize(trials: Sequence[Trial], base: Sequence[Trial], seed: int) -> Summary:
+    qualities, base_qualities = _qualities(trials), _qualities(base)
+    rounds, base_rounds = _round_seconds(trials), _round_seconds(base)
+    speedups = [before / after for before, after in zip(base_rounds, rounds, strict=True)]
+    drafted = sum(trial.drafted for trial in trials)
+    return Summary(
+        router=trials[0].router,
+        score=mean(quality.score for quality in qualities),
+        quality=ratio_interval([q.score for q in qualities], [q.score for q in base_qualities], seed=seed),
+        held_out=ratio_interval([q.held_out for q in qualities], [q.held_out for q in base_qualities], seed=seed),
+        distance=mean(quality.distance for quality in qualities),
+        speedup=Speedup(median=median(speedups), min=min(speedups), max=max(speedups)),
+        ms=1e3 * median(rounds) / len(qualities),
+        target_share=sum(trial.by_target for trial in trials) / sum(trial.blocks for trial in trials),
+        accepted_share=sum(trial.accepted for trial in trials) / drafted if drafted else None,
+        failures=sum(trial.failures for trial in trials),
+        overhead=_overhead(trials, base),
+    )
+
+
+def _qualities(trials: Sequence[Trial]) -> list[Quality]:
+    return [trial.quality for trial in trials if trial.quality is not None]
+
+
+def _round_seconds(trials: Sequence[Trial]) -> list[float]:
+    """Return the seconds of each round."""
+    totals: dict[int, float] = {}
+    for trial in trials:
+        totals[trial.round] = totals.get(trial.round, 0.0) + trial.seconds.total
+    return [totals[round] for round in sorted(totals)]
+
+
+def _overhead(trials: Sequence[Trial], base: Sequence[Trial]) -> float | None:
+    scored = sum(trial.scored for trial in trials)
+    if not scored:
+        return None
+    spent, target = _total(trials), _total(base)
+    decoded = sum(trial.drafted + trial.by_target for trial in trials)
+    target_block = (target.generate + target.commit) / sum(trial.blocks for trial in base)
+    return (spent.decode / decoded + spent.score / scored) / target_block
+
+
+def _total(trials: Sequence[Trial]) -> Seconds:
+    return sum((trial.seconds for trial in trials), Seconds())

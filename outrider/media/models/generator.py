@@ -1,0 +1,107 @@
+"""Runs a block transformer as the contract wants it: generate a block in a few passes, commit a clean one in one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.errors import OutriderError
+from outrider.media.models.cache import BlockCache
+from outrider.media.models.captions import parse_caption
+from outrider.media.models.transformer import CLEAN, BlockTransformer, KeyValue
+
+
+class VideoGenerator:
+    """A target or a drafter of the included kind.
+
+    Each pass has the shape of one block, so a block's arithmetic does not depend on how many blocks are committed
+    together.
+
+    Args:
+        network: the weights.
+    """
+
+    def __init__(self, network: BlockTransformer) -> None:
+        self.network = network.eval()
+        self.blocks = network.video.blocks
+        self.latent_shape: tuple[int, ...] = network.video.latent_shape
+        with torch.inference_mode():
+            levels = torch.tensor([*network.video.steps, CLEAN])
+            self._modulations = [network.modulations(level) for level in levels]
+            self._rotations = [
+                network.rotation(block * network.video.frames, network.video.frames) for block in range(self.blocks)
+            ]
+
+    @torch.inference_mode()
+    def open(self, prompt: str) -> BlockCache:
+        """Return the empty cache of a video.
+
+        Raises:
+            OutriderError: the caption is in words that the model does not know.
+        """
+        text = self.network.text_cache(torch.tensor(parse_caption(prompt).tokens()))
+        return BlockCache(text, self.network.config.window)
+
+    @torch.inference_mode()
+    def generate(self, block: int, noise: Tensor, cache: BlockCache) -> Tensor:
+        """Return the latent of a block, after the committed ones.
+
+        Euler steps from the `noise` along the flow; each predicts the clean block. The cache does not change.
+        """
+        self._check(block, cache)
+        network = self.network
+        x = network.to_tokens(noise)
+        levels = (*network.video.steps, CLEAN)
+        for step, level in enumerate(levels[:-1]):
+            clean = self._denoise(x, block, step, cache)
+            x = clean + (levels[step + 1] / level) * (x - clean)
+        return network.to_latents(x)
+
+    @torch.inference_mode()
+    def commit(self, latent: Tensor, cache: BlockCache) -> None:
+        """Write a clean block into the cache, in one pass. The last layer computes only its keys and values."""
+        block = cache.committed
+        self._check(block, cache)
+        network = self.network
+        modulations = self._modulations[-1]
+        x = network.enter(network.to_tokens(latent))
+        written: list[KeyValue] = []
+        for i in range(network.depth):
+            layer = network.layer(i)
+            queries, keys, values = layer.project(x, modulations[i], self._rotations[block])
+            written.append((keys, values))
+            if i + 1 < network.depth:
+                x = self._layer(i, x, queries, keys, values, modulations[i], cache)
+        cache.append(written)
+
+    def _denoise(self, x: Tensor, block: int, step: int, cache: BlockCache) -> Tensor:
+        modulations = self._modulations[step]
+        x = self.network.enter(x)
+        for i in range(self.network.depth):
+            layer = self.network.layer(i)
+            queries, keys, values = layer.project(x, modulations[i], self._rotations[block])
+            x = self._layer(i, x, queries, keys, values, modulations[i], cache)
+        return self.network.leave(x)
+
+    def _layer(
+        self,
+        index: int,
+        x: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        modulation: tuple[Tensor, ...],
+        cache: BlockCache,
+    ) -> Tensor:
+        layer = self.network.layer(index)
+        past_keys, past_values = cache.read(index)
+        all_keys, all_values = torch.cat([past_keys, keys], dim=1), torch.cat([past_values, values], dim=1)
+        # torch's attention wants a batch.
+        attended = layer.attend(queries[None], all_keys[None], all_values[None])[0]
+        return layer.finish(x, attended, modulation)
+
+    def _check(self, block: int, cache: BlockCache) -> None:
+        if block != cache.committed:
+            raise OutriderError(f"block {block} follows {cache.committed} committed blocks; commit the blocks in order")
+        if block >= self.blocks:
+            raise OutriderError(f"block {block} is beyond the {self.blocks} blocks of a video; make a shorter video")

@@ -1,0 +1,92 @@
+"""How well frames match a caption: a probability for each frame, from an image and a text embedding.
+
+The models are trained with a sigmoid for each pair, as in SigLIP (https://arxiv.org/abs/2303.15343).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from outrider.media.models.captions import NUM_TOKENS, NUM_WORDS, parse_caption
+from outrider.media.models.config import ScorerConfig
+
+
+class MatchModel(nn.Module):
+    """Embeds frames and captions. A pair matches if the embeddings' product is high."""
+
+    def __init__(self, config: ScorerConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.image = nn.Sequential(
+            nn.Conv2d(3 * config.frames, width, 5, stride=2, padding=2),
+            nn.SiLU(),
+            nn.Conv2d(width, 2 * width, 3, stride=2, padding=1),
+            nn.SiLU(),
+            nn.Conv2d(2 * width, 3 * width, 3, padding=1),
+            nn.SiLU(),
+        )
+        self.image_out = nn.Linear(6 * width, config.embedding)
+        self.words = nn.Embedding(NUM_WORDS, 16)
+        self.text = nn.Sequential(
+            nn.Linear(16 * NUM_TOKENS, 96), nn.SiLU(), nn.Linear(96, config.embedding + 1)
+        )
+
+    def embed_frames(self, frames: Tensor) -> Tensor:
+        """Return (n, embedding) of (n, 3 x frames at once, rows, columns)."""
+        features = self.image(frames)
+        pooled = torch.cat([features.mean((-2, -1)), features.amax((-2, -1))], dim=-1)
+        return self.image_out(pooled)
+
+    def embed_captions(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (n, embedding) and the offsets, (n,), of ids (n, NUM_TOKENS)."""
+        out = self.text(self.words(tokens).flatten(-2))
+        return out[..., :-1], out[..., -1]
+
+    def forward(self, frames: Tensor, tokens: Tensor) -> Tensor:
+        """Return the logit of each pair, (n,)."""
+        embedding, offset = self.embed_captions(tokens)
+        return (self.embed_frames(frames) * embedding).sum(-1) + offset
+
+
+class MatchScorer:
+    """Scores frames with a `MatchModel`.
+
+    Args:
+        model: the network.
+    """
+
+    def __init__(self, model: MatchModel) -> None:
+        self.score_range: tuple[float, float] | None = (0.0, 1.0)
+        self._model = model
+        self._caption = ""
+        self._embedding: tuple[Tensor, Tensor] | None = None
+
+    @torch.inference_mode()
+    def score(self, prompt: str, content: Tensor) -> Tensor:
+        """Return a probability for each frame of `content`, (frames, 3, rows, columns)."""
+        if prompt != self._caption or self._embedding is None:
+            self._embedding = self._model.embed_captions(torch.tensor([parse_caption(prompt).tokens()]))
+            self._caption = prompt
+        embedding, offset = self._embedding
+        frames = stack_frames(content, self._model.config.frames)
+        return torch.sigmoid((self._model.embed_frames(frames) * embedding).sum(-1) + offset)
+
+
+def stack_frames(frames: Tensor, count: int) -> Tensor:
+    """Return each frame with the `count` - 1 frames before it as further channels. The first frame is repeated.
+
+    Args:
+        frames: (..., frames, channels, rows, columns).
+        count: frames at once.
+    """
+    if count == 1:
+        return frames
+    first = frames[..., :1, :, :, :]
+    parts = [
+        torch.cat([first] * back + [frames[..., : frames.shape[-4] - back, :, :, :]], dim=-4) for back in range(count)
+    ]
+    return torch.cat(parts, dim=-3)
+
+

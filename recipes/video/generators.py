@@ -1,0 +1,107 @@
+"""Trains targets and drafters with teacher forcing: each noisy block attends to the clean blocks before it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outrider.media.models.config import GeneratorConfig, VideoConfig
+from outrider.media.models.transformer import CLEAN, BlockTransformer, KeyValue, Layer
+from recipes.video.autoencoder import Clips
+from recipes.video.loop import train
+
+_CONTEXT_NOISE = 0.15  # the largest deviation of noise on clean blocks, so that small errors of the past are forgiven
+_BATCH = 16  # clips
+
+
+def train_generator(
+    config: GeneratorConfig, video: VideoConfig, clips: Clips, *, steps: int, lr: float, file: Path, seed: int
+) -> BlockTransformer:
+    """Return a trained network."""
+    torch.manual_seed(seed)
+    network = BlockTransformer(config, video)
+
+    def loss(generator: torch.Generator) -> Tensor:
+        rows = torch.randint(len(clips.latents), (_BATCH,), generator=generator)
+        blocks = clips.latents[rows].float().unflatten(1, (-1, video.frames))
+        return flow_loss(network, blocks, clips.tokens[rows], generator)
+
+    train(network, loss, steps=steps, lr=lr, file=file, seed=seed)
+    return network
+
+
+def flow_loss(network: BlockTransformer, blocks: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the error of the predicted clean blocks, at random noise levels of the sampler.
+
+    Args:
+        network: the network.
+        blocks: clean latents, (n, blocks, frames, channels, rows, columns); at most the window and one more.
+        tokens: the captions, (n, NUM_TOKENS).
+        generator: of the noise and its levels.
+    """
+    clean = network.to_tokens(blocks)
+    steps = torch.tensor(network.video.steps)
+    levels = steps[torch.randint(len(steps), clean.shape[:2], generator=generator)]
+    shape = levels[..., None, None]
+    noisy = (1 - shape) * clean + shape * torch.randn(clean.shape, generator=generator)
+    spread = _CONTEXT_NOISE * torch.rand(clean.shape[:2], generator=generator)[..., None, None]
+    context = clean + spread * torch.randn(clean.shape, generator=generator)
+    with torch.autocast("cpu", torch.bfloat16):
+        predicted = teacher_forced(network, context[:, :-1], noisy, levels, tokens)
+    return ((predicted.float() - clean).square() / shape).mean()
+
+
+def teacher_forced(network: BlockTransformer, context: Tensor, noisy: Tensor, levels: Tensor, tokens: Tensor) -> Tensor:
+    """Return the clean values of all noisy blocks, in one pass.
+
+    Args:
+        network: the network.
+        context: clean blocks, (n, blocks - 1, tokens, values).
+        noisy: noisy blocks, (n, blocks, tokens, values).
+        levels: their noise levels, (n, blocks).
+        tokens: the captions, (n, NUM_TOKENS).
+    """
+    count = noisy.shape[1]
+    x = network.enter(torch.cat([context, noisy], dim=1))
+    all_levels = torch.cat([torch.full_like(levels[:, 1:], CLEAN), levels], dim=1)
+    modulations = network.modulations(all_levels[..., None])
+    rotations = network.rotation(0, count * network.video.frames)
+    cos, sin = (torch.cat([each[: -network.block_tokens], each]) for each in rotations)
+    rotation = (cos.unflatten(0, (-1, network.block_tokens))[:, None], sin.unflatten(0, (-1, network.block_tokens))[:, None])
+    rotation = (rotation[0].to(torch.bfloat16), rotation[1].to(torch.bfloat16))
+    text = network.text_cache(tokens)
+    for i in range(network.depth):
+        layer = network.layer(i)
+        queries, keys, values = layer.project(x, modulations[i], rotation)
+        attended = _attend(layer, queries, keys.to(values.dtype), values, text[i])
+        x = layer.finish(x, attended, modulations[i])
+    return network.leave(x[:, count - 1 :])
+
+
+def _attend(layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, text: KeyValue) -> Tensor:
+    """Return what each block attends to: the caption, the clean blocks before it, and itself.
+
+    Args:
+        layer: the layer.
+        queries: (n, clean blocks and noisy blocks, heads, tokens, channels of a head).
+        keys: of the same shape.
+        values: of the same shape.
+        text: keys and values of the captions.
+    """
+    num_clean = queries.shape[1] // 2
+    queries, keys, values = (part.to(values.dtype) for part in (queries, keys, values))
+    all_keys, all_values = keys.unbind(1), values.unbind(1)
+    text_keys, text_values = (part.to(values.dtype) for part in text)
+    scale = math.sqrt(queries.shape[-1])  # queries and keys are unit vectors
+    attended = []
+    for i, query in enumerate(queries.unbind(1)):
+        seen = [*range(i if i < num_clean else i - num_clean), i]
+        own_keys = torch.cat([text_keys, *(all_keys[j] for j in seen)], dim=2)
+        own_values = torch.cat([text_values, *(all_values[j] for j in seen)], dim=2)
+        # Plain products: on a CPU the backward pass of torch's fused attention takes five times as long.
+        weights = (scale * query @ own_keys.transpose(-1, -2)).softmax(-1, dtype=query.dtype)
+        attended.append(weights @ own_values)
+    return torch.stack(attended, dim=1)
