@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from outrider._version import __version__
 from outrider.cli import drafts, options
 from outrider.cli.constraint_options import ConstraintOptions
+from outrider.cli.media import media
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.source import read_source
 from outrider.errors import OutriderError
@@ -387,3 +388,4 @@ def tune(
 
 for command in (drafts.fit, drafts.train, drafts.inspect, drafts.convert, drafts.index, drafts.layers):
     app.command()(command)
+app.add_typer(media, name="media")

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from outrider.media.models.captions import random_scene
 from outrider.media.models.config import AutoencoderConfig, VideoConfig
 from outrider.media.models.vae import Decoder, Encoder
 from recipes.family.train import say
 from recipes.video.loop import train
-from recipes.video.shapes import draw_clip, random_clips, random_scene
+from recipes.video.shapes import draw_clip, random_clips
 
 _CLIPS = 6  # in a batch
 _FRAMES = 6  # of a clip in a batch
@@ -53,7 +54,9 @@ class Autoencoder(nn.Module):
         return error / _CLIPS
 
 
-def train_autoencoder(config: AutoencoderConfig, video: VideoConfig, *, steps: int, folder: Path, seed: int) -> Autoencoder:
+def train_autoencoder(
+    config: AutoencoderConfig, video: VideoConfig, *, steps: int, folder: Path, seed: int
+) -> Autoencoder:
     """Return a trained autoencoder whose latents have mean 0 and deviation 1."""
     torch.manual_seed(seed)
     model = Autoencoder(config, video)
@@ -84,7 +87,7 @@ def encode_clips(model: Autoencoder, count: int, *, frames: int, file: Path, see
     for i in range(0, count, _ENCODED_AT_ONCE):
         clips, scenes = random_clips(min(_ENCODED_AT_ONCE, count - i), frames, model.video.frame_size, seed * 7919 + i)
         mean, _ = model.encoder(clips.flatten(0, 1))
-        latents.append(normalize(model, mean).unflatten(0, (-1, frames)).half())
+        latents.append(normalize(model, mean).view(len(clips), frames, *mean.shape[1:]).half())
         tokens += [scene.tokens() for scene in scenes]
     encoded = Clips(latents=torch.cat(latents), tokens=torch.tensor(tokens))
     torch.save(encoded._asdict(), file)

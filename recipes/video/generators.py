@@ -14,19 +14,26 @@ from recipes.video.autoencoder import Clips
 from recipes.video.loop import train
 
 _CONTEXT_NOISE = 0.15  # the largest deviation of noise on clean blocks, so that small errors of the past are forgiven
-_BATCH = 16  # clips
 
 
 def train_generator(
-    config: GeneratorConfig, video: VideoConfig, clips: Clips, *, steps: int, lr: float, file: Path, seed: int
+    config: GeneratorConfig,
+    video: VideoConfig,
+    clips: Clips,
+    *,
+    steps: int,
+    batch: int,
+    lr: float,
+    file: Path,
+    seed: int,
 ) -> BlockTransformer:
     """Return a trained network."""
     torch.manual_seed(seed)
     network = BlockTransformer(config, video)
 
     def loss(generator: torch.Generator) -> Tensor:
-        rows = torch.randint(len(clips.latents), (_BATCH,), generator=generator)
-        blocks = clips.latents[rows].float().unflatten(1, (-1, video.frames))
+        rows = torch.randint(len(clips.latents), (batch,), generator=generator)
+        blocks = clips.latents[rows].float().view(batch, -1, *video.latent_shape)
         return flow_loss(network, blocks, clips.tokens[rows], generator)
 
     train(network, loss, steps=steps, lr=lr, file=file, seed=seed)
@@ -68,14 +75,14 @@ def teacher_forced(network: BlockTransformer, context: Tensor, noisy: Tensor, le
     x = network.enter(torch.cat([context, noisy], dim=1))
     all_levels = torch.cat([torch.full_like(levels[:, 1:], CLEAN), levels], dim=1)
     modulations = network.modulations(all_levels[..., None])
-    rotations = network.rotation(0, count * network.video.frames)
-    cos, sin = (torch.cat([each[: -network.block_tokens], each]) for each in rotations)
-    rotation = (cos.unflatten(0, (-1, network.block_tokens))[:, None], sin.unflatten(0, (-1, network.block_tokens))[:, None])
-    rotation = (rotation[0].to(torch.bfloat16), rotation[1].to(torch.bfloat16))
+    cos, sin = (
+        torch.cat([each[: -network.block_tokens], each]).view(2 * count - 1, 1, network.block_tokens, -1).bfloat16()
+        for each in network.rotation(0, count * network.video.frames)
+    )
     text = network.text_cache(tokens)
     for i in range(network.depth):
         layer = network.layer(i)
-        queries, keys, values = layer.project(x, modulations[i], rotation)
+        queries, keys, values = layer.project(x, modulations[i], (cos, sin))
         attended = _attend(layer, queries, keys.to(values.dtype), values, text[i])
         x = layer.finish(x, attended, modulations[i])
     return network.leave(x[:, count - 1 :])

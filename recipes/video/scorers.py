@@ -23,7 +23,9 @@ _FIRST = (*_STARTS, *_STARTS, len(COLORS) + len(SHAPES) + len(MOTIONS))
 _SEEN_IN_A_FRAME = (0, 1, 3, 4, 6)  # words that a single frame shows: not the motions
 
 
-def train_scorer(config: ScorerConfig, decoder: Decoder, clips: Clips, *, steps: int, file: Path, seed: int) -> MatchModel:
+def train_scorer(
+    config: ScorerConfig, decoder: Decoder, clips: Clips, *, steps: int, file: Path, seed: int
+) -> MatchModel:
     """Return a trained scorer. It learns from frames that the decoder made, as it will see them."""
     torch.manual_seed(seed)
     model = MatchModel(config)

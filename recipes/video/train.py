@@ -12,6 +12,7 @@ import torch
 import typer
 
 from outrider.media.models.config import AutoencoderConfig, GeneratorConfig, ScorerConfig, VideoConfig
+from outrider.media.models.store import Networks, save_networks
 from recipes.family.train import say
 from recipes.video.autoencoder import encode_clips, train_autoencoder
 from recipes.video.generators import train_generator
@@ -19,7 +20,7 @@ from recipes.video.scorers import train_scorer
 
 VIDEO = VideoConfig()
 AUTOENCODER = AutoencoderConfig()
-TARGET = GeneratorConfig(width=128, layers=4, heads=4, repeats=2, mlp=4)
+TARGET = GeneratorConfig(width=128, layers=4, heads=4, mlp=4)
 DRAFTER = GeneratorConfig(width=48, layers=2, heads=2, text_width=32)
 SCORER = ScorerConfig(width=16)
 HELD_OUT_SCORER = ScorerConfig(width=24, frames=2)
@@ -29,7 +30,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
     clips: Annotated[int, typer.Option(min=64, help="Training videos.")] = 8000,
     autoencoder_steps: Annotated[int, typer.Option(min=1)] = 3000,
-    target_steps: Annotated[int, typer.Option(min=1)] = 1500,
+    target_steps: Annotated[int, typer.Option(min=1)] = 2400,
     drafter_steps: Annotated[int, typer.Option(min=1)] = 2000,
     scorer_steps: Annotated[int, typer.Option(min=1)] = 1500,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -41,12 +42,26 @@ def main(
     frames = (TARGET.window + 1) * VIDEO.frames
     data = encode_clips(autoencoder, clips, frames=frames, file=out / "clips.pt", seed=seed)
     say(f"{len(data.latents)} videos of {frames} frames are encoded")
-    train_generator(DRAFTER, VIDEO, data, steps=drafter_steps, lr=3e-3, file=out / "drafter.pt", seed=seed + 1)
-    for name, config, number in (("scorer", SCORER, 2), ("held_out_scorer", HELD_OUT_SCORER, 3)):
-        train_scorer(
-            config, autoencoder.decoder, data, steps=scorer_steps, file=out / f"{name}.pt", seed=seed + number
-        )
-    train_generator(TARGET, VIDEO, data, steps=target_steps, lr=2e-3, file=out / "target.pt", seed=seed + 4)
+    drafter = train_generator(
+        DRAFTER, VIDEO, data, steps=drafter_steps, batch=16, lr=3e-3, file=out / "drafter.pt", seed=seed + 1
+    )
+    scorer, held_out_scorer = (
+        train_scorer(config, autoencoder.decoder, data, steps=scorer_steps, file=out / f"{name}.pt", seed=seed + number)
+        for name, config, number in (("scorer", SCORER, 2), ("held_out_scorer", HELD_OUT_SCORER, 3))
+    )
+    target = train_generator(
+        TARGET, VIDEO, data, steps=target_steps, batch=8, lr=2e-3, file=out / "target.pt", seed=seed + 4
+    )
+    networks = Networks(
+        video=VIDEO,
+        target=target,
+        drafter=drafter,
+        decoder=autoencoder.decoder,
+        scorer=scorer,
+        held_out_scorer=held_out_scorer,
+    )
+    save_networks(networks, AUTOENCODER, out / "models")
+    say(f"{out / 'models'} is written")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,9 @@ def tune(
         OutriderError: the quality is out of range, or there are too few prompts.
     """
     if not 0 < quality <= 1:
-        raise OutriderError(f"quality is {quality}; use a share of target-only's score above 0 and up to 1, such as 0.98")
+        raise OutriderError(
+            f"quality is {quality}; use a share of target-only's score above 0 and up to 1, such as 0.98"
+        )
     if len(prompts) < MIN_PROMPTS:
         raise OutriderError(f"{len(prompts)} prompts are too few to choose a threshold; use at least {MIN_PROMPTS}")
     search, check = prompts[::2], prompts[1::2]

@@ -24,8 +24,8 @@ class MediaEngine:
         drafter: the small generator, in the same latent space.
         decoder: turns latents into content.
         scorer: judges the content of drafts.
-        eager_commits: write each clean block into both caches at once. By default a cache is brought up to date when its
-            generator has to make a block. The output is the same.
+        eager_commits: write each clean block into both caches at once. By default a cache is brought up to date when
+            its generator has to make a block. The output is the same.
 
     Raises:
         OutriderError: target and drafter have latents of different shapes.
@@ -215,5 +215,3 @@ class _Clock:
         now = perf_counter()
         self.seconds += Seconds(**{part: now - self._last})
         self._last = now
-
-

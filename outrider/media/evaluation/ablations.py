@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from outrider.media.contract import Router
 from outrider.media.evaluation.summary import Summary
 from outrider.media.routers import FixedBlocks, QualityGate, RandomGate, Stride
+from outrider.report.console import count_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ def controls(gate: QualityGate, measured: Summary, *, other_threshold: float, bl
         blocks: of an output.
     """
     assert gate.threshold is not None
-    by_target = min(blocks, max(1, round(measured.target_share * blocks)))
+    by_target = min(blocks, max(2, round(measured.target_share * blocks)))  # 1 would be the first block only
     rate = (1 - measured.target_share) * blocks / max(1, blocks - 1)  # of the blocks after the first
     return Controls(
         other_aggregate=QualityGate(other_threshold, aggregate="mean" if gate.aggregate == "min" else "min"),
@@ -56,8 +57,8 @@ def controls(gate: QualityGate, measured: Summary, *, other_threshold: float, bl
         random=RandomGate(min(1.0, rate)),
         random_not_forced=RandomGate(1 - measured.target_share, force_first=False),
         first_only=FixedBlocks([0], name="first block only"),
-        first_blocks=FixedBlocks(range(by_target), name=f"first {by_target} blocks"),
-        last_blocks=FixedBlocks(range(blocks - by_target, blocks), name=f"last {by_target} blocks"),
+        first_blocks=FixedBlocks(range(by_target), name=f"first {count_text(by_target, 'block')}"),
+        last_blocks=FixedBlocks(range(blocks - by_target, blocks), name=f"last {count_text(by_target, 'block')}"),
         strides=tuple(Stride(k) for k in _strides(blocks)),
     )
 

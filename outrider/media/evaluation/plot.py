@@ -52,7 +52,14 @@ def draw_plot(groups: Sequence[tuple[str, str, bool, Sequence[Summary]]], file: 
             low = [y - 100 * each.quality.low for y, each in zip(ys, ordered, strict=True)]
             high = [100 * each.quality.high - y for y, each in zip(ys, ordered, strict=True)]
             axes.errorbar(
-                xs, ys, yerr=[low, high], fmt=marker + ("-" if joined else ""), label=label, lw=1.4, elinewidth=0.6, ms=5
+                xs,
+                ys,
+                yerr=[low, high],
+                fmt=marker + ("-" if joined else ""),
+                label=label,
+                lw=1.4,
+                elinewidth=0.6,
+                ms=5,
             )
         axes.set_xlabel("speedup over target-only")
         axes.set_ylabel("score, % of target-only")

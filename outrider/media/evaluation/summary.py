@@ -8,7 +8,7 @@ from statistics import mean, median
 from typing import Any
 
 from outrider.media.evaluation.bootstrap import Interval, ratio_interval
-from outrider.media.evaluation.trials import Quality, Trial
+from outrider.media.evaluation.trials import Trial
 from outrider.media.results import Seconds
 
 
@@ -31,7 +31,7 @@ class Summary:
     held_out: Interval  # the same of the held-out scorer
     distance: float
     speedup: Speedup
-    ms: float  # of an output, the median over rounds
+    ms: float  # of an output, the mean
     target_share: float  # blocks that the target made
     accepted_share: float | None  # drafts that were accepted
     failures: int
@@ -57,7 +57,8 @@ def summarize(trials: Sequence[Trial], *, reference: str, seed: int = 0) -> list
 
 
 def _summarize(trials: Sequence[Trial], base: Sequence[Trial], seed: int) -> Summary:
-    qualities, base_qualities = _qualities(trials), _qualities(base)
+    qualities = [trial.quality for trial in trials]
+    base_qualities = [trial.quality for trial in base]
     rounds, base_rounds = _round_seconds(trials), _round_seconds(base)
     speedups = [before / after for before, after in zip(base_rounds, rounds, strict=True)]
     drafted = sum(trial.drafted for trial in trials)
@@ -68,16 +69,12 @@ def _summarize(trials: Sequence[Trial], base: Sequence[Trial], seed: int) -> Sum
         held_out=ratio_interval([q.held_out for q in qualities], [q.held_out for q in base_qualities], seed=seed),
         distance=mean(quality.distance for quality in qualities),
         speedup=Speedup(median=median(speedups), min=min(speedups), max=max(speedups)),
-        ms=1e3 * median(rounds) / len(qualities),
+        ms=1e3 * sum(rounds) / len(trials),
         target_share=sum(trial.by_target for trial in trials) / sum(trial.blocks for trial in trials),
         accepted_share=sum(trial.accepted for trial in trials) / drafted if drafted else None,
         failures=sum(trial.failures for trial in trials),
         overhead=_overhead(trials, base),
     )
-
-
-def _qualities(trials: Sequence[Trial]) -> list[Quality]:
-    return [trial.quality for trial in trials if trial.quality is not None]
 
 
 def _round_seconds(trials: Sequence[Trial]) -> list[float]:

@@ -12,10 +12,10 @@ from outrider.report.console import NONE, new_table
 
 
 def summary_table(title: str, summaries: Sequence[Summary]) -> Table:
-    """Return a table with a row for each router."""
+    """Return a table with a row for each router. Quality, held-out, target, accepted and overhead are in percent."""
     table = new_table(title)
     table.add_column("router", no_wrap=True)
-    headings = ("score", "quality, %", "held-out, %", "distance", "by target, %", "accepted, %", "ms", "speedup", "overhead, %")
+    headings = ("score", "quality", "held-out", "distance", "target", "accepted", "ms", "speedup", "overhead")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for each in summaries:
@@ -23,8 +23,8 @@ def summary_table(title: str, summaries: Sequence[Summary]) -> Table:
         table.add_row(
             each.router,
             f"{each.score:.3f}",
-            interval_text(each.quality),
-            interval_text(each.held_out),
+            _short(each.quality),
+            _short(each.held_out),
             f"{each.distance:.3f}",
             f"{100 * each.target_share:.0f}",
             _percent(each.accepted_share),
@@ -38,6 +38,10 @@ def summary_table(title: str, summaries: Sequence[Summary]) -> Table:
 def interval_text(interval: Interval) -> str:
     """Return a share in percent with its confidence interval."""
     return f"{100 * interval.value:.1f} ({100 * interval.low:.1f}–{100 * interval.high:.1f})"
+
+
+def _short(interval: Interval) -> str:
+    return f"{100 * interval.value:.1f} ±{50 * (interval.high - interval.low):.1f}"
 
 
 def _percent(share: float | None) -> str:

@@ -14,7 +14,7 @@ from outrider.media.results import Maker, MediaResult, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """How good an output is. The same prompt and seed give the same output, so it is measured once."""
+    """How good an output is."""
 
     score: float  # mean over units of the scorer that decides
     held_out: float  # mean over units of a scorer that never decides
@@ -35,7 +35,7 @@ class Trial:
     scored: int
     accepted: int
     failures: int
-    quality: Quality | None  # in the first round only
+    quality: Quality
 
 
 def run_trials(
@@ -49,28 +49,30 @@ def run_trials(
 ) -> list[Trial]:
     """Return the trials of all routers. The seed of an output is the number of its prompt.
 
+    Each round takes its own share of the prompts, and runs all routers on each of them. The order of the routers
+    alternates.
+
     Args:
         engine: makes the outputs.
         held_out: a scorer that does not decide.
         routers: the first one is target-only, which the others are compared with.
         prompts: what to make.
-        rounds: how often each output is timed. The order of the routers alternates.
+        rounds: how many, at most as many as there are prompts.
         advance: called after each output.
     """
     for router in routers:
         engine.generate(prompts[0], router)  # to warm up
     trials = []
-    for round in range(rounds):
-        for i, prompt in enumerate(prompts):
-            results = {}
-            for router in routers[:: 1 if (round + i) % 2 == 0 else -1]:
-                results[router.name] = engine.generate(prompt, router, seed=i)
-                advance()
-            reference = results[routers[0].name].content
-            for router in routers:
-                result = results[router.name]
-                quality = _quality(engine.scorer, held_out, result, reference) if round == 0 else None
-                trials.append(_trial(result, prompt=i, round=round, quality=quality))
+    for i, prompt in enumerate(prompts):
+        results = {}
+        for router in routers[:: 1 if i % 2 == 0 else -1]:
+            results[router.name] = engine.generate(prompt, router, seed=i)
+            advance()
+        reference = results[routers[0].name].content
+        for router in routers:
+            result = results[router.name]
+            quality = _quality(engine.scorer, held_out, result, reference)
+            trials.append(_trial(result, prompt=i, round=i * rounds // len(prompts), quality=quality))
     return trials
 
 
@@ -82,7 +84,7 @@ def _quality(scorer: Scorer, held_out: Scorer, result: MediaResult, reference: T
     )
 
 
-def _trial(result: MediaResult, *, prompt: int, round: int, quality: Quality | None) -> Trial:
+def _trial(result: MediaResult, *, prompt: int, round: int, quality: Quality) -> Trial:
     drafted = [block for block in result.blocks if block.drafted]
     return Trial(
         router=result.router,

@@ -29,15 +29,14 @@ class MatchModel(nn.Module):
         )
         self.image_out = nn.Linear(6 * width, config.embedding)
         self.words = nn.Embedding(NUM_WORDS, 16)
-        self.text = nn.Sequential(
-            nn.Linear(16 * NUM_TOKENS, 96), nn.SiLU(), nn.Linear(96, config.embedding + 1)
-        )
+        self.text = nn.Sequential(nn.Linear(16 * NUM_TOKENS, 96), nn.SiLU(), nn.Linear(96, config.embedding + 1))
 
     def embed_frames(self, frames: Tensor) -> Tensor:
         """Return (n, embedding) of (n, 3 x frames at once, rows, columns)."""
         features = self.image(frames)
         pooled = torch.cat([features.mean((-2, -1)), features.amax((-2, -1))], dim=-1)
-        return self.image_out(pooled)
+        embedding: Tensor = self.image_out(pooled)
+        return embedding
 
     def embed_captions(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return (n, embedding) and the offsets, (n,), of ids (n, NUM_TOKENS)."""
@@ -88,5 +87,3 @@ def stack_frames(frames: Tensor, count: int) -> Tensor:
         torch.cat([first] * back + [frames[..., : frames.shape[-4] - back, :, :, :]], dim=-4) for back in range(count)
     ]
     return torch.cat(parts, dim=-3)
-
-

@@ -1,8 +1,8 @@
 """A block-causal transformer over the patches of latent frames, for flow matching in a few steps.
 
 A block attends to the caption, to the clean blocks of its window, and to itself. It predicts the clean block from a
-noisy one. The layers are modulated by the noise level, as in DiT (https://arxiv.org/abs/2212.09748), with one modulation
-for all layers and a table for each layer, as in PixArt (https://arxiv.org/abs/2310.00426).
+noisy one. The layers are modulated by the noise level, as in DiT (https://arxiv.org/abs/2212.09748), with one
+modulation for all layers and a table for each layer, as in PixArt (https://arxiv.org/abs/2310.00426).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
     def split(self, x: Tensor) -> Tensor:
         """Return (..., tokens, width) as (..., heads, tokens, channels of a head)."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+        return x.view(*x.shape[:-1], self.heads, -1).transpose(-2, -3)
 
     def text(self, states: Tensor) -> KeyValue:
         """Return the keys and values of the caption, from (..., NUM_TOKENS, text width)."""
@@ -59,7 +59,8 @@ class Layer(nn.Module):
         """Return the states after attention and the MLP."""
         x = x + modulation[2] * self.out(attended.transpose(-2, -3).flatten(-2))
         states = functional.layer_norm(x, x.shape[-1:]) * (1 + modulation[4]) + modulation[3]
-        return x + modulation[5] * self.down(functional.gelu(self.up(states), approximate="tanh"))
+        hidden: Tensor = self.down(functional.gelu(self.up(states), approximate="tanh"))
+        return x + modulation[5] * hidden
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return what the queries attend to."""
@@ -117,7 +118,8 @@ class BlockTransformer(nn.Module):
         """Return the states of captions, (..., NUM_TOKENS, text width), from ids (..., NUM_TOKENS)."""
         states = self.words(tokens) + self.slots
         mixed = self.text_mix(self.text_small(states).flatten(-2))
-        return states + mixed.unsqueeze(-2)
+        out: Tensor = states + mixed.unsqueeze(-2)
+        return out
 
     def text_cache(self, tokens: Tensor) -> list[KeyValue]:
         """Return the keys and values of captions for each layer of a pass."""
@@ -133,7 +135,8 @@ class BlockTransformer(nn.Module):
         """
         frequencies = torch.exp(torch.linspace(0, math.log(1000.0), _TIME_CHANNELS // 2))
         angles = noise.unsqueeze(-1) * frequencies
-        shared = self.time(torch.cat([angles.cos(), angles.sin()], dim=-1)).unflatten(-1, (6, -1))
+        shared: Tensor = self.time(torch.cat([angles.cos(), angles.sin()], dim=-1))
+        shared = shared.reshape(*noise.shape, 6, -1)
         tables = [self.layer(i).modulation[i // self.config.layers] for i in range(self.depth)]
         return [(shared + table).unbind(-2) for table in tables]
 
@@ -147,26 +150,26 @@ class BlockTransformer(nn.Module):
 
     def to_tokens(self, latents: Tensor) -> Tensor:
         """Return latents (..., frames, channels, rows, columns) as tokens (..., tokens, values)."""
-        patch = self.config.patch
-        tokens = latents.unflatten(-1, (-1, patch)).unflatten(-3, (-1, patch))  # ... f c y p x q
-        order = tokens.movedim((-4, -2), (-5, -4))  # ... f y x c p q
-        return order.flatten(-3).flatten(-4, -2)
+        patch, side = self.config.patch, self.video.latent_size // self.config.patch
+        parts = latents.reshape(*latents.shape[:-2], side, patch, side, patch)  # ... f c y p x q
+        return parts.movedim((-4, -2), (-5, -4)).flatten(-3).flatten(-4, -2)  # ... f y x c p q, joined
 
     def to_latents(self, tokens: Tensor) -> Tensor:
         """Return tokens (..., tokens, values) as latents. The inverse of `to_tokens`."""
-        patch = self.config.patch
-        side = self.video.latent_size // patch
-        parts = tokens.unflatten(-2, (-1, side, side)).unflatten(-1, (self.video.channels, patch, patch))
+        patch, side = self.config.patch, self.video.latent_size // self.config.patch
+        parts = tokens.reshape(*tokens.shape[:-2], -1, side, side, self.video.channels, patch, patch)
         return parts.movedim((-5, -4), (-4, -2)).flatten(-2).flatten(-3, -2)
 
     def enter(self, tokens: Tensor) -> Tensor:
         """Return the first states of tokens (..., tokens, values)."""
         repeats = tokens.shape[-2] // self.frame_tokens
-        return self.embed(tokens) + self.place.repeat(repeats, 1)
+        embedded: Tensor = self.embed(tokens)
+        return embedded + self.place.repeat(repeats, 1)
 
     def leave(self, x: Tensor) -> Tensor:
         """Return the clean values that the last states predict."""
-        return self.head(functional.layer_norm(x, x.shape[-1:]))
+        values: Tensor = self.head(functional.layer_norm(x, x.shape[-1:]))
+        return values
 
 
 def rotate(x: Tensor, rotation: KeyValue) -> Tensor:

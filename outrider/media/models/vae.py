@@ -73,7 +73,7 @@ class Decoder(nn.Module):
     def _over_time(self, joined: Tensor) -> Tensor:
         frames, width, rows, columns = joined.shape
         lines = joined.permute(2, 3, 1, 0).reshape(rows * columns, width, frames)
-        out = functional.silu(self.time(lines))
+        out: Tensor = functional.silu(self.time(lines))
         return out.reshape(rows, columns, width, -1).permute(3, 2, 0, 1)
 
 

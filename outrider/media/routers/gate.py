@@ -71,8 +71,8 @@ class QualityGate:
     @property
     def name(self) -> str:
         """The name in tables and results."""
-        first = "" if self.force_first else ", first block not forced"
-        return f"gate {self.aggregate} ≥ {self._threshold:.3g}{first}"
+        first = "" if self.force_first else ", not forced"
+        return f"gate {self.aggregate} ≥ {self._threshold:g}{first}"
 
     def choose(self, position: Position) -> Choice:
         """Return what to do for the next block."""

@@ -67,7 +67,7 @@ class Stride(_Placement):
     def __init__(self, k: int, *, force_first: bool = True, quality: float | None = None) -> None:
         if k < 1:
             raise OutriderError(f"k of the stride is {k}; use at least 1")
-        super().__init__(f"stride {k}{'' if force_first else ', first block not forced'}", quality)
+        super().__init__(f"stride {k}{'' if force_first else ', not forced'}", quality)
         self._k = k
         self._offset = 0 if force_first else k - 1
 
@@ -109,7 +109,7 @@ class RandomGate(_Placement):
     def __init__(self, rate: float, *, force_first: bool = True, quality: float | None = None) -> None:
         if not 0 <= rate <= 1:
             raise OutriderError(f"rate of random acceptance is {rate}; use a number from 0 to 1")
-        super().__init__(f"random {rate:.2f}{'' if force_first else ', first block not forced'}", quality)
+        super().__init__(f"random {rate:.2f}{'' if force_first else ', not forced'}", quality)
         self._rate = rate
         self._force_first = force_first
 

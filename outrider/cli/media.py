@@ -1,0 +1,52 @@
+"""The commands of `outrider media`."""
+
+from __future__ import annotations
+
+import typer
+
+from outrider.cli import options
+from outrider.media.command.settings import BenchSettings, DemoSettings, TuneSettings
+
+media = typer.Typer(
+    no_args_is_help=True,
+    help="Speculation over blocks of video, with a quality gate. The outputs are not exact.",
+    pretty_exceptions_enable=False,
+)
+
+
+@media.command()
+@options.spread
+def demo(*, settings: DemoSettings, as_json: options.BenchJson = False) -> None:
+    """Write a video of one caption, made by the target, by the drafter, and by both.
+
+    The border of a frame has the color of who made its block. Prints a table, then one JSON document as the last line
+    if the output is not a terminal or with --json.
+    """
+    from outrider.media.command import demo as command
+
+    command.demo(settings, as_json=as_json)
+
+
+@media.command()
+@options.spread
+def bench(*, settings: BenchSettings, as_json: options.BenchJson = False) -> None:
+    """Measure speed against quality of gates, random routing, strides and fixed places, interleaved.
+
+    Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
+    """
+    from outrider.media.command import bench as command
+
+    command.bench(settings, as_json=as_json)
+
+
+@media.command()
+@options.spread
+def tune(*, settings: TuneSettings, as_json: options.BenchJson = False) -> None:
+    """Choose the threshold of the gate for a wanted quality, with confidence intervals.
+
+    Prints a table and the choice, then one JSON document as the last line if the output is not a terminal or with
+    --json.
+    """
+    from outrider.media.command import tune as command
+
+    command.run_tune(settings, as_json=as_json)

@@ -1,0 +1,166 @@
+"""The command `outrider media bench`: speed against quality, with the controls of the gate."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from outrider.benchmarking.progress import progress_bar
+from outrider.media.command.settings import BenchSettings
+from outrider.media.contract import Router
+from outrider.media.evaluation.ablations import Controls, controls, first_block_share
+from outrider.media.evaluation.plot import check_plot_file, draw_plot
+from outrider.media.evaluation.summary import Summary, summarize
+from outrider.media.evaluation.table import summary_table
+from outrider.media.evaluation.thresholds import draft_scores, thresholds_at
+from outrider.media.evaluation.trials import Trial, run_trials
+from outrider.media.models.captions import random_captions
+from outrider.media.models.store import VideoModels, load_models
+from outrider.media.routers import DrafterOnly, QualityGate, TargetOnly
+from outrider.report.console import Document, print_document
+from outrider.system import machine
+
+_REJECTED = (0.02, 0.05, 0.1, 0.2, 0.35, 0.6)  # shares of drafts that the default thresholds reject
+
+
+def bench(settings: BenchSettings, *, as_json: bool) -> None:
+    """Measure, print tables, and write the plot if one is asked for."""
+    file = check_plot_file(settings.plot) if settings.plot else None
+    machine.use_threads(settings.threads)
+    models = load_models(settings.models, eager_commits=settings.eager_commits)
+    run = _Bench(settings, models, Console(stderr=True))
+    run.measure()
+    print_document(run.document(), run.show, as_json=as_json, write=partial(run.plot, file) if file else None)
+
+
+class _Bench:
+    """The measurement, in two parts: the gates, then the controls of one gate."""
+
+    def __init__(self, settings: BenchSettings, models: VideoModels, console: Console) -> None:
+        self._settings = settings
+        self._models = models
+        self._console = console
+        self._prompts = random_captions(settings.prompts, settings.seed)
+        self._target, self._drafter = TargetOnly(), DrafterOnly()
+        self.gates: list[Summary] = []
+        self.controls: list[Summary] = []
+        self.passes: dict[str, float] = {}
+        self.base: list[Summary] = []  # target-only and drafter-only
+        self.chosen = ""
+        self.first_block: float | None = None
+
+    def measure(self) -> None:
+        """Run all outputs."""
+        settings = self._settings
+        scores = draft_scores(self._models.engine, self._prompts, aggregate=settings.aggregate)
+        thresholds = settings.threshold_list() or tuple(thresholds_at(scores, _REJECTED))
+        gates = [QualityGate(each, aggregate=settings.aggregate) for each in thresholds]
+        trials = self._run([self._target, self._drafter, *gates], "gates")
+        self.passes = _passes(trials, self._target.name)
+        target, drafter, *self.gates = summarize(trials, reference=self._target.name)
+        self.base = [target, drafter]
+        number = self._choose()
+        chosen = gates[number]
+        self.chosen = chosen.name
+        compared = self._controls(chosen, self.gates[number], scores)
+        trials = self._run([self._target, *compared.all()], "controls")
+        _, *self.controls = summarize(trials, reference=self._target.name)
+        (first_only,) = (each for each in self.controls if each.router == compared.first_only.name)
+        self.first_block = first_block_share(drafter, first_only, self.gates[number])
+
+    def _choose(self) -> int:
+        """Return the number of the fastest gate with the wanted quality, or of the best one."""
+        wanted = self._settings.quality
+        good = [i for i, each in enumerate(self.gates) if each.quality.value >= wanted]
+        if good:
+            return min(good, key=lambda i: self.gates[i].target_share)
+        return max(range(len(self.gates)), key=lambda i: self.gates[i].quality.value)
+
+    def _controls(self, gate: QualityGate, measured: Summary, scores: list[float]) -> Controls:
+        other = "mean" if gate.aggregate == "min" else "min"
+        rejected = sum(score < (gate.threshold or 0.0) for score in scores) / len(scores)
+        others = draft_scores(self._models.engine, self._prompts, aggregate=other)
+        (threshold,) = thresholds_at(others, [rejected])
+        blocks = self._models.engine.max_blocks
+        return controls(gate, measured, other_threshold=threshold, blocks=blocks)
+
+    def _run(self, routers: list[Router], description: str) -> list[Trial]:
+        rounds = self._settings.rounds
+        with progress_bar(self._console) as bar:
+            task = bar.add_task(description, total=len(self._prompts) * len(routers))
+            return run_trials(
+                self._models.engine,
+                self._models.held_out_scorer,
+                routers,
+                self._prompts,
+                rounds=rounds,
+                advance=partial(bar.advance, task),
+            )
+
+    def document(self) -> Document:
+        """Return everything as JSON holds it."""
+        return {
+            "exact": False,
+            "prompts": len(self._prompts),
+            "rounds": self._settings.rounds,
+            "blocks": self._models.engine.max_blocks,
+            "compute_ratio": self._models.compute_ratio,
+            "commits": "eager" if self._settings.eager_commits else "when needed",
+            "block_ms": self.passes,
+            "base": [each.to_json() for each in self.base],
+            "gates": [each.to_json() for each in self.gates],
+            "chosen": self.chosen,
+            "controls": [each.to_json() for each in self.controls],
+            "first_block_share": self.first_block,
+            "hardware": machine.hardware("cpu"),
+            "versions": machine.versions(),
+            "commit": machine.commit(),
+        }
+
+    def show(self, document: Document, console: Console) -> None:
+        """Print the tables."""
+        console.print(
+            summary_table(f"Gates, {document['prompts']} prompts ([red]not exact[/red])", self.base + self.gates)
+        )
+        console.print(summary_table(f"Controls of {self.chosen}", self.controls))
+        times = ", ".join(f"{name} {ms:.2f}" for name, ms in document["block_ms"].items())
+        console.print(f"ms of a block: {times}", highlight=False)
+        console.print(
+            f"a pass of the target takes {document['compute_ratio']:.1f} times the drafter's work", highlight=False
+        )
+        if self.first_block is not None:
+            share = f"{100 * self.first_block:.0f} %"
+            console.print(f"the first block of the target alone brings {share} of the gate's gain", highlight=False)
+
+    def plot(self, file: Path, document: Document) -> None:
+        """Write the plot."""
+        strides = [each for each in self.controls if each.router.startswith("stride")]
+        others = [each for each in self.controls if not each.router.startswith("stride")]
+        groups: list[tuple[str, str, bool, list[Summary]]] = [
+            ("quality gate", "o", True, self.gates),
+            ("stride", "s", True, strides),
+            *((each.router, "x", False, [each]) for each in others),
+            *((each.router, "D", False, [each]) for each in self.base),
+        ]
+        draw_plot(groups, file)
+
+
+def _passes(trials: list[Trial], target: str) -> dict[str, float]:
+    """Return the milliseconds of the parts of a block."""
+    own = [trial for trial in trials if trial.router == target]
+    drafting = [trial for trial in trials if trial.router == DrafterOnly().name]
+    scoring = [trial for trial in trials if trial.scored]
+    blocks = sum(trial.blocks for trial in own)
+    # The last block of an output is not committed.
+    commits = sum(trial.blocks - 1 for trial in own)
+    scored: Any = sum(trial.scored for trial in scoring)
+    return {
+        "generate": 1e3 * sum(trial.seconds.generate for trial in own) / blocks,
+        "commit": 1e3 * sum(trial.seconds.commit for trial in own) / max(1, commits),
+        "draft": 1e3 * sum(trial.seconds.draft for trial in drafting) / sum(trial.blocks for trial in drafting),
+        "decode": 1e3 * sum(trial.seconds.decode for trial in own) / blocks,
+        "score": 1e3 * sum(trial.seconds.score for trial in scoring) / max(1, scored),
+    }

@@ -1,0 +1,94 @@
+"""The command `outrider media demo`: one video made by the target, by the drafter, and by both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from outrider.errors import OutriderError
+from outrider.media.calibration.document import Calibration
+from outrider.media.command.settings import DemoSettings
+from outrider.media.contract import Router
+from outrider.media.models.captions import parse_caption, random_captions
+from outrider.media.models.store import EMBEDDED, load_models
+from outrider.media.output.compare import draw_comparison
+from outrider.media.output.writer import check_video_file, write_video
+from outrider.media.results import Maker, MediaResult
+from outrider.media.routers import DrafterOnly, QualityGate, TargetOnly
+from outrider.report.console import Document, new_table, print_document
+from outrider.system.machine import use_threads
+
+
+def demo(settings: DemoSettings, *, as_json: bool) -> None:
+    """Write the video and print who made each block."""
+    file = check_video_file(settings.out)  # before the work rather than after it
+    use_threads(settings.threads)
+    prompt = settings.prompt or random_captions(1, settings.seed)[0]
+    parse_caption(prompt)
+    models = load_models(settings.models, eager_commits=settings.eager_commits)
+    routers: dict[str, Router] = {
+        "target-only": TargetOnly(),
+        "drafter-only": DrafterOnly(),
+        "routed": _gate(settings),
+    }
+    for router in routers.values():
+        models.engine.generate(prompt, router, seed=settings.seed, blocks=2)  # to warm up
+    results = {name: models.engine.generate(prompt, router, seed=settings.seed) for name, router in routers.items()}
+    scores = {
+        name: float(models.engine.scorer.score(prompt, result.content).mean()) for name, result in results.items()
+    }
+    panels = [(name, _line(result, scores[name]), result) for name, result in results.items()]
+    written = write_video(draw_comparison(panels), file, fps=settings.fps)
+    document = {
+        "exact": False,
+        "prompt": prompt,
+        "file": str(written.file),
+        "note": written.note,
+        "scores": scores,
+        "outputs": {name: result.to_json() for name, result in results.items()},
+    }
+    print_document(document, _show, as_json=as_json)
+
+
+def _gate(settings: DemoSettings) -> QualityGate:
+    if settings.threshold is not None:
+        return QualityGate(settings.threshold, aggregate=settings.aggregate or "min", budget=settings.budget)
+    folder = EMBEDDED if settings.models is None else settings.models
+    file = settings.calibration or f"{folder}/calibration.json"
+    try:
+        return Calibration.load(file).router(budget=settings.budget)
+    except OutriderError as error:
+        if settings.calibration is None:
+            raise OutriderError(f"{folder} has no calibration; give --threshold or --calibration") from None
+        raise error
+
+
+def _line(result: MediaResult, score: float) -> str:
+    return f"{1e3 * result.seconds.total:.0f} ms, score {score:.2f}"
+
+
+def _show(document: Document, console: Console) -> None:
+    console.print(document["prompt"], highlight=False)
+    table = new_table("Who made each block: T the target, d the drafter")
+    for heading in ("output", "blocks", "score", "ms", "speedup", "accepted, %"):
+        table.add_column(heading, justify="left" if heading in ("output", "blocks") else "right", no_wrap=True)
+    base = _milliseconds(document["outputs"]["target-only"])
+    for name, output in document["outputs"].items():
+        took = _milliseconds(output)
+        makers = " ".join("T" if block["maker"] == Maker.TARGET else "d" for block in output["blocks"])
+        share = output["accepted_share"]
+        accepted = "–" if share is None else f"{100 * share:.0f}"
+        score = f"{document['scores'][name]:.3f}"
+        table.add_row(name, makers, score, f"{took:.0f}", f"{base / took:.2f}", accepted)
+    console.print(table)
+    routed = document["outputs"]["routed"]
+    quality = "" if routed["quality"] is None else f", measured quality {100 * routed['quality']:.1f} % of target-only"
+    console.print(f"[red]not exact[/red]: {routed['router']}{quality}", highlight=False)
+    if document["note"]:
+        console.print(document["note"], highlight=False, soft_wrap=True)
+    console.print(f"the video is in {document['file']}", highlight=False, soft_wrap=True)
+
+
+def _milliseconds(output: dict[str, Any]) -> float:
+    return 1e3 * float(sum(output["seconds"].values()))

@@ -1,0 +1,66 @@
+"""The command `outrider media tune`: choose a threshold for a wanted quality."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from rich.console import Console
+
+from outrider.benchmarking.progress import progress_bar
+from outrider.media.calibration.tune import REJECTED, Tuned, tune
+from outrider.media.command.settings import TuneSettings
+from outrider.media.evaluation.table import interval_text, summary_table
+from outrider.media.models.captions import random_captions
+from outrider.media.models.store import load_models
+from outrider.report.console import Document, print_document
+from outrider.system import machine
+from outrider.system.atomic_files import check_writable
+
+
+def run_tune(settings: TuneSettings, *, as_json: bool) -> None:
+    """Measure thresholds, print the choice, and write it if a file is given."""
+    if settings.out:
+        check_writable(settings.out)  # before the measurement rather than after it
+    machine.use_threads(settings.threads)
+    models = load_models(settings.models, eager_commits=settings.eager_commits)
+    prompts = random_captions(settings.prompts, settings.seed)
+    outputs = len(prompts[::2]) * (len(REJECTED) + 1) + len(prompts[1::2]) * 2
+    with progress_bar(Console(stderr=True)) as bar:
+        task = bar.add_task("thresholds", total=outputs)
+        tuned = tune(
+            models.engine,
+            models.held_out_scorer,
+            prompts,
+            quality=settings.quality,
+            aggregate=settings.aggregate,
+            advance=partial(bar.advance, task),
+        )
+    document = {
+        "exact": False,
+        "prompts": len(prompts),
+        "calibration": tuned.calibration.to_json(),
+        "candidates": [each.to_json() for each in tuned.candidates],
+        "hardware": machine.hardware("cpu"),
+        "versions": machine.versions(),
+    }
+    write = partial(_write, tuned, settings.out) if settings.out else None
+    print_document(document, partial(_show, tuned), as_json=as_json, write=write)
+
+
+def _write(tuned: Tuned, file: str, document: Document) -> None:
+    tuned.calibration.write(file)
+
+
+def _show(tuned: Tuned, document: Document, console: Console) -> None:
+    console.print(summary_table("Thresholds, on the half of the prompts that chooses", tuned.candidates))
+    chosen = tuned.calibration
+    console.print(
+        f"threshold {chosen.threshold:g} ({chosen.aggregate}): quality {interval_text(chosen.quality)} % of target-only"
+        f" on the other half, held-out scorer {interval_text(chosen.held_out)} %, {chosen.speedup:.2f} times as fast,"
+        f" {100 * chosen.accepted_share:.0f} % of drafts accepted ([red]not exact[/red])",
+        highlight=False,
+    )
+    if not chosen.reached:
+        console.print(
+            f"the wanted quality, {100 * chosen.wanted:g} %, is not reached on the other half", highlight=False
+        )
