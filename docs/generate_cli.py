@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -27,7 +28,14 @@ command with exit code 2 and a message on standard error that says what to chang
 """
 TYPES = {int: "integer", float: "number", str: "text", Any: "integer or name"}
 DEFAULT = re.compile(r"^(?P<help>.*?)\s*Default: (?P<default>.*?)\.?$", re.DOTALL)
-CALLBACKS = [each.callback for each in app.registered_commands if each.callback]
+
+
+class Verb(NamedTuple):
+    """A command, or a command of a group."""
+
+    name: str
+    command: Any
+    callback: Any
 
 
 class Row(NamedTuple):
@@ -51,19 +59,28 @@ def main() -> None:
 
 def render() -> str:
     """The text of the page."""
-    group: Any = typer.main.get_command(app)
-    purposes = [f"| [`{name}`](#{name}) | {_purpose(command)} |\n" for name, command in group.commands.items()]
-    sections = [_section(name, command) for name, command in group.commands.items()]
-    return HEAD + "".join(purposes) + "\n" + "\n".join(sections)
+    verbs = list(_verbs(app))
+    for group in app.registered_groups:
+        verbs += _verbs(group.typer_instance, f"{group.name} ")
+    purposes = [f"| [`{verb.name}`](#{verb.name.replace(' ', '-')}) | {_purpose(verb.command)} |\n" for verb in verbs]
+    return HEAD + "".join(purposes) + "\n" + "\n".join(map(_section, verbs))
+
+
+def _verbs(program: typer.Typer, prefix: str = "") -> Iterator[Verb]:
+    """The commands of a program, without its groups."""
+    commands: Any = typer.main.get_group(program).commands
+    callbacks = {each.callback.__name__: each.callback for each in program.registered_commands if each.callback}
+    for name, callback in callbacks.items():
+        yield Verb(name=prefix + name, command=commands[name], callback=callback)
 
 
 def _purpose(command: Any) -> str:
     return _cell(inspect.cleandoc(command.help).split("\n\n")[0])
 
 
-def _section(name: str, command: Any) -> str:
-    (verb,) = (each for each in CALLBACKS if each.__name__ == name)
-    hints = get_type_hints(verb, include_extras=True)
+def _section(verb: Verb) -> str:
+    name, command, callback = verb
+    hints = get_type_hints(callback, include_extras=True)
     rows = [_row(parameter, hints[parameter.name]) for parameter in command.params if parameter.name != "help"]
     arguments = "".join(f" {row.flag}" for row in rows if row.panel == "Arguments")
     lines = [f"## {name}", "", "```text", f"outrider {name} [OPTIONS]{arguments}", "```", ""]

@@ -30,9 +30,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
     clips: Annotated[int, typer.Option(min=64, help="Training videos.")] = 8000,
     autoencoder_steps: Annotated[int, typer.Option(min=1)] = 3000,
-    target_steps: Annotated[int, typer.Option(min=1)] = 2400,
-    drafter_steps: Annotated[int, typer.Option(min=1)] = 2000,
-    scorer_steps: Annotated[int, typer.Option(min=1)] = 1500,
+    target_steps: Annotated[int, typer.Option(min=1)] = 800,
+    drafter_steps: Annotated[int, typer.Option(min=1)] = 800,
+    scorer_steps: Annotated[int, typer.Option(min=1)] = 1000,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Train all models, and write them to OUT/models."""

@@ -26,9 +26,7 @@ GATE = QualityGate(0.5)
 
 
 def engine(*scores, eager=False, limits=None, **drafter):
-    return MediaEngine(
-        Numbers(10), Numbers(1, **drafter), Adder(), Scores(*scores, limits=limits), eager_commits=eager
-    )
+    return MediaEngine(Numbers(10), Numbers(1, **drafter), Adder(), Scores(*scores, limits=limits), eager_commits=eager)
 
 
 def makers(result):

@@ -45,6 +45,9 @@ class _Bench:
         self._console = console
         self._prompts = random_captions(settings.prompts, settings.seed)
         self._target, self._drafter = TargetOnly(), DrafterOnly()
+        self._given = [QualityGate(each, aggregate=settings.aggregate) for each in settings.threshold_list()]
+        for gate in self._given:
+            models.engine.check(gate)
         self.gates: list[Summary] = []
         self.controls: list[Summary] = []
         self.passes: dict[str, float] = {}
@@ -56,8 +59,9 @@ class _Bench:
         """Run all outputs."""
         settings = self._settings
         scores = draft_scores(self._models.engine, self._prompts, aggregate=settings.aggregate)
-        thresholds = settings.threshold_list() or tuple(thresholds_at(scores, _REJECTED))
-        gates = [QualityGate(each, aggregate=settings.aggregate) for each in thresholds]
+        gates = self._given or [
+            QualityGate(each, aggregate=settings.aggregate) for each in thresholds_at(scores, _REJECTED)
+        ]
         trials = self._run([self._target, self._drafter, *gates], "gates")
         self.passes = _passes(trials, self._target.name)
         target, drafter, *self.gates = summarize(trials, reference=self._target.name)

@@ -90,10 +90,15 @@ class MediaEngine:
         count = self.max_blocks if blocks is None else blocks
         if not 1 <= count <= self.max_blocks:
             raise OutriderError(f"blocks is {blocks}; these models make 1 to {self.max_blocks}")
-        self._check_threshold(router)
+        self.check(router)
         return MediaRun(self, prompt, router, seed=seed, blocks=count, eager=self._eager)
 
-    def _check_threshold(self, router: Router) -> None:
+    def check(self, router: Router) -> None:
+        """Check that the router's threshold is a possible score.
+
+        Raises:
+            OutriderError: no content can have this score.
+        """
         limits = self.scorer.score_range
         if router.threshold is None or limits is None:
             return
