@@ -24,6 +24,7 @@ from outrider.report.console import Document, print_document
 from outrider.system import machine
 
 _REJECTED = (0.02, 0.05, 0.1, 0.2, 0.35, 0.6)  # shares of drafts that the default thresholds reject
+_PROMPTS_FOR_THRESHOLDS = 64  # whose drafts give the default thresholds
 
 
 def bench(settings: BenchSettings, *, as_json: bool) -> None:
@@ -58,7 +59,9 @@ class _Bench:
     def measure(self) -> None:
         """Run all outputs."""
         settings = self._settings
-        scores = draft_scores(self._models.engine, self._prompts, aggregate=settings.aggregate)
+        scores = draft_scores(
+            self._models.engine, self._prompts[:_PROMPTS_FOR_THRESHOLDS], aggregate=settings.aggregate
+        )
         gates = self._given or [
             QualityGate(each, aggregate=settings.aggregate) for each in thresholds_at(scores, _REJECTED)
         ]
@@ -86,7 +89,7 @@ class _Bench:
     def _controls(self, gate: QualityGate, measured: Summary, scores: list[float]) -> Controls:
         other = "mean" if gate.aggregate == "min" else "min"
         rejected = sum(score < (gate.threshold or 0.0) for score in scores) / len(scores)
-        others = draft_scores(self._models.engine, self._prompts, aggregate=other)
+        others = draft_scores(self._models.engine, self._prompts[:_PROMPTS_FOR_THRESHOLDS], aggregate=other)
         (threshold,) = thresholds_at(others, [rejected])
         blocks = self._models.engine.max_blocks
         return controls(gate, measured, other_threshold=threshold, blocks=blocks)
