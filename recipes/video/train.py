@@ -21,7 +21,7 @@ from recipes.video.scorers import train_scorer
 VIDEO = VideoConfig()
 AUTOENCODER = AutoencoderConfig()
 TARGET = GeneratorConfig(width=128, layers=4, heads=4, mlp=4)
-DRAFTER = GeneratorConfig(width=48, layers=2, heads=2, text_width=32)
+DRAFTER = GeneratorConfig(width=48, layers=1, heads=2, text_width=32)
 SCORER = ScorerConfig(width=16)
 HELD_OUT_SCORER = ScorerConfig(width=24, frames=2)
 
@@ -30,9 +30,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
     clips: Annotated[int, typer.Option(min=64, help="Training videos.")] = 8000,
     autoencoder_steps: Annotated[int, typer.Option(min=1)] = 3000,
-    target_steps: Annotated[int, typer.Option(min=1)] = 800,
-    drafter_steps: Annotated[int, typer.Option(min=1)] = 800,
-    scorer_steps: Annotated[int, typer.Option(min=1)] = 1000,
+    target_steps: Annotated[int, typer.Option(min=1)] = 600,
+    drafter_steps: Annotated[int, typer.Option(min=1)] = 500,
+    scorer_steps: Annotated[int, typer.Option(min=1)] = 700,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Train all models, and write them to OUT/models."""
