@@ -33,6 +33,7 @@ def main(
     target_steps: Annotated[int, typer.Option(min=1)] = 600,
     drafter_steps: Annotated[int, typer.Option(min=1)] = 500,
     scorer_steps: Annotated[int, typer.Option(min=1)] = 700,
+    held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 400,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Train all models, and write them to OUT/models."""
@@ -45,9 +46,14 @@ def main(
     drafter = train_generator(
         DRAFTER, VIDEO, data, steps=drafter_steps, batch=16, lr=3e-3, file=out / "drafter.pt", seed=seed + 1
     )
-    scorer, held_out_scorer = (
-        train_scorer(config, autoencoder.decoder, data, steps=scorer_steps, file=out / f"{name}.pt", seed=seed + number)
-        for name, config, number in (("scorer", SCORER, 2), ("held_out_scorer", HELD_OUT_SCORER, 3))
+    scorer = train_scorer(SCORER, autoencoder.decoder, data, steps=scorer_steps, file=out / "scorer.pt", seed=seed + 2)
+    held_out_scorer = train_scorer(
+        HELD_OUT_SCORER,
+        autoencoder.decoder,
+        data,
+        steps=held_out_scorer_steps,
+        file=out / "held_out_scorer.pt",
+        seed=seed + 3,
     )
     target = train_generator(
         TARGET, VIDEO, data, steps=target_steps, batch=8, lr=2e-3, file=out / "target.pt", seed=seed + 4

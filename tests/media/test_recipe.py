@@ -23,7 +23,7 @@ def test_the_recipe_from_end_to_end(tmp_path, monkeypatch):
         monkeypatch.setattr(train, name, value)
     app = Typer(pretty_exceptions_enable=False)
     app.command()(train.main)
-    steps = [f"--{name}-steps=2" for name in ("autoencoder", "target", "drafter", "scorer")]
+    steps = [f"--{name}-steps=2" for name in ("autoencoder", "target", "drafter", "scorer", "held-out-scorer")]
     words = ["--out", str(tmp_path), "--clips", "64", *steps]
     assert CliRunner().invoke(app, words).exit_code == 0
     first = load_models(tmp_path / "models")

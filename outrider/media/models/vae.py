@@ -95,6 +95,7 @@ class StreamingDecoder:
     @torch.inference_mode()
     def decode(self, latent: Tensor) -> Tensor:
         """Return the frames of the next block, (frames, 3, rows, columns), from 0 to 1."""
+        frames: Tensor
         frames, self._past = self._decoder(latent, self._past)
         return frames.clamp(0.0, 1.0)
 
