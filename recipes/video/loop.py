@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from outrider.train.optimizer import Optimizer
 from recipes.family.train import lr_factor, say
 
-_SAVE_EVERY = 200  # steps
-_SAY_EVERY = 100  # steps
+_SAVE_EVERY = 50  # steps
+_SAY_EVERY = 50  # steps
 
 
 def train(

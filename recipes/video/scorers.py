@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.media.models.captions import BACKGROUNDS, COLORS, MOTIONS, NUM_TOKENS, SHAPES
+from outrider.media.models.captions import FIRST_IDS, SLOTS
 from outrider.media.models.config import ScorerConfig
 from outrider.media.models.scorer import MatchModel
 from outrider.media.models.vae import Decoder
@@ -17,10 +17,7 @@ from recipes.video.loop import train
 
 _BATCH = 48  # clips
 _FRAMES = 3  # of a clip in a batch, the last one or two of which are scored
-_SIZES = (len(COLORS), len(SHAPES), len(MOTIONS), len(COLORS), len(SHAPES), len(MOTIONS), len(BACKGROUNDS))
-_STARTS = (0, len(COLORS), len(COLORS) + len(SHAPES))
-_FIRST = (*_STARTS, *_STARTS, len(COLORS) + len(SHAPES) + len(MOTIONS))
-_SEEN_IN_A_FRAME = (0, 1, 3, 4, 6)  # words that a single frame shows: not the motions
+_SEEN = (0, 1, 5)  # the words that any frame shows: color, shape and background
 
 
 def train_scorer(
@@ -57,14 +54,13 @@ def pair_loss(
     slight = 0.15 * torch.rand(len(whole), 1, 1, 1, 1, generator=generator)
     true = _decode(decoder, whole + slight * torch.randn(whole.shape, generator=generator), model.config.frames)
     damaged = _decode(decoder, damage(latents, whole, generator), model.config.frames)
-    slots = range(NUM_TOKENS) if model.config.frames > 1 else _SEEN_IN_A_FRAME
     frames = model.embed_frames(torch.cat([true, damaged]))
-    captions = [tokens, *(one_wrong_word(tokens, tuple(slots), generator) for _ in range(3)), tokens.roll(1, 0)]
+    captions = [tokens, *(one_wrong_word(tokens, _SEEN, generator) for _ in range(3)), tokens.roll(1, 0)]
     losses = []
     for i, caption in enumerate(captions):
         embedding, offset = model.embed_captions(caption)
         logits = (frames[: len(tokens)] * embedding).sum(-1) + offset
-        label = (caption == tokens)[:, list(slots)].all(-1).float()
+        label = (caption == tokens)[:, list(_SEEN)].all(-1).float()
         losses.append(functional.binary_cross_entropy_with_logits(logits, label))
         if i == 0:
             logits = (frames[len(tokens) :] * embedding).sum(-1) + offset
@@ -90,8 +86,8 @@ def one_wrong_word(tokens: Tensor, slots: tuple[int, ...], generator: torch.Gene
     wrong = tokens.clone()
     for row in wrong:
         slot = slots[int(torch.randint(len(slots), (), generator=generator))]
-        step = int(torch.randint(1, _SIZES[slot], (), generator=generator))
-        row[slot] = _FIRST[slot] + (row[slot] - _FIRST[slot] + step) % _SIZES[slot]
+        step = int(torch.randint(1, len(SLOTS[slot]), (), generator=generator))
+        row[slot] = FIRST_IDS[slot] + (row[slot] - FIRST_IDS[slot] + step) % len(SLOTS[slot])
     return wrong
 
 

@@ -1,4 +1,4 @@
-"""Draws the training videos: two moving shapes on a background, with the caption that says so."""
+"""Draws the training videos: a shape moves on a background, as a caption says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 import torch
 from torch import Tensor
 
-from outrider.media.models.captions import Actor, Scene, random_scene
+from outrider.media.models.captions import COLUMNS, ROWS, Scene, random_scene
 
 _COLORS = {
     "red": (0.9, 0.15, 0.15),
@@ -19,19 +19,20 @@ _COLORS = {
     "magenta": (0.85, 0.2, 0.85),
 }
 _BACKGROUNDS = {"black": 0.05, "gray": 0.5, "white": 0.95}
-_RADIUS = (4.5, 6.5)  # pixels
-_SPEED = (0.6, 1.1)  # pixels per frame
+_RADIUS = (6.5, 7.5)  # pixels
+_SPEED = (0.9, 1.1)  # pixels per frame
+_PLACES = (8.5, 16.0, 23.5)  # rows and columns of the centre at the start
+_JITTER = 1.0  # pixels
+_DIRECTIONS = {"right": (1.0, 0.0), "left": (-1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}  # x first
 
 
 def draw_clip(scene: Scene, frames: int, size: int, rng: random.Random) -> Tensor:
-    """Return a video of a scene, (frames, 3, size, size), from 0 to 1. Places, sizes and speeds are random."""
+    """Return a video of a scene, (frames, 3, size, size), from 0 to 1. Places, sizes and speeds vary a little."""
     picture = torch.full((frames, 3, size, size), _BACKGROUNDS[scene.background])
-    for actor in (scene.back, scene.front):
-        radius = rng.uniform(*_RADIUS)
-        cover = _cover(actor.shape, _path(actor, frames, size, radius, rng), radius, size)[:, None]
-        color = torch.tensor(_COLORS[actor.color])[:, None, None]
-        picture = picture + cover * (color - picture)
-    return picture
+    radius = rng.uniform(*_RADIUS)
+    cover = _cover(scene.shape, _path(scene, frames, size, radius, rng), radius, size)[:, None]
+    color = torch.tensor(_COLORS[scene.color])[:, None, None]
+    return picture + cover * (color - picture)
 
 
 def random_clips(count: int, frames: int, size: int, seed: int) -> tuple[Tensor, list[Scene]]:
@@ -41,14 +42,17 @@ def random_clips(count: int, frames: int, size: int, seed: int) -> tuple[Tensor,
     return torch.stack([draw_clip(scene, frames, size, rng) for scene in scenes]), scenes
 
 
-def _path(actor: Actor, frames: int, size: int, radius: float, rng: random.Random) -> Tensor:
+def _path(scene: Scene, frames: int, size: int, radius: float, rng: random.Random) -> Tensor:
     """Return the centre at each frame, (frames, 2) in pixels, x first. Shapes bounce off the edges."""
     speed = rng.uniform(*_SPEED)
-    x_speed = 0.0 if actor.motion == "vertically" else speed * rng.choice((-1, 1))
-    y_speed = 0.0 if actor.motion == "sideways" else speed * rng.choice((-1, 1))
+    start = (_PLACES[COLUMNS.index(scene.column)], _PLACES[ROWS.index(scene.row)])
     low, high = radius, size - radius
-    times = torch.arange(frames)
-    return torch.stack([_bounce(rng.uniform(low, high) + v * times, low, high) for v in (x_speed, y_speed)], dim=-1)
+    times = speed * torch.arange(frames)
+    coordinates = [
+        _bounce(place + rng.uniform(-_JITTER, _JITTER) + direction * times, low, high)
+        for place, direction in zip(start, _DIRECTIONS[scene.motion], strict=True)
+    ]
+    return torch.stack(coordinates, dim=-1)
 
 
 def _bounce(x: Tensor, low: float, high: float) -> Tensor:

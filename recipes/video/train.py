@@ -28,7 +28,7 @@ HELD_OUT_SCORER = ScorerConfig(width=24, frames=2)
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
-    clips: Annotated[int, typer.Option(min=64, help="Training videos.")] = 8000,
+    clips: Annotated[int, typer.Option(min=64, help="Training videos.")] = 4000,
     autoencoder_steps: Annotated[int, typer.Option(min=1)] = 3000,
     target_steps: Annotated[int, typer.Option(min=1)] = 600,
     drafter_steps: Annotated[int, typer.Option(min=1)] = 500,

@@ -11,7 +11,7 @@ from outrider.media.models.transformer import BlockTransformer
 from outrider.media.models.vae import Decoder
 
 SHAPE = (2, 3)
-CAPTION = "a red circle moving sideways and a blue square moving vertically on a black background"
+CAPTION = "a red circle moving right from the top left on a black background"
 VIDEO = VideoConfig(blocks=5, frames=2, channels=3, latent_size=4, frame_size=16, steps=(1.0, 0.5))
 AUTOENCODER = AutoencoderConfig(encoder_width=8, width=8, full_width=4)
 TARGET = GeneratorConfig(width=32, layers=2, heads=2, text_width=16, window=2, repeats=2)

@@ -178,13 +178,13 @@ def test_frames_are_stacked_newest_first():
 def test_captions():
     scene = random_scene(random.Random(1))
     assert parse_caption(scene.caption()) == scene
-    assert parse_caption("Red circle sideways, blue square vertically, black.") == parse_caption(CAPTION)
+    assert parse_caption("Red circle, right, top left, black.") == parse_caption(CAPTION)
     captions = random_captions(50, 3)
     assert len(set(captions)) == 50
     assert captions == random_captions(50, 3)
-    assert len(set(scene.tokens())) == 7 - (scene.back.shape == scene.front.shape) - (
-        scene.back.motion == scene.front.motion
-    )
+    assert parse_caption(CAPTION).tokens() == [0, 6, 10, 14, 17, 20]
+    with pytest.raises(OutriderError, match="but there are 2592"):
+        random_captions(2593, 0)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +192,7 @@ def test_captions():
     [
         ("", "has another form than the models know; use: a COLOR SHAPE"),
         ("a red circle", "has another form"),
+        (CAPTION.replace("right", "sideways"), "has 'sideways' in place of one of: right, left, up, down"),
         (CAPTION.replace("circle", "dog"), "has 'dog' in place of one of: circle, square, triangle, cross"),
         (CAPTION.replace("red", "circle"), "has 'circle' in place of one of: red"),
     ],

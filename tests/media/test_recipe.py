@@ -9,7 +9,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from outrider.media import Stride, load_models
-from outrider.media.models.captions import Actor, Scene
+from outrider.media.models.captions import Scene
 from recipes.video import train
 from recipes.video.loop import train as train_module
 from recipes.video.scorers import one_wrong_word
@@ -60,29 +60,30 @@ def test_an_interrupted_training_gives_the_same_weights(tmp_path, monkeypatch):
 
 
 def test_drawn_clips_show_their_scene():
-    actor = Actor(color="red", shape="square", motion="sideways")
-    other = Actor(color="blue", shape="circle", motion="vertically")
-    clip = draw_clip(Scene(back=actor, front=other, background="black"), 12, 32, random.Random(3))
+    scene = Scene(color="red", shape="square", motion="right", row="top", column="left", background="black")
+    clip = draw_clip(scene, 12, 32, random.Random(3))
     assert clip.shape == (12, 3, 32, 32)
     assert 0 <= float(clip.min()) <= float(clip.max()) <= 1
-    red = clip[:, 0] - clip[:, 2] > 0.5
-    blue = clip[:, 2] - clip[:, 0] > 0.5
-    assert bool(red.any())
-    assert bool(blue.any())
-    rows = torch.arange(32.0)
-    heights = [(frame.any(1) * rows).sum() / frame.any(1).sum() for frame in red if frame.any()]
-    assert max(heights) - min(heights) < 4  # it moves sideways; the other shape may cover a part
+    red = (clip[:, 0] - clip[:, 2]).clamp(min=0.0)
+    grid = torch.arange(32.0) + 0.5
+    columns = (red.sum(1) * grid).sum(1) / red.sum((1, 2))
+    rows = (red.sum(2) * grid).sum(1) / red.sum((1, 2))
+    assert abs(float(columns[0]) - 8.5) < 1.2
+    assert abs(float(rows[0]) - 8.5) < 1.2
+    assert float(rows.max() - rows.min()) < 0.1
+    steps = columns.diff()
+    assert 0.8 < float(steps.min()) <= float(steps.max()) < 1.2
     clips, scenes = random_clips(2, 3, 32, 0)
     assert clips.shape == (2, 3, 3, 32, 32)
     assert len(scenes) == 2
 
 
 def test_one_word_is_wrong():
-    tokens = torch.tensor([[0, 6, 10, 1, 7, 11, 14]] * 20)
-    wrong = one_wrong_word(tokens, (0, 1, 3, 4, 6), torch.Generator().manual_seed(0))
+    tokens = torch.tensor([[0, 6, 10, 14, 17, 20]] * 20)
+    wrong = one_wrong_word(tokens, (0, 1, 5), torch.Generator().manual_seed(0))
     changed = wrong != tokens
     assert changed.sum(1).tolist() == [1] * 20
-    assert not changed[:, [2, 5]].any()
-    ranges = [(0, 6), (6, 10), (10, 13), (0, 6), (6, 10), (10, 13), (13, 16)]
+    assert not changed[:, [2, 3, 4]].any()
+    ranges = [(0, 6), (6, 10), (10, 14), (14, 17), (17, 20), (20, 23)]
     for slot, (low, high) in enumerate(ranges):
         assert bool(((wrong[:, slot] >= low) & (wrong[:, slot] < high)).all())

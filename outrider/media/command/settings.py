@@ -64,8 +64,8 @@ class DemoSettings:
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Caption of the video, such as 'a red circle moving sideways and a blue square moving vertically on a"
-            " black background'. Default: a random one.",
+            help="Caption of the video, such as 'a red circle moving right from the top left on a black background'."
+            " Default: a random one.",
         ),
     ] = None
     models: Models = None

@@ -11,7 +11,7 @@ class VideoConfig:
     """What all models of a set share."""
 
     blocks: int = 8  # of a video
-    frames: int = 4  # latent frames of a block; each gives one frame of the video
+    frames: int = 3  # latent frames of a block; each gives one frame of the video
     channels: int = 8  # of a latent
     latent_size: int = 8  # rows and columns of a latent frame
     frame_size: int = 32  # rows and columns of a frame of the video
@@ -31,7 +31,7 @@ class GeneratorConfig:
     layers: int
     heads: int
     repeats: int = 1  # how often a pass runs through all layers, with the same weights
-    window: int = 3  # past blocks that a block attends to
+    window: int = 2  # past blocks that a block attends to
     mlp: int = 3  # width of an MLP, in multiples of `width`
     text_width: int = 64
     patch: int = 2  # rows and columns of a latent frame that make a token
