@@ -30,10 +30,10 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
     clips: Annotated[int, typer.Option(min=64, help="Training videos.")] = 4000,
     autoencoder_steps: Annotated[int, typer.Option(min=1)] = 3000,
-    target_steps: Annotated[int, typer.Option(min=1)] = 600,
-    drafter_steps: Annotated[int, typer.Option(min=1)] = 500,
-    scorer_steps: Annotated[int, typer.Option(min=1)] = 700,
-    held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 400,
+    target_steps: Annotated[int, typer.Option(min=1)] = 3000,
+    drafter_steps: Annotated[int, typer.Option(min=1)] = 300,
+    scorer_steps: Annotated[int, typer.Option(min=1)] = 600,
+    held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 600,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Train all models, and write them to OUT/models."""
@@ -44,7 +44,7 @@ def main(
     data = encode_clips(autoencoder, clips, frames=frames, file=out / "clips.pt", seed=seed)
     say(f"{len(data.latents)} videos of {frames} frames are encoded")
     drafter = train_generator(
-        DRAFTER, VIDEO, data, steps=drafter_steps, batch=16, lr=3e-3, file=out / "drafter.pt", seed=seed + 1
+        DRAFTER, VIDEO, data, steps=drafter_steps, batch=16, lr=4e-3, file=out / "drafter.pt", seed=seed + 1
     )
     scorer = train_scorer(SCORER, autoencoder.decoder, data, steps=scorer_steps, file=out / "scorer.pt", seed=seed + 2)
     held_out_scorer = train_scorer(
@@ -56,7 +56,7 @@ def main(
         seed=seed + 3,
     )
     target = train_generator(
-        TARGET, VIDEO, data, steps=target_steps, batch=8, lr=2e-3, file=out / "target.pt", seed=seed + 4
+        TARGET, VIDEO, data, steps=target_steps, batch=8, lr=4e-3, file=out / "target.pt", seed=seed + 4
     )
     networks = Networks(
         video=VIDEO,
