@@ -72,18 +72,18 @@ def teacher_forced(network: BlockTransformer, context: Tensor, noisy: Tensor, le
         tokens: the captions, (n, NUM_TOKENS).
     """
     count = noisy.shape[1]
-    x = network.enter(torch.cat([context, noisy], dim=1))
+    text = network.read_text(tokens)
+    x = network.enter(torch.cat([context, noisy], dim=1), text.condition[:, None])
     all_levels = torch.cat([torch.full_like(levels[:, 1:], CLEAN), levels], dim=1)
     modulations = network.modulations(all_levels[..., None])
     cos, sin = (
         torch.cat([each[: -network.block_tokens], each]).view(2 * count - 1, 1, network.block_tokens, -1).bfloat16()
         for each in network.rotation(0, count * network.video.frames)
     )
-    text = network.text_cache(tokens)
     for i in range(network.depth):
         layer = network.layer(i)
         queries, keys, values = layer.project(x, modulations[i], (cos, sin))
-        attended = _attend(layer, queries, keys.to(values.dtype), values, text[i])
+        attended = _attend(layer, queries, keys.to(values.dtype), values, text.layers[i])
         x = layer.finish(x, attended, modulations[i])
     return network.leave(x[:, count - 1 :])
 

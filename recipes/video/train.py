@@ -30,10 +30,10 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
     clips: Annotated[int, typer.Option(min=64, help="Training videos.")] = 4000,
     autoencoder_steps: Annotated[int, typer.Option(min=1)] = 3000,
-    target_steps: Annotated[int, typer.Option(min=1)] = 3000,
-    drafter_steps: Annotated[int, typer.Option(min=1)] = 300,
-    scorer_steps: Annotated[int, typer.Option(min=1)] = 600,
-    held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 600,
+    target_steps: Annotated[int, typer.Option(min=1)] = 4000,
+    drafter_steps: Annotated[int, typer.Option(min=1)] = 1000,
+    scorer_steps: Annotated[int, typer.Option(min=1)] = 1000,
+    held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 1000,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Train all models, and write them to OUT/models."""

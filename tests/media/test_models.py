@@ -32,10 +32,10 @@ def full_pass(network, latents, caption):
 
     A block's products have the shape of a block, as in `VideoGenerator`, but no cache is used.
     """
-    text = network.text_cache(torch.tensor(parse_caption(caption).tokens()))
+    condition, text = network.read_text(torch.tensor(parse_caption(caption).tokens()))
     modulations = network.modulations(torch.tensor(CLEAN))
     rotations = [network.rotation(block * VIDEO.frames, VIDEO.frames) for block in range(len(latents))]
-    states = [network.enter(network.to_tokens(latent)) for latent in latents]
+    states = [network.enter(network.to_tokens(latent), condition) for latent in latents]
     layers = []
     for i in range(network.depth):
         layer = network.layer(i)

@@ -8,7 +8,15 @@ from torch import Tensor
 from outrider.errors import OutriderError
 from outrider.media.models.cache import BlockCache
 from outrider.media.models.captions import parse_caption
-from outrider.media.models.transformer import CLEAN, BlockTransformer, KeyValue
+from outrider.media.models.transformer import CLEAN, BlockTransformer, KeyValue, Text
+
+
+class VideoCache(BlockCache):
+    """The cache of a `VideoGenerator`: past blocks, and what the caption adds to each token."""
+
+    def __init__(self, text: Text, window: int) -> None:
+        super().__init__(text.layers, window)
+        self.condition = text.condition
 
 
 class VideoGenerator:
@@ -33,17 +41,17 @@ class VideoGenerator:
             ]
 
     @torch.inference_mode()
-    def open(self, prompt: str) -> BlockCache:
+    def open(self, prompt: str) -> VideoCache:
         """Return the empty cache of a video.
 
         Raises:
             OutriderError: the caption is in words that the model does not know.
         """
-        text = self.network.text_cache(torch.tensor(parse_caption(prompt).tokens()))
-        return BlockCache(text, self.network.config.window)
+        text = self.network.read_text(torch.tensor(parse_caption(prompt).tokens()))
+        return VideoCache(text, self.network.config.window)
 
     @torch.inference_mode()
-    def generate(self, block: int, noise: Tensor, cache: BlockCache) -> Tensor:
+    def generate(self, block: int, noise: Tensor, cache: VideoCache) -> Tensor:
         """Return the latent of a block, after the committed ones.
 
         Euler steps from the `noise` along the flow; each predicts the clean block. The cache does not change.
@@ -58,13 +66,13 @@ class VideoGenerator:
         return network.to_latents(x)
 
     @torch.inference_mode()
-    def commit(self, latent: Tensor, cache: BlockCache) -> None:
+    def commit(self, latent: Tensor, cache: VideoCache) -> None:
         """Write a clean block into the cache, in one pass. The last layer computes only its keys and values."""
         block = cache.committed
         self._check(block, cache)
         network = self.network
         modulations = self._modulations[-1]
-        x = network.enter(network.to_tokens(latent))
+        x = network.enter(network.to_tokens(latent), cache.condition)
         written: list[KeyValue] = []
         for i in range(network.depth):
             layer = network.layer(i)
@@ -74,9 +82,9 @@ class VideoGenerator:
                 x = self._layer(i, x, queries, keys, values, modulations[i], cache)
         cache.append(written)
 
-    def _denoise(self, x: Tensor, block: int, step: int, cache: BlockCache) -> Tensor:
+    def _denoise(self, x: Tensor, block: int, step: int, cache: VideoCache) -> Tensor:
         modulations = self._modulations[step]
-        x = self.network.enter(x)
+        x = self.network.enter(x, cache.condition)
         for i in range(self.network.depth):
             layer = self.network.layer(i)
             queries, keys, values = layer.project(x, modulations[i], self._rotations[block])
@@ -91,7 +99,7 @@ class VideoGenerator:
         keys: Tensor,
         values: Tensor,
         modulation: tuple[Tensor, ...],
-        cache: BlockCache,
+        cache: VideoCache,
     ) -> Tensor:
         layer = self.network.layer(index)
         past_keys, past_values = cache.read(index)
@@ -100,7 +108,7 @@ class VideoGenerator:
         attended = layer.attend(queries[None], all_keys[None], all_values[None])[0]
         return layer.finish(x, attended, modulation)
 
-    def _check(self, block: int, cache: BlockCache) -> None:
+    def _check(self, block: int, cache: VideoCache) -> None:
         if block != cache.committed:
             raise OutriderError(f"block {block} follows {cache.committed} committed blocks; commit the blocks in order")
         if block >= self.blocks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,13 @@ KeyValue = tuple[Tensor, Tensor]
 CLEAN = 0.0  # the noise level of a clean block
 _TIME_CHANNELS = 32
 _ROTARY_BASE = 100.0
+
+
+class Text(NamedTuple):
+    """What captions give to a pass."""
+
+    condition: Tensor  # added to the first states of all tokens, (..., width)
+    layers: list[KeyValue]  # keys and values for each layer
 
 
 class Layer(nn.Module):
@@ -87,6 +95,7 @@ class BlockTransformer(nn.Module):
             nn.Linear(NUM_TOKENS * 16, config.text_width), nn.SiLU(), nn.Linear(config.text_width, config.text_width)
         )
         self.text_small = nn.Linear(config.text_width, 16)
+        self.text_in = nn.Linear(config.text_width, config.width)
         self.time = nn.Sequential(
             nn.Linear(_TIME_CHANNELS, config.text_width), nn.SiLU(), nn.Linear(config.text_width, 6 * config.width)
         )
@@ -114,18 +123,13 @@ class BlockTransformer(nn.Module):
         assert isinstance(layer, Layer)
         return layer
 
-    def text_states(self, tokens: Tensor) -> Tensor:
-        """Return the states of captions, (..., NUM_TOKENS, text width), from ids (..., NUM_TOKENS)."""
+    def read_text(self, tokens: Tensor) -> Text:
+        """Return what captions give to a pass, from ids (..., NUM_TOKENS)."""
         states = self.words(tokens) + self.slots
         mixed = self.text_mix(self.text_small(states).flatten(-2))
-        out: Tensor = states + mixed.unsqueeze(-2)
-        return out
-
-    def text_cache(self, tokens: Tensor) -> list[KeyValue]:
-        """Return the keys and values of captions for each layer of a pass."""
-        states = self.text_states(tokens)
+        states = states + mixed.unsqueeze(-2)
         cached = [self.layer(i).text(states) for i in range(self.config.layers)]
-        return cached * self.config.repeats
+        return Text(condition=self.text_in(mixed), layers=cached * self.config.repeats)
 
     def modulations(self, noise: Tensor) -> list[tuple[Tensor, ...]]:
         """Return the six modulations of each layer of a pass.
@@ -160,11 +164,11 @@ class BlockTransformer(nn.Module):
         parts = tokens.reshape(*tokens.shape[:-2], -1, side, side, self.video.channels, patch, patch)
         return parts.movedim((-5, -4), (-4, -2)).flatten(-2).flatten(-3, -2)
 
-    def enter(self, tokens: Tensor) -> Tensor:
-        """Return the first states of tokens (..., tokens, values)."""
+    def enter(self, tokens: Tensor, condition: Tensor) -> Tensor:
+        """Return the first states of tokens (..., tokens, values), with the caption's part (..., width)."""
         repeats = tokens.shape[-2] // self.frame_tokens
         embedded: Tensor = self.embed(tokens)
-        return embedded + self.place.repeat(repeats, 1)
+        return embedded + self.place.repeat(repeats, 1) + condition.unsqueeze(-2)
 
     def leave(self, x: Tensor) -> Tensor:
         """Return the clean values that the last states predict."""
