@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app
 from outrider.media import load_models
+from outrider.media.models.store import EMBEDDED
 from tests.media.made_up import write_models
 
 
@@ -111,12 +112,20 @@ def test_mistakes_are_one_line(folder, words, message, tmp_path, monkeypatch):
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+def test_a_copy_without_models_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.media.models.store.EMBEDDED", tmp_path)
+    result = run("bench", "--prompts", 5)
+    assert result.exit_code == 2
+    assert "has no video models; train them with python -m recipes.video.train" in result.stderr
+
+
 def test_a_wrong_folder_is_one_line(tmp_path):
     result = run("demo", "--threshold", 0.5, "--models", tmp_path, "--out", tmp_path / "a.gif")
     assert result.exit_code == 2
     assert "has no readable config.json" in result.stderr
 
 
+@pytest.mark.skipif(not (EMBEDDED / "config.json").is_file(), reason="this copy has no video models")
 def test_the_embedded_models_load():
     models = load_models()
     assert models.compute_ratio >= 8

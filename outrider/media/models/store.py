@@ -84,6 +84,11 @@ def load_models(folder: str | Path | None = None, *, eager_commits: bool = False
     Raises:
         OutriderError: the folder holds no such set, or it is damaged.
     """
+    if folder is None and not (EMBEDDED / "config.json").is_file():
+        raise OutriderError(
+            "this copy of Outrider has no video models; train them with python -m recipes.video.train --out DIR, and"
+            " name DIR/models"
+        )
     path = EMBEDDED if folder is None else Path(folder).expanduser()
     networks = _load_networks(path)
     return VideoModels(
