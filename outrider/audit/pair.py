@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 
 _MAX_NUM_SEQS = 16  # sequences at once
+_CHAIN = 15  # tokens whose logits one pass computes, beside those of the root
 _GRID = 1 << 20  # resolution of a uniform number
 
 
@@ -159,6 +161,38 @@ class Pair:
         logits = self._target.score(batch, tree.empty(1, self.device)).logits[0, 0]
         self._target.cache.release(0)
         return logits
+
+    @torch.inference_mode()
+    def logits_along(self, text: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+        """Return the logits [1 + N, V] float32 after the tokens `text`, and after each of N `tokens` that follow."""
+        rows = []
+        for begin in range(0, len(tokens) + 1, _CHAIN + 1):
+            # The root of a pass is the position after the nodes of the pass before.
+            prefix = (*text, *tokens[:begin])
+            nodes = tuple(tokens[begin : begin + _CHAIN])
+            self._target.cache.admit(0, prefix)
+            batch = Batch(seqs=(SequenceState.of(prefix),), start=(0,), feed=(prefix,), draft_budget=(len(nodes),))
+            draft = tree.empty(1, self.device)
+            if nodes:
+                draft = tree.chain(torch.tensor([nodes], device=self.device), (len(nodes),))
+            rows.append(self._target.score(batch, draft).logits[0].clone())
+            self._target.cache.release(0)
+        return torch.cat(rows).float()
+
+    @property
+    def vocab(self) -> int:
+        """Number of ids that have logits."""
+        return self._setup.vocab
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the target."""
+        return self._loaded.checkpoint.tokenizer
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end the text."""
+        return self._loaded.checkpoint.end_ids
 
     def target_distribution(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         """Return the target distribution [V] of `logits` [V], for parameters that do not depend on the text."""

@@ -11,6 +11,7 @@ import torch
 from outrider.errors import OutriderError
 
 _MIN_EXPECTED = 5.0  # expected count of a cell; with fewer, the chi-square approximation is poor
+_LARGE = 1e6  # noncentrality from which the distribution is as good as normal
 _TOLERANCE = 1e-4  # largest difference between the sum of probabilities and 1
 
 
@@ -64,6 +65,46 @@ def chi_square_tail(value: float, dof: int) -> float:
     """Return P(X >= value) for chi-square X: the regularized upper incomplete gamma function Q(dof / 2, value / 2)."""
     half = torch.tensor([dof / 2, value / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def noncentral_tail(value: float, dof: int, noncentrality: float) -> float:
+    """Return P(X >= value) for noncentral chi-square X: a Poisson mixture of central ones (Patnaik 1949, Biometrika).
+
+    Args:
+        value: at least 0.
+        dof: degrees of freedom, at least 1.
+        noncentrality: at least 0; 0 is the central distribution.
+    """
+    if not noncentrality:
+        return chi_square_tail(value, dof)
+    if noncentrality > _LARGE:
+        deviation = math.sqrt(2 * (dof + 2 * noncentrality))
+        return float(torch.special.ndtr(torch.tensor((dof + noncentrality - value) / deviation, dtype=torch.float64)))
+    half = noncentrality / 2
+    spread = 12 * math.sqrt(half) + 40  # beyond it the weights of the mixture vanish
+    terms = torch.arange(max(0, int(half - spread)), int(half + spread), dtype=torch.float64)
+    weights = (terms * math.log(half) - half - torch.lgamma(terms + 1)).exp()
+    tails = torch.special.gammaincc(dof / 2 + terms, torch.full_like(terms, value / 2))
+    return float((weights * tails).sum().clamp(0, 1))
+
+
+def power(dof: int, noncentrality: float, level: float, *, allowed: float = 0.0) -> float:
+    """Return the probability that a chi-square test finds a difference.
+
+    Args:
+        dof: degrees of freedom, at least 1.
+        noncentrality: samples times the chi-square distance of the two laws.
+        level: significance level.
+        allowed: the noncentrality that the test does not count as a difference.
+    """
+    low, high = 0.0, 10.0 * (dof + 100) + 4 * allowed
+    for _ in range(60):  # bisection for the critical value
+        middle = (low + high) / 2
+        if noncentral_tail(middle, dof, allowed) > level:
+            low = middle
+        else:
+            high = middle
+    return noncentral_tail(high, dof, noncentrality)
 
 
 def wilson(successes: int, trials: int, *, confidence: float = 0.95) -> Interval:

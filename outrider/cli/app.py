@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from outrider._version import __version__
+from outrider.audit.server.settings import ServerOptions, check_given
 from outrider.cli import drafts, options
 from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.media import media
@@ -260,7 +261,9 @@ def _given(ctx: typer.Context) -> set[str]:
 
 
 @app.command()
+@options.spread
 def audit(
+    ctx: typer.Context,
     *,
     target: options.Target = None,
     proposer: options.Proposer = None,
@@ -272,28 +275,34 @@ def audit(
     kernels: options.Kernels = "auto",
     quantize: options.Quantize = None,
     threads: options.Threads = None,
+    server: ServerOptions,
     as_json: options.Json = False,
 ) -> None:
     """Test that speculation leaves the text of this target and proposer unchanged.
 
-    The exit code is 1 if a test fails.
+    With --server, test whether the output of a running server is that of the target. The exit code is 1 if a test
+    fails.
     """
-    from outrider.audit.run import run_audit
-
     console = Console(stderr=as_json)
-    report = run_audit(
-        target,
-        proposer,
-        k=k,
-        verifier=verifier,
-        prompts=prompts,
-        samples=samples,
-        device=device,
-        kernels=kernels,
-        quantize=quantize,
-        threads=threads,
-        console=console,
-    )
+    check_given(server.server, _given(ctx))
+    shared: dict[str, Any] = {
+        "k": k,
+        "prompts": prompts,
+        "samples": samples,
+        "device": device,
+        "kernels": kernels,
+        "quantize": quantize,
+        "threads": threads,
+        "console": console,
+    }
+    if server.server is None:
+        from outrider.audit.run import run_audit
+
+        report = run_audit(target, proposer, verifier=verifier, **shared)
+    else:
+        from outrider.audit.server.run import run_server_audit
+
+        report = run_server_audit(target, server, **shared)
     if as_json:
         typer.echo(json.dumps(report))
     if not report["passed"]:

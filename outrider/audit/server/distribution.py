@@ -1,0 +1,170 @@
+"""The sampling tests: counts of a server's first tokens against the law of the model, with room for rounding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.audit.distribution import SIGNIFICANCE
+from outrider.audit.prompts import Prompt
+from outrider.audit.server.client import Completions
+from outrider.audit.server.hypotheses import EXACT, Hypothesis
+from outrider.audit.server.model import Model, Texts, Tokens
+from outrider.audit.server.outcomes import Outcome, Tree, edge, grow
+from outrider.audit.statistics import GTest, g_test, noncentral_tail
+from outrider.core.params import SamplingParams
+
+_CANDIDATES = 3  # prompts that are considered for each test
+_EDGE = 6.0  # gap at the edge of top_k or top_p that a test needs, in standard deviations of the rounding
+_MIN_EDGE = 1e-3  # the same in logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestCase:
+    """A setting of the sampling parameters, and how much of an output is counted."""
+
+    name: str
+    params: SamplingParams
+    depth: int  # tokens
+    width: int  # likeliest tokens that are distinguished
+
+
+CASES = (
+    TestCase(name="first token, temperature 1", params=SamplingParams(temperature=1.0), depth=1, width=16),
+    TestCase(name="4 tokens, temperature 1", params=SamplingParams(temperature=1.0), depth=4, width=3),
+    TestCase(name="4 tokens, temperature 0.6", params=SamplingParams(temperature=0.6), depth=4, width=3),
+    TestCase(name="3 tokens, top_k 3", params=SamplingParams(temperature=1.0, top_k=3), depth=3, width=4),
+    TestCase(
+        name="3 tokens, temperature 0.7, top_p 0.8", params=SamplingParams(temperature=0.7, top_p=0.8), depth=3, width=4
+    ),
+    TestCase(
+        name="4 tokens, penalties",
+        params=SamplingParams(temperature=1.0, presence_penalty=1.0, frequency_penalty=1.0),
+        depth=4,
+        width=3,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """The counts of one test, and what each hypothesis says about them."""
+
+    case: TestCase
+    tree: Tree
+    samples: int
+    counts: Mapping[Outcome, int]
+    tolerance: float  # chi-square distance of two laws that rounding explains
+
+    def compare(self, hypothesis: Hypothesis) -> GTest:
+        """Test the counts against the law of a hypothesis."""
+        law = self.tree.law(hypothesis, self.case.params)
+        return compare(self.counts, law, self.samples, self.tolerance)
+
+    def log_likelihood(self, hypothesis: Hypothesis) -> float:
+        """Return the log-likelihood of the counts, with a small probability for impossible outcomes."""
+        law = self.tree.law(hypothesis, self.case.params)
+        return sum(count * math.log(max(law.get(outcome, 0.0), 1e-9)) for outcome, count in self.counts.items())
+
+
+def compare(counts: Mapping[Outcome, int], law: Mapping[Outcome, float], samples: int, tolerance: float) -> GTest:
+    """Test counts against a law. The p-value is that of the worst law within `tolerance` of it.
+
+    A law at chi-square distance d from the true one makes G noncentral chi-square with noncentrality n d.
+    """
+    outcomes = list(law)
+    unknown = sum(count for outcome, count in counts.items() if outcome not in law)
+    observed = [counts.get(outcome, 0) for outcome in outcomes]
+    result = g_test([*observed, unknown], [*(law[outcome] for outcome in outcomes), 0.0])
+    if not tolerance or not math.isfinite(result.statistic):
+        return result
+    p_value = noncentral_tail(result.statistic, result.dof, samples * tolerance) if result.dof else 1.0
+    return GTest(statistic=result.statistic, dof=result.dof, p_value=p_value)
+
+
+def distance(law: Mapping[Outcome, float], other: Mapping[Outcome, float]) -> float:
+    """Return the total variation distance of two laws."""
+    outcomes = {*law, *other}
+    return 0.5 * sum(abs(law.get(each, 0.0) - other.get(each, 0.0)) for each in outcomes)
+
+
+class Designer:
+    """Chooses for each test the prompt on which the known defects change the law most."""
+
+    def __init__(
+        self,
+        target: Model,
+        draft: Model | None,
+        texts: Texts | None,
+        prompts: Sequence[tuple[Prompt, Tokens]],
+        defects: Sequence[Hypothesis],
+        *,
+        rounding: float,
+    ) -> None:
+        """Remember the models and prompts. `rounding` is the standard deviation of the server's logits."""
+        self._target = target
+        self._draft = draft
+        self._texts = texts
+        self._prompts = prompts[:_CANDIDATES]
+        # One variant of each defect is enough to choose a prompt.
+        self._defects = tuple({defect.cause: defect for defect in reversed(defects)}.values())
+        self._rounding = rounding
+        self._trees: dict[tuple[int, int, int], Tree] = {}
+
+    def choose(self, case: TestCase) -> tuple[Prompt, Tree] | None:
+        """Return the prompt and the tree of a test, or None if rounding decides on all prompts what a filter keeps."""
+        least = max(_MIN_EDGE, _EDGE * self._rounding / case.params.temperature)
+        trees = [(prompt, self._tree(number, case)) for number, (prompt, _) in enumerate(self._prompts)]
+        usable = [(prompt, tree) for prompt, tree in trees if edge(tree, case.params) >= least]
+        return max(usable, key=lambda each: self._power(each[1], case), default=None)
+
+    def _power(self, tree: Tree, case: TestCase) -> float:
+        law = tree.law(EXACT, case.params)
+        return sum(distance(law, tree.law(defect, case.params)) for defect in self._defects)
+
+    def _tree(self, number: int, case: TestCase) -> Tree:
+        key = (number, case.depth, case.width)
+        if key not in self._trees:
+            tokens = self._prompts[number][1]
+            self._trees[key] = grow(
+                self._target, tokens, depth=case.depth, width=case.width, draft=self._draft, texts=self._texts
+            )
+        return self._trees[key]
+
+
+async def run_case(
+    completions: Completions, case: TestCase, prompt: Prompt, tree: Tree, *, samples: int, seed: int, rounding: float
+) -> Sampled:
+    """Sample completions for one test."""
+    answers = await completions.sample(
+        prompt, tree.prompt, case.params, max_tokens=case.depth, samples=samples, seed=seed
+    )
+    # A change of the logits with standard deviation s changes the law of a token by at most s^2 in chi-square.
+    tolerance = case.depth * (rounding / case.params.temperature) ** 2
+    return Sampled(case=case, tree=tree, samples=samples, counts=tree.counts(answers), tolerance=tolerance)
+
+
+def entry(sampled: Sampled, *, level: float) -> dict[str, Any]:
+    """Return the entry of a test in the report."""
+    result = sampled.compare(EXACT)
+    law = sampled.tree.law(EXACT, sampled.case.params)
+    known = sum(prob for outcome, prob in law.items() if outcome[-1] != "other")
+    return {
+        "name": sampled.case.name,
+        "samples": sampled.samples,
+        "outcomes": sum(prob > 0 for prob in law.values()),
+        "distinguished": known,
+        "ambiguity": sampled.tree.ambiguity,
+        "statistic": result.statistic if math.isfinite(result.statistic) else None,
+        "dof": result.dof,
+        "p_value": result.p_value,
+        "rounding_chi2": sampled.tolerance,
+        "passed": result.p_value >= level,
+    }
+
+
+def level_of(tests: int) -> float:
+    """Return the significance level of each of several tests (Bonferroni)."""
+    return SIGNIFICANCE / max(tests, 1)
