@@ -28,11 +28,13 @@ def save_pair(root: Path) -> tuple[Path, Path]:
     config = tiny.make_config("LlamaConfig", num_hidden_layers=2, initializer_range=0.2)
     target = LlamaForCausalLM(config).eval()
     with torch.no_grad():
-        target.lm_head.weight *= 3.4
+        # The last token is likely to come again, so that penalties matter.
+        target.lm_head.weight.copy_(2.5 * target.lm_head.weight + 3.0 * target.model.embed_tokens.weight)
+        target.model.embed_tokens.weight *= 5
     tiny.save_model(root / "target", target)
     with torch.no_grad():
         for weight in target.parameters():
-            weight += 0.1 * weight.std() * torch.randn(weight.shape)
+            weight += 0.12 * weight.std() * torch.randn(weight.shape)
     tiny.save_model(root / "draft", target)
     return root / "target", root / "draft"
 
@@ -143,6 +145,7 @@ class FakeServer:
     def __init__(self, engine: FakeEngine, *, token_ids: bool = True, refused: tuple[str, ...] = ()) -> None:
         self.engine = engine
         self.token_ids = token_ids
+        self.reads_ids = True  # takes prompts as token ids
         self.refused = refused  # fields that it does not know
         self.url = "http://fake/v1"
         self.metrics_text: str | None = None
@@ -157,6 +160,8 @@ class FakeServer:
         if unknown := [name for name in self.refused if name in body]:
             return 400, {"error": {"message": f"unknown field {unknown[0]}"}}
         prompt = body["prompt"]
+        if not isinstance(prompt, str) and not self.reads_ids:
+            prompt = self.engine.tokenizer.decode(prompt) + "!"
         tokens = self.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         with self._lock:
             output = self.engine.generate(tokens, {"temperature": 1.0, "max_tokens": 16} | body)

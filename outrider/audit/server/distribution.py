@@ -33,17 +33,17 @@ class TestCase:
 
 CASES = (
     TestCase(name="first token, temperature 1", params=SamplingParams(temperature=1.0), depth=1, width=16),
-    TestCase(name="4 tokens, temperature 1", params=SamplingParams(temperature=1.0), depth=4, width=3),
-    TestCase(name="4 tokens, temperature 0.6", params=SamplingParams(temperature=0.6), depth=4, width=3),
+    TestCase(name="3 tokens, temperature 1", params=SamplingParams(temperature=1.0), depth=3, width=4),
+    TestCase(name="3 tokens, temperature 0.6", params=SamplingParams(temperature=0.6), depth=3, width=4),
     TestCase(name="3 tokens, top_k 3", params=SamplingParams(temperature=1.0, top_k=3), depth=3, width=4),
     TestCase(
         name="3 tokens, temperature 0.7, top_p 0.8", params=SamplingParams(temperature=0.7, top_p=0.8), depth=3, width=4
     ),
     TestCase(
-        name="4 tokens, penalties",
+        name="3 tokens, penalties",
         params=SamplingParams(temperature=1.0, presence_penalty=1.0, frequency_penalty=1.0),
-        depth=4,
-        width=3,
+        depth=3,
+        width=4,
     ),
 )
 

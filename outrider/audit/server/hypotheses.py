@@ -119,11 +119,12 @@ def _of_the_sampler() -> Iterator[Hypothesis]:
 
 def _of_the_verifier(start: State) -> Iterator[Hypothesis]:
     """Yield defects of the verification that can be computed without the draft."""
-    yield Hypothesis(
-        cause="draft tokens are verified greedily at a temperature above 0",
-        start=start,
-        step=_after_first(lambda position: {0: position.target(temperature=0.0)}),
-    )
+    if start == FIRST:  # otherwise every token is the likeliest one
+        yield Hypothesis(
+            cause="draft tokens are verified greedily at a temperature above 0",
+            start=start,
+            step=_after_first(lambda position: {0: position.target(temperature=0.0)}),
+        )
     # Without the draft it is unknown which draft tokens are accepted. All of them are, here.
     yield Hypothesis(
         cause=_STALE,

@@ -17,7 +17,7 @@ from outrider.core.params import SamplingParams
 
 OTHER = "other"  # all outcomes that are not distinguished
 _FLOOR = 1e-6  # probability below which another tokenization of a text is not looked at
-_DRAFT_WIDTH = 2  # likeliest tokens of the draft that are distinguished as well
+_DRAFT_WIDTH = 1  # likeliest tokens of the draft that are distinguished as well
 
 # A list of tokens for servers that return token ids, and a text for the others. OTHER ends an outcome.
 Outcome = tuple[int | str, ...]

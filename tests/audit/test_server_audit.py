@@ -1,0 +1,293 @@
+"""Tests that the audit of a server passes for an exact one and names the defect of a broken one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from outrider.audit.pair import Pair
+from outrider.audit.server import run as server_run
+from outrider.audit.server.client import Answer, open_completions, request_body
+from outrider.audit.server.distribution import CASES, compare, distance
+from outrider.audit.server.hypotheses import EXACT, hypotheses
+from outrider.audit.server.model import Model, Texts, distribution
+from outrider.audit.server.outcomes import OTHER, grow
+from outrider.audit.server.replay import replay
+from outrider.audit.server.run import run_server_audit
+from outrider.audit.server.settings import ServerOptions, check_given
+from outrider.audit.statistics import chi_square_tail, noncentral_tail, power
+from outrider.cli.app import app
+from outrider.core.params import SamplingParams
+from outrider.errors import OutriderError
+from tests.helpers.fake_server import NAME, FakeEngine, FakeServer, save_pair, serving, warp
+
+PROMPT = "aab"
+PROMPTS = (PROMPT, "zebra zoo")
+CONTINUED, COOLER, TOP_K, TOP_P, PENALTIES = CASES[1:]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def engine(folders):
+    return FakeEngine(*folders)
+
+
+@pytest.fixture
+def fake(engine):
+    engine.defect = ""
+    yield FakeServer(engine)
+    engine.defect = ""
+
+
+@pytest.fixture(scope="module")
+def pair(folders):
+    return Pair(str(folders[0]), "none", (PROMPT,), dtype="float32", device="cpu", room=32)
+
+
+@pytest.fixture
+def audit(folders, fake, monkeypatch, tmp_path):
+    """A function that audits the fake server without HTTP, with one prompt and some of the tests."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+
+    @asynccontextmanager
+    async def connect(url, **_):
+        yield fake
+
+    monkeypatch.setattr(server_run, "connect", connect)
+
+    def run(defect="", *, cases=(CONTINUED,), samples=600, draft=True):
+        fake.engine.defect = defect
+        monkeypatch.setattr(server_run, "CASES", cases)
+        options = ServerOptions(server="http://fake", draft=str(folders[1]) if draft else None, tokens=6)
+        return run_server_audit(
+            str(folders[0]), options, k=3, prompts=str(prompts), samples=samples, device="cpu", threads=1, console=None
+        )
+
+    return run
+
+
+def causes(report):
+    return [each["cause"] for each in report["diagnosis"]["causes"]]
+
+
+@pytest.mark.parametrize("token_ids", [True, False])
+def test_an_exact_server_passes(audit, fake, token_ids):
+    fake.token_ids = token_ids
+    report = audit(cases=(CONTINUED, TOP_P, PENALTIES), samples=300)
+    assert report["passed"]
+    assert report["replay"]["differences"] == 0
+    assert report["replay"]["tokens"] == 12
+    assert report["asked"]["returned"] == ("token ids" if token_ids else "text")
+    assert len(report["distribution"]["tests"]) == 3
+    assert report["distribution"]["significance"] == pytest.approx(1e-4 / 3)
+    assert report["diagnosis"] is None
+    assert any("text only" in note for note in report["notes"]) is not token_ids
+
+
+@pytest.mark.parametrize(
+    ("defect", "case", "cause"),
+    [
+        ("greedy", CONTINUED, "every token is the likeliest one"),
+        ("greedy verifier", CONTINUED, "verified greedily"),
+        ("hot draft", COOLER, "the temperature is ignored for the draft"),
+        ("greedy draft", CONTINUED, "takes it for a sample"),
+        ("wrong residual", CONTINUED, "not of the residual"),
+        ("late filters", TOP_P, "applied after the ratio"),
+        ("stale penalties", PENALTIES, "do not count the draft tokens of the same round"),
+        ("unverified", CONTINUED, "are not verified"),
+    ],
+)
+def test_a_defect_is_named(audit, defect, case, cause):
+    report = audit(defect, cases=(case,), samples=1200)
+    assert not report["passed"]
+    found = causes(report)
+    assert any(cause in each for each in found)
+    # A draft that takes its likeliest token looks like a greedy verifier where the draft is too sure.
+    assert len(found) == 1 or defect == "greedy draft"
+
+
+def test_defects_without_the_draft(audit, fake):
+    report = audit("greedy verifier", samples=600, draft=False)
+    assert causes(report) == ["draft tokens are verified greedily at a temperature above 0"]
+    fake.token_ids = False
+    report = audit("unverified", samples=600, draft=False)
+    assert not report["passed"]
+    assert causes(report) == []
+    assert "No known defect explains" in report["notes"][-1]
+
+
+def test_another_model_fails_the_replay(audit, fake, folders):
+    fake.engine = FakeEngine(folders[1], folders[1])
+    report = audit(samples=200)
+    assert not report["replay"]["passed"]
+    detail = report["replay"]["details"][0]
+    assert detail["margin"] > detail["tolerance"]
+    assert "other weights" in report["notes"][0]
+
+
+def test_laws_are_those_of_the_reference(pair, engine):
+    """The law of the exact server, by the chain rule over the fake server's own sampler."""
+    prompt = list(pair.prompts[0])
+    engine.defect = ""
+    for case in (CONTINUED, TOP_K, TOP_P, PENALTIES):
+        tree = grow(Model(pair), pair.prompts[0], depth=2, width=3)
+        law = tree.law(EXACT, case.params)
+        assert sum(law.values()) == pytest.approx(1)
+        body = {name: getattr(case.params, name) for name in ("temperature", "top_k", "top_p")}
+        body |= {name: getattr(case.params, name) for name in ("presence_penalty", "frequency_penalty")}
+        for outcome, prob in law.items():
+            if OTHER in outcome:
+                continue
+            expected = 1.0
+            for position, token in enumerate(outcome):
+                before = list(outcome[:position])
+                logits = engine._logits(0, prompt + before)
+                expected *= warp(logits, body, before, case.params.temperature, True)[token]
+            assert prob == pytest.approx(expected, abs=1e-5)
+
+
+def test_every_law_sums_to_one_and_is_exact_where_it_does_not_apply(pair, folders):
+    draft = Model(Pair(str(folders[1]), "none", (PROMPT,), dtype="float32", device="cpu", room=32))
+    tree = grow(Model(pair), pair.prompts[0], depth=2, width=3, draft=draft)
+    exact = tree.law(EXACT, PENALTIES.params)
+    plain = tree.law(EXACT, CONTINUED.params)
+    for defect in hypotheses(draft=True, k=3):
+        assert sum(tree.law(defect, PENALTIES.params).values()) == pytest.approx(1, abs=1e-6)
+        law = tree.law(defect, CONTINUED.params)
+        assert sum(law.values()) == pytest.approx(1, abs=1e-6)
+        if "penalties" in defect.cause or "top_k" in defect.cause:
+            assert distance(law, plain) < 1e-9
+    assert distance(exact, plain) > 0
+
+
+def test_a_text_has_the_probability_of_all_its_tokenizations(pair):
+    class Merged(Texts):
+        """A tokenizer in which one more token has the text of another one."""
+
+        def after(self, prompt, output):
+            return "".join("xx" if token == twin else chr(97 + token % 26) for token in output)
+
+        def beginnings(self, text):
+            return [token for token in range(pair.vocab) if text.startswith(self.after((), (token,)))]
+
+    target = Model(pair)
+    twin = int(target.logits(pair.prompts[0]).topk(4).indices[3])
+    texts = Merged(pair.tokenizer, pair.vocab)
+    tree = grow(target, pair.prompts[0], depth=1, width=2, texts=texts)
+    law = tree.law(EXACT, SamplingParams(temperature=1.0))
+    p = target.logits(pair.prompts[0]).softmax(-1)
+    for text in set(tree.texts.values()):
+        expected = sum(float(p[token]) for token in range(pair.vocab) if texts.after((), (token,)) == text)
+        assert law[(text,)] == pytest.approx(expected, abs=1e-3)
+    assert tree.ambiguity > 0
+    assert tree.outcome(Answer(text="?", tokens=None, ended=False)) == (OTHER,)
+
+
+def test_replay_measures_margins(pair):
+    texts = Texts(pair.tokenizer, pair.vocab)
+    prompt = pair.prompts[0]
+    tokens = []
+    for _ in range(5):
+        tokens.append(int(pair.logits((*prompt, *tokens)).argmax()))
+    text = texts.after(prompt, tokens)
+    for answer in (
+        Answer(text=text, tokens=tuple(tokens), ended=False),
+        Answer(text=text, tokens=None, ended=False),
+    ):
+        section = replay(pair, texts, [(PROMPT, prompt)], [answer], dtype=torch.float32, rounding=0.0)
+        assert (section["passed"], section["tokens"]) == (True, 5)
+    order = pair.logits((*prompt, *tokens[:2])).argsort(descending=True).tolist()
+    wrong = (*tokens[:2], order[3], *tokens[3:])
+    answer = Answer(text="", tokens=wrong, ended=False)
+    section = replay(pair, texts, [(PROMPT, prompt)], [answer], dtype=torch.float32, rounding=0.0)
+    first = section["details"][0]
+    assert (first["position"], first["server_token"], first["model_token"]) == (2, order[3], order[0])
+    assert not section["passed"]
+    tolerant = replay(pair, texts, [(PROMPT, prompt)], [answer], dtype=torch.float32, rounding=1e3)
+    assert tolerant["passed"]
+    assert tolerant["near_ties"] == tolerant["differences"] > 0
+
+
+def test_requests_switch_filters_off(fake):
+    fake.refused = ("return_token_ids", "min_p")
+    tokens = tuple(fake.engine.tokenizer.encode(PROMPT))
+    completions = asyncio.run(open_completions(fake, NAME, PROMPT, tokens, chat=False, concurrency=1))
+    assert not completions.abilities.token_ids
+    assert not completions.abilities.neutral
+    abilities = replace(completions.abilities, neutral=True)
+    body = request_body(NAME, PROMPT, tokens, TOP_K.params, abilities, max_tokens=3, seed=5)
+    assert (body["top_k"], body["min_p"], body["top_p"], body["seed"]) == (3, 0.0, 1.0, 5)
+    body = request_body(NAME, PROMPT, tokens, PENALTIES.params, abilities, max_tokens=3, seed=None)
+    assert (body["presence_penalty"], body["frequency_penalty"]) == (1.0, 1.0)
+    assert "seed" not in body
+
+
+def test_a_server_with_another_tokenizer_is_refused(fake):
+    fake.reads_ids = False
+    with pytest.raises(OutriderError, match=r"reads 3 tokens for a prompt that has 2"):
+        asyncio.run(open_completions(fake, NAME, PROMPT, (1, 2), chat=False, concurrency=1))
+
+
+def test_noncentral_chi_square():
+    rng = np.random.default_rng(0)
+    draws = rng.noncentral_chisquare(7, 11.0, 200_000)
+    assert noncentral_tail(20.0, 7, 11.0) == pytest.approx((draws >= 20).mean(), abs=5e-3)
+    assert noncentral_tail(20.0, 7, 0.0) == chi_square_tail(20.0, 7)
+    assert noncentral_tail(1e7, 7, 1e7) == pytest.approx(0.5, abs=0.01)
+    assert power(7, 0.0, 0.01) == pytest.approx(0.01, rel=1e-3)
+    assert power(7, 1e9, 0.01) == pytest.approx(1.0)
+    assert power(7, 30.0, 0.01, allowed=30.0) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_rounding_is_not_a_defect():
+    law = {(0,): 0.5, (1,): 0.5}
+    counts = {(0,): 5300, (1,): 4700}
+    assert compare(counts, law, 10_000, 0.0).p_value < 1e-6
+    assert compare(counts, law, 10_000, 0.01).p_value > 0.1
+    assert compare({(0,): 9, (2,): 1}, law, 10, 0.01).p_value == 0  # an impossible outcome is never rounding
+
+
+def test_command_over_http(fake, folders, monkeypatch):
+    monkeypatch.setattr(server_run, "CASES", (replace(CONTINUED, depth=1),))
+    with serving(fake) as url:
+        arguments = ["audit", "--server", url, "--target", str(folders[0]), "--samples", "100", "--tokens", "3"]
+        arguments += ["--threads", "1", "--json"]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        document = json.loads(result.stdout.splitlines()[-1])
+        assert document["passed"]
+        assert document["distribution"]["power"]
+        fake.engine.defect = "greedy"
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 1
+        assert "every token is the likeliest one" in result.output
+
+
+def test_mistakes_have_one_line(fake, folders):
+    target = str(folders[0])
+    with serving(fake) as url:
+        for server, others, message in (
+            ("localhost:1", [], "is not the URL of a server"),
+            ("http://127.0.0.1:9/v1", [], "cannot be reached"),
+            (url, ["--model", "nothing"], "has no model 'nothing'; give --model one of: tiny"),
+            (url.replace("/v1", "/wrong"), [], "answered 404; check the URL"),
+        ):
+            result = CliRunner().invoke(app, ["audit", "--server", server, "--target", target, *others])
+            assert result.exit_code == 2
+            assert message in result.output
+    with pytest.raises(OutriderError, match="--proposer does not go with --server"):
+        check_given("http://a", {"proposer"})
+    with pytest.raises(OutriderError, match="--draft needs --server"):
+        check_given(None, {"draft"})
