@@ -29,6 +29,8 @@ from outrider.report.console import print_document
 from outrider.serve.settings import Settings as ServeSettings
 from outrider.system.atomic_files import check_writable
 from outrider.tune.options import TuneOptions
+from outrider.tune.server.settings import ServerOptions as TuneServer
+from outrider.tune.server.settings import check_given as check_tune_given
 
 # `outrider audit` takes no `--k auto`: every test needs rounds with the same draft length.
 _AuditDraftLength = Annotated[
@@ -341,6 +343,7 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
 @app.command()
 @options.spread
 def tune(
+    ctx: typer.Context,
     *,
     target: options.Target = None,
     asked: TuneOptions,
@@ -355,13 +358,20 @@ def tune(
     kernels: options.Kernels = "auto",
     quantize: options.Quantize = None,
     threads: options.Threads = None,
+    server: TuneServer,
     as_json: options.BenchJson = False,
 ) -> None:
     """Measure proposers on your prompts and recommend one, with its k, or plain decoding.
 
+    With --server, measure a running server and say what to set there.
+
     Prints tables and a summary, then one JSON document as the last line if the output is not a terminal or
     with --json. --out writes that document, for --config of `outrider run`, `serve` and `bench`.
     """
+    check_tune_given(server.server, _given(ctx))
+    if server.server is not None:
+        _tune_server(server, asked, prompts=prompts, limit=limit, max_tokens=max_tokens, seed=seed, as_json=as_json)
+        return
     from outrider.tune.run import run_tune, write
     from outrider.tune.settings import Settings, default_proposers, read_ks, read_proposers
     from outrider.tune.table import show
@@ -393,6 +403,32 @@ def tune(
         check_writable(asked.out)  # before the measurement rather than after it
     document = run_tune(settings, progress=Console(stderr=True))
     print_document(document, show, as_json=as_json, write=partial(write, file=asked.out) if asked.out else None)
+
+
+def _tune_server(
+    server: TuneServer,
+    asked: TuneOptions,
+    *,
+    prompts: str | None,
+    limit: int | None,
+    max_tokens: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Measure a running server."""
+    from outrider.tune.server.run import run_server_tune, show
+
+    document = run_server_tune(
+        server,
+        batches=parse_whole("--batch", asked.batch),
+        temperature=parse_real("--temperature", asked.temperature)[0],
+        prompts=prompts,
+        limit=limit,
+        max_tokens=max_tokens,
+        seed=seed,
+        progress=Console(stderr=True),
+    )
+    print_document(document, show, as_json=as_json)
 
 
 for command in (drafts.fit, drafts.train, drafts.inspect, drafts.convert, drafts.index, drafts.layers):

@@ -75,7 +75,7 @@ class Tree:
                 output=beginning,
                 memo=self.memo[beginning],
             )
-            following = torch.tensor(self.children[beginning])
+            following = torch.tensor(self.children[beginning], dtype=torch.int64)
             moves: dict[State, torch.Tensor] = {}
             for state, weight in states.items():
                 for after, probs in hypothesis.step(position, state).items():

@@ -1,0 +1,1 @@
+"""`outrider tune --server`: measures a running server and says what to set."""

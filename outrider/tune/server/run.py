@@ -1,0 +1,225 @@
+"""Measures a running server at several loads, with and without speculation, and reads its metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from time import perf_counter
+from types import MappingProxyType
+from typing import Any
+
+from rich.console import Console
+
+from outrider.client.metrics import Speculation, read_speculation
+from outrider.client.server import Refused, Server, connect, find_model
+from outrider.errors import OutriderError
+from outrider.measure.prompts import Prompt, read_prompts
+from outrider.report.console import NONE, new_table
+from outrider.system.machine import commit, versions
+from outrider.tune.server.advice import Load, advise, best_k
+from outrider.tune.server.settings import ServerOptions
+
+# Fields of a request that switch speculation off, for the servers that have one.
+_OFF: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"Outrider": {"k": 0}, "llama.cpp": {"speculative.n_max": 0, "speculative.n_min": 0}}
+)
+_PER_WORKER = 4  # requests for each that runs at a time
+_WARM_UP = 8  # tokens of the first request, which is not measured
+
+
+def run_server_tune(
+    options: ServerOptions,
+    *,
+    batches: Sequence[int],
+    temperature: float,
+    prompts: str | None,
+    limit: int | None,
+    max_tokens: int,
+    seed: int,
+    progress: Console,
+) -> dict[str, Any]:
+    """Measure a server.
+
+    Args:
+        options: the server, and a second one without speculation.
+        batches: loads: requests at a time.
+        temperature: of all requests.
+        prompts: JSONL file; None: the embedded set.
+        limit: prompts per category.
+        max_tokens: output tokens of a request.
+        seed: seed of the requests.
+        progress: the console for progress.
+
+    Returns:
+        The JSON document.
+
+    Raises:
+        OutriderError: the server cannot be reached, lists no model, or has no metrics and no baseline.
+    """
+    measure = _Measure(options, read_prompts(prompts, limit=limit), temperature, max_tokens, seed)
+    with progress.status("measuring the server"):
+        engine, model, loads = asyncio.run(measure.run(batches))
+    return {
+        "benchmark": "outrider tune --server",
+        "server": options.server,
+        "baseline": options.baseline,
+        "model": model,
+        "engine": engine or None,
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+        "loads": [_load_dict(load) for load in loads],
+        "advice": advise(loads, engine),
+        "versions": versions(),
+        "commit": commit(),
+    }
+
+
+def show(document: dict[str, Any], console: Console) -> None:
+    """Print the loads and the advice."""
+    name = f" ({document['engine']})" if document["engine"] else ""
+    table = new_table(f"{document['model']} at {document['server']}{name}, temperature {document['temperature']:g}")
+    for heading in ("requests at a time", "tokens/s", "without speculation", "speedup", "tau", "by position, %", "k"):
+        table.add_column(heading, justify="right")
+    for load in document["loads"]:
+        reach = " ".join(f"{100 * share:.0f}" for share in load["accepted_by_position"])
+        table.add_row(
+            str(load["concurrency"]),
+            f"{load['tokens_per_s']:.1f}",
+            _number(load["plain_tokens_per_s"], 1),
+            _number(load["speedup"], 2),
+            _number(load["tau"], 2),
+            reach or NONE,
+            NONE if load["best_k"] is None else str(load["best_k"]),
+        )
+    console.print(table)
+    for line in document["advice"]:
+        console.print(f"- {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+class _Measure:
+    """One measurement."""
+
+    def __init__(
+        self, options: ServerOptions, prompts: Sequence[Prompt], temperature: float, max_tokens: int, seed: int
+    ) -> None:
+        self._options = options
+        self._prompts = prompts
+        self._params = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+
+    async def run(self, batches: Sequence[int]) -> tuple[str, str, list[Load]]:
+        options = self._options
+        assert options.server is not None
+        async with connect(options.server, api_key=options.api_key, timeout=options.timeout) as server:
+            model = await find_model(server, options.model)
+            before = await _scrape(server)
+            engine = before.engine if before else ""
+            if before is None and options.baseline is None:
+                raise OutriderError(
+                    f"{server.url.removesuffix('/v1')} has no /metrics; start the server with them (llama.cpp:"
+                    " --metrics, SGLang: --enable-metrics), or give --baseline URL to measure the gain alone"
+                )
+            if options.baseline is not None:
+                async with connect(options.baseline, api_key=options.api_key, timeout=options.timeout) as other:
+                    plain = _Peer(other, await find_model(other, None), {})
+                    return engine, model, await self._loads(_Peer(server, model, {}), plain, batches)
+            off = _OFF.get(engine)
+            plain = None if off is None else _Peer(server, model, off)
+            return engine, model, await self._loads(_Peer(server, model, {}), plain, batches)
+
+    async def _loads(self, peer: _Peer, plain: _Peer | None, batches: Sequence[int]) -> list[Load]:
+        for each in (peer, plain):
+            if each is not None:
+                await self._rate(each, 1, count=1, max_tokens=_WARM_UP)
+        loads = []
+        for concurrency in batches:
+            count = self._options.num_requests or _PER_WORKER * concurrency
+            before = await _scrape(peer.server)
+            rate = await self._rate(peer, concurrency, count=count)
+            after = await _scrape(peer.server)
+            loads.append(
+                Load(
+                    concurrency=concurrency,
+                    tokens_per_s=rate,
+                    plain_tokens_per_s=await self._rate(plain, concurrency, count=count) if plain else None,
+                    speculation=after.since(before) if after and before else None,
+                )
+            )
+        return loads
+
+    async def _rate(self, peer: _Peer, concurrency: int, *, count: int, max_tokens: int | None = None) -> float:
+        """Return output tokens per second of `count` requests, `concurrency` at a time."""
+        numbers = iter(range(count))
+        tokens = 0
+
+        async def work() -> None:
+            nonlocal tokens
+            for number in numbers:  # all workers share this iterator
+                body = self._params | ({"max_tokens": max_tokens} if max_tokens else {})
+                tokens += await peer.complete(self._prompts[number % len(self._prompts)], body)
+
+        began = perf_counter()
+        await asyncio.gather(*(work() for _ in range(min(concurrency, count))))
+        if not tokens:
+            raise OutriderError(f"{peer.server.url} returned no tokens; check --model and --prompts")
+        return tokens / (perf_counter() - began)
+
+
+class _Peer:
+    """A server, a model, and the fields that all of its requests have."""
+
+    def __init__(self, server: Server, model: str, fields: Mapping[str, Any]) -> None:
+        self.server = server
+        self._body = {"model": model, **fields}
+        self._ignore_eos = True  # so that all requests do the same work
+
+    async def complete(self, prompt: Prompt, params: Mapping[str, Any]) -> int:
+        """Return the number of output tokens of a request."""
+        body = {**self._body, **params}
+        if prompt.messages:
+            path = "chat/completions"
+            body["messages"] = list(prompt.messages)
+        else:
+            path = "completions"
+            body["prompt"] = prompt.prompt
+        if self._ignore_eos:
+            try:
+                return _count(await self.server.post(path, {**body, "ignore_eos": True}))
+            except Refused as error:
+                if error.status not in (400, 422):
+                    raise
+                self._ignore_eos = False  # the server does not know it
+        return _count(await self.server.post(path, body))
+
+
+def _count(document: Mapping[str, Any]) -> int:
+    try:
+        return int(document["usage"]["completion_tokens"])
+    except (KeyError, TypeError, ValueError):
+        raise OutriderError(
+            "the server reports no usage.completion_tokens, so tokens cannot be counted; switch its usage on"
+        ) from None
+
+
+async def _scrape(server: Server) -> Speculation | None:
+    text = await server.metrics()
+    return None if text is None else read_speculation(text)
+
+
+def _load_dict(load: Load) -> dict[str, Any]:
+    speculation = load.speculation
+    return {
+        "concurrency": load.concurrency,
+        "tokens_per_s": load.tokens_per_s,
+        "plain_tokens_per_s": load.plain_tokens_per_s,
+        "speedup": load.speedup,
+        "tau": speculation.tau if speculation else None,
+        "acceptance": speculation.acceptance if speculation else None,
+        "accepted_by_position": list(speculation.reach) if speculation else [],
+        "best_k": best_k(load),
+        "counters": asdict(speculation) if speculation else None,
+    }
+
+
+def _number(value: float | None, digits: int) -> str:
+    return NONE if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,202 @@
+"""Tests of `outrider tune --server`: the metrics that are read, the advice, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.cli.app import app
+from outrider.client.metrics import Speculation, read_speculation
+from outrider.client.server import base_url
+from outrider.errors import OutriderError
+from outrider.tune.server.advice import Load, advise, best_k
+from outrider.tune.server.settings import check_given
+
+VLLM = """# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{model_name="m"}} {drafts}
+vllm:spec_decode_num_draft_tokens_total{{model_name="m"}} {draft_tokens}
+vllm:spec_decode_num_accepted_tokens_total{{model_name="m"}} {accepted}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="0"}} {first}
+vllm:spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="1"}} {second}
+vllm:generation_tokens_total{{model_name="m"}} {output}
+"""
+OURS = """outrider_drafts_total 10.0
+outrider_draft_tokens_total 40.0
+outrider_accepted_tokens_total 16.0
+outrider_accepted_by_position_total{position="0"} 9.0
+outrider_accepted_by_position_total{position="1"} 7.0
+outrider_output_tokens_total 30.0
+"""
+SPECULATION = Speculation(
+    engine="vLLM",
+    drafts=100,
+    draft_tokens=400,
+    accepted_tokens=150,
+    accepted_by_position=(80, 50, 15, 5),
+    output_tokens=250,
+    accept_length=None,
+)
+
+
+@contextmanager
+def serving(metrics, *, fields=(), models=("m",)):
+    """Run a server whose metrics are a function of the number of requests with each of `fields`."""
+    bodies = []
+    lock = Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            if self.path == "/v1/models":
+                self.send(200, json.dumps({"data": [{"id": name} for name in models]}))
+            elif self.path == "/metrics" and metrics is not None:
+                self.send(200, metrics(len(bodies)))
+            else:
+                self.send(404, "{}")
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            if unknown := [name for name in fields if name in body]:
+                self.send(400, json.dumps({"error": {"message": f"unknown {unknown[0]}"}}))
+                return
+            with lock:
+                bodies.append(body)
+            choice = {"text": "x", "finish_reason": "length"}
+            self.send(200, json.dumps({"choices": [choice], "usage": {"completion_tokens": body["max_tokens"]}}))
+
+        def send(self, status, text):
+            self.send_response(status)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", bodies
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def vllm_metrics(requests):
+    return VLLM.format(
+        drafts=10 * requests,
+        draft_tokens=20 * requests,
+        accepted=13 * requests,
+        first=8 * requests,
+        second=5 * requests,
+        output=23 * requests,
+    )
+
+
+def tune(*arguments):
+    """Run the command and return its result and its document."""
+    result = CliRunner().invoke(app, ["tune", "--max-tokens", "4", "--json", *arguments])
+    document = json.loads(result.stdout.splitlines()[-1]) if result.exit_code == 0 else None
+    return result, document
+
+
+def test_metrics_of_engines():
+    vllm = read_speculation(vllm_metrics(1))
+    assert (vllm.engine, vllm.drafts, vllm.accepted_tokens, vllm.accepted_by_position) == ("vLLM", 10, 13, (8, 5))
+    assert vllm.tau == pytest.approx(2.3)
+    assert vllm.acceptance == pytest.approx(0.65)
+    assert vllm.reach == (0.8, 0.5)
+    ours = read_speculation(OURS)
+    assert (ours.engine, ours.tau, ours.reach) == ("Outrider", 2.6, (0.9, 0.7))
+    llama = read_speculation(vllm_metrics(1).replace("vllm:generation", "llamacpp:x").replace("vllm:", "llamacpp:"))
+    assert (llama.engine, llama.reach) == ("llama.cpp", (0.8, 0.5))
+    sglang = read_speculation("sglang:spec_accept_length 2.5\nsglang:generation_tokens_total 9\n")
+    assert (sglang.engine, sglang.tau, sglang.on, sglang.output_tokens) == ("SGLang", 2.5, True, 9)
+    assert read_speculation("vllm:generation_tokens_total 9\n").known is False
+    assert vllm.since(read_speculation(vllm_metrics(0))).drafts == 10
+    with pytest.raises(OutriderError, match="not in the Prometheus text format"):
+        read_speculation("<html>")
+
+
+def test_the_best_k_weighs_gain_against_cost():
+    load = Load(concurrency=1, tokens_per_s=200, plain_tokens_per_s=100, speculation=SPECULATION)
+    # tau is 2.5, so that a round takes 1.25 times as long, and each of 4 draft tokens 0.0625 of a plain round.
+    speedups = [1, 1.8 / 1.0625, 2.3 / 1.125, 2.45 / 1.1875, 2.5 / 1.25]
+    assert best_k(load) == max(range(5), key=speedups.__getitem__) == 3
+    assert best_k(replace(load, plain_tokens_per_s=400)) == 0
+    assert best_k(replace(load, plain_tokens_per_s=None)) is None
+
+
+def test_advice():
+    fast = Load(concurrency=1, tokens_per_s=200, plain_tokens_per_s=100, speculation=SPECULATION)
+    slow = Load(concurrency=16, tokens_per_s=300, plain_tokens_per_s=400, speculation=SPECULATION)
+    text = " ".join(advise([fast, slow], "vLLM"))
+    assert "Speculation is on" in text
+    assert "A pass emits 2.50 tokens." in text
+    assert "80%, 50%, 15%, 5%" in text
+    assert "2.00 at 1, 0.75 at 16" in text
+    assert "Set 3 draft tokens in place of 4" in text
+    assert "[[1, 15, 3], [16, 512, 0]]" in text
+    assert "does not pay at any" in " ".join(advise([slow], "vLLM"))
+    off = replace(SPECULATION, drafts=None, draft_tokens=None)
+    assert "--speculative-config" in " ".join(advise([replace(fast, speculation=off)], "vLLM"))
+    idle = replace(SPECULATION, drafts=0, draft_tokens=0)
+    assert "proposes nothing" in " ".join(advise([replace(fast, speculation=idle)], "vLLM"))
+    wrong = replace(SPECULATION, accepted_by_position=(2, 0))
+    assert "does not belong to this target" in " ".join(advise([replace(fast, speculation=wrong)], ""))
+    unknown = advise([replace(fast, plain_tokens_per_s=None)], "SGLang")
+    assert "--baseline" in unknown[-1]
+
+
+def test_command_with_a_baseline():
+    with serving(vllm_metrics, fields=("ignore_eos",)) as (url, bodies), serving(None) as (plain, plain_bodies):
+        result, document = tune("--server", url, "--baseline", plain, "--batch", "1,3", "--num-requests", "6")
+    assert result.exit_code == 0, result.output
+    assert document["engine"] == "vLLM"
+    first, second = document["loads"]
+    assert (first["concurrency"], second["concurrency"]) == (1, 3)
+    assert first["tau"] == pytest.approx(2.3)
+    assert first["accepted_by_position"] == [0.8, 0.5]
+    assert first["counters"]["drafts"] == 60  # of 6 requests
+    assert first["speedup"] == pytest.approx(first["tokens_per_s"] / first["plain_tokens_per_s"])
+    assert len(bodies) == len(plain_bodies) == 1 + 6 + 6
+    assert all("ignore_eos" not in body for body in bodies)
+    assert all(body["ignore_eos"] for body in plain_bodies)
+
+
+def test_our_server_switches_speculation_off_for_a_request():
+    with serving(lambda _: OURS) as (url, bodies):
+        result, document = tune("--server", url + "/v1", "--batch", "2")
+    assert result.exit_code == 0, result.output
+    assert document["loads"][0]["plain_tokens_per_s"] > 0
+    assert {body.get("k") for body in bodies} == {None, 0}
+
+
+def test_mistakes_have_one_line():
+    with serving(None) as (url, _):
+        result, _ = tune("--server", url)
+        assert result.exit_code == 2
+        assert "has no /metrics; start the server with them" in result.output
+    with serving(vllm_metrics, models=()) as (url, _):
+        result, _ = tune("--server", url)
+        assert "lists no model" in result.output
+    result, _ = tune("--server", "http://127.0.0.1:9")
+    assert "cannot be reached" in result.output
+    with pytest.raises(OutriderError, match="is not the URL of a server"):
+        base_url("127.0.0.1:8000")
+    assert base_url("http://a:1/") == "http://a:1/v1"
+    assert base_url("http://a/api/v1/") == "http://a/api/v1"
+    for server, given, message in (
+        ("http://a", {"server", "target"}, "--target does not go with --server"),
+        ("http://a", {"server", "out"}, "--out writes settings of this program"),
+        (None, {"baseline"}, "--baseline needs --server"),
+    ):
+        with pytest.raises(OutriderError, match=message):
+            check_given(server, given)
