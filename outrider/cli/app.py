@@ -431,6 +431,6 @@ def _tune_server(
     print_document(document, show, as_json=as_json)
 
 
-for command in (drafts.fit, drafts.train, drafts.inspect, drafts.convert, drafts.index, drafts.layers):
+for command in (drafts.fit, drafts.train, drafts.inspect, drafts.convert, drafts.export, drafts.index, drafts.layers):
     app.command()(command)
 app.add_typer(media, name="media")

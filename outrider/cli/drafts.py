@@ -88,6 +88,39 @@ def convert(
     run_convert(folder, to=to, out=out, target=target, console=Console())
 
 
+def export(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a draft model or a trained draft head.")],
+    *,
+    engine: Annotated[
+        str,
+        typer.Option("--for", metavar="ENGINE", help="vllm, sglang, llama.cpp, mlx, ollama or tensorrt-llm."),
+    ],
+    out: options.Out,
+    target: options.HeadTarget = None,
+    k: Annotated[
+        int | None, typer.Option("--k", metavar="N", help="Draft tokens per round. Without it, give --advice.")
+    ] = None,
+    advice: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Take the k that `outrider tune --out FILE` found to be the fastest."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="With --advice: sequences at once on the engine.")] = 1,
+    as_json: options.Json = False,
+) -> None:
+    """Write a draft as another engine reads it, with the command that runs it there.
+
+    Drafts that the engine does not run are refused. What was not run with an engine is labelled unproven.
+    """
+    from outrider.tools.export.run import run_export
+
+    console = Console(stderr=as_json)
+    summary = run_export(
+        folder, engine=engine, out=out, target=target, k=k, advice=advice, batch=batch, console=console
+    )
+    if as_json:
+        typer.echo(json.dumps(summary))
+
+
 def layers(
     *,
     target: options.Target = None,

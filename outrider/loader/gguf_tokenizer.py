@@ -6,7 +6,7 @@ rule that the file names in `tokenizer.ggml.pre` is applied here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -64,6 +64,12 @@ def make_tokenizer(path: Path, model: str, rule: str) -> Any:
     if model == "gpt2":
         tokenizer.backend_tokenizer.pre_tokenizer = _pre_tokenizer(_RULES[rule])
     return tokenizer
+
+
+def rules() -> Iterator[tuple[str, Any]]:
+    """Yield llama.cpp's name of each rule, and the pre-tokenizer that applies it. Aliases come last."""
+    for name, rule in _RULES.items():
+        yield name, _pre_tokenizer(rule)
 
 
 def _pre_tokenizer(rule: Any) -> Any:

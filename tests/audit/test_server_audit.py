@@ -17,7 +17,7 @@ from outrider.audit.server import run as server_run
 from outrider.audit.server.client import Answer, open_completions, request_body
 from outrider.audit.server.distribution import CASES, compare, distance
 from outrider.audit.server.hypotheses import EXACT, hypotheses
-from outrider.audit.server.model import Model, Texts, distribution
+from outrider.audit.server.model import Model, Texts
 from outrider.audit.server.outcomes import OTHER, grow
 from outrider.audit.server.replay import replay
 from outrider.audit.server.run import run_server_audit
@@ -69,8 +69,12 @@ def audit(folders, fake, monkeypatch, tmp_path):
 
     def run(defect="", *, cases=(CONTINUED,), samples=600, draft=True):
         fake.engine.defect = defect
-        monkeypatch.setattr(server_run, "CASES", cases)
-        options = ServerOptions(server="http://fake", draft=str(folders[1]) if draft else None, tokens=6)
+        options = ServerOptions(
+            server="http://fake",
+            draft=str(folders[1]) if draft else None,
+            tokens=6,
+            tests=",".join(case.key for case in cases),
+        )
         return run_server_audit(
             str(folders[0]), options, k=3, prompts=str(prompts), samples=samples, device="cpu", threads=1, console=None
         )
@@ -259,10 +263,10 @@ def test_rounding_is_not_a_defect():
     assert compare({(0,): 9, (2,): 1}, law, 10, 0.01).p_value == 0  # an impossible outcome is never rounding
 
 
-def test_command_over_http(fake, folders, monkeypatch):
-    monkeypatch.setattr(server_run, "CASES", (replace(CONTINUED, depth=1),))
+def test_command_over_http(fake, folders):
     with serving(fake) as url:
         arguments = ["audit", "--server", url, "--target", str(folders[0]), "--samples", "100", "--tokens", "3"]
+        arguments += ["--tests", "first"]
         arguments += ["--threads", "1", "--json"]
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
@@ -281,6 +285,7 @@ def test_mistakes_have_one_line(fake, folders):
         for server, others, message in (
             ("localhost:1", [], "is not the URL of a server"),
             ("http://127.0.0.1:9/v1", [], "cannot be reached"),
+            (url, ["--tests", "all"], "--tests has 'all'; use some of: first, sampled"),
             (url, ["--model", "nothing"], "has no model 'nothing'; give --model one of: tiny"),
             (url.replace("/v1", "/wrong"), [], "answered 404; check the URL"),
         ):

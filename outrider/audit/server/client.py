@@ -15,6 +15,7 @@ from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 
 _NOT_FOUND = (404, 405, 501)
+_INVALID = (400, 422)
 _MAX_SEED = 2**31  # some servers take 32-bit seeds
 # Names of the repetition penalty: in vLLM, SGLang and Outrider, and in llama.cpp.
 _REPETITION = ("repetition_penalty", "repeat_penalty")
@@ -69,6 +70,16 @@ class Completions:
             document = await self._server.post(_path(self.abilities.chat), body)
         self.on_done()
         return parse_answer(document, self.abilities)
+
+    async def refusal(self, prompt: Prompt, tokens: Tokens, params: SamplingParams) -> str | None:
+        """Return why the server refuses requests with these parameters, or None if it takes them."""
+        try:
+            await self.ask(prompt, tokens, params, max_tokens=1, seed=0)
+        except Refused as error:
+            if error.status not in _INVALID:
+                raise
+            return error.message
+        return None
 
     async def sample(
         self, prompt: Prompt, tokens: Tokens, params: SamplingParams, *, max_tokens: int, samples: int, seed: int

@@ -15,6 +15,7 @@ from outrider.audit.server.model import Model, Texts, Tokens
 from outrider.audit.server.outcomes import Outcome, Tree, edge, grow
 from outrider.audit.statistics import GTest, g_test, noncentral_tail
 from outrider.core.params import SamplingParams
+from outrider.errors import OutriderError
 
 _CANDIDATES = 3  # prompts that are considered for each test
 _EDGE = 6.0  # gap at the edge of top_k or top_p that a test needs, in standard deviations of the rounding
@@ -25,6 +26,7 @@ _MIN_EDGE = 1e-3  # the same in logits
 class TestCase:
     """A setting of the sampling parameters, and how much of an output is counted."""
 
+    key: str  # its name in --tests
     name: str
     params: SamplingParams
     depth: int  # tokens
@@ -32,20 +34,40 @@ class TestCase:
 
 
 CASES = (
-    TestCase(name="first token, temperature 1", params=SamplingParams(temperature=1.0), depth=1, width=16),
-    TestCase(name="3 tokens, temperature 1", params=SamplingParams(temperature=1.0), depth=3, width=4),
-    TestCase(name="3 tokens, temperature 0.6", params=SamplingParams(temperature=0.6), depth=3, width=4),
-    TestCase(name="3 tokens, top_k 3", params=SamplingParams(temperature=1.0, top_k=3), depth=3, width=4),
+    TestCase(key="first", name="first token, temperature 1", params=SamplingParams(temperature=1.0), depth=1, width=16),
+    TestCase(key="sampled", name="3 tokens, temperature 1", params=SamplingParams(temperature=1.0), depth=3, width=4),
+    TestCase(key="cooler", name="3 tokens, temperature 0.6", params=SamplingParams(temperature=0.6), depth=3, width=4),
+    TestCase(key="top-k", name="3 tokens, top_k 3", params=SamplingParams(temperature=1.0, top_k=3), depth=3, width=4),
     TestCase(
-        name="3 tokens, temperature 0.7, top_p 0.8", params=SamplingParams(temperature=0.7, top_p=0.8), depth=3, width=4
+        key="top-p",
+        name="3 tokens, temperature 0.7, top_p 0.8",
+        params=SamplingParams(temperature=0.7, top_p=0.8),
+        depth=3,
+        width=4,
     ),
     TestCase(
+        key="penalties",
         name="3 tokens, penalties",
         params=SamplingParams(temperature=1.0, presence_penalty=1.0, frequency_penalty=1.0),
         depth=3,
         width=4,
     ),
 )
+
+
+def cases_of(tests: str | None) -> tuple[TestCase, ...]:
+    """Return the tests of a list such as "first,top-p"; all for None.
+
+    Raises:
+        OutriderError: a test has no such name.
+    """
+    if tests is None:
+        return CASES
+    wanted = [name.strip() for name in tests.split(",") if name.strip()]
+    known = [case.key for case in CASES]
+    if unknown := [name for name in wanted if name not in known] or ([] if wanted else [tests]):
+        raise OutriderError(f"--tests has {unknown[0]!r}; use some of: {', '.join(known)}")
+    return tuple(case for case in CASES if case.key in wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

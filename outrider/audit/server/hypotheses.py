@@ -15,7 +15,7 @@ import torch
 from outrider.audit.server.model import Tokens, distribution
 from outrider.core.params import SamplingParams
 
-_SAMPLING = ("temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 FIRST = -1  # state before the first output token, which most engines sample in the prefill without a draft
 State = int  # otherwise: accepted draft tokens of the current round
@@ -103,6 +103,14 @@ def _of_the_sampler() -> Iterator[Hypothesis]:
         ("presence and frequency penalties are ignored", {"presence_penalty": 0.0, "frequency_penalty": 0.0}),
     ):
         yield Hypothesis(cause=cause, start=0, step=_always(changes))
+    for cause, defaults in (
+        ("a default of the server keeps only the 50 likeliest tokens (transformers)", {"top_k": 50}),
+        (
+            "defaults of the server filter: top_k 40, top_p 0.95, min_p 0.05 (llama.cpp)",
+            {"top_k": 40, "top_p": 0.95, "min_p": 0.05},
+        ),
+    ):
+        yield Hypothesis(cause=cause, start=0, step=_by_default(defaults))
     yield Hypothesis(
         cause="presence and frequency penalties count the prompt as well, which OpenAI's do not",
         start=0,
@@ -222,17 +230,14 @@ def _other_ratio(position: Position, state: State) -> _Verified:
     """OpenVINO GenAI 2026: accept x with probability min(1, q(x) / p(y)) for a sample y of p, else sample p."""
     p = position.target()
     q = position.draft()
-    ratio = torch.where(p[:, None] > 0, q[None, :] / p[:, None], 0.0).clamp(max=1) if len(p) <= _SMALL else None
-    if ratio is not None:
-        chance = p @ ratio
-    else:  # only tokens of noticeable probability, so that the table stays small
-        likely = p.topk(_SMALL // 8).indices
-        chance = (p[likely, None] * (q[None, :] / p[likely, None]).clamp(max=1)).sum(0)
+    likely = p.topk(min(_PAIRS, len(p))).indices  # of noticeable probability, so that the table stays small
+    likely = likely[p[likely] > 0]
+    chance = (p[likely, None] * (q[None, :] / p[likely, None]).clamp(max=1)).sum(0)
     accepted = q * chance.clamp(max=1)
     return _Verified(accepted=accepted, rejected=_rest(accepted, p, p), bonus=p)
 
 
-_SMALL = 2048  # tokens up to which all pairs are computed
+_PAIRS = 512  # likeliest tokens whose pairs with all others are computed
 
 
 def _stale_penalties(position: Position, state: State) -> _Verified:
@@ -243,6 +248,18 @@ def _stale_penalties(position: Position, state: State) -> _Verified:
 
 def _always(changes: Mapping[str, Any]) -> Step:
     def step(position: Position, state: State) -> Mapping[State, torch.Tensor]:
+        return {0: position.target(**changes)}
+
+    return step
+
+
+def _by_default(defaults: Mapping[str, Any]) -> Step:
+    """Return a step with filters of the server where the request has none."""
+
+    def step(position: Position, state: State) -> Mapping[State, torch.Tensor]:
+        off = SamplingParams()
+        asked = position.params
+        changes = {name: value for name, value in defaults.items() if getattr(asked, name) == getattr(off, name)}
         return {0: position.target(**changes)}
 
     return step

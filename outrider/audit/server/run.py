@@ -16,7 +16,7 @@ from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.report import ProgressBar
 from outrider.audit.server.client import Completions, has_completions, open_completions
 from outrider.audit.server.diagnosis import diagnose, powers
-from outrider.audit.server.distribution import CASES, Designer, Sampled, entry, level_of, run_case
+from outrider.audit.server.distribution import CASES, Designer, Sampled, cases_of, entry, level_of, run_case
 from outrider.audit.server.hypotheses import hypotheses
 from outrider.audit.server.model import Model, Texts, Tokens
 from outrider.audit.server.replay import replay
@@ -69,6 +69,7 @@ def run_server_audit(
     """
     if samples < _MIN_SAMPLES:
         raise OutriderError(f"samples is {samples}; use at least {_MIN_SAMPLES}")
+    cases_of(options.tests)  # raises if a name is wrong
     use_threads(threads)
     began = perf_counter()
     load = _Loading(device=device, kernels=kernels, quantize=quantize, tokens=options.tokens)
@@ -209,17 +210,20 @@ class _Audit:
             defects,
             rounding=rounding,
         )
-        plans = [(case, designer.choose(case)) for case in CASES]
+        plans = [(case, designer.choose(case)) for case in cases_of(self.options.tests)]
         self.progress.start("sampling", self.samples * sum(plan is not None for _, plan in plans))
         sampled: list[Sampled] = []
-        for number, (case, plan) in enumerate(plans):
-            if plan is not None:
-                prompt, tree = plan
-                seed = self.options.seed * len(CASES) + number
-                result = await run_case(
-                    completions, case, prompt, tree, samples=self.samples, seed=seed, rounding=rounding
-                )
-                sampled.append(result)
+        refused: dict[str, str] = {}
+        for case, plan in plans:
+            if plan is None:
+                continue
+            prompt, tree = plan
+            seed = self.options.seed * len(CASES) + CASES.index(case)
+            if (problem := await completions.refusal(prompt, tree.prompt, case.params)) is not None:
+                refused[case.name] = problem
+                continue
+            result = await run_case(completions, case, prompt, tree, samples=self.samples, seed=seed, rounding=rounding)
+            sampled.append(result)
         self.progress.start("comparing")
         level = level_of(len(sampled))
         tests = [entry(each, level=level) for each in sampled]
@@ -230,6 +234,7 @@ class _Audit:
                 "significance": level,
                 "tests": tests,
                 "skipped": [case.name for case, plan in plans if plan is None],
+                "refused": refused,
                 "power": powers(sampled, defects, level=level),
             },
             "diagnosis": None if passed else diagnose(sampled, defects, level=level),
@@ -281,6 +286,8 @@ def _notes(replayed: dict[str, Any], sampling: dict[str, Any], completions: Comp
             f"Not run, because rounding decides which tokens the filter keeps: {names}. Give --prompts other prompts,"
             " or a smaller --tolerance."
         )
+    for name, problem in distribution["refused"].items():
+        notes.append(f"Not run, because the server refuses the request: {name} ({problem}).")
     diagnosis = sampling["diagnosis"]
     if diagnosis and len(diagnosis["causes"]) > 1:
         notes.append("Several causes explain the counts equally well. The counts cannot tell them apart.")

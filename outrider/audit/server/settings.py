@@ -66,13 +66,33 @@ class ServerOptions:
             rich_help_panel=_SERVER,
         ),
     ] = None
+    tests: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Sampling tests to run: first, sampled, cooler, top-k, top-p, penalties. Default: all.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled requests.", rich_help_panel=_SERVER)] = 0
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request fails.", rich_help_panel=_SERVER)] = (
         300.0
     )
 
 
-NEEDS_SERVER = ("model", "api_key", "draft", "chat", "concurrency", "tokens", "dtype", "tolerance", "seed", "timeout")
+NEEDS_SERVER = (
+    "tests",
+    "model",
+    "api_key",
+    "draft",
+    "chat",
+    "concurrency",
+    "tokens",
+    "dtype",
+    "tolerance",
+    "seed",
+    "timeout",
+)
 NOT_FOR_SERVER = ("proposer", "verifier")  # options of `outrider audit` that mean nothing for a server
 
 

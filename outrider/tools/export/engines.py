@@ -1,0 +1,233 @@
+"""What other engines read: vLLM 0.33, SGLang 0.5.23, llama.cpp of October 2026, mlx-lm 0.32 and mlx-vlm 0.7, Ollama and
+TensorRT-LLM 1. A recipe is proven if the engine has run such a draft of ours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from shlex import quote, split
+from types import MappingProxyType
+from typing import Any
+
+from outrider.errors import OutriderError
+from outrider.heads.description import Kind
+
+MODEL = "draft model"  # a whole small language model; all other kinds are those of draft heads
+GGUF = "gguf"  # a layout: one GGUF file
+FOLDER = "folder"  # a layout: the folder of the model as it is
+
+_IN_TARGET = "it reads MTP modules only from the checkpoint of their target"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """What a recipe writes commands about."""
+
+    path: str  # of the written draft
+    target: str  # folder of the target, or TARGET
+    k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How one engine runs one kind of draft."""
+
+    layout: str  # `FOLDER`, `GGUF`, or a format of draft heads
+    command: Callable[[Draft], str]  # the lines of a shell script
+    proven: str = ""  # what was run; "": nothing
+    files: Callable[[Draft], Mapping[str, str]] = lambda draft: {}  # more files by name
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """An engine, and what it does with each kind of draft."""
+
+    title: str
+    recipes: Mapping[str, Recipe]
+    reasons: Mapping[str, str]  # why it runs no other kinds, by kind; "" for all that are not named
+
+    def recipe(self, kind: str) -> Recipe:
+        """Return the recipe of a kind of draft.
+
+        Raises:
+            OutriderError: the engine does not run it.
+        """
+        if kind in self.recipes:
+            return self.recipes[kind]
+        reason = self.reasons.get(kind, self.reasons.get("", "it has no such drafts"))
+        known = ", ".join(sorted(self.recipes))
+        raise OutriderError(f"{self.title} cannot run a draft of kind {kind}: {reason}; it runs {known}")
+
+
+def _vllm(method: str, **others: Any) -> Callable[[Draft], str]:
+    def command(draft: Draft) -> str:
+        config = {"method": method, "model": draft.path, "num_speculative_tokens": draft.k, **others}
+        return f"vllm serve {quote(draft.target)} \\\n  --speculative-config {quote(json.dumps(config))}"
+
+    return command
+
+
+def _sglang(algorithm: str) -> Callable[[Draft], str]:
+    def command(draft: Draft) -> str:
+        return (
+            f"python -m sglang.launch_server --model-path {quote(draft.target)} \\\n"
+            f"  --speculative-algorithm {algorithm} --speculative-draft-model-path {quote(draft.path)} \\\n"
+            f"  --speculative-num-steps {draft.k} --speculative-eagle-topk 1"
+            f" --speculative-num-draft-tokens {draft.k + 1}"
+        )
+
+    return command
+
+
+def _llamacpp_head(kind: str) -> Callable[[Draft], str]:
+    def command(draft: Draft) -> str:
+        file = f"{draft.path}/{kind}.gguf"
+        return (
+            f"python convert_hf_to_gguf.py {quote(draft.path)} --target-model-dir {quote(draft.target)} \\\n"
+            f"  --outtype bf16 --outfile {quote(file)}\n"
+            f"llama-server -m {quote(draft.target)}.gguf -md {quote(file)} \\\n"
+            f"  --spec-type draft-{kind} --spec-draft-n-max {draft.k}"
+        )
+
+    return command
+
+
+def _llamacpp_model(draft: Draft) -> str:
+    return (
+        f"llama-server -m {quote(draft.target)}.gguf -md {quote(draft.path)} \\\n"
+        f"  --spec-type draft-simple --spec-draft-n-max {draft.k}"
+    )
+
+
+def _mlx_model(draft: Draft) -> str:
+    return f"mlx_lm.server --model {quote(draft.target)} --draft-model {quote(draft.path)} --num-draft-tokens {draft.k}"
+
+
+def _mlx_head(kind: str) -> Callable[[Draft], str]:
+    def command(draft: Draft) -> str:
+        return (
+            f"python -m mlx_vlm.generate --model {quote(draft.target)} --draft-model {quote(draft.path)} \\\n"
+            f"  --draft-kind {kind} --draft-block-size {draft.k + 1} --prompt 'def add(a, b):'"
+        )
+
+    return command
+
+
+def _ollama(draft: Draft) -> str:
+    return (
+        f"python convert_hf_to_gguf.py {quote(draft.path)} --target-model-dir {quote(draft.target)} \\\n"
+        f"  --outtype bf16 --outfile {quote(draft.path)}/dflash.gguf\n"
+        f"ollama create with-draft -f {quote(draft.path)}/../Modelfile\nollama run with-draft"
+    )
+
+
+def _modelfile(draft: Draft) -> Mapping[str, str]:
+    text = f"FROM {draft.target}.gguf\nDRAFT {draft.path}/dflash.gguf\nPARAMETER draft_num_predict {draft.k}\n"
+    return {"Modelfile": text}
+
+
+def _trtllm(draft: Draft) -> str:
+    return f"trtllm-serve {quote(draft.target)} --backend pytorch --config {quote(draft.path)}/../speculation.yaml"
+
+
+def _trtllm_config(kind: str) -> Callable[[Draft], Mapping[str, str]]:
+    def files(draft: Draft) -> Mapping[str, str]:
+        lines = (
+            "speculative_config:",
+            f"  decoding_type: {kind}",
+            f"  max_draft_len: {draft.k}",
+            f"  speculative_model: {json.dumps(draft.path)}",
+        )
+        return {"speculation.yaml": "\n".join(lines) + "\n"}
+
+    return files
+
+
+_COMPARED = "vLLM 0.32.0 for CPU, with the accepted lengths of Outrider (docs/reference/formats.md)"
+
+ENGINES: Mapping[str, Engine] = MappingProxyType(
+    {
+        "vllm": Engine(
+            title="vLLM",
+            recipes={
+                MODEL: Recipe(layout=FOLDER, command=_vllm("draft_model"), proven=_COMPARED),
+                Kind.EAGLE: Recipe(layout="eagle", command=_vllm("eagle")),
+                Kind.EAGLE3: Recipe(layout="eagle3-speculators", command=_vllm("eagle3"), proven=_COMPARED),
+                Kind.PEAGLE: Recipe(layout="peagle-speculators", command=_vllm("eagle3", parallel_drafting=True)),
+                Kind.DFLASH: Recipe(layout="dflash-speculators", command=_vllm("dflash")),
+                Kind.DSPARK: Recipe(layout="dspark-speculators", command=_vllm("dspark")),
+            },
+            reasons={
+                Kind.MEDUSA: "0.33 has removed Medusa; for up to 0.32 use `outrider convert --to medusa-vllm`",
+                Kind.MTP: f"{_IN_TARGET}; use `outrider convert --to mtp-mimo` and put both in one folder",
+            },
+        ),
+        "sglang": Engine(
+            title="SGLang",
+            recipes={
+                MODEL: Recipe(layout=FOLDER, command=_sglang("STANDALONE")),
+                Kind.EAGLE: Recipe(layout="eagle", command=_sglang("EAGLE")),
+                Kind.EAGLE3: Recipe(layout="eagle3", command=_sglang("EAGLE3")),
+                Kind.DFLASH: Recipe(layout="dflash", command=_sglang("DFLASH")),
+                Kind.DSPARK: Recipe(layout="dspark", command=_sglang("DSPARK")),
+            },
+            reasons={Kind.MTP: _IN_TARGET},
+        ),
+        "llama.cpp": Engine(
+            title="llama.cpp",
+            recipes={
+                MODEL: Recipe(
+                    layout=GGUF,
+                    command=_llamacpp_model,
+                    proven="llama-server of llama.cpp 0c1e570 loads the file and accepts its draft tokens",
+                ),
+                Kind.EAGLE3: Recipe(layout="eagle3", command=_llamacpp_head("eagle3")),
+                Kind.DFLASH: Recipe(layout="dflash", command=_llamacpp_head("dflash")),
+                Kind.DSPARK: Recipe(layout="dspark", command=_llamacpp_head("dspark")),
+            },
+            reasons={Kind.MTP: _IN_TARGET},
+        ),
+        "mlx": Engine(
+            title="MLX",
+            recipes={
+                MODEL: Recipe(layout=FOLDER, command=_mlx_model),
+                Kind.EAGLE3: Recipe(layout="eagle3", command=_mlx_head("eagle3")),
+                Kind.DFLASH: Recipe(layout="dflash", command=_mlx_head("dflash")),
+            },
+            reasons={Kind.MTP: _IN_TARGET},
+        ),
+        "ollama": Engine(
+            title="Ollama",
+            recipes={Kind.DFLASH: Recipe(layout="dflash", command=_ollama, files=_modelfile)},
+            reasons={"": "it takes every separate draft for a DFlash head", Kind.MTP: _IN_TARGET},
+        ),
+        "tensorrt-llm": Engine(
+            title="TensorRT-LLM",
+            recipes={
+                MODEL: Recipe(layout=FOLDER, command=_trtllm, files=_trtllm_config("Draft_Target")),
+                Kind.EAGLE3: Recipe(layout="eagle3", command=_trtllm, files=_trtllm_config("Eagle3")),
+                Kind.DFLASH: Recipe(layout="dflash", command=_trtllm, files=_trtllm_config("DFlash")),
+                Kind.DSPARK: Recipe(layout="dspark", command=_trtllm, files=_trtllm_config("DSpark")),
+            },
+            reasons={Kind.MTP: _IN_TARGET, Kind.MEDUSA: "its PyTorch backend has no Medusa"},
+        ),
+    }
+)
+
+
+def engine_of(name: str) -> Engine:
+    """Return an engine by its name.
+
+    Raises:
+        OutriderError: there is no such engine.
+    """
+    if name not in ENGINES:
+        raise OutriderError(f"--for is {name!r}; use one of: {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def words(command: str) -> list[str]:
+    """Return the words of a command, for checks."""
+    return split(command.replace("\\\n", " "))

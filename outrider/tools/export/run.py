@@ -1,0 +1,165 @@
+"""Runs `outrider export`: writes the draft, the command and the files that another engine needs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from outrider.errors import OutriderError
+from outrider.heads.description import Feedback, FuseNorm, Kind
+from outrider.heads.files import read_config
+from outrider.heads.formats.base import ImportedHead
+from outrider.heads.formats.registry import find
+from outrider.heads.store import KEY, import_head
+from outrider.loader.embedded import model_folder
+from outrider.system.atomic_files import check_folder
+from outrider.tools.convert import run_convert
+from outrider.tools.export.engines import FOLDER, GGUF, MODEL, Draft, Recipe, engine_of
+from outrider.tools.export.gguf_model import same_tokens, write_gguf
+from outrider.tools.export.tuned import tuned_k
+
+_TARGET = "TARGET"  # in commands, if no folder is given
+_DRAFT = "draft"  # the folder of the draft inside of --out
+_SCRIPT = "run.sh"
+# Files of a model that engines read.
+_MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_LLAMACPP_LAYERS = 3  # hidden states that llama.cpp gives an EAGLE-3 head
+
+
+def run_export(
+    folder: str,
+    *,
+    engine: str,
+    out: str,
+    target: str | None,
+    k: int | None,
+    advice: str | None,
+    batch: int,
+    console: Console,
+) -> dict[str, Any]:
+    """Write a draft in the layout of another engine, with the command that runs it.
+
+    Args:
+        folder: the folder of a draft model or a draft head.
+        engine: the name of the engine.
+        out: an empty or new folder.
+        target: the folder of the target, for the command and for formats that need it.
+        k: draft tokens per round; None: take it from `advice`.
+        advice: a file of `outrider tune --out`.
+        batch: sequences at once, for which `advice` gives the k.
+        console: the console for messages.
+
+    Returns:
+        A summary as JSON values.
+
+    Raises:
+        OutriderError: the engine does not run such drafts, or the draft cannot be read. Nothing is written then.
+    """
+    chosen = engine_of(engine)
+    source = model_folder(folder)
+    path = Path(out).expanduser()
+    check_folder(out, "--out")
+    if path.exists() and any(path.iterdir()):
+        raise OutriderError(f"{out} exists and is not empty; give a new or empty folder")
+    head = _head(source)
+    recipe = chosen.recipe(MODEL if head is None else head.description.kind)
+    if head is not None:
+        _check(engine, head)
+    length = _length(source, head, k=k, advice=advice, batch=batch)
+    written = path / (f"{_DRAFT}.gguf" if recipe.layout == GGUF else _DRAFT)
+    draft = Draft(path=str(written), target=target or _TARGET, k=length)
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(source, recipe, written, target)
+    except OutriderError:
+        shutil.rmtree(written, ignore_errors=True)
+        written.unlink(missing_ok=True)
+        raise
+    files = dict(recipe.files(draft))
+    script = f"#!/bin/sh\n# {_label(recipe)}\n{recipe.command(draft)}\n"
+    for name, text in {_SCRIPT: script, **files}.items():
+        (path / name).write_text(text, encoding="utf-8")
+    console.print(f"{out}: {written.name}, {', '.join([_SCRIPT, *files])} for {chosen.title}", highlight=False)
+    console.print(_label(recipe), highlight=False, markup=False)
+    console.print(recipe.command(draft), highlight=False, markup=False, soft_wrap=True)
+    return {
+        "engine": engine,
+        "kind": MODEL if head is None else str(head.description.kind),
+        "layout": recipe.layout,
+        "draft": str(written),
+        "k": length,
+        "proven": recipe.proven or None,
+        "command": recipe.command(draft),
+        "files": [_SCRIPT, *files],
+    }
+
+
+def _head(folder: Path) -> ImportedHead | None:
+    """Return the draft head of a folder, or None if it holds a draft model."""
+    config = read_config(folder)
+    if KEY not in config:
+        found = find(folder)
+        if found is None or found.whole():
+            return None
+    return import_head(folder)
+
+
+def _check(engine: str, head: ImportedHead) -> None:
+    """Refuse what an engine would drop silently.
+
+    Raises:
+        OutriderError: the engine would run another head than this one.
+    """
+    description = head.description
+    if description.kind is not Kind.EAGLE3:
+        return
+    aux = description.aux_states
+    normed = aux.norm is not FuseNorm.NONE or description.feedback is Feedback.NORMED
+    if normed and engine != "vllm":
+        raise OutriderError(
+            f"{engine} drops the norms of EAGLE-3.1 without a message, and then accepts almost nothing; train an"
+            " eagle3 head, or use --for vllm"
+        )
+    if engine == "llama.cpp" and len(aux.layers) != _LLAMACPP_LAYERS:
+        raise OutriderError(
+            f"llama.cpp gives an EAGLE-3 head the states of {_LLAMACPP_LAYERS} layers, and this one reads"
+            f" {len(aux.layers)}; train one with {_LLAMACPP_LAYERS}"
+        )
+
+
+def _length(source: Path, head: ImportedHead | None, *, k: int | None, advice: str | None, batch: int) -> int:
+    if (k is None) == (advice is None):
+        raise OutriderError("the number of draft tokens is needed; give one of --k N and --advice FILE")
+    length = k if k is not None else tuned_k(advice or "", source, batch)
+    if length < 1:
+        raise OutriderError(f"k is {length}; use at least 1")
+    most = head.description.max_draft_tokens if head is not None else 0  # 0: no limit
+    if most and length > most:
+        raise OutriderError(f"k is {length}, and this draft predicts at most {most} tokens at once; use at most {most}")
+    return length
+
+
+def _write(source: Path, recipe: Recipe, written: Path, target: str | None) -> None:
+    if recipe.layout == GGUF:
+        write_gguf(source, written)
+        if not same_tokens(written, source):
+            raise OutriderError(
+                f"the tokenizer of {source} changes when it is written as GGUF; use convert_hf_to_gguf.py of llama.cpp"
+            )
+    elif recipe.layout == FOLDER:
+        written.mkdir()
+        for pattern in _MODEL_FILES:
+            for file in source.glob(pattern):
+                shutil.copyfile(file, written / file.name)
+    else:
+        silent = Console(quiet=True)
+        run_convert(str(source), to=recipe.layout, out=str(written), target=target, console=silent)
+
+
+def _label(recipe: Recipe) -> str:
+    if recipe.proven:
+        return f"proven: {recipe.proven}"
+    return "unproven: written from the engine's documentation and source; it was not run with this engine"

@@ -1,0 +1,56 @@
+"""The k that `outrider tune` found for a batch size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import OutriderError
+
+
+def tuned_k(file: str, folder: Path, batch: int) -> int:
+    """Return the fastest fixed k of a draft at a batch size.
+
+    Args:
+        file: a document of `outrider tune --out`.
+        folder: the folder of the draft.
+        batch: sequences at once. The largest measured batch up to it counts, or else the smallest one.
+
+    Raises:
+        OutriderError: the file cannot be read, or has no fixed k of this draft.
+    """
+    document = _read(file)
+    cases = [
+        case
+        for case in document.get("cases", ())
+        if isinstance(case.get("k"), int) and _is_draft(str(case.get("proposer", "")), folder)
+    ]
+    if not cases:
+        raise OutriderError(
+            f"{file} has no fixed draft length of {folder}; measure it with: outrider tune --proposers draft:{folder}"
+            " --k 2,4,8, or give --k"
+        )
+    batches = sorted({case["batch"] for case in cases})
+    nearest = max((each for each in batches if each <= batch), default=batches[0])
+    best = max((case for case in cases if case["batch"] == nearest), key=lambda case: float(case["overall"]["value"]))
+    return int(best["k"])
+
+
+def _is_draft(proposer: str, folder: Path) -> bool:
+    name, _, argument = proposer.partition(":")
+    if name not in ("draft", "tree", "cascade") or not argument:
+        return False
+    path = Path(argument.strip('"')).expanduser()
+    return path == folder or path.resolve() == folder.resolve()
+
+
+def _read(file: str) -> Mapping[str, Any]:
+    try:
+        document = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OutriderError(f"--advice {file} cannot be read ({error}); write it with: outrider tune --out") from None
+    if not isinstance(document, dict) or document.get("benchmark") != "outrider tune":
+        raise OutriderError(f"--advice {file} is not a file of outrider tune; write it with: outrider tune --out")
+    return document
