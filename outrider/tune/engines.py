@@ -1,18 +1,28 @@
-"""Translates a recommendation into settings of vLLM and SGLang, or explains why it has none.
+"""Translates a recommendation into settings of vLLM, SGLang and llama.cpp, or explains why it has none.
 
-The names are those of their documentation: `--speculative-config` of vLLM, `--speculative-*` of SGLang.
+The names are those of vLLM 0.33 (`--speculative-config`), SGLang 0.5.23 (`--speculative-*`) and llama.cpp of October
+2026 (`--spec-*`).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from outrider.errors import OutriderError
+from outrider.heads.description import HeadDescription, Kind
+from outrider.heads.files import read_config
+from outrider.heads.formats.registry import find
+from outrider.heads.store import KEY
 from outrider.propose.registry import Expression, parse
 
 _MAX_BATCH = 512  # largest batch in vLLM's table of k by batch size
 _DRAFT_MODELS = ("draft", "draft-tokens")
+_GREEDY = "on a CPU it verifies greedily at any temperature, which changes the output of sampling"
 _ALTERNATIVE = "use the best of draft, ngram and suffix from the table"
 
 
@@ -26,7 +36,7 @@ class OtherEngine:
 
 
 def other_engines(proposer: str, k: int, *, stops: int | None) -> tuple[OtherEngine, ...]:
-    """Return the settings of vLLM and SGLang for a proposer.
+    """Return the settings of vLLM, SGLang and llama.cpp for a proposer.
 
     Args:
         proposer: an expression; "none" is plain decoding.
@@ -36,8 +46,78 @@ def other_engines(proposer: str, k: int, *, stops: int | None) -> tuple[OtherEng
     expression = parse(proposer)
     if expression.name == "none":
         note = "plain decoding: give no speculative settings"
-        return tuple(OtherEngine(engine=name, settings=None, note=note) for name in ("vLLM", "SGLang"))
-    return _vllm(expression, k, stops), _sglang(expression, k)
+        return tuple(OtherEngine(engine=name, settings=None, note=note) for name in ("vLLM", "SGLang", "llama.cpp"))
+    kind = head_kind(expression.argument) if expression.name == "draft" else None
+    if kind is not None:
+        return tuple(_head(engine, str(kind), expression.argument, k) for engine in _HEADS)
+    return _vllm(expression, k, stops), _sglang(expression, k), _llamacpp(expression, k)
+
+
+def head_kind(folder: str) -> Kind | None:
+    """Return the kind of the draft head of a folder, or None if it holds a whole model or nothing that can be read."""
+    path = Path(folder).expanduser()
+    try:
+        config = read_config(path)
+        if KEY in config:
+            return HeadDescription.from_json(config[KEY]).kind
+        found = find(path)
+    except OutriderError:
+        return None
+    if found is None or found.whole():
+        return None
+    return _KINDS.get(found.format.name.partition("-")[0])
+
+
+_KINDS: Mapping[str, Kind] = MappingProxyType({kind.value: kind for kind in Kind})
+
+# For each engine: its name in `outrider export --for`, and its names of the kinds of draft heads that it runs.
+_HEADS: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "vLLM": ("vllm", {"eagle": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}),
+        "SGLang": ("sglang", {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK"}),
+        "llama.cpp": ("llama.cpp", {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "dspark": "draft-dspark"}),
+    }
+)
+
+
+def _head(engine: str, kind: str, folder: str, k: int) -> OtherEngine:
+    name, methods = _HEADS[engine]
+    if kind not in methods:
+        removed = "; 0.33 has removed Medusa" if (engine, kind) == ("vLLM", "medusa") else ""
+        return OtherEngine(
+            engine=engine, settings=None, note=f"{engine} runs no separate {kind} heads{removed}; {_ALTERNATIVE}"
+        )
+    note = f"outrider export {folder} --for {name} --k {k} --out DIR writes the head and the whole command"
+    if engine == "vLLM":
+        config = {"method": methods[kind], "model": "DIR/draft", "num_speculative_tokens": k}
+        return OtherEngine(engine=engine, settings=f"--speculative-config '{json.dumps(config)}'", note=note)
+    if engine == "SGLang":
+        settings = (
+            f"--speculative-algorithm {methods[kind]} --speculative-draft-model-path DIR/draft"
+            f" --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
+        )
+        return OtherEngine(engine=engine, settings=settings, note=f"{note}; {_GREEDY}")
+    return OtherEngine(
+        engine=engine, settings=f"-md DRAFT.gguf --spec-type {methods[kind]} --spec-draft-n-max {k}", note=note
+    )
+
+
+def _llamacpp(expression: Expression, k: int) -> OtherEngine:
+    name = expression.name
+    note = "it accepts a draft token if it samples the same one, so it accepts less than here at temperature above 0"
+    if name == "draft":
+        return OtherEngine(
+            engine="llama.cpp",
+            settings=f"-md DRAFT.gguf --spec-type draft-simple --spec-draft-n-max {k}",
+            note=f"{note}; outrider export --for llama.cpp writes the GGUF file",
+        )
+    if name in ("ngram", "suffix"):
+        return OtherEngine(
+            engine="llama.cpp",
+            settings=f"--spec-type ngram-mod --spec-draft-n-max {k}",
+            note="it searches a pool of n-grams of all requests",
+        )
+    return OtherEngine(engine="llama.cpp", settings=None, note=f"llama.cpp has no {name}; {_ALTERNATIVE}")
 
 
 def _vllm(expression: Expression, k: int, stops: int | None) -> OtherEngine:
@@ -63,6 +143,7 @@ def _vllm(expression: Expression, k: int, stops: int | None) -> OtherEngine:
         notes.append("it drafts one chain, without probabilities to trim it by")
     elif name == "suffix":
         config = {"method": "suffix", "num_speculative_tokens": k}
+        notes.append("it needs the package arctic-inference")
         if not expression.argument:
             config["suffix_decoding_max_cached_requests"] = 0
         notes.append("it drafts one chain")
@@ -84,13 +165,13 @@ def _sglang(expression: Expression, k: int) -> OtherEngine:
             f"--speculative-algorithm STANDALONE --speculative-draft-model-path {expression.argument}"
             f" --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
         )
-        note = "one chain; both models need the same vocabulary; no option stops drafting at large batches"
+        note = f"one chain; both models need the same vocabulary; no option stops drafting at large batches; {_GREEDY}"
         return OtherEngine(engine="SGLang", settings=settings, note=note)
     if name in ("ngram", "suffix"):
         settings = f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {k + 1}"
         note = (
             "its NGRAM searches a tree of all requests, so it finds more than ngram and remembers outputs like"
-            " suffix:TOKENS; CUDA only"
+            f" suffix:TOKENS; {_GREEDY}"
         )
         return OtherEngine(engine="SGLang", settings=settings, note=note)
     return OtherEngine(engine="SGLang", settings=None, note=f"SGLang has no {name}; {_ALTERNATIVE}")

@@ -310,6 +310,10 @@ def test_settings_of_other_engines():
     )
     assert '"prompt_lookup_min": 2, "prompt_lookup_max": 3' in settings_by_engine("ngram:2-3")["vLLM"].settings
     assert "NGRAM" in settings_by_engine("suffix")["SGLang"].settings
+    assert "CUDA only" not in settings_by_engine("ngram")["SGLang"].note
+    assert "verifies greedily" in settings_by_engine("ngram")["SGLang"].note
+    assert draft["llama.cpp"].settings == "-md DRAFT.gguf --spec-type draft-simple --spec-draft-n-max 4"
+    assert "ngram-mod" in settings_by_engine("ngram")["llama.cpp"].settings
     assert '"suffix_decoding_max_cached_requests": 0' in settings_by_engine("suffix")["vLLM"].settings
     assert "cached_requests" not in settings_by_engine("suffix:99")["vLLM"].settings
     assert "use_heterogeneous_vocab" in settings_by_engine("draft-tokens:small")["vLLM"].settings
@@ -318,6 +322,17 @@ def test_settings_of_other_engines():
         assert {each.settings for each in other_engines(spec, 4, stops=None)} == {None}
     assert "vLLM has no merge" in settings_by_engine("merge(ngram,recycle)")["vLLM"].note
     assert "[[1, 7, 4], [8, 512, 0]]" in settings_by_engine("ngram", stops=8)["vLLM"].note
+
+
+def test_settings_of_other_engines_for_heads():
+    eagle3 = settings_by_engine(f"draft:{embedded('eagle31')}")
+    assert '"method": "eagle3"' in eagle3["vLLM"].settings
+    assert "EAGLE3" in eagle3["SGLang"].settings
+    assert "draft-eagle3" in eagle3["llama.cpp"].settings
+    assert "outrider export" in eagle3["vLLM"].note
+    medusa = settings_by_engine(f"draft:{embedded('medusa')}")
+    assert {each.settings for each in medusa.values()} == {None}
+    assert "0.33 has removed Medusa" in medusa["vLLM"].note
 
 
 def test_short_expressions_have_no_folders():

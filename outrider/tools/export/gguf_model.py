@@ -122,11 +122,15 @@ def _add_tokenizer(writer: Any, folder: Path, file: Path, vocab: int) -> None:
     writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
-    writer.add_tokenizer_pre(_rule(tokenizer, folder))
+    writer.add_tokenizer_pre(find_rule(tokenizer, folder))
 
 
-def _rule(tokenizer: Any, folder: Path) -> str:
-    """Return llama.cpp's name of the rule by which a tokenizer splits text before BPE."""
+def find_rule(tokenizer: Any, folder: Path) -> str:
+    """Return llama.cpp's name of the rule by which a tokenizer splits text before BPE.
+
+    Raises:
+        OutriderError: no known rule gives the tokenizer's own tokens.
+    """
     backend = tokenizer.backend_tokenizer
     expected = [backend.encode(text, add_special_tokens=False).ids for text in _SAMPLES]
     own = backend.pre_tokenizer

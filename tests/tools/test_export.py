@@ -1,0 +1,153 @@
+"""Tests of `outrider export`: layouts, commands, the k of tune, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from outrider.cli.app import app
+from outrider.errors import OutriderError
+from outrider.heads.description import Kind
+from outrider.heads.store import import_head
+from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.embedded import embedded
+from outrider.models.gguf_linear import expand_blocks
+from outrider.tools.export.engines import ENGINES, MODEL, Draft, engine_of, words
+from outrider.tools.export.gguf_model import find_rule
+from outrider.tools.export.tuned import tuned_k
+from tests.helpers import tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small Llama in bfloat16 with a byte-level BPE tokenizer."""
+    torch.manual_seed(0)
+    network = LlamaForCausalLM(tiny.make_config("LlamaConfig", num_hidden_layers=2, tie_word_embeddings=True))
+    folder = tiny.save_model(tmp_path_factory.mktemp("model"), network.to(torch.bfloat16))
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    words_by_id = {token: word for word, token in tokenizer["model"]["vocab"].items()}
+    words_by_id[max(words_by_id)] = "ab"  # a tokenizer without merges cannot be read from a GGUF file
+    tokenizer["model"] |= {"vocab": {word: token for token, word in words_by_id.items()}, "merges": [["a", "b"]]}
+    file.write_text(json.dumps(tokenizer))
+    return folder
+
+
+def export(*arguments):
+    result = CliRunner().invoke(app, ["export", *map(str, arguments), "--json"])
+    return result, json.loads(result.stdout.splitlines()[-1]) if result.exit_code == 0 else None
+
+
+def test_a_draft_model_for_vllm(model, tmp_path):
+    out = tmp_path / "out"
+    result, summary = export(model, "--for", "vllm", "--out", out, "--k", 5, "--target", "models/big model")
+    assert result.exit_code == 0, result.output
+    assert summary["kind"] == MODEL
+    command = words(summary["command"])
+    config = json.loads(command[command.index("--speculative-config") + 1])
+    assert config == {"method": "draft_model", "model": str(out / "draft"), "num_speculative_tokens": 5}
+    assert command[:3] == ["vllm", "serve", "models/big model"]
+    assert (out / "run.sh").read_text().startswith("#!/bin/sh\n# proven: vLLM 0.32.0")
+    copied = load_checkpoint(out / "draft", dtype="float32", device="cpu")
+    assert copied.vocab == tiny.VOCAB
+
+
+def test_a_draft_model_for_llamacpp_is_read_back(model, tmp_path):
+    out = tmp_path / "out"
+    result, summary = export(model, "--for", "llama.cpp", "--out", out, "--k", 3)
+    assert result.exit_code == 0, result.output
+    assert words(summary["command"])[-4:] == ["--spec-type", "draft-simple", "--spec-draft-n-max", "3"]
+    written = load_checkpoint(out / "draft.gguf", dtype="float32", device="cpu")
+    own = load_checkpoint(model, dtype="float32", device="cpu")
+    text = "def abc(x):\n    return 1234 * x  # it's\n"
+    assert written.tokenizer.encode(text) == own.tokenizer.encode(text)
+    expand_blocks(written.model)
+    for each in (written, own):
+        each.model.set_attn_implementation("eager")
+    ids = torch.tensor([own.tokenizer.encode(text)])
+    with torch.inference_mode():
+        logits = [each.model.float()(ids).logits for each in (written, own)]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
+def test_the_rule_of_a_tokenizer_is_found_by_its_tokens():
+    tokenizer = AutoTokenizer.from_pretrained(embedded("mini"))
+    assert find_rule(tokenizer, embedded("mini")) == "llama-bpe"
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(OutriderError, match="splits text by a rule that is not known here"):
+        find_rule(tokenizer, embedded("mini"))
+
+
+def test_heads_are_written_in_the_format_of_the_engine(tmp_path):
+    out = tmp_path / "out"
+    head = embedded("eagle31")
+    result, summary = export(head, "--for", "vllm", "--out", out, "--k", 4, "--target", embedded("mini"))
+    assert result.exit_code == 0, result.output
+    assert summary["layout"] == "eagle3-speculators"
+    assert import_head(out / "draft").description.kind is Kind.EAGLE3
+    for engine in ("sglang", "llama.cpp", "mlx", "tensorrt-llm"):
+        result, _ = export(head, "--for", engine, "--out", tmp_path / engine, "--k", 4)
+        assert result.exit_code == 2
+        assert f"{engine} drops the norms of EAGLE-3.1" in " ".join(result.output.split())
+        assert not (tmp_path / engine).exists()
+
+
+def test_refusals_name_the_reason(model, tmp_path):
+    for folder, engine, message in (
+        (embedded("medusa"), "vllm", "0.33 has removed Medusa"),
+        (embedded("mtp"), "vllm", "it reads MTP modules only from the checkpoint of their target"),
+        (embedded("mtp"), "sglang", "it runs dflash, draft model, dspark, eagle, eagle3"),
+        (model, "ollama", "it takes every separate draft for a DFlash head"),
+        (model, "lmdeploy", "use one of: vllm, sglang, llama.cpp, mlx, ollama, tensorrt-llm"),
+    ):
+        result, _ = export(folder, "--for", engine, "--out", tmp_path / "out", "--k", 4)
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.split())
+        assert not (tmp_path / "out").exists()
+    result, _ = export(model, "--for", "vllm", "--out", tmp_path / "out")
+    assert "give one of --k N and --advice FILE" in result.output
+
+
+def test_unproven_commands_say_so(model, tmp_path):
+    result, summary = export(model, "--for", "tensorrt-llm", "--out", tmp_path / "out", "--k", 2)
+    assert result.exit_code == 0, result.output
+    assert summary["proven"] is None
+    assert "# unproven" in (tmp_path / "out" / "run.sh").read_text()
+    assert "max_draft_len: 2" in (tmp_path / "out" / "speculation.yaml").read_text()
+
+
+def test_every_command_has_the_k():
+    for engine in ENGINES.values():
+        for recipe in engine.recipes.values():
+            draft = Draft(path="d", target="t", k=7)
+            text = recipe.command(draft) + " ".join(recipe.files(draft).values())
+            assert "7" in text or "8" in text  # some engines count the token of the target as well
+            assert words(recipe.command(draft))
+    modelfile = ENGINES["ollama"].recipe(Kind.DFLASH).files(Draft(path="d", target="t", k=7))["Modelfile"]
+    assert modelfile.splitlines() == ["FROM t.gguf", "DRAFT d/dflash.gguf", "PARAMETER draft_num_predict 7"]
+    with pytest.raises(OutriderError, match="use one of"):
+        engine_of("x")
+
+
+def test_the_k_of_tune(tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+
+    def case(k, batch, value, proposer=f"draft:{folder}"):
+        return {"proposer": proposer, "k": k, "batch": batch, "overall": {"value": value}}
+
+    file = tmp_path / "advice.json"
+    cases = [case(2, 1, 1.2), case(6, 1, 1.5), case(2, 8, 1.1), case(6, 8, 0.9), case("auto", 8, 2.0)]
+    document = {"benchmark": "outrider tune", "cases": [*cases, case(9, 1, 3.0, "ngram")]}
+    file.write_text(json.dumps(document))
+    assert [tuned_k(str(file), folder, batch) for batch in (1, 4, 8, 64)] == [6, 6, 2, 2]
+    with pytest.raises(OutriderError, match="has no fixed draft length"):
+        tuned_k(str(file), tmp_path / "other", 1)
+    file.write_text("{}")
+    with pytest.raises(OutriderError, match="is not a file of outrider tune"):
+        tuned_k(str(file), folder, 1)
