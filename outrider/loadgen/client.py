@@ -10,6 +10,7 @@ from time import perf_counter
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
+from outrider.client.server import base_url
 from outrider.errors import OutriderError
 from outrider.loadgen.response import MAX_ERROR_LENGTH, RequestResult, ResponseRecorder
 from outrider.loadgen.settings import Settings
@@ -69,7 +70,7 @@ async def connect(settings: Settings) -> AsyncIterator[tuple[Client, str]]:
     timeout = ClientTimeout(total=settings.timeout)
     connector = TCPConnector(limit=0)  # no limit of connections
     async with ClientSession(headers=headers, timeout=timeout, connector=connector, trust_env=True) as http:
-        url = settings.base_url.rstrip("/")
+        url = base_url(settings.base_url)
         model = settings.model or await _first_model(http, url)
         yield Client(http, url), model
 
@@ -84,12 +85,19 @@ async def run_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[
         OutriderError: the server cannot be reached, or it lists no model.
     """
     async with connect(settings) as (client, model):
-        requests = plan_requests(settings, prompts, model)
-        if settings.request_rate is None:
-            results = await _closed_loop(client, requests, settings.max_concurrency or 1)
-        else:
-            results = await _open_loop(client, requests, settings.request_rate, random.Random(settings.seed))
-        return results, client.seconds
+        return await run_requests(settings, client, plan_requests(settings, prompts, model))
+
+
+async def run_requests(
+    settings: Settings, client: Client, requests: Sequence[PlannedRequest]
+) -> tuple[list[RequestResult], float]:
+    """Send planned requests with one client. Returns their results, and the seconds that it took."""
+    began = client.seconds
+    if settings.request_rate is None:
+        results = await _closed_loop(client, requests, settings.max_concurrency or 1)
+    else:
+        results = await _open_loop(client, requests, settings.request_rate, random.Random(settings.seed))
+    return results, client.seconds - began
 
 
 async def _closed_loop(client: Client, requests: Sequence[PlannedRequest], concurrency: int) -> list[RequestResult]:
@@ -110,7 +118,7 @@ async def _open_loop(
 ) -> list[RequestResult]:
     """Send requests at random times, `rate` per second, whether or not earlier ones have ended."""
     tasks = []
-    send_time = 0.0
+    send_time = client.seconds
     for number, planned in enumerate(requests):
         send_time += rng.expovariate(rate)
         await asyncio.sleep(max(send_time - client.seconds, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.errors import OutriderError
+from outrider.loadgen.response import RequestResult
 from outrider.loadgen.settings import Settings
-from outrider.measure.prompts import read_prompts
+from outrider.measure.prompts import Prompt, read_prompts
 from outrider.report.console import print_document
+from outrider.report.page import write_report
 
 _PERCENTILES = (50, 95, 99)
 
@@ -29,16 +31,25 @@ def load(settings: Settings, *, as_json: bool) -> None:
         from outrider.loadgen.client import run_load
     except ImportError as error:
         raise OutriderError(f'load needs {error.name}; run pip install "outrider[serve]"') from error
-    results, seconds = asyncio.run(run_load(settings, read_prompts(settings.prompts)))
+    arguments = {name: value for name, value in asdict(settings).items() if name != "api_key"}
+    prompts = read_prompts(settings.prompts)
+    if settings.against is not None:
+        _compare(settings, prompts, arguments, as_json=as_json)
+        return
+    results, seconds = asyncio.run(run_load(settings, prompts))
+    document = {"benchmark": "outrider load", "arguments": arguments, **measured(settings, results, seconds)}
+    print_document(document, partial(_print_table, settings), as_json=as_json)
+
+
+def measured(settings: Settings, results: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
+    """Return throughput and latencies of one server."""
     completed = [result for result in results if result.completed]
     num_good = sum(
         result.ttft <= settings.goodput_ttft and result.tpot <= settings.goodput_tpot for result in completed
     )
     inter_token_latencies = [latency for result in completed for latency in result.inter_token_latencies]
     chunk_gaps = [gap for result in completed for gap in result.chunk_gaps]
-    document: dict[str, Any] = {
-        "benchmark": "outrider load",
-        "arguments": {name: value for name, value in asdict(settings).items() if name != "api_key"},
+    return {
         "seconds": round(seconds, 3),
         "completed": len(completed),
         "cancelled": sum(result.cancelled for result in results),
@@ -54,7 +65,39 @@ def load(settings: Settings, *, as_json: bool) -> None:
             "e2e": percentiles([result.e2e for result in completed]),
         },
     }
-    print_document(document, partial(_print_table, settings), as_json=as_json)
+
+
+def _compare(settings: Settings, prompts: Sequence[Prompt], arguments: dict[str, Any], *, as_json: bool) -> None:
+    """Measure two servers, print both, and write the page."""
+    from outrider.loadgen.compare import check_page, comparison, page, run_both
+
+    if settings.report is not None:
+        check_page(settings.report)
+    both = asyncio.run(run_both(settings, prompts))
+    names = ((settings.base_url, settings.model), (settings.against, settings.against_model))
+    servers = [
+        {"url": url, "model": model or "the first model", **measured(settings, results, seconds)}
+        for (url, model), (results, seconds) in zip(names, both, strict=True)
+    ]
+    document: dict[str, Any] = {
+        "benchmark": "outrider load",
+        "arguments": arguments,
+        "servers": servers,
+        "ratios": comparison(*servers),
+    }
+
+    def show(document: dict[str, Any], console: Console) -> None:
+        for server in document["servers"]:
+            _print_table(replace(settings, base_url=server["url"]), server, console)
+        ratio = document["ratios"]["output_tokens_per_s"]
+        if ratio is not None:
+            console.print(f"{servers[0]['url']} has {ratio:.2f} times the tokens/s of {servers[1]['url']}")
+
+    def write(document: dict[str, Any]) -> None:
+        if settings.report is not None:
+            write_report(page(document, settings.report), settings.report)
+
+    print_document(document, show, as_json=as_json, write=write)
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from outrider.errors import OutriderError
 _REQUESTS = "Requests"
 _LOAD = "Load"
 _GOODPUT = "Goodput"
+_COMPARE = "Compare"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,26 @@ class Settings:
     base_url: Annotated[str, typer.Option(help="Base URL of the server, with /v1.")] = "http://127.0.0.1:8000/v1"
     model: Annotated[
         str | None, typer.Option(help="Model name. Default: the first model of the server.", rich_help_panel=_REQUESTS)
+    ] = None
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A second server, which gets the same requests in turns with the first one.",
+            rich_help_panel=_COMPARE,
+        ),
+    ] = None
+    against_model: Annotated[
+        str | None,
+        typer.Option(help="Model name at the second server. Default: its first model.", rich_help_panel=_COMPARE),
+    ] = None
+    report: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --against: write one page that compares both servers, .html or .md.",
+            rich_help_panel=_COMPARE,
+        ),
     ] = None
     api_key: Annotated[
         str, typer.Option(envvar="OUTRIDER_API_KEY", help="API key for the server.", rich_help_panel=_REQUESTS)
@@ -109,5 +130,8 @@ class Settings:
             raise OutriderError(
                 "--request-rate makes an open loop and --max-concurrency a closed loop; give one of them"
             )
+        for name in ("against_model", "report"):
+            if getattr(self, name) is not None and self.against is None:
+                raise OutriderError(f"--{name.replace('_', '-')} needs --against URL; give it, or leave it out")
         if self.request_rate == 0:
             raise OutriderError("--request-rate is 0, so no request would be sent; use a number above 0")

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from outrider.cli.app import app
 from outrider.errors import OutriderError
 from outrider.loadgen import client
+from outrider.loadgen.compare import comparison
 from outrider.loadgen.response import RequestResult, ResponseRecorder
 from outrider.loadgen.settings import Settings
 from outrider.loadgen.workload import plan_requests
@@ -145,3 +146,43 @@ def test_cancelled_requests_are_counted_separately():
     assert not document["errors"]
     assert document["ms"]["itl"]["p50"] == 0.0
     assert f"and {document['cancelled']} cancelled requests" in result.output
+
+
+STREAM = text_events("a", "b", "c", finish_reason="length") + b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("suffix", [".md", ".html"])
+def test_two_servers_on_one_page(suffix, tmp_path):
+    page = tmp_path / f"page{suffix}"
+    with fake_server(200, STREAM) as first, fake_server(503, b"not now") as second:
+        arguments = ["load", "--base-url", first, "--against", second, "--num-requests", "5", "--report", str(page)]
+        result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    good, bad = document["servers"]
+    assert (good["url"], good["completed"], good["errors"]) == (first, 5, [])
+    assert (bad["url"], bad["completed"], len(bad["errors"])) == (second, 0, 5)
+    assert good["output_tokens_per_s"] > 0
+    assert document["ratios"]["output_tokens_per_s"] is None
+    text = page.read_text()
+    assert first in text
+    assert second in text
+    assert f"{good['output_tokens_per_s']:.2f}" in text
+    assert "failed requests" in text
+
+
+def test_comparison_is_in_favour_of_the_first_server():
+    def server(rate, latency):
+        ms = {name: {"p50": latency} for name in ("ttft", "itl", "chunk", "tpot", "e2e")}
+        return {"output_tokens_per_s": rate, "requests_per_s": rate, "goodput_per_s": 0.0, "ms": ms}
+
+    ratios = comparison(server(20.0, 5.0), server(10.0, 10.0))
+    assert (ratios["output_tokens_per_s"], ratios["ttft_p50"], ratios["goodput_per_s"]) == (2.0, 2.0, None)
+
+
+def test_options_of_a_comparison(tmp_path):
+    with pytest.raises(OutriderError, match="--report needs --against URL"):
+        Settings(report="page.html")
+    result = CliRunner().invoke(app, ["load", "--against", "http://127.0.0.1:9", "--report", str(tmp_path / "a.pdf")])
+    assert result.exit_code == 2
+    assert "another suffix than .html and .md" in result.output
