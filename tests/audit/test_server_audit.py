@@ -29,7 +29,7 @@ from outrider.errors import OutriderError
 from tests.helpers.fake_server import NAME, FakeEngine, FakeServer, save_pair, serving, warp
 
 PROMPT = "aab"
-PROMPTS = (PROMPT, "zebra zoo")
+REPEATING = "zebra zoo"  # what follows repeats, so that penalties matter
 CONTINUED, COOLER, TOP_K, TOP_P, PENALTIES = CASES[1:]
 
 
@@ -59,7 +59,6 @@ def pair(folders):
 def audit(folders, fake, monkeypatch, tmp_path):
     """A function that audits the fake server without HTTP, with one prompt and some of the tests."""
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
 
     @asynccontextmanager
     async def connect(url, **_):
@@ -68,6 +67,7 @@ def audit(folders, fake, monkeypatch, tmp_path):
     monkeypatch.setattr(server_run, "connect", connect)
 
     def run(defect="", *, cases=(CONTINUED,), samples=600, draft=True):
+        prompts.write_text(json.dumps({"prompt": REPEATING if PENALTIES in cases else PROMPT}) + "\n")
         fake.engine.defect = defect
         options = ServerOptions(
             server="http://fake",
@@ -89,13 +89,13 @@ def causes(report):
 @pytest.mark.parametrize("token_ids", [True, False])
 def test_an_exact_server_passes(audit, fake, token_ids):
     fake.token_ids = token_ids
-    report = audit(cases=(CONTINUED, TOP_P, PENALTIES), samples=300)
+    report = audit(cases=(TOP_K, PENALTIES), samples=200)
     assert report["passed"]
     assert report["replay"]["differences"] == 0
-    assert report["replay"]["tokens"] == 12
+    assert report["replay"]["tokens"] == 6
     assert report["asked"]["returned"] == ("token ids" if token_ids else "text")
-    assert len(report["distribution"]["tests"]) == 3
-    assert report["distribution"]["significance"] == pytest.approx(1e-4 / 3)
+    assert len(report["distribution"]["tests"]) == 2
+    assert report["distribution"]["significance"] == pytest.approx(1e-4 / 2)
     assert report["diagnosis"] is None
     assert any("text only" in note for note in report["notes"]) is not token_ids
 
@@ -114,7 +114,7 @@ def test_an_exact_server_passes(audit, fake, token_ids):
     ],
 )
 def test_a_defect_is_named(audit, defect, case, cause):
-    report = audit(defect, cases=(case,), samples=1200)
+    report = audit(defect, cases=(case,), samples=1000)
     assert not report["passed"]
     found = causes(report)
     assert any(cause in each for each in found)
@@ -171,7 +171,7 @@ def test_every_law_sums_to_one_and_is_exact_where_it_does_not_apply(pair, folder
         assert sum(tree.law(defect, PENALTIES.params).values()) == pytest.approx(1, abs=1e-6)
         law = tree.law(defect, CONTINUED.params)
         assert sum(law.values()) == pytest.approx(1, abs=1e-6)
-        if "penalties" in defect.cause or "top_k" in defect.cause:
+        if "penalties" in defect.cause or ("top_k" in defect.cause and "default" not in defect.cause):
             assert distance(law, plain) < 1e-9
     assert distance(exact, plain) > 0
 

@@ -19,6 +19,7 @@ from outrider.errors import OutriderError
 
 _CANDIDATES = 3  # prompts that are considered for each test
 _EDGE = 6.0  # gap at the edge of top_k or top_p that a test needs, in standard deviations of the rounding
+_ENOUGH = 0.1  # total variation distance that a test finds anyway, so that more of it does not count
 _MIN_EDGE = 1e-3  # the same in logits
 
 
@@ -144,7 +145,7 @@ class Designer:
 
     def _power(self, tree: Tree, case: TestCase) -> float:
         law = tree.law(EXACT, case.params)
-        return sum(distance(law, tree.law(defect, case.params)) for defect in self._defects)
+        return sum(min(distance(law, tree.law(defect, case.params)), _ENOUGH) for defect in self._defects)
 
     def _tree(self, number: int, case: TestCase) -> Tree:
         key = (number, case.depth, case.width)

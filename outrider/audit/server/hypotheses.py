@@ -30,7 +30,7 @@ class Position:
     params: SamplingParams
     prompt: Tokens
     output: Tokens  # tokens before the position
-    memo: dict[Any, torch.Tensor] = field(default_factory=dict)  # distributions that were computed already
+    memo: dict[Any, Any] = field(default_factory=dict)  # what was computed already
 
     def target(self, *, stale: int = 0, **changes: Any) -> torch.Tensor:
         """Return the distribution that the request asked for.
@@ -52,7 +52,8 @@ class Position:
         key = (logits is self.logits, self.prompt, counted, sampling_key(params))
         if key not in self.memo:
             self.memo[key] = distribution(logits, params, prompt=self.prompt, output=counted)
-        return self.memo[key]
+        p: torch.Tensor = self.memo[key]
+        return p
 
 
 def sampling_key(params: SamplingParams) -> tuple[float, ...]:
@@ -151,10 +152,12 @@ def _with_draft(start: State, k: int) -> Iterator[Hypothesis]:
         def step(position: Position, state: State) -> Mapping[State, torch.Tensor]:
             if state == FIRST:
                 return {0: position.target()}
-            if state == k:
-                return {0: accept(position, state).bonus}
-            verdict = accept(position, state)
-            return {state + 1: verdict.accepted, 0: verdict.rejected}
+            # Most defects verify in the same way wherever the position is in its round.
+            key = (accept, sampling_key(position.params), state if accept is _stale_penalties else 0)
+            if key not in position.memo:
+                position.memo[key] = accept(position, state)
+            verdict = position.memo[key]
+            return {0: verdict.bonus} if state == k else {state + 1: verdict.accepted, 0: verdict.rejected}
 
         return step
 
@@ -237,7 +240,7 @@ def _other_ratio(position: Position, state: State) -> _Verified:
     return _Verified(accepted=accepted, rejected=_rest(accepted, p, p), bonus=p)
 
 
-_PAIRS = 512  # likeliest tokens whose pairs with all others are computed
+_PAIRS = 64  # likeliest tokens whose pairs with all others are computed
 
 
 def _stale_penalties(position: Position, state: State) -> _Verified:

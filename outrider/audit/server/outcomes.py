@@ -33,7 +33,7 @@ class Tree:
     draft_logits: Mapping[Tokens, torch.Tensor]  # the same of the draft; empty if it is unknown
     children: Mapping[Tokens, tuple[int, ...]]  # tokens that are followed, by beginning
     texts: Mapping[Tokens, str] | None  # by leaf, for servers that return text; None: outcomes are tokens
-    memo: Mapping[Tokens, dict[Any, torch.Tensor]]  # distributions by beginning
+    memo: Mapping[Tokens, dict[Any, Any]]  # what the hypotheses have computed, by beginning
     laws: dict[Any, dict[Outcome, float]]  # that were computed already
     ambiguity: float  # probability of the texts' other tokenizations, at temperature 1; part of the law
 

@@ -123,6 +123,4 @@ def _stop(engine: str, batch: int, k: int) -> str:
         return f"{text}: add num_speculative_tokens_per_batch_size {table} to --speculative-config."
     if engine == "Outrider":
         return f"{text}: use --k auto, which stops drafting there by itself."
-    if engine == "llama.cpp":
-        return f"{text}: send speculative.n_max 0 with the requests of busy hours, or use fewer slots."
     return f"{text}: route requests above that load to a server without speculation."

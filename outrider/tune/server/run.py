@@ -20,10 +20,9 @@ from outrider.system.machine import commit, versions
 from outrider.tune.server.advice import Load, advise, best_k
 from outrider.tune.server.settings import ServerOptions
 
-# Fields of a request that switch speculation off, for the servers that have one.
-_OFF: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {"Outrider": {"k": 0}, "llama.cpp": {"speculative.n_max": 0, "speculative.n_min": 0}}
-)
+# Fields of a request that switch speculation off, for the servers that have one. llama.cpp of October 2026 ignores its
+# field speculative.n_max.
+_OFF: Mapping[str, Mapping[str, Any]] = MappingProxyType({"Outrider": {"k": 0}})
 _PER_WORKER = 4  # requests for each that runs at a time
 _WARM_UP = 8  # tokens of the first request, which is not measured
 
