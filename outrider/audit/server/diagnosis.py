@@ -24,6 +24,8 @@ def diagnose(tests: Sequence[Sampled], defects: Sequence[Hypothesis], *, level: 
         `causes`: the defects that explain all tests, best first. Several of them cannot be told apart from the counts.
         `closest`: the likeliest defect, for servers that no defect explains.
     """
+    for test in tests:
+        test.tree.prepare(defects, test.case.params)
     exact = sum(test.log_likelihood(EXACT) for test in tests)
     best: dict[str, dict[str, Any]] = {}
     for defect in defects:
@@ -45,6 +47,8 @@ def diagnose(tests: Sequence[Sampled], defects: Sequence[Hypothesis], *, level: 
 
 def powers(tests: Sequence[Sampled], defects: Sequence[Hypothesis], *, level: float) -> dict[str, float]:
     """Return the probability that the tests together find each known defect, for the most harmless of its variants."""
+    for test in tests:
+        test.tree.prepare(defects, test.case.params)
     found: dict[str, list[float]] = defaultdict(list)
     for defect in defects:
         missed = 1.0

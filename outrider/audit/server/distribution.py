@@ -20,7 +20,7 @@ from outrider.errors import OutriderError
 _CANDIDATES = 3  # prompts that are considered for each test
 _EDGE = 6.0  # gap at the edge of top_k or top_p that a test needs, in standard deviations of the rounding
 _ENOUGH = 0.1  # total variation distance that a test finds anyway, so that more of it does not count
-_MIN_EDGE = 1e-3  # the same in logits
+_MIN_EDGE = 1e-4  # the same in logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +144,7 @@ class Designer:
         return max(usable, key=lambda each: self._power(each[1], case), default=None)
 
     def _power(self, tree: Tree, case: TestCase) -> float:
+        tree.prepare((EXACT, *self._defects), case.params)
         law = tree.law(EXACT, case.params)
         return sum(min(distance(law, tree.law(defect, case.params)), _ENOUGH) for defect in self._defects)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from outrider.core.params import SamplingParams
 
 OTHER = "other"  # all outcomes that are not distinguished
 _FLOOR = 1e-6  # probability below which another tokenization of a text is not looked at
+_NOTICED = 1e-3  # probability of a token at the edge of top_p below which a test would not notice it
 _DRAFT_WIDTH = 1  # likeliest tokens of the draft that are distinguished as well
 
 # A list of tokens for servers that return token ids, and a text for the others. OTHER ends an outcome.
@@ -61,6 +62,13 @@ class Tree:
         if key not in self.laws:
             self.laws[key] = self._law(hypothesis, params)
         return self.laws[key]
+
+    def prepare(self, hypotheses: Iterable[Hypothesis], params: SamplingParams) -> None:
+        """Compute the laws of hypotheses, and free the memory of the distributions that they have in common."""
+        for hypothesis in hypotheses:
+            self.law(hypothesis, params)
+        for memo in self.memo.values():
+            memo.clear()
 
     def _law(self, hypothesis: Hypothesis, params: SamplingParams) -> dict[Outcome, float]:
         law: dict[Outcome, float] = defaultdict(float)
@@ -160,8 +168,9 @@ def edge(tree: Tree, params: SamplingParams) -> float:
             smallest = min(smallest, float(scaled[params.top_k - 1] - scaled[params.top_k]))
         if params.top_p < 1:
             # A change of all logits by e changes the mass before a token by at most about e.
-            before = scaled.softmax(-1).cumsum(-1)
-            smallest = min(smallest, float((before - params.top_p).abs().min()))
+            p = scaled.softmax(-1)
+            gaps = (p.cumsum(-1) - params.top_p).abs()[p > _NOTICED]
+            smallest = min(smallest, float(gaps.min())) if len(gaps) else smallest
     return smallest
 
 

@@ -120,8 +120,8 @@ class _Measure:
                 )
             if options.baseline is not None:
                 async with connect(options.baseline, api_key=options.api_key, timeout=options.timeout) as other:
-                    plain = _Peer(other, await find_model(other, None), {})
-                    return engine, model, await self._loads(_Peer(server, model, {}), plain, batches)
+                    baseline = _Peer(other, await find_model(other, None), {})
+                    return engine, model, await self._loads(_Peer(server, model, {}), baseline, batches)
             off = _OFF.get(engine)
             plain = None if off is None else _Peer(server, model, off)
             return engine, model, await self._loads(_Peer(server, model, {}), plain, batches)
