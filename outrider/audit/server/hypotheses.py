@@ -97,6 +97,10 @@ def _of_the_sampler() -> Iterator[Hypothesis]:
     changes: dict[str, Any]
     for cause, changes in (
         ("the temperature is ignored: every token is the likeliest one", {"temperature": 0.0}),
+        (
+            "temperature and penalties are ignored: every token is the likeliest one",
+            {"temperature": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        ),
         ("the temperature is ignored: tokens are sampled at temperature 1", {"temperature": 1.0}),
         ("top_k is ignored", {"top_k": 0}),
         ("top_p is ignored", {"top_p": 1.0}),
