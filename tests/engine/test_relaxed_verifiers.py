@@ -280,7 +280,7 @@ def test_settings_name_tables_by_absolute_paths(tmp_path, monkeypatch):
         Settings(proposers=("ngram",)), proposer="ngram", k=2, verifier="bins:distance=1,table=b.json"
     )
     assert settings["verifier"] == f"bins:distance=1,table={tmp_path}/b.json"
-    assert {*RELAXED} == {"lantern", "gsd", "pcg", "bins"}
+    assert {*RELAXED} == {"lantern", "gsd", "pcg", "bins", "blend"}
 
 
 def test_the_log_probability_of_a_token_that_p_excludes_is_null_in_json(pair):

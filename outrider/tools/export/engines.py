@@ -41,7 +41,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class OtherEngine:
     """An engine, and what it does with each kind of draft."""
 
     title: str
@@ -147,9 +147,9 @@ def _trtllm_config(kind: str) -> Callable[[Draft], Mapping[str, str]]:
 
 _COMPARED = "vLLM 0.32.0 for CPU, with the accepted lengths of Outrider (docs/reference/formats.md)"
 
-ENGINES: Mapping[str, Engine] = MappingProxyType(
+ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
     {
-        "vllm": Engine(
+        "vllm": OtherEngine(
             title="vLLM",
             recipes={
                 MODEL: Recipe(layout=FOLDER, command=_vllm("draft_model"), proven=_COMPARED),
@@ -164,7 +164,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
                 Kind.MTP: f"{_IN_TARGET}; use `outrider convert --to mtp-mimo` and put both in one folder",
             },
         ),
-        "sglang": Engine(
+        "sglang": OtherEngine(
             title="SGLang",
             recipes={
                 MODEL: Recipe(layout=FOLDER, command=_sglang("STANDALONE")),
@@ -175,7 +175,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             },
             reasons={Kind.MTP: _IN_TARGET},
         ),
-        "llama.cpp": Engine(
+        "llama.cpp": OtherEngine(
             title="llama.cpp",
             recipes={
                 MODEL: Recipe(
@@ -189,7 +189,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             },
             reasons={Kind.MTP: _IN_TARGET},
         ),
-        "mlx": Engine(
+        "mlx": OtherEngine(
             title="MLX",
             recipes={
                 MODEL: Recipe(layout=FOLDER, command=_mlx_model),
@@ -198,12 +198,12 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
             },
             reasons={Kind.MTP: _IN_TARGET},
         ),
-        "ollama": Engine(
+        "ollama": OtherEngine(
             title="Ollama",
             recipes={Kind.DFLASH: Recipe(layout="dflash", command=_ollama, files=_modelfile)},
             reasons={"": "it takes every separate draft for a DFlash head", Kind.MTP: _IN_TARGET},
         ),
-        "tensorrt-llm": Engine(
+        "tensorrt-llm": OtherEngine(
             title="TensorRT-LLM",
             recipes={
                 MODEL: Recipe(layout=FOLDER, command=_trtllm, files=_trtllm_config("Draft_Target")),
@@ -217,7 +217,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
 )
 
 
-def engine_of(name: str) -> Engine:
+def engine_of(name: str) -> OtherEngine:
     """Return an engine by its name.
 
     Raises:
