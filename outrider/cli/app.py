@@ -19,6 +19,7 @@ from outrider.audit.server.settings import ServerOptions, check_given
 from outrider.cli import drafts, options
 from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.media import media
+from outrider.cli.ranks import joined
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.source import read_source
 from outrider.errors import OutriderError
@@ -146,10 +147,11 @@ def run(
     from outrider.cli.run import ROWS, converse, load
 
     models, others = _merge(ctx, models, config)
-    llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
-    output = Output(llm, show=show, as_json=as_json)
-    if not converse(llm, params, prompt=prompt, source=source, chat=chat, output=output):
-        raise typer.Exit(1)
+    with joined(models.tp, models.device):
+        llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
+        output = Output(llm, show=show, as_json=as_json)
+        if not converse(llm, params, prompt=prompt, source=source, chat=chat, output=output):
+            raise typer.Exit(1)
 
 
 @app.command()
@@ -208,9 +210,11 @@ def bench(
             raise OutriderError(
                 f"--calibrate only measures passes; leave --{useless[0].replace('_', '-')} or --calibrate out"
             )
-        command.calibrate(settings, as_json=as_json)
+        with joined(settings.tp, settings.device):
+            command.calibrate(settings, as_json=as_json)
     else:
-        command.measure(settings, report=report, as_json=as_json)
+        with joined(settings.tp, settings.device):
+            command.measure(settings, report=report, as_json=as_json)
 
 
 @app.command()
@@ -221,6 +225,7 @@ def serve(
     """Serve OpenAI's API over HTTP."""
     from outrider.cli.run import load
     from outrider.serve.command import serve
+    from outrider.serve.ranks import follow
 
     models, others = _merge(ctx, models, config)
     limits = {name: others.pop(name) for name in _SERVER_LIMITS if name in others}
@@ -235,7 +240,13 @@ def serve(
         prefix_caching=settings.prefix_caching,
         **{"isolate_faults": True, **others},
     )
-    serve(loaded, settings, target=models.target)
+    if models.tp > 1 and settings.weight_updates is not None:
+        raise OutriderError("--weight-updates loads weights into one process, and not into --tp ranks; leave one out")
+    with joined(models.tp, models.device) as ranks:
+        if ranks is None or ranks.first:
+            serve(loaded, settings, target=models.target, ranks=ranks)
+        else:
+            follow(loaded(), ranks)
 
 
 @app.command()
@@ -277,6 +288,7 @@ def audit(
     kernels: options.Kernels = "auto",
     quantize: options.Quantize = None,
     threads: options.Threads = None,
+    tp: options.TensorParallel = 1,
     server: ServerOptions,
     as_json: options.Json = False,
 ) -> None:
@@ -297,18 +309,19 @@ def audit(
         "threads": threads,
         "console": console,
     }
-    if server.server is None:
-        from outrider.audit.run import run_audit
+    with joined(tp, device):
+        if server.server is None:
+            from outrider.audit.run import run_audit
 
-        report = run_audit(target, proposer, verifier=verifier, **shared)
-    else:
-        from outrider.audit.server.run import run_server_audit
+            report = run_audit(target, proposer, verifier=verifier, tp=tp, **shared)
+        else:
+            from outrider.audit.server.run import run_server_audit
 
-        report = run_server_audit(target, server, **shared)
-    if as_json:
-        typer.echo(json.dumps(report))
-    if not report["passed"]:
-        raise typer.Exit(1)
+            report = run_server_audit(target, server, **shared)
+        if as_json:
+            typer.echo(json.dumps(report))
+        if not report["passed"]:
+            raise typer.Exit(1)
 
 
 @app.command()
