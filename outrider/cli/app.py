@@ -19,7 +19,6 @@ from outrider.audit.server.settings import ServerOptions, check_given
 from outrider.cli import drafts, options
 from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.media import media
-from outrider.cli.ranks import joined
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.source import read_source
 from outrider.errors import OutriderError
@@ -144,6 +143,7 @@ def run(
     params = replace(sampling.params(), constraint=form.constraint())
     source = read_source(source, source_file)
     from outrider.cli.output import Output
+    from outrider.cli.ranks import joined
     from outrider.cli.run import ROWS, converse, load
 
     models, others = _merge(ctx, models, config)
@@ -181,6 +181,7 @@ def bench(
     """
     from outrider.bench import command
     from outrider.bench.settings import Settings, Sweep, parse_sweep
+    from outrider.cli.ranks import joined
 
     batches, temperatures = parse_whole("--batch", batch), parse_real("--temperature", temperature)
     contexts = parse_whole("--context", context) if context else ()
@@ -223,6 +224,7 @@ def serve(
     ctx: typer.Context, *, models: options.ModelOptions, config: options.Config = None, settings: ServeSettings
 ) -> None:
     """Serve OpenAI's API over HTTP."""
+    from outrider.cli.ranks import joined
     from outrider.cli.run import load
     from outrider.serve.command import serve
     from outrider.serve.ranks import follow
@@ -297,6 +299,8 @@ def audit(
     With --server, test whether the output of a running server is that of the target. The exit code is 1 if a test
     fails.
     """
+    from outrider.cli.ranks import joined
+
     console = Console(stderr=as_json)
     check_given(server.server, _given(ctx))
     shared: dict[str, Any] = {

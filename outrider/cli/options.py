@@ -126,7 +126,7 @@ TensorParallel = Annotated[
         "--tp",
         metavar="N",
         min=1,
-        help="Split the target over N processes, which torchrun has started: torchrun --nproc-per-node N -m outrider ...",
+        help="Split the target over N processes that torchrun has started: torchrun --nproc-per-node N -m outrider ...",
         rich_help_panel=_MODEL,
     ),
 ]

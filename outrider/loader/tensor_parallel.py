@@ -20,8 +20,6 @@ def check_plan(config: Any, size: int, *, recurrent: bool) -> None:
         UnsupportedModel: the architecture has no plan, or other layers than attention.
         OutriderError: the ranks do not divide the heads, or a package is missing.
     """
-    if find_spec("accelerate") is None:  # transformers places the parts of a model with it
-        raise OutriderError('tensor parallelism needs accelerate; run pip install "outrider[tp]"')
     model_type = config.model_type
     remedy = f"use tp 1 for {model_type}, or another model"
     if getattr(config, "is_encoder_decoder", False) or recurrent:
@@ -41,6 +39,9 @@ def check_plan(config: Any, size: int, *, recurrent: bool) -> None:
             raise OutriderError(
                 f"tp {size} does not divide the {count} {what} of this {model_type}; use a tp that does"
             )
+
+    if find_spec("accelerate") is None:  # transformers places the parts of a model with it
+        raise OutriderError('tensor parallelism needs accelerate; run pip install "outrider[tp]"')
 
 
 def tensor_parallel_plan(config: Any) -> Mapping[str, str]:

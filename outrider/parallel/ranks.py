@@ -19,7 +19,8 @@ from zlib import crc32
 
 import torch
 from torch import distributed
-from torch.distributed.distributed_c10d import PrefixStore, rendezvous
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from outrider.errors import OutriderError
 from outrider.parallel.processes import local_device, rank, torchrun_command, world_size

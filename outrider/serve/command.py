@@ -36,7 +36,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         load: loads the models. It is called after the port is bound.
         settings: the options of `outrider serve`.
         target: folder of the target, whose name is the model name in the API if the settings have none.
-        ranks: the ranks of tensor parallelism, of which this is the first. The others call `outrider.serve.ranks.follow`.
+        ranks: the ranks of tensor parallelism, of which this is the first; the others call `serve.ranks.follow`.
 
     Raises:
         OutriderError: a package is missing, or the server cannot listen on the port.
