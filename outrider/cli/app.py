@@ -26,6 +26,7 @@ from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_real, parse_whole, sweep_values
 from outrider.project.options import ProjectOptions
 from outrider.report.console import print_document
+from outrider.scale.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
 from outrider.system.atomic_files import check_writable
 from outrider.tune.options import TuneOptions
@@ -235,12 +236,7 @@ def serve(
     loaded = partial(
         load,
         models,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_round_ms=settings.max_round_ms or None,
-        cache_gb=settings.cache_gb,
-        prefix_caching=settings.prefix_caching,
-        **{"isolate_faults": True, **others},
+        **{**_limits(settings), "isolate_faults": True, **others},
     )
     if models.tp > 1 and settings.weight_updates is not None:
         raise OutriderError("--weight-updates loads weights into one process, and not into --tp ranks; leave one out")
@@ -253,11 +249,48 @@ def serve(
 
 @app.command()
 @options.spread
+def scale(
+    ctx: typer.Context,
+    *,
+    models: options.ModelOptions,
+    config: options.Config = None,
+    replicas: ScaleSettings,
+    settings: ServeSettings,
+) -> None:
+    """Serve OpenAI's API with several replicas of the engine, on Ray.
+
+    Needs pip install "outrider\\[ray]".
+    """
+    from outrider.core.config import EngineConfig
+    from outrider.scale.command import scale
+
+    models, others = _merge(ctx, models, config)
+    settings = replace(settings, **{name: others.pop(name) for name in _SERVER_LIMITS if name in others})
+    threads = models.threads or max(int(replicas.replica_cpus), 1)
+    engine_config = EngineConfig(
+        **{**asdict(models), "threads": threads, **_limits(settings), "isolate_faults": True, **others}
+    )
+    scale(engine_config, settings, replicas)
+
+
+@app.command()
+@options.spread
 def load(*, settings: LoadSettings, as_json: options.BenchJson = False) -> None:
     """Generate load for a server of OpenAI's API and measure its latency."""
     from outrider.loadgen import command
 
     command.load(settings, as_json=as_json)
+
+
+def _limits(settings: ServeSettings) -> dict[str, Any]:
+    """Return the fields of an engine's configuration that are options of a server."""
+    return {
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_round_ms": settings.max_round_ms or None,
+        "cache_gb": settings.cache_gb,
+        "prefix_caching": settings.prefix_caching,
+    }
 
 
 def _merge(

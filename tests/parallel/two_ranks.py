@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from outrider.core.params import SamplingParams
+from outrider.errors import UnsupportedModel
 from outrider.llm import LLM
 from outrider.parallel.ranks import current
 
@@ -37,7 +38,12 @@ def complete(options: dict[str, object]) -> dict[str, object]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    results = {name: complete({**options, "tp": 2}) for name, options in cases.items()}
+    results = {}
+    for name, options in cases.items():
+        try:
+            results[name] = complete({**options, "tp": 2})
+        except UnsupportedModel as error:  # in all ranks
+            results[name] = {"refused": str(error)}
     ranks = current()
     assert ranks is not None
     (out / f"{ranks.rank}.json").write_text(json.dumps(results))

@@ -1,0 +1,34 @@
+"""Import Ray, which is optional."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.errors import OutriderError
+
+
+def import_ray() -> Any:
+    """Return the package `ray`.
+
+    Raises:
+        OutriderError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise OutriderError('Ray is not installed; run pip install "outrider[ray]"') from error
+    return ray
+
+
+def import_serve() -> Any:
+    """Return the package `ray.serve`.
+
+    Raises:
+        OutriderError: it is not installed.
+    """
+    import_ray()
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise OutriderError(f'Ray Serve needs {error.name}; run pip install "outrider[ray]"') from error
+    return serve
