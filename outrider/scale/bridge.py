@@ -29,6 +29,11 @@ class ResponseStart:
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
 
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the body is a stream of server-sent events."""
+        return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers)
+
 
 async def respond(app: ASGIApp, request: HTTPRequest) -> AsyncIterator[ResponseStart | bytes]:
     """Run an application for a request. Yield the start of the response, then the parts of its body.

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from types import FrameType
+from typing import Any
 
 import typer
 
@@ -26,6 +27,10 @@ def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> Non
     Raises:
         OutriderError: Ray is not installed or cannot be reached, the port is in use, or the replicas do not start.
     """
+    # Ray Serve starts its proxy again if it does not answer in this time. The default of 5 seconds is too short for a
+    # busy machine.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray runs batch jobs, with less priority than a server needs
     ray, serve = import_ray(), import_serve()
     folder = model_folder(config.target).resolve()
     check_model(folder)
@@ -38,10 +43,10 @@ def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> Non
     stopped = threading.Event()
     _start(ray, scale)
     try:
-        serve.start(http_options={"host": settings.host, "port": port, "location": "HeadOnly"})
         try:
+            serve.start(http_options={"host": settings.host, "port": port, "location": "HeadOnly"})
             serve.run(application, name=APP, route_prefix="/")
-        except RuntimeError as error:
+        except (RuntimeError, ray.exceptions.RayError) as error:
             raise OutriderError(f"the replicas did not start: {str(error).strip().splitlines()[-1]}") from error
         _handle_signals(stopped)
         typer.echo(f"{name} at http://{settings.host}:{port}/v1, {_replicas(scale)}", err=True)
@@ -51,7 +56,7 @@ def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> Non
         ray.shutdown()
 
 
-def _start(ray, scale: ScaleSettings) -> None:  # type: ignore[no-untyped-def]
+def _start(ray: Any, scale: ScaleSettings) -> None:
     """Connect to a cluster, or start Ray on this machine."""
     if scale.address is not None:
         try:
@@ -69,7 +74,7 @@ def _start(ray, scale: ScaleSettings) -> None:  # type: ignore[no-untyped-def]
             f"{most} replicas with {scale.replica_cpus:g} CPUs each need more than the {cpus} CPUs of this machine; use"
             " a smaller --replica-cpus, or a cluster with --address"
         )
-    ray.init(include_dashboard=False, num_cpus=cpus)
+    ray.init(include_dashboard=False, num_cpus=cpus, log_to_driver=False)
 
 
 def _handle_signals(stopped: threading.Event) -> None:

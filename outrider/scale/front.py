@@ -109,8 +109,7 @@ class Front:
         first = await anext(parts, b"")
         response = StreamingResponse(self._body(first, parts), status_code=start.status)
         response.raw_headers = list(start.headers)
-        is_stream = any(value.startswith(b"text/event-stream") for name, value in start.headers if name == b"content-type")
-        if not is_stream:  # a document is sent when it is complete
+        if not start.is_event_stream:  # a document is sent when it is complete
             rest = [part async for part in parts]
             response = StreamingResponse(_once(b"".join([first, *rest])), status_code=start.status)
             response.raw_headers = list(start.headers)

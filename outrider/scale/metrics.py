@@ -41,7 +41,7 @@ def sum_metrics(expositions: Mapping[str, str]) -> bytes:
                     continue
                 key = (sample.name, tuple(sorted({**sample.labels, **own}.items())))
                 kept[key] = kept.get(key, 0.0) + sample.value
-    return generate_latest(_Registry([_with(families[name], values[name]) for name in families]))  # type: ignore[arg-type]
+    return generate_latest(_Registry([_with(families[name], values[name]) for name in families]))
 
 
 def _with(family: Metric, values: Mapping[tuple[str, tuple[tuple[str, str], ...]], float]) -> Metric:

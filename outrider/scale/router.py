@@ -10,7 +10,7 @@ from outrider.scale.bridge import HTTPRequest
 from outrider.scale.prefixes import PrefixTable
 
 
-class PrefixRouter(RequestRouter):
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Ranks the replicas: first those with the longest known prefix of the prompt, then all others.
 
     A replica that has many more requests than the one with the fewest loses its preference. Among replicas of one

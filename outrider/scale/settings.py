@@ -21,7 +21,7 @@ class ScaleSettings:
         int | None,
         typer.Option(
             min=1,
-            help="Replicas of the engine, at most. Ray Serve adds replicas while requests queue. Default: as --replicas.",
+            help="Replicas of the engine, at most. Ray Serve adds some while requests queue. Default: as --replicas.",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -66,7 +66,7 @@ class ScaleSettings:
     def __post_init__(self) -> None:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise OutriderError(
-                f"--max-replicas is {self.max_replicas}, and --replicas is {self.replicas}; use at least {self.replicas}"
+                f"--max-replicas is {self.max_replicas}, and --replicas is {self.replicas}; use at least as many"
             )
         if self.target_requests is not None and not self.target_requests > 0:
             raise OutriderError(f"--target-requests is {self.target_requests}; use a number above 0")

@@ -50,7 +50,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
     except ImportError as error:
         raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
     configure_logging(settings.log_format)
-    name = settings.servedmodel_name or model_name(model_folder(target).resolve())
+    name = settings.served_model_name or model_name(model_folder(target).resolve())
     with ExitStack() as stack:
         sockets = [stack.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
         llm = load()
