@@ -238,7 +238,7 @@ def assemble(
         planner=planner,
         scheduler=Scheduler(slots=len(own), first=own.start, chunk=budget, context=model.context),
         shape=fastest_sampling(checkpoint.device),
-        ranks=current(),
+        ranks=current() if checkpoint.ranks > 1 else None,
     )
 
 

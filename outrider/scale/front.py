@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from outrider._version import __version__
 from outrider.scale.bridge import HTTPRequest, ResponseStart
 from outrider.scale.metrics import sum_metrics
+from outrider.scale.package import lost_actor_errors
 from outrider.scale.prefixes import prefix_blocks
 from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from outrider.serve.openai.responses import error_response
@@ -32,11 +33,9 @@ class Front:
 
     def __init__(self, engine: Any, settings: Settings) -> None:
         """Forward to a deployment handle of `Replica`."""
-        from ray.exceptions import RayActorError
-
         self._engine = engine
         self._settings = settings
-        self._lost: type[Exception] = RayActorError
+        self._lost = lost_actor_errors()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application. Ray Serve calls this in the replica of the front."""

@@ -20,6 +20,13 @@ def import_ray() -> Any:
     return ray
 
 
+def lost_actor_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions that say that an actor is gone: its process or machine has failed, or Ray has ended it."""
+    from ray.exceptions import OutOfMemoryError, RayActorError
+
+    return (RayActorError, OutOfMemoryError)
+
+
 def import_serve() -> Any:
     """Return the package `ray.serve`.
 

@@ -19,7 +19,7 @@ from outrider.errors import OutriderError
 from outrider.llm import Prompt
 from outrider.rl.records import Provenance, Rollout, RolloutBatch
 from outrider.rl.rollout import RolloutEngine, Sample, check_call, samples_of
-from outrider.scale.package import import_ray
+from outrider.scale.package import import_ray, lost_actor_errors
 
 _ROUNDS = 16  # of a call of a worker, after which samples can be moved
 _MAX_LOSSES = 8  # lost workers of a call, after which it fails
@@ -121,6 +121,7 @@ class RolloutPool:
             OutriderError: Ray is not installed, or a number is invalid.
         """
         self._ray = import_ray()
+        self._lost_errors = lost_actor_errors()
         for name, value in (("workers", workers), ("slots", slots)):
             if not isinstance(value, int) or value < 1:
                 raise OutriderError(f"{name} is {value!r}; use a whole number of at least 1")
@@ -170,7 +171,7 @@ class RolloutPool:
         for worker, call in zip(self._workers, calls, strict=True):
             try:
                 self._ray.get(call)
-            except self._ray.exceptions.RayActorError as error:
+            except self._lost_errors as error:
                 self._replace(worker, error)
             except self._ray.exceptions.RayTaskError as error:
                 raise _cause(error) from error
@@ -223,7 +224,7 @@ class RolloutPool:
             worker = self._workers[0]
             try:
                 return self._ray.get(getattr(worker.actor, method).remote(*arguments))
-            except self._ray.exceptions.RayActorError as error:
+            except self._lost_errors as error:
                 self._replace(worker, error)
             except self._ray.exceptions.RayTaskError as error:
                 raise _cause(error) from error
@@ -245,7 +246,7 @@ class RolloutPool:
                 worker.call = None
                 try:
                     progress = self._ray.get(ready)
-                except self._ray.exceptions.RayActorError as error:
+                except self._lost_errors as error:
                     if self.lost - losses >= _MAX_LOSSES:
                         raise OutriderError(f"{_MAX_LOSSES} workers were lost; look into the logs of Ray") from error
                     queue.extendleft(worker.samples.values())

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.llm import LLM
+from outrider.loader.checkpoint import read_weights
 from outrider.loader.embedded import embedded
 from outrider.rl.rollout import RolloutEngine
 
@@ -26,6 +28,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of Ray
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {"proposer": "ngram", "k": 3, "dtype": "float32", "max_model_len": 1024, "threads": 1}
+# Other programs of the machine may use its memory, and Ray would then end its own processes.
+os.environ |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0", "PYTHONPATH": str(ROOT)}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -133,13 +137,11 @@ def kill_a_replica(process, url):
 def test_rollouts_by_workers():
     import ray
 
-    os.environ.setdefault("RAY_worker_niceness", "0")
     from outrider.scale.rollouts import RolloutPool
 
     prompts = ["def add(a, b):", "The cat sat", "x = ["]
     params = SamplingParams(temperature=1.0, max_tokens=60)
     engine = RolloutEngine.load(embedded("nano"), max_num_seqs=4, **OPTIONS)
-    os.environ["PYTHONPATH"] = str(ROOT)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         pool = RolloutPool(embedded("nano"), workers=2, slots=4, **OPTIONS)
@@ -148,7 +150,7 @@ def test_rollouts_by_workers():
         assert batch.provenance.same_tokens
         assert [each.token_ids for each in batch.rollouts] == [each.token_ids for each in expected.rollouts]
         assert [each.logprobs for each in batch.rollouts] == [each.logprobs for each in expected.rollouts]
-        weights = {name: value * 1.01 for name, value in engine.llm.parts.target.stored_weights().items()}
+        weights = {name: value * 1.01 for name, value in read_weights(embedded("nano"), torch.float32).items()}
         assert pool.update_weights(weights) == engine.update_weights(weights) == 1
         expected = engine.generate(prompts, params, n=4, seed=5)
         pid = ray.get(pool.actors[0].__ray_call__.remote(lambda self: os.getpid()))
