@@ -204,6 +204,7 @@ def serving(folder, *words):
     finally:
         process.kill()
         process.wait()
+        process.stderr.close()
 
 
 def ranks_of(process):
@@ -216,14 +217,19 @@ def ranks_of(process):
     return ranks
 
 
+@pytest.fixture(scope="module")
+def long_llama(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("long"), make_config("LlamaConfig", max_position_embeddings=4096))
+
+
 LONG = {"prompt": [1, 2, 3], "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 
 
 @needs_accelerate
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGSTOP])
-def test_failure_of_a_rank_ends_requests_and_the_server(kind, shelf):
-    with serving(shelf.folder("llama"), "--k", "0", "--proposer", "none") as (process, url, lines):
+def test_failure_of_a_rank_ends_requests_and_the_server(kind, long_llama):
+    with serving(long_llama, "--k", "0", "--proposer", "none") as (process, url, _):
         ranks = ranks_of(process)
         with httpx.stream("POST", f"{url}/completions", json={**LONG, "stream": True}, timeout=60) as response:
             events = response.iter_lines()
@@ -244,10 +250,10 @@ def test_failure_of_a_rank_ends_requests_and_the_server(kind, shelf):
 
 @needs_accelerate
 @pytest.mark.slow
-def test_server_on_two_ranks(shelf):
-    llm = LLM(shelf.folder("llama"), proposer="ngram", kernels="torch", dtype="float32")
+def test_server_on_two_ranks(long_llama):
+    llm = LLM(long_llama, proposer="ngram", kernels="torch", dtype="float32")
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-    with serving(shelf.folder("llama"), "--proposer", "ngram", "--k", "3") as (process, url, lines):
+    with serving(long_llama, "--proposer", "ngram", "--k", "3") as (process, url, lines):
         asked = {"prompt": [5, 6, 7, 5, 6], "max_tokens": 20, "temperature": 1, "seed": 3, "return_token_ids": True}
         (choice,) = httpx.post(f"{url}/completions", json=asked, timeout=60).json()["choices"]
         structured = {"prompt": [5, 6], "max_tokens": 40, "structured_outputs": {"json": schema}}

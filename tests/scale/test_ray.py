@@ -61,6 +61,7 @@ def serving(*words):
     finally:
         process.kill()
         process.wait()
+        process.stderr.close()
 
 
 def replicas_of(process):
