@@ -274,11 +274,12 @@ def params_of(asked):
 
 @needs_accelerate
 @pytest.mark.slow
-def test_commands_on_two_ranks(shelf, tmp_path):
-    llama = shelf.folder("llama")
-    audited = torchrun("-m", "outrider", "audit", "--tp", 2, "--target", llama, "--proposer", "ngram", "--samples", 100)
+def test_commands_on_two_ranks(long_llama, tmp_path):
+    audited = torchrun(
+        "-m", "outrider", "audit", "--tp", 2, "--target", long_llama, "--proposer", "ngram", "--samples", 100
+    )
     assert audited.returncode == 0, audited.stdout + audited.stderr[-2000:]
-    words = ("--target", llama, "--proposer", "ngram", "--limit", 1, "--repeats", 1, "--max-tokens", 8, "--json")
+    words = ("--target", long_llama, "--proposer", "ngram", "--limit", 1, "--repeats", 1, "--max-tokens", 8, "--json")
     benched = torchrun("-m", "outrider", "bench", "--tp", 2, *words)
     assert benched.returncode == 0, benched.stderr[-2000:]
     assert json.loads(benched.stdout.splitlines()[-1])["kernels"] == "torch, 2 ranks"
