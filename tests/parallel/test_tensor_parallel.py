@@ -279,7 +279,9 @@ def test_commands_on_two_ranks(long_llama, tmp_path):
         "-m", "outrider", "audit", "--tp", 2, "--target", long_llama, "--proposer", "ngram", "--samples", 100
     )
     assert audited.returncode == 0, audited.stdout + audited.stderr[-2000:]
-    words = ("--target", long_llama, "--proposer", "ngram", "--limit", 1, "--repeats", 1, "--max-tokens", 8, "--json")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc abc abc"}\n')
+    prompts = ("--prompts", tmp_path / "prompts.jsonl", "--repeats", 1, "--max-tokens", 8)
+    words = ("--target", long_llama, "--proposer", "ngram", *prompts, "--json")
     benched = torchrun("-m", "outrider", "bench", "--tp", 2, *words)
     assert benched.returncode == 0, benched.stderr[-2000:]
     assert json.loads(benched.stdout.splitlines()[-1])["kernels"] == "torch, 2 ranks"
