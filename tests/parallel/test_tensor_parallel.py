@@ -29,7 +29,7 @@ from outrider.llm import LLM
 from outrider.loader.tensor_parallel import check_plan, tensor_parallel_plan
 from tests.helpers.heads import cases as head_cases
 from tests.helpers.heads import random_draft
-from tests.helpers.tiny import ARCHITECTURES, EVERY, Shelf, make_config, save
+from tests.helpers.tiny import ARCHITECTURES, EVERY, RECURRENT, Shelf, make_config, save
 from tests.parallel.two_ranks import complete
 
 ROOT = Path(__file__).parents[2]
@@ -98,16 +98,15 @@ def test_two_ranks_give_the_tokens_of_one_process(shelf, tmp_path):
 def test_every_architecture_with_a_plan(shelf, tmp_path):
     cases = {}
     for name in ARCHITECTURES:
-        config = EVERY[name]()
         try:
-            check_plan(config, 2, recurrent=False)
+            check_plan(EVERY[name](), 2, recurrent=name in RECURRENT)
         except OutriderError:
             continue
         cases[name] = {"target": str(shelf.folder(name)), "proposer": "ngram", "k": 3}
     assert len(cases) > 20
     results = compare(cases, tmp_path)
-    refused = {name: result["refused"] for name, result in results.items() if "refused" in result}
-    assert not refused
+    # The load check refuses these: their layers need all heads.
+    assert {name for name, result in results.items() if "refused" in result} == {"cohere", "doge"}
     assert results.keys() == cases.keys()
 
 
