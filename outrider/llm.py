@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.core.config import EngineConfig
 from outrider.core.constraint import Constraint
-from outrider.core.grammar import Grammars
+from outrider.core.grammar import Grammar, Grammars
 from outrider.core.noise import derive_seed
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.stats import Stats
@@ -24,6 +24,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.weights import EngineWeights, NewWeights
 from outrider.errors import OutriderError
 from outrider.measure.prompts import chat_tokens, text_tokens
+from outrider.parallel.ranks import of_first_rank
 from outrider.plan.planner import Planner
 from outrider.plan.store import PlanFile, check_plan, restored
 from outrider.system.machine import use_threads
@@ -247,7 +248,7 @@ class LLM:
         (request,) = self.requests(prompt, params, source)
         return self._chunks(self.add(request))
 
-    def prepare(self, constraint: Constraint) -> None:
+    def prepare(self, constraint: Constraint) -> Grammar:
         """Compile a constraint and cache it. Large ones take seconds.
 
         Raises:
@@ -255,7 +256,7 @@ class LLM:
         """
         if not isinstance(constraint, Constraint):
             raise OutriderError(f"constraint is {constraint!r}; use one of Constraint's, such as Constraint.regex(...)")
-        self._grammars.compile(constraint)
+        return self._grammars.compile(constraint)
 
     def submit(
         self, prompt: Prompt | None = None, params: SamplingParams | None = None, *, source: Prompt | None = None
@@ -326,14 +327,21 @@ class LLM:
         source_tokens = None if source is None else self.encode_source(source)
         self.check_source(source_tokens)
         tokens = self.start_tokens() if prompt is None else self.encode(prompt)
-        return self.requests_of_tokens(tokens, _checked(params), source_tokens)
+        seed = of_first_rank(secrets.randbits(63))
+        return self.requests_of_tokens(tokens, _checked(params), source_tokens, seed=seed)
 
     def requests_of_tokens(
-        self, tokens: tuple[int, ...], params: SamplingParams, source: tuple[int, ...] | None = None
+        self,
+        tokens: tuple[int, ...],
+        params: SamplingParams,
+        source: tuple[int, ...] | None = None,
+        *,
+        seed: int | None = None,
     ) -> list[Request]:
         """Return the `n` requests of a prompt that `encode` or `encode_chat` has turned into tokens.
 
-        `source` has the tokens of `encode_source`, for encoder-decoder targets.
+        `source` has the tokens of `encode_source`, for encoder-decoder targets. `seed` is for parameters without one;
+        None: a random seed.
 
         Raises:
             InvalidParam: the prompt, the source or a parameter does not fit the model.
@@ -370,7 +378,10 @@ class LLM:
                 grammar = self._grammars.compile(params.constraint)
             except OutriderError as error:
                 raise InvalidParam("constraint", str(error)) from error
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        if params.seed is not None:
+            seed = params.seed
+        elif seed is None:
+            seed = secrets.randbits(63)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else parts.end_ids)
         return [
             Request(

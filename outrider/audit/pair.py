@@ -55,6 +55,7 @@ class Pair:
         room: int,
         kernels: str = "auto",
         quantize: str | None = None,
+        tp: int = 1,
     ) -> None:
         """Load target and proposer.
 
@@ -67,19 +68,23 @@ class Pair:
             room: number of tokens after a prompt, including draft tokens.
             kernels: as in `EngineConfig`.
             quantize: as in `EngineConfig`. With float32, the weights are quantized as on torch and then widened.
+            tp: as in `EngineConfig`.
 
         Raises:
             OutriderError: a model cannot be loaded.
         """
+        config = EngineConfig(
+            kernels=kernels, quantize=quantize, max_num_seqs=_MAX_NUM_SEQS, prefix_caching=False, tp=tp
+        )
         refuse_sources(target, "audit")
         bits = weight_bits(quantize)
         wide = bits < 16 and dtype == "float32"
         wanted = "bfloat16" if wide else full_dtype(dtype, bits)
-        checkpoint = load_checkpoint(target, dtype=wanted, device=device, kernels=kernels)
+        checkpoint = load_checkpoint(target, dtype=wanted, device=device, kernels=kernels, tp=tp)
         self.prompts = tuple(encode(checkpoint.tokenizer, prompt) for prompt in prompts)
         if wide:
             checkpoint = widen(checkpoint, bits)
-            quantize = None
+            config = replace(config, quantize=None)
         self.dtype = checkpoint.dtype
         self.device = checkpoint.device
         self.trees = bool(tree_makers(proposer))  # whether the proposer drafts trees, by its type or as observed
@@ -91,14 +96,7 @@ class Pair:
                 f"the longest prompt and {room} more tokens are {self._context} tokens, and the context of the model is"
                 f" {checkpoint.context}; shorten the prompts"
             )
-        config = EngineConfig(
-            kernels=kernels,
-            quantize=quantize,
-            max_num_seqs=_MAX_NUM_SEQS,
-            max_model_len=self._context,
-            prefix_caching=False,
-        )
-        self._loaded = prepare_target(checkpoint, config)
+        self._loaded = prepare_target(checkpoint, replace(config, max_model_len=self._context))
         self._target = self._loaded.model
         self._setup = make_setup(self._loaded, EXACT["walk"].draw)
         self._proposer = make_proposer(proposer, self._setup)

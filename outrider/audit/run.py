@@ -41,6 +41,7 @@ def run_audit(
     threads: int | None,
     kernels: str = "auto",
     quantize: str | None = None,
+    tp: int = 1,
     console: Console | None,
     verifier: str | None = None,
     tokens: int = _TOKENS,
@@ -58,6 +59,7 @@ def run_audit(
         threads: CPU threads, as in `EngineConfig`.
         kernels: as in `EngineConfig`.
         quantize: as in `EngineConfig`. The audit tests the quantized model.
+        tp: as in `EngineConfig`.
         console: where to print progress and results; None: print nothing.
         verifier: name of the verifier; None: the default of the proposer.
         tokens: output tokens per prompt of the replay test. The flip test uses four times as many.
@@ -73,7 +75,8 @@ def run_audit(
     began = perf_counter()
     proposer_name = proposer
     if proposer_name is None:
-        proposer_name = default_proposer(target, device=device, kernels=kernels, quantize=quantize)
+        drafts_on = kernels if tp == 1 else "torch"
+        proposer_name = default_proposer(target, device=device, kernels=drafts_on, quantize=quantize)
     task = _Task(
         target=str(model_folder(target)),
         proposer=proposer_name,
@@ -85,6 +88,7 @@ def run_audit(
         device=device,
         kernels=kernels,
         quantize=quantize,
+        tp=tp,
     )
     with ProgressBar(console) as progress:
         report = task.run(progress)
@@ -109,6 +113,7 @@ class _Task:
     device: str
     kernels: str
     quantize: str | None
+    tp: int
 
     def run(self, progress: ProgressBar) -> dict[str, Any]:
         """Run all tests. Returns the report without the names of the models and the time."""
@@ -152,6 +157,7 @@ class _Task:
             device=self.device,
             kernels=self.kernels,
             quantize=self.quantize,
+            tp=self.tp,
             room=room,
         )
         pair.on_done = progress.step

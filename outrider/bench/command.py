@@ -13,6 +13,7 @@ from outrider.bench.run import load, run_bench
 from outrider.bench.settings import Settings
 from outrider.bench.table import show
 from outrider.bench.variants import SwitchPlanner
+from outrider.parallel.ranks import is_first_rank
 from outrider.report.console import Document, print_document
 from outrider.report.page import check_report, write_report
 
@@ -32,5 +33,7 @@ def measure(settings: Settings, *, report: str | None, as_json: bool) -> None:
 
 
 def _write(report: str, document: Document) -> None:
+    if not is_first_rank():
+        return
     write_report(page(document), report)
     typer.echo(f"the report is in {report}", err=True)

@@ -105,6 +105,7 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
         quantize=settings.quantize,
         threads=settings.threads,
         draft_window=settings.draft_window,
+        tp=settings.tp,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         prefix_caching=False,  # the prefill of a prompt must cost the same each time
@@ -182,7 +183,7 @@ def _roofline(llm: LLM, settings: Settings, rates: tuple[Rates, Rates]) -> limit
         weight_bytes_per_pass=weights.dense,
         expert_bytes=weights.expert,
         cache_bytes_per_token=cache_bytes_per_token(llm),
-        flops_per_token=flops_per_token(folder),
+        flops_per_token=flops_per_token(folder) / settings.tp,  # of this rank, as the bytes are
         read_bytes_per_s=bandwidth,
         gemm_flops_per_s=gemm,
     )

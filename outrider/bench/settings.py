@@ -46,12 +46,15 @@ class Settings:
     draft_window: int | None = None
     context: int | None = None
     plan: str | None = None
+    tp: int = 1  # ranks of tensor parallelism
     sweep: Sweep = field(default_factory=Sweep)
 
     def __post_init__(self) -> None:
         if isinstance(self.k, str) and self.k != AUTO:
             raise OutriderError(f"k is {self.k!r}; use a number of draft tokens, or {AUTO}")
         check_plan(self.plan, k=self.k)
+        if self.tp > 1 and self.peer is not None:
+            raise OutriderError(f"--peer {self.peer} runs in one process, and --tp is {self.tp}; leave one of them out")
         k = None if isinstance(self.k, str) else self.k
         counts = {"repeats": self.repeats, "batch": self.batch, "limit": self.limit, "k": k}
         counts["batch of the sweep"] = min(self.sweep.batch, default=None)

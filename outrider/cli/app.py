@@ -26,6 +26,7 @@ from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_real, parse_whole, sweep_values
 from outrider.project.options import ProjectOptions
 from outrider.report.console import print_document
+from outrider.scale.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
 from outrider.system.atomic_files import check_writable
 from outrider.tune.options import TuneOptions
@@ -143,13 +144,15 @@ def run(
     params = replace(sampling.params(), constraint=form.constraint())
     source = read_source(source, source_file)
     from outrider.cli.output import Output
+    from outrider.cli.ranks import joined
     from outrider.cli.run import ROWS, converse, load
 
     models, others = _merge(ctx, models, config)
-    llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
-    output = Output(llm, show=show, as_json=as_json)
-    if not converse(llm, params, prompt=prompt, source=source, chat=chat, output=output):
-        raise typer.Exit(1)
+    with joined(models.tp, models.device):
+        llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
+        output = Output(llm, show=show, as_json=as_json)
+        if not converse(llm, params, prompt=prompt, source=source, chat=chat, output=output):
+            raise typer.Exit(1)
 
 
 @app.command()
@@ -179,6 +182,7 @@ def bench(
     """
     from outrider.bench import command
     from outrider.bench.settings import Settings, Sweep, parse_sweep
+    from outrider.cli.ranks import joined
 
     batches, temperatures = parse_whole("--batch", batch), parse_real("--temperature", temperature)
     contexts = parse_whole("--context", context) if context else ()
@@ -208,9 +212,11 @@ def bench(
             raise OutriderError(
                 f"--calibrate only measures passes; leave --{useless[0].replace('_', '-')} or --calibrate out"
             )
-        command.calibrate(settings, as_json=as_json)
+        with joined(settings.tp, settings.device):
+            command.calibrate(settings, as_json=as_json)
     else:
-        command.measure(settings, report=report, as_json=as_json)
+        with joined(settings.tp, settings.device):
+            command.measure(settings, report=report, as_json=as_json)
 
 
 @app.command()
@@ -219,8 +225,10 @@ def serve(
     ctx: typer.Context, *, models: options.ModelOptions, config: options.Config = None, settings: ServeSettings
 ) -> None:
     """Serve OpenAI's API over HTTP."""
+    from outrider.cli.ranks import joined
     from outrider.cli.run import load
     from outrider.serve.command import serve
+    from outrider.serve.ranks import follow
 
     models, others = _merge(ctx, models, config)
     limits = {name: others.pop(name) for name in _SERVER_LIMITS if name in others}
@@ -228,14 +236,41 @@ def serve(
     loaded = partial(
         load,
         models,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_round_ms=settings.max_round_ms or None,
-        cache_gb=settings.cache_gb,
-        prefix_caching=settings.prefix_caching,
-        **{"isolate_faults": True, **others},
+        **{**_limits(settings), "isolate_faults": True, **others},
     )
-    serve(loaded, settings, target=models.target)
+    if models.tp > 1 and settings.weight_updates is not None:
+        raise OutriderError("--weight-updates loads weights into one process, and not into --tp ranks; leave one out")
+    with joined(models.tp, models.device) as ranks:
+        if ranks is None or ranks.first:
+            serve(loaded, settings, target=models.target, ranks=ranks)
+        else:
+            follow(loaded(), ranks)
+
+
+@app.command()
+@options.spread
+def scale(
+    ctx: typer.Context,
+    *,
+    models: options.ModelOptions,
+    config: options.Config = None,
+    replicas: ScaleSettings,
+    settings: ServeSettings,
+) -> None:
+    """Serve OpenAI's API with several replicas of the engine, on Ray.
+
+    Needs pip install "outrider\\[ray]".
+    """
+    from outrider.core.config import EngineConfig
+    from outrider.scale.command import scale
+
+    models, others = _merge(ctx, models, config)
+    settings = replace(settings, **{name: others.pop(name) for name in _SERVER_LIMITS if name in others})
+    threads = models.threads or max(int(replicas.replica_cpus), 1)
+    engine_config = EngineConfig(
+        **{**asdict(models), "threads": threads, **_limits(settings), "isolate_faults": True, **others}
+    )
+    scale(engine_config, settings, replicas)
 
 
 @app.command()
@@ -245,6 +280,17 @@ def load(*, settings: LoadSettings, as_json: options.BenchJson = False) -> None:
     from outrider.loadgen import command
 
     command.load(settings, as_json=as_json)
+
+
+def _limits(settings: ServeSettings) -> dict[str, Any]:
+    """Return the fields of an engine's configuration that are options of a server."""
+    return {
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "max_round_ms": settings.max_round_ms or None,
+        "cache_gb": settings.cache_gb,
+        "prefix_caching": settings.prefix_caching,
+    }
 
 
 def _merge(
@@ -277,6 +323,7 @@ def audit(
     kernels: options.Kernels = "auto",
     quantize: options.Quantize = None,
     threads: options.Threads = None,
+    tp: options.TensorParallel = 1,
     server: ServerOptions,
     as_json: options.Json = False,
 ) -> None:
@@ -285,6 +332,8 @@ def audit(
     With --server, test whether the output of a running server is that of the target. The exit code is 1 if a test
     fails.
     """
+    from outrider.cli.ranks import joined
+
     console = Console(stderr=as_json)
     check_given(server.server, _given(ctx))
     shared: dict[str, Any] = {
@@ -297,18 +346,19 @@ def audit(
         "threads": threads,
         "console": console,
     }
-    if server.server is None:
-        from outrider.audit.run import run_audit
+    with joined(tp, device):
+        if server.server is None:
+            from outrider.audit.run import run_audit
 
-        report = run_audit(target, proposer, verifier=verifier, **shared)
-    else:
-        from outrider.audit.server.run import run_server_audit
+            report = run_audit(target, proposer, verifier=verifier, tp=tp, **shared)
+        else:
+            from outrider.audit.server.run import run_server_audit
 
-        report = run_server_audit(target, server, **shared)
-    if as_json:
-        typer.echo(json.dumps(report))
-    if not report["passed"]:
-        raise typer.Exit(1)
+            report = run_server_audit(target, server, **shared)
+        if as_json:
+            typer.echo(json.dumps(report))
+        if not report["passed"]:
+            raise typer.Exit(1)
 
 
 @app.command()

@@ -120,6 +120,16 @@ Threads = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tp",
+        metavar="N",
+        min=1,
+        help="Split the target over N processes that torchrun has started: torchrun --nproc-per-node N -m outrider ...",
+        rich_help_panel=_MODEL,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
@@ -282,6 +292,7 @@ class EngineOptions:
     threads: Threads = None
     draft_window: DraftWindow = None
     plan: Plan = None
+    tp: TensorParallel = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import reduce
+from itertools import islice
 from operator import add
 from signal import SIGINT, default_int_handler, signal
 from time import perf_counter
@@ -24,6 +25,7 @@ from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt
 from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, with_times
+from outrider.parallel.ranks import current, of_first_rank
 
 ROWS = 16  # maximum number of completions at once
 
@@ -56,17 +58,19 @@ def converse(
         raise OutriderError("--chat does not support encoder-decoder targets; leave it out")
     messages: list[dict[str, str]] = []
     succeeded = True
-    interactive = prompt is None and source is None and sys.stdin.isatty()
+    interactive = prompt is None and source is None and of_first_rank(sys.stdin.isatty())
     texts: Iterator[str | None] = iter([prompt]) if source is not None else _prompts(prompt)
-    for text in texts:
+    for text in _of_first_rank(texts):
         if text is not None and not is_utf8(text):
             raise OutriderError("the prompt is not UTF-8 text; give UTF-8 text")
         messages.append({"role": "user", "content": text or ""})
         encoded = llm.encode_chat(messages) if chat else text
         # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
-        seeded = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
+        seeded = params if params.seed is not None else replace(params, seed=of_first_rank(secrets.randbits(63)))
         complete = _complete_one if params.n == 1 else _complete_several
-        handler: AbstractContextManager[list[int]] = _interrupts() if interactive else nullcontext([])
+        # One of several ranks must not stop alone.
+        interruptible = interactive and current() is None
+        handler: AbstractContextManager[list[int]] = _interrupts() if interruptible else nullcontext([])
         with handler as interrupts:
             result = complete(llm, encoded, source, seeded, output, interrupts)
         if isinstance(result, Outcome):
@@ -74,6 +78,19 @@ def converse(
         answer = result if isinstance(result, str) else result.completions[0].text
         messages.append({"role": "assistant", "content": answer})
     return succeeded
+
+
+def _of_first_rank(texts: Iterator[str | None]) -> Iterator[str | None]:
+    """Yield the texts that rank 0 reads."""
+    ranks = current()
+    if ranks is None:
+        yield from texts
+        return
+    while True:
+        item = ranks.share_object([*islice(texts, 1)] if ranks.first else [])
+        if not item:
+            return
+        yield item[0]
 
 
 @contextmanager

@@ -60,6 +60,9 @@ class EngineConfig:
     for, so the whole text if that is enough."""
     plan: str | Path | None = None
     """With k="auto", a file of what the planner has learned. It is read if it exists."""
+    tp: int = 1
+    """Ranks of tensor parallelism. torchrun starts this program in so many processes, one for each GPU, and each of
+    them loads a part of the target. 1: one process."""
     isolate_faults: bool = False
     """An exception in a proposer costs its draft only. It is logged and counted, and decoding goes on."""
 
@@ -70,6 +73,9 @@ class EngineConfig:
                 raise OutriderError(f"{name} is {value!r}; use a name, such as auto")
         self._check_k()
         weight_bits(self.quantize)
+        _check_count("tp", self.tp)
+        if self.tp > 1:
+            self._check_tensor_parallel()
         _check_count("max_num_seqs", self.max_num_seqs)
         _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
         if self.max_model_len is not None:
@@ -108,6 +114,18 @@ class EngineConfig:
     def bits(self) -> int:
         """Bits of a weight of the linear layers; 16 if they are not quantized."""
         return weight_bits(self.quantize)
+
+    def _check_tensor_parallel(self) -> None:
+        """Check that the other settings go with several ranks."""
+        if self.kernels == "native":
+            raise OutriderError(
+                f"the native kernels run in one process, and tp is {self.tp}; use kernels auto or torch"
+            )
+        if self.quantize is not None:
+            raise OutriderError(
+                f"weights that are quantized when they are loaded cannot be split over ranks, and tp is {self.tp};"
+                " leave quantize out, or use tp 1"
+            )
 
     def _check_k(self) -> None:
         if self.k != AUTO and (not _is_whole(self.k) or int(self.k) < 0):

@@ -16,6 +16,7 @@ from outrider.core.constraint import STYLE, Constraint, Kind
 from outrider.errors import OutriderError
 
 _MAX_SECONDS = 1.0  # for one token; usually it takes milliseconds. `_LIMITS` does not bound every case
+_time_limit = True  # whether `_MAX_SECONDS` holds
 _MAX_REPEATS = 10_000  # most repetitions of a part of a regular expression or grammar
 _PROBED_TOKENS = 4  # forced tokens that `compile` consumes, to reject constraints that never end
 _CACHE_SIZE = 64  # compiled constraints in the cache
@@ -29,6 +30,12 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
+
+
+def remove_time_limit() -> None:
+    """Let every token take as long as it does. A limit in seconds differs between processes that must agree."""
+    global _time_limit
+    _time_limit = False
 
 
 class Grammars:
@@ -201,7 +208,7 @@ class Matcher:
         if self._matcher.is_error():
             reason = str(self._matcher.get_error()).partition("\n")[0]
             raise OutriderError(f"the grammar is too complex at this position; simplify it ({reason})")
-        if (seconds := thread_time() - start) > _MAX_SECONDS:
+        if _time_limit and (seconds := thread_time() - start) > _MAX_SECONDS:
             raise OutriderError(f"the grammar took {seconds:.1f} seconds for one token; simplify it")
 
 

@@ -13,6 +13,7 @@ import torch
 
 from outrider.cache.base import Cache, CacheConfig, CacheUsage
 from outrider.core.config import EngineConfig
+from outrider.core.grammar import remove_time_limit
 from outrider.core.types import Draw
 from outrider.engine.default_proposer import default_proposer
 from outrider.engine.engine import Engine
@@ -27,6 +28,7 @@ from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint, SourceRules
 from outrider.native.rules import fastest_verifier
 from outrider.native.sampling import fastest_sampling
+from outrider.parallel.ranks import current, join
 from outrider.plan.calibrate import known_costs
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.planner import FixedPlanner, Planner
@@ -124,6 +126,8 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
     """
     if planner is not None and not _is_planner(planner):
         raise OutriderError(f"planner is {planner!r}; use what has plan and trim, or None and a k")
+    if join(config.tp, config.device) is not None:
+        remove_time_limit()  # it may end a request in one rank only
     # The default depends on the free memory, so it is chosen once, before the target takes its part.
     proposer = _proposer_of(config)
     config = replace(config, proposer=proposer)
@@ -135,7 +139,9 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
 def load_target(config: EngineConfig) -> LoadedTarget:
     """Load the target of a configuration."""
     dtype = full_dtype(config.dtype, config.bits)
-    checkpoint = load_checkpoint(model_folder(config.target), dtype=dtype, device=config.device, kernels=config.kernels)
+    checkpoint = load_checkpoint(
+        model_folder(config.target), dtype=dtype, device=config.device, kernels=config.kernels, tp=config.tp
+    )
     return prepare_target(checkpoint, config)
 
 
@@ -178,7 +184,7 @@ def build_engine(
     names = _names(spec, proposer)
     guards: tuple[IsolatedProposer, ...] = ()
     running = proposer
-    if config.isolate_faults:
+    if config.isolate_faults and current() is None:  # a fault in one rank only would let the ranks disagree
         running, guards = isolate(proposer, setup, names=names)
     planner = planner or make_planner(config.k, model, proposer, replay=rule.draw is Draw.SAMPLE or not rule.exact)
     engine = assemble(
@@ -232,6 +238,7 @@ def assemble(
         planner=planner,
         scheduler=Scheduler(slots=len(own), first=own.start, chunk=budget, context=model.context),
         shape=fastest_sampling(checkpoint.device),
+        ranks=current() if checkpoint.ranks > 1 else None,
     )
 
 
@@ -269,7 +276,8 @@ def make_planner(k: int | str, target: Target, proposer: Proposer, *, replay: bo
 def _proposer_of(config: EngineConfig) -> str | Maker:
     if config.proposer is not None:
         return config.proposer
-    return default_proposer(config.target, device=config.device, kernels=config.kernels, quantize=config.quantize)
+    kernels = config.kernels if config.tp == 1 else "torch"
+    return default_proposer(config.target, device=config.device, kernels=kernels, quantize=config.quantize)
 
 
 def _check_draft_window(size: int | None, proposer: str | Maker) -> None:

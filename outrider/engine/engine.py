@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from time import perf_counter
+from typing import Protocol
 
 import torch
 
@@ -22,6 +23,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.errors import OutriderError
 from outrider.models.base import ExpertCounter, Target
 from outrider.native.rules import fastest_verifier
+from outrider.parallel.ranks import Ranks
 from outrider.plan.planner import Planner
 from outrider.propose.base import Proposer, check_budget
 from outrider.verify.rules import EXACT, Verifier
@@ -33,6 +35,19 @@ from outrider.verify.sampling import (
     target_probs,
 )
 from outrider.verify.verdict import select_by_name
+
+
+class Followers(Protocol):
+    """Repeats what an engine does in the other ranks of tensor parallelism."""
+
+    def add(self, request: Request) -> None:
+        """Queue the request there."""
+
+    def abort(self, id: int) -> None:
+        """Remove the request there."""
+
+    def step(self) -> None:
+        """Begin a round there."""
 
 
 class Engine:
@@ -47,7 +62,9 @@ class Engine:
         planner: Planner,
         scheduler: Scheduler,
         shape: ProbsFunction = target_probs,
+        ranks: Ranks | None = None,
     ) -> None:
+        """Connect the parts. `ranks`: other processes run the same rounds, each with a part of the target."""
         self._target = target
         self._expert_counter = target if isinstance(target, ExpertCounter) else None
         self._proposer = proposer
@@ -58,6 +75,8 @@ class Engine:
         self._accounting = Accounting(
             alternatives=proposer.needs.alternatives, exact=verifier.exact, bound=verifier.bound
         )
+        self.ranks = ranks
+        self.followers: Followers | None = None  # ranks that this engine tells what to do
         self.on_round: Callable[[Round], None] | None = None  # called after each round, to show what was drafted
         self._verifiers = {verifier.name: verifier}  # the default verifier and those of requests, by name
         self._sampling: SamplingTensors | None = None  # of the last batch; most rounds run the same sequences
@@ -80,11 +99,16 @@ class Engine:
 
     def add(self, request: Request, stream: TextStream | None = None) -> SequenceState:
         """Queue a request and return its state, which later calls of `step` update."""
-        return self._scheduler.add(request, stream)
+        seq = self._scheduler.add(request, stream)
+        if self.followers:
+            self.followers.add(request)
+        return seq
 
     @torch.inference_mode()
     def abort(self, id: int) -> None:
         """Remove a waiting or running request."""
+        if self.followers:
+            self.followers.abort(id)
         if seq := self._scheduler.abort(id):
             self._release(seq.slot)
 
@@ -138,6 +162,8 @@ class Engine:
         """
         if self._blocked:
             raise OutriderError(self._blocked)
+        if self.followers:
+            self.followers.step()
         began = perf_counter()
         self._open = None
         self._committing = False
@@ -161,10 +187,14 @@ class Engine:
             target_seconds += retry_seconds
         self._commit(round)
         draft_seconds = proposed - planned
-        host_seconds = perf_counter() - began - draft_seconds - target_seconds
+        round_seconds = perf_counter() - began
+        if self.ranks:  # decisions depend on the times, so all ranks use the same ones
+            measured = (draft_seconds, target_seconds, round_seconds)
+            draft_seconds, target_seconds, round_seconds = self.ranks.agree(round.emitted, measured)
+        host_seconds = round_seconds - draft_seconds - target_seconds
         seconds = RoundSeconds(draft=draft_seconds, target=target_seconds, host=host_seconds)
         self._accounting.add(constrained, round, seconds, experts=self._touched_experts())
-        self._scheduler.record_round(batch, perf_counter() - began)
+        self._scheduler.record_round(batch, round_seconds)
         return (*self._refused, *batch.seqs)
 
     @torch.inference_mode()
@@ -178,8 +208,11 @@ class Engine:
             The sequences that took part, as `step` does.
 
         Raises:
-            Exception: `error`, if no round had begun.
+            Exception: `error`, if no round had begun, or if other ranks run the same rounds: whether they have failed,
+                too, is unknown.
         """
+        if self.ranks:
+            raise error
         batch = self._open
         committing = self._committing
         self._open = None

@@ -22,11 +22,11 @@ from outrider.fit.stages import certify, make_training, measure_proposers, train
 from outrider.fit.state import CONFIG, HEAD, State
 from outrider.loader.checkpoint import refuse_sources
 from outrider.loader.embedded import model_folder
+from outrider.parallel.processes import world_size
 from outrider.plan.store import model_print
 from outrider.propose.expression import short
 from outrider.report.console import Document
 from outrider.system.atomic_files import check_folder, write_whole
-from outrider.train.distributed import world_size
 from outrider.train.model.presets import KINDS
 from outrider.tune.config import FIT
 from outrider.tune.settings import read_proposers

@@ -22,6 +22,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from outrider.errors import OutriderError, UnsupportedModel
@@ -30,9 +31,12 @@ from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
 from outrider.loader.embedded import model_folder
 from outrider.loader.gguf import end_ids, is_gguf, load_model, load_tokenizer, open_gguf
 from outrider.loader.memory import check_memory, weight_bytes
+from outrider.loader.tensor_parallel import check_plan
 from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint, SourceRules
 from outrider.native.support import may_run
+from outrider.parallel.processes import local_device
+from outrider.parallel.ranks import join
 
 # Architectures with recurrent layers that the tests show to be exact.
 _RECURRENT = frozenset(
@@ -96,7 +100,7 @@ _LOAD_ERRORS = (
 
 
 def load_checkpoint(
-    folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto"
+    folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto", tp: int = 1
 ) -> Checkpoint:
     """Load a decoder-only or encoder-decoder model from a local folder of safetensors, or from a GGUF file.
 
@@ -105,22 +109,35 @@ def load_checkpoint(
         dtype: auto, float32, bfloat16 or float16. auto: see `choose_dtype`.
         device: auto, cpu, cuda, cuda:1, ... auto: the first GPU, or the CPU if there is none.
         kernels: auto, native or torch: what will run the model. The best dtype depends on it.
+        tp: ranks of tensor parallelism. This process, which torchrun has started, loads its part of the model.
 
     Raises:
-        OutriderError: the folder is missing or damaged, or is not a causal language model.
+        OutriderError: the folder is missing or damaged, or is not a causal language model; or torchrun has not started
+            `tp` processes.
         UnsupportedModel: the architecture is not supported.
     """
     path = Path(folder).expanduser()
-    torch_device = choose_device(device)
+    torch_device = choose_device(device if tp == 1 else local_device(device))
     if is_gguf(path):
+        if tp > 1:
+            raise OutriderError(
+                f"{path} is a GGUF file, which cannot be split over ranks; give a folder of safetensors"
+            )
         return _load_gguf(path, dtype, torch_device, kernels)
     config = _read_config(path)
     recurrent = _check_family(config)
-    choice = choose_dtype(dtype, config, torch_device, kernels=kernels)
-    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype), torch_device)
+    if tp > 1:
+        check_plan(config, tp, recurrent=recurrent)
+    choice = choose_dtype(dtype, config, torch_device, kernels=kernels if tp == 1 else "torch")
+    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype) // tp, torch_device)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
-    model = _read_model(path, config, choice.dtype).to(torch_device)
+    ranks = join(tp, device)
+    model = _read_model(path, config, choice.dtype, tp=tp)
+    if ranks is None:
+        model = model.to(torch_device)
+    else:
+        ranks.barrier()  # ranks may take long to read their files, and later operations have a time limit
     for weight in model.parameters():
         weight.requires_grad_(False)
     return Checkpoint(
@@ -131,6 +148,7 @@ def load_checkpoint(
         vocab=model.get_output_embeddings().weight.shape[0],
         end_ids=_end_ids(path, config),
         recurrent=recurrent,
+        ranks=tp,
         source=_source_rules(path, config),
         dtype=choice.dtype,
         folder=str(path),
@@ -302,7 +320,7 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"{model_type}: {reason}; use another model, or transformers.generate for this one")
 
 
-def _read_model(path: Path, config: Any, dtype: torch.dtype) -> Any:
+def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> Any:
     if not any(path.glob("*.safetensors")):
         raise OutriderError(f"{path} holds no .safetensors; write the weights there with save_pretrained")
     verbosity = transformers_logging.get_verbosity()
@@ -321,6 +339,7 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype) -> Any:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **_attention(config),
+            **({"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}),
         )
     except (*_LOAD_ERRORS, SafetensorError) as error:
         raise OutriderError(f"the model in {path} cannot be read ({error}); copy the checkpoint again") from error

@@ -55,7 +55,7 @@ def make_target(
     if checkpoint.source is not None and (bits < 16 or kernels == "native"):
         setting = "quantize" if bits < 16 else "kernels native"
         raise OutriderError(f"{setting} does not support encoder-decoder models; leave it out")
-    on_torch = checkpoint.recurrent or checkpoint.source is not None
+    on_torch = checkpoint.recurrent or checkpoint.source is not None or checkpoint.ranks > 1
     native = on_cpu and checkpoint.dtype in (torch.bfloat16, torch.float32) and not on_torch
     if kernels == "native" and not native:
         raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
@@ -77,7 +77,8 @@ def make_target(
     elif checkpoint.recurrent:
         target = RecurrentTarget(checkpoint, slots=slots, context=context)
     else:
-        record = CudaRecorder(checkpoint.device) if checkpoint.device.type == "cuda" and kernels == "auto" else None
+        records = checkpoint.device.type == "cuda" and kernels == "auto" and checkpoint.ranks == 1
+        record = CudaRecorder(checkpoint.device) if records else None
         target = AttentionTarget(checkpoint, slots=slots, context=context, record=record)
     target.kernels += "" if bits == 16 else f" int{bits}"
     return target

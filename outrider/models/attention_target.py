@@ -62,6 +62,7 @@ class AttentionTarget:
         self.context = context
         self.version = 0
         self._model = checkpoint.model
+        self._ranks = checkpoint.ranks  # of tensor parallelism
         self._recorder = record
         self.layers = len(layer_stack(self._model)[1])
         self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
@@ -71,7 +72,7 @@ class AttentionTarget:
         self._recorded = ExpertRecorder(self._model) if checkpoint.device.type == "cpu" else None
         self._allocate_cache()
         self._reset()
-        if not record and self._prepacks and can_prepack(checkpoint.device, checkpoint.dtype):
+        if not record and self._prepacks and self._ranks == 1 and can_prepack(checkpoint.device, checkpoint.dtype):
             prepack(self._model)
         self._source: Any = None  # the model that this one shares weights with or was quantized from
 
@@ -103,6 +104,7 @@ class AttentionTarget:
         return DraftChains(tokens=tokens, count=batch.draft_budget)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self._refuse_ranks("new weights cannot be loaded into")
         refuse_weight_update(self._source)
         for model in (self, *self._copies):
             load_weights(model._model, weights)
@@ -123,6 +125,7 @@ class AttentionTarget:
     def sleep(self, *, weights: bool) -> None:
         if self.graphs:
             raise OutriderError("recorded passes keep their memory; use kernels torch to sleep")
+        self._refuse_ranks("sleep does not support")
         if weights:
             stored = self._stored().values()
             if self._copies or not all(isinstance(value, torch.Tensor) for value in stored):
@@ -173,6 +176,7 @@ class AttentionTarget:
         return other
 
     def make_requantized(self, bits: int) -> AttentionTarget:
+        self._refuse_ranks("a quantized draft cannot be made from")
         other = copy(self)
         other._model = requantized_model(self._model, bits)
         other._source = self._model
@@ -185,6 +189,11 @@ class AttentionTarget:
         self._copies.add(other)
         return other
 
+    def _refuse_ranks(self, action: str) -> None:
+        """Raise if this process has a part of the model only."""
+        if self._ranks > 1:
+            raise OutriderError(f"{action} a target that is split over ranks, and tp is {self._ranks}; use tp 1")
+
     def _allocate_cache(self) -> None:
         """Allocate a KV cache."""
         cache_class = SpareCache if self._recorder else StaticCache
@@ -195,7 +204,7 @@ class AttentionTarget:
 
     def _reset(self) -> None:
         """Reset what a copy does not share with its source."""
-        self.kernels = "torch"
+        self.kernels = "torch" if self._ranks == 1 else f"torch, {self._ranks} ranks"
         self._replaced = replace_attention(self._model)
         self._outputs: dict[int, torch.Tensor] = {}  # of the last pass, by exported layer
         self._hooks: dict[int, RemovableHandle] = {}  # by exported layer

@@ -31,4 +31,5 @@ class Checkpoint:
     folder: str = ""  # or file that it was loaded from
     source: SourceRules | None = None  # None: a decoder-only model
     context_reason: str = ""  # why the context is not longer, if it is not the model's own limit
+    ranks: int = 1  # of tensor parallelism; the weights of this process are its part
     dtype_reason: str = ""  # why it was chosen, such as "as the checkpoint is stored"

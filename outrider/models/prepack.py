@@ -14,6 +14,7 @@ from torch import nn
 
 from outrider.models.quantize import QuantizedLinear, is_linear
 from outrider.models.weights import check_weights, tied_weight
+from outrider.parallel.ranks import local
 
 _LAYOUT_ROWS = 8  # input rows that the layout is tuned for: one token and its draft
 _MIN_ROWS = 4  # a single input row is padded to this number, because oneDNN has a slower kernel for it
@@ -179,7 +180,8 @@ def weight_bytes(model: nn.Module, *, excluding: nn.Module | None = None) -> int
 
 def _sizes_by_identity(model: nn.Module) -> dict[int, int]:
     """Return the bytes of each tensor and packed layer, by identity."""
-    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    tensors = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
     for module in model.modules():
         if isinstance(module, PackedLinear | QuantizedLinear):
             sizes[id(module)] = module.nbytes

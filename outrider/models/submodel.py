@@ -15,6 +15,7 @@ from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.prepack import PackedLinear, can_prepack, prepack
 from outrider.models.quantize import QuantizedLinear, quantize_model
+from outrider.parallel.ranks import whole
 
 _FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm", "final_norm")
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks")
@@ -86,9 +87,12 @@ def shared_weights(model: Any) -> SharedWeights:
     if norm is None or epsilon is None or not is_rms_norm or has_offset or has_bias:
         model_type = model.config.model_type
         raise OutriderError(f"draft heads do not support {model_type}: its final norm or LM head differs from Llama's")
-    table = embedding.weight * getattr(embedding, "embed_scale", 1.0)
+    # Each rank of tensor parallelism runs the whole draft head.
+    table = whole(embedding.weight) * getattr(embedding, "embed_scale", 1.0)
     # A quantized LM head is expanded to the type of the embedding.
-    return SharedWeights(embedding=table, head=head.weight.to(table.dtype), norm=norm.weight, epsilon=float(epsilon))
+    return SharedWeights(
+        embedding=table, head=whole(head.weight).to(table.dtype), norm=norm.weight, epsilon=float(epsilon)
+    )
 
 
 def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:
@@ -130,7 +134,8 @@ def _copy_module(module: nn.Module, configs: Mapping[int, Any]) -> Any:
     out._modules = dict(module._modules)
     for hooks in _HOOKS:
         setattr(out, hooks, OrderedDict())
-    out.__dict__.pop("forward", None)
+    if not hasattr(module, "_is_hooked"):  # the wrapper of tensor parallelism, which belongs to the shared weights
+        out.__dict__.pop("forward", None)
     if id(getattr(out, "config", None)) in configs:
         out.config = configs[id(out.config)]
     return out

@@ -25,6 +25,7 @@ from outrider.errors import OutriderError
 from outrider.heads.targets.base import HeadTarget
 from outrider.models.base import ExpertCounter, Target
 from outrider.native.library import cache_folder
+from outrider.parallel.ranks import is_first_rank, of_first_rank, seconds_of_first_rank
 from outrider.plan.pass_cost import CostModel, PassCost, Sample
 from outrider.propose.draft_model.window import find_window
 from outrider.system.atomic_files import write_whole
@@ -171,7 +172,7 @@ def _timed(target: Target, batch: Batch, draft: Draft) -> float:
     target.score(batch, draft)
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
-    seconds = perf_counter() - began
+    seconds = seconds_of_first_rank(perf_counter() - began)
     for seq in batch.seqs:
         target.cache.release(seq.slot)
     return seconds
@@ -228,16 +229,14 @@ def known_costs(target: Target, draft: Target | None, *, fresh: bool = False) ->
     """
     path = cost_file(target, draft)
     if not fresh:
-        try:
-            known = CostModel.loads(path.read_text("utf-8"))
-        except (OSError, ValueError, TypeError, KeyError):
-            pass  # there is no file yet, or another version has written it
-        else:
-            if _is_accurate(known, target, draft):
-                with suppress(OSError):
-                    path.touch()  # `_remove_old_files` uses it
-                return known
+        known = of_first_rank(_read(path))
+        if known is not None and _is_accurate(known, target, draft):
+            with suppress(OSError):
+                path.touch()  # `_remove_old_files` uses it
+            return known
     costs = calibrate(target, draft)
+    if not is_first_rank():
+        return costs
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, costs.dumps())
@@ -245,6 +244,14 @@ def known_costs(target: Target, draft: Target | None, *, fresh: bool = False) ->
     except (OSError, OutriderError):
         pass  # the cache folder is read-only; measure again next time
     return costs
+
+
+def _read(path: Path) -> CostModel | None:
+    """Return the costs of a file; None if there is no file yet, or another version has written it."""
+    try:
+        return CostModel.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _remove_old_files(folder: Path) -> None:

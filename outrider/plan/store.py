@@ -11,6 +11,7 @@ from typing import Any
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
+from outrider.parallel.ranks import is_first_rank
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.planner import Planner
 from outrider.propose.expression import folder_of
@@ -64,6 +65,8 @@ class PlanFile:
             OutriderError: the file cannot be written.
         """
         assert isinstance(planner, CostPlanner)
+        if not is_first_rank():
+            return
         document = {
             "format": _FORMAT,
             "version": _VERSION,

@@ -30,6 +30,17 @@ _MAX_SAMPLES = 1 << 20  # of a prompt; seeds of samples and prompts do not colli
 _LENGTH_RATE = 0.2  # weight of a rollout in the mean length of its group
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One rollout to sample. The same sample gives the same tokens in every engine of the same policy."""
+
+    prompt_token_ids: tuple[int, ...]
+    prompt: int  # index of the prompt in its call
+    sample: int  # index among the samples of the prompt
+    group: str
+    seed: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """A rollout that is not finished."""
@@ -189,29 +200,27 @@ class RolloutEngine:
         groups: Sequence[str] | None = None,
     ) -> list[int]:
         """Queue the rollouts of `generate` and return their ids, ordered by prompt and sample."""
-        if isinstance(prompts, str) or not prompts:
-            raise OutriderError("prompts is no list of prompts; give a list of strings or of lists of token ids")
-        if not 1 <= n <= _MAX_SAMPLES:
-            raise OutriderError(f"n is {n}; use a number of samples from 1 to {_MAX_SAMPLES}")
-        if groups is not None and len(groups) != len(prompts):
-            raise OutriderError(f"{len(prompts)} prompts came with {len(groups)} groups; give one per prompt")
         params = SamplingParams(temperature=1.0) if params is None else params
-        if params.n != 1 or params.seed is not None:
-            raise OutriderError("params has n or seed, which are arguments of the call here; leave them out of params")
-        pending = []
-        for i, prompt in enumerate(prompts):
-            tokens = self.llm.encode(prompt)
-            group = _digest(tokens) if groups is None else groups[i]
-            for j in range(n):
-                own_seed = derive_seed(seed, 1 + i * _MAX_SAMPLES + j)
-                own = replace(params, seed=own_seed, logprobs=params.logprobs or 0)
-                (request,) = self.llm.requests_of_tokens(tokens, own)
-                pending.append((replace(request, group=group), i, j))
+        check_call(prompts, params, n, groups)
+        return self.queue(samples_of([self.llm.encode(prompt) for prompt in prompts], n, seed, groups), params)
+
+    def queue(self, samples: Sequence[Sample], params: SamplingParams) -> list[int]:
+        """Queue samples that were made with `samples_of`, and return their ids.
+
+        Raises:
+            OutriderError: a prompt or a parameter does not fit the model. Nothing is queued then.
+        """
+        requests = []
+        for sample in samples:
+            own = replace(params, seed=sample.seed, logprobs=params.logprobs or 0)
+            (request,) = self.llm.requests_of_tokens(sample.prompt_token_ids, own)
+            requests.append(replace(request, group=sample.group))
+        pairs = zip(requests, samples, strict=True)
         # Groups whose rollouts were long start first, so that they do not run alone at the end. New groups may be long.
-        for request, i, j in sorted(pending, key=lambda each: -self._mean_length.get(each[0].group, inf)):
+        for request, sample in sorted(pairs, key=lambda pair: -self._mean_length.get(pair[0].group, inf)):
             row = self.llm.add(request)
-            self._pending[request.id] = _Pending(row, i, j, request.group)
-        return [request.id for request, _, _ in pending]
+            self._pending[request.id] = _Pending(row, sample.prompt, sample.sample, request.group)
+        return [request.id for request in requests]
 
     def completed(self) -> Iterator[Rollout]:
         """Yield rollouts of `submit` as they finish, until none is left.
@@ -230,6 +239,10 @@ class RolloutEngine:
             self._unread.pop(id, None)
             if self._pending.pop(id, None):
                 self.llm.abort(id)
+
+    def lengths(self) -> dict[int, int]:
+        """Return the output tokens so far of the unfinished rollouts, by id."""
+        return {id: entry.row.num_output_tokens for id, entry in self._pending.items()}
 
     def step(self) -> dict[int, Rollout]:
         """Run one round and return the rollouts that it has finished, by id.
@@ -259,6 +272,35 @@ class RolloutEngine:
                     rounds=row.rounds,
                 )
         return done
+
+
+def samples_of(
+    prompts: Sequence[tuple[int, ...]], n: int, seed: int, groups: Sequence[str] | None = None
+) -> list[Sample]:
+    """Return the samples of a call of `RolloutEngine.generate`, ordered by prompt and sample."""
+    samples = []
+    for i, tokens in enumerate(prompts):
+        group = _digest(tokens) if groups is None else groups[i]
+        for j in range(n):
+            own = derive_seed(seed, 1 + i * _MAX_SAMPLES + j)
+            samples.append(Sample(prompt_token_ids=tokens, prompt=i, sample=j, group=group, seed=own))
+    return samples
+
+
+def check_call(prompts: Sequence[Prompt], params: SamplingParams, n: int, groups: Sequence[str] | None) -> None:
+    """Check the arguments of `RolloutEngine.generate`.
+
+    Raises:
+        OutriderError: one of them is invalid.
+    """
+    if isinstance(prompts, str) or not prompts:
+        raise OutriderError("prompts is no list of prompts; give a list of strings or of lists of token ids")
+    if not 1 <= n <= _MAX_SAMPLES:
+        raise OutriderError(f"n is {n}; use a number of samples from 1 to {_MAX_SAMPLES}")
+    if groups is not None and len(groups) != len(prompts):
+        raise OutriderError(f"{len(prompts)} prompts came with {len(groups)} groups; give one per prompt")
+    if params.n != 1 or params.seed is not None:
+        raise OutriderError("params has n or seed, which are arguments of the call here; leave them out of params")
 
 
 def _digest(tokens: Sequence[int]) -> str:

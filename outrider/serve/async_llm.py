@@ -18,6 +18,7 @@ from outrider.core.types import Request, Round, SequenceState
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
 from outrider.llm import LLM
+from outrider.parallel.ranks import is_network_error
 from outrider.serve.monitoring.drift import Drift
 from outrider.serve.monitoring.latency import LatencyMetrics
 from outrider.serve.prompt_encoder import PromptEncoder, with_own_tokenizer
@@ -234,6 +235,11 @@ class AsyncLLM:
         self._holds = False
         self._commands.put(self._add_held)
 
+    def abandon(self, reason: str) -> None:
+        """End all requests with an error, while the engine thread waits for a rank that does not answer."""
+        self._thread_ended = True
+        self._close(reason)
+
     # Everything below runs in the engine thread.
 
     def _add(self, streams: Sequence[RequestStream]) -> None:
@@ -264,8 +270,15 @@ class AsyncLLM:
             while not self._stopping:
                 self._run_round()
         except Exception as error:
-            _log.exception("the engine thread has failed")
-            reason = f"the engine failed: {error}"
+            if is_network_error(error):
+                reason = "another rank of tensor parallelism has failed"
+            else:
+                _log.exception("the engine thread has failed")
+                reason = f"the engine failed: {error}"
+            ranks = self._llm.engine.ranks
+            if ranks and not self._stopping:
+                self._thread_ended = True
+                ranks.abandon(reason)
         finally:
             self._thread_ended = True
             self._close(reason)
@@ -358,6 +371,8 @@ class AsyncLLM:
             self._recent_failures.append(False)
             return seqs
         except Exception as error:  # the server must survive every exception of a model
+            if engine.ranks:  # nobody knows what the other ranks have done
+                raise
             self._count_failure(error)
             try:
                 return engine.recover(error)

@@ -18,7 +18,9 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
 from outrider.loader.gguf import is_gguf
+from outrider.parallel.ranks import Ranks
 from outrider.propose.registry import draft_models
+from outrider.serve.ranks import Leader
 from outrider.serve.settings import Settings
 
 if TYPE_CHECKING:
@@ -27,13 +29,14 @@ if TYPE_CHECKING:
 _BACKLOG = 2048  # pending connections
 
 
-def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) -> None:
+def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ranks: Ranks | None = None) -> None:
     """Bind the port, load the models, and serve until a signal arrives.
 
     Args:
         load: loads the models. It is called after the port is bound.
         settings: the options of `outrider serve`.
         target: folder of the target, whose name is the model name in the API if the settings have none.
+        ranks: the ranks of tensor parallelism, of which this is the first; the others call `serve.ranks.follow`.
 
     Raises:
         OutriderError: a package is missing, or the server cannot listen on the port.
@@ -47,12 +50,16 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) ->
     except ImportError as error:
         raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
     configure_logging(settings.log_format)
-    name = settings.served_model_name or _model_name(model_folder(target).resolve())
+    name = settings.served_model_name or model_name(model_folder(target).resolve())
     with ExitStack() as stack:
         sockets = [stack.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
         llm = load()
         typer.echo(_cache_summary(llm), err=True)
         async_llm = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs)
+        leader = None
+        if ranks is not None:
+            leader = llm.engine.followers = Leader(ranks)
+            ranks.on_failure = async_llm.abandon
         gc.collect()
         gc.freeze()  # keep the garbage collector from scanning the loaded models
         config = uvicorn.Config(
@@ -66,11 +73,13 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) ->
         typer.echo(f"{name} at {_url(settings.host, sockets[0])}, {settings.max_num_seqs} sequences at once", err=True)
         with _clean_exit(server):
             server.run(sockets=sockets)
+        if leader is not None:
+            leader.stop()
     if not server.started:
         raise typer.Exit(1)
 
 
-def _model_name(model: Path) -> str:
+def model_name(model: Path) -> str:
     """Return the name of a model's folder, or that of its GGUF file without the suffix."""
     return model.stem if is_gguf(model) else model.name
 

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import torch
 from torch import distributed
 
+from outrider.parallel.processes import world_size
+
 # Only the process of rank 0 evaluates the draft and writes files. The others wait for it in their next all-reduce,
 # which can take longer than torch's default timeout of 10 to 30 minutes. If a process dies, torchrun ends the others.
 _TIMEOUT = timedelta(days=1)
-
-
-def rank() -> int:
-    """Return the rank of this process, from 0."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def world_size() -> int:
-    """Return the number of processes."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def local_device(name: str) -> str:
-    """Return the device of this process. Several processes on a machine use one GPU each."""
-    if world_size() > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
-        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    return name
 
 
 def join_group(device: torch.device) -> None:

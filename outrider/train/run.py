@@ -19,6 +19,7 @@ from outrider.core.noise import derive_seed
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
 from outrider.measure.prompts import Prompt
+from outrider.parallel.processes import rank, world_size
 from outrider.plan.calibrate import known_costs
 from outrider.plan.pass_cost import CostModel
 from outrider.plan.store import model_print
@@ -32,7 +33,7 @@ from outrider.train.data.batches import Collator
 from outrider.train.data.feature_cache import FeatureCache, origin_of
 from outrider.train.data.prompts import count_repeated, encode_prompt, read_prompts, split
 from outrider.train.data.schedule import PromptSchedule
-from outrider.train.distributed import join_group, leave_group, rank, world_size
+from outrider.train.distributed import join_group, leave_group
 from outrider.train.evaluate import Evaluator
 from outrider.train.loss.losses import parse
 from outrider.train.model.joint import TARGET, DatasetCollator, DatasetTexts

@@ -10,11 +10,11 @@ from outrider.core.types import SharedWeights
 from outrider.engine.build import EngineParts, build
 from outrider.loader.checkpoint import refuse_sources
 from outrider.models.base import WeightSharer
+from outrider.parallel.processes import local_device
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import ProposerSetup
 from outrider.propose.registry import find_proposer
 from outrider.train.data.answers import Recorder
-from outrider.train.distributed import local_device
 from outrider.train.model.joint import JointTrainee
 from outrider.train.model.trainee import DraftTrainee, make_trainee, target_weights
 from outrider.train.settings import Settings

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from outrider.errors import OutriderError
 from outrider.heads.files import save_tensors
-from outrider.train.distributed import all_reduce_sum, world_size
+from outrider.parallel.processes import world_size
+from outrider.train.distributed import all_reduce_sum
 from outrider.train.loss.chunked import chunked_loss
 from outrider.train.loss.losses import LENGTH, length_loss
 from outrider.train.loss.steps import TrainingBatch

@@ -372,7 +372,8 @@ def test_acceptance_by_position():
 _TWO_PROCESSES = """
 import sys, torch
 from outrider.train.loss.losses import parse
-from outrider.train.distributed import join_group, leave_group, rank
+from outrider.parallel.processes import rank
+from outrider.train.distributed import join_group, leave_group
 from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.trainer import Trainer
 from tests.helpers.train_setup import CPU, ConstantTrainee, make_batch, make_sample, record_gradients, single_sequence

@@ -93,7 +93,7 @@ NEEDS_SERVER = (
     "seed",
     "timeout",
 )
-NOT_FOR_SERVER = ("proposer", "verifier")  # options of `outrider audit` that mean nothing for a server
+NOT_FOR_SERVER = ("proposer", "verifier", "tp")  # options of `outrider audit` that mean nothing for a server
 
 
 def check_given(server: str | None, given: set[str]) -> None:

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save
 from outrider.core.types import Request
 from outrider.engine.build import EngineParts
 from outrider.errors import OutriderError
+from outrider.parallel.processes import world_size
 from outrider.plan.store import model_print
 from outrider.train.data.sample import Sample
-from outrider.train.distributed import world_size
 
 _FORMAT = 3  # version of the files; files of another version are not found
 _log = logging.getLogger("outrider")

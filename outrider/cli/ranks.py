@@ -1,0 +1,56 @@
+"""Run a command in all ranks of tensor parallelism."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
+
+from outrider.errors import OutriderError
+from outrider.parallel.processes import rank, world_size
+from outrider.parallel.ranks import RankError, Ranks, is_network_error, join
+
+
+@contextmanager
+def joined(tp: int, device: str) -> Iterator[Ranks | None]:
+    """Join the ranks of `--tp`, run the body in each of them, and leave.
+
+    Only rank 0 prints. A rank that fails ends the others.
+
+    Raises:
+        OutriderError: torchrun has not started `tp` processes.
+    """
+    if tp == 1:
+        if (processes := world_size()) > 1:
+            raise OutriderError(
+                f"torchrun has started {processes} processes, and each would run the whole model; add --tp {processes}"
+            )
+        yield None
+        return
+    if rank():
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+    ranks = join(tp, device)
+    assert ranks is not None
+    try:
+        yield ranks
+    except click.exceptions.Exit:
+        ranks.leave()
+        raise
+    except OutriderError as error:
+        if isinstance(error, RankError):
+            ranks.abandon(str(error))
+        ranks.fail(str(error))
+        raise
+    except Exception as error:
+        if not is_network_error(error):
+            traceback.print_exc(file=sys.__stderr__)
+        ranks.abandon(f"rank {ranks.rank} cannot go on: {str(error).splitlines()[0] if str(error) else error!r}")
+    except BaseException:
+        ranks.fail("it was interrupted")
+        raise
+    else:
+        ranks.leave()

@@ -1,0 +1,79 @@
+"""The Ray Serve application: replicas of the engine behind one HTTP front."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from outrider.core.config import EngineConfig
+from outrider.errors import OutriderError
+from outrider.scale.front import Front
+from outrider.scale.package import import_serve
+from outrider.scale.replica import Replica
+from outrider.scale.settings import ScaleSettings
+from outrider.serve.settings import Settings
+
+APP = "outrider"  # name of the application
+REPLICA, FRONT = "Replica", "Front"  # names of its deployments
+_ROUTER = "outrider.scale.router.PrefixRouter"
+_FRONT_REQUESTS = 10_000  # that the front forwards at once
+_WAIT_SECONDS = 0.5  # between checks whether a replica that stops has finished its requests
+
+
+def build_application(config: EngineConfig, settings: Settings, scale: ScaleSettings, *, name: str) -> Any:
+    """Return the application, for `ray.serve.run`.
+
+    Args:
+        config: what each replica loads.
+        settings: the options of `outrider serve`. Host and port belong to Ray Serve's proxy.
+        scale: how many replicas there are, and what each of them gets.
+        name: model name in the API.
+
+    Raises:
+        OutriderError: Ray is not installed, or a setting does not support replicas.
+    """
+    serve = import_serve()
+    if config.tp > 1:
+        raise OutriderError(f"a replica is one process, and tp is {config.tp}; use tp 1")
+    if settings.weight_updates is not None:
+        raise OutriderError("--weight-updates would change one replica only; leave it out")
+    # The front checks keys and origins, so that replicas accept what it forwards.
+    inner = replace(settings, api_key=None, allow_origin=None)
+    engine = serve.deployment(
+        Replica,
+        name=REPLICA,
+        ray_actor_options={"num_cpus": scale.replica_cpus, "num_gpus": scale.replica_gpus},
+        max_ongoing_requests=settings.max_num_seqs + settings.max_queued_requests,
+        graceful_shutdown_timeout_s=settings.shutdown_timeout,
+        graceful_shutdown_wait_loop_s=_WAIT_SECONDS,
+        health_check_period_s=2.0,
+        request_router_config=serve.config.RequestRouterConfig(
+            request_router_class=_ROUTER, request_router_kwargs={"max_imbalance": scale.max_imbalance}
+        ),
+        **_number_of_replicas(scale, settings),
+    ).bind(config, inner, name)
+    front = serve.deployment(
+        serve.ingress()(Front),
+        name=FRONT,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=_FRONT_REQUESTS,
+        graceful_shutdown_timeout_s=settings.shutdown_timeout,
+        graceful_shutdown_wait_loop_s=_WAIT_SECONDS,
+    )
+    return front.bind(engine, settings)
+
+
+def _number_of_replicas(scale: ScaleSettings, settings: Settings) -> dict[str, Any]:
+    if scale.max_replicas is None or scale.max_replicas == scale.replicas:
+        return {"num_replicas": scale.replicas}
+    target = scale.target_requests or max(settings.max_num_seqs / 2, 1.0)
+    return {
+        "autoscaling_config": {
+            "min_replicas": scale.replicas,
+            "max_replicas": scale.max_replicas,
+            "target_ongoing_requests": target,
+            "upscale_delay_s": 5.0,
+            "downscale_delay_s": 60.0,
+        }
+    }

@@ -1,0 +1,41 @@
+"""Import Ray, which is optional."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.errors import OutriderError
+
+
+def import_ray() -> Any:
+    """Return the package `ray`.
+
+    Raises:
+        OutriderError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise OutriderError('Ray is not installed; run pip install "outrider[ray]"') from error
+    return ray
+
+
+def lost_actor_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions that say that an actor is gone: its process or machine has failed, or Ray has ended it."""
+    from ray.exceptions import OutOfMemoryError, RayActorError
+
+    return (RayActorError, OutOfMemoryError)
+
+
+def import_serve() -> Any:
+    """Return the package `ray.serve`.
+
+    Raises:
+        OutriderError: it is not installed.
+    """
+    import_ray()
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise OutriderError(f'Ray Serve needs {error.name}; run pip install "outrider[ray]"') from error
+    return serve
