@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
 from outrider._version import __version__
+from outrider.errors import OutriderError
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.handler import RequestHandler
 from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
@@ -21,30 +22,49 @@ from outrider.serve.openai.errors import RESPONSES, STREAM_RESPONSES, add_handle
 from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from outrider.serve.settings import Settings
+from outrider.serve.videos.routes import add_missing_routes, add_video_routes
+from outrider.serve.videos.service import VideoService
 from outrider.serve.weight_routes import add_weight_routes, weight_root
 
 _PAGE = Path(__file__).parent / "page.html"
-_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self';"
+    " img-src blob:; media-src blob:"
+)
 
 
-def make_app(async_llm: AsyncLLM, settings: Settings, *, name: str) -> FastAPI:
-    """Return the application. It starts `async_llm` at startup and stops it at shutdown.
+def make_app(async_llm: AsyncLLM, settings: Settings, *, name: str, videos: VideoService | None = None) -> FastAPI:
+    """Return the application. It starts `async_llm` and `videos` at startup and stops them at shutdown.
 
     Args:
         async_llm: the engine with its thread.
         settings: the options of `outrider serve`.
         name: model name in the API.
+        videos: what makes videos; None: the server makes none.
+
+    Raises:
+        OutriderError: the video models have the same name.
     """
+    if videos is not None and videos.served.name == name:
+        raise OutriderError(f"target and video models are both named {name!r}; give another --served-model-name")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async_llm.start()
+        if videos is not None:
+            videos.start()
         yield
+        if videos is not None:
+            videos.stop()
         async_llm.stop()
 
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan)
     async_llm.latency.registry.register(EngineMetrics(async_llm))
-    _add_routes(app, RequestHandler(async_llm, settings, name=name), async_llm, name)
+    _add_routes(app, RequestHandler(async_llm, settings, name=name), async_llm, name, videos)
+    if videos is None:
+        add_missing_routes(app)
+    else:
+        add_video_routes(app, videos)
     if settings.weight_updates is not None:
         add_weight_routes(app, async_llm, weight_root(settings.weight_updates))
     add_handlers(app)
@@ -56,7 +76,7 @@ def make_app(async_llm: AsyncLLM, settings: Settings, *, name: str) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allow_origin,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
@@ -64,7 +84,9 @@ def make_app(async_llm: AsyncLLM, settings: Settings, *, name: str) -> FastAPI:
     return app
 
 
-def _add_routes(app: FastAPI, handler: RequestHandler, async_llm: AsyncLLM, name: str) -> None:
+def _add_routes(
+    app: FastAPI, handler: RequestHandler, async_llm: AsyncLLM, name: str, videos: VideoService | None
+) -> None:
     @app.post("/v1/completions", responses=STREAM_RESPONSES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await handler.handle(body, request)
@@ -75,10 +97,13 @@ def _add_routes(app: FastAPI, handler: RequestHandler, async_llm: AsyncLLM, name
 
     @app.get("/v1/models", responses=RESPONSES)
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(name, async_llm)]}
+        video_models = [] if videos is None else [videos.served.to_json()]
+        return {"object": "list", "data": [_model(name, async_llm), *video_models]}
 
     @app.get("/v1/models/{model:path}", responses=RESPONSES)
     async def model(model: str) -> dict[str, Any]:
+        if videos is not None and model == videos.served.name:
+            return videos.served.to_json()
         handler.check_model(model)
         return _model(name, async_llm)
 

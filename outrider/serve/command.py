@@ -26,6 +26,10 @@ from outrider.serve.settings import Settings
 if TYPE_CHECKING:
     import uvicorn
 
+    from outrider.serve.videos.service import VideoService
+
+_MAX_QUEUED_VIDEOS = 16
+_MAX_KEPT_VIDEOS = 64
 _BACKLOG = 2048  # pending connections
 
 
@@ -55,6 +59,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         sockets = [stack.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
         llm = load()
         typer.echo(_cache_summary(llm), err=True)
+        videos = load_videos(settings)
         async_llm = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs)
         leader = None
         if ranks is not None:
@@ -63,13 +68,15 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         gc.collect()
         gc.freeze()  # keep the garbage collector from scanning the loaded models
         config = uvicorn.Config(
-            make_app(async_llm, settings, name=name),
+            make_app(async_llm, settings, name=name, videos=videos),
             log_level="warning",
             log_config=None,  # keep the logging that is configured above
             timeout_graceful_shutdown=settings.shutdown_timeout,
         )
         server = uvicorn.Server(config)
         listen(sockets, settings.host)
+        if videos is not None:
+            typer.echo(f"{videos.served.name} makes videos, which are not exact", err=True)
         typer.echo(f"{name} at {_url(settings.host, sockets[0])}, {settings.max_num_seqs} sequences at once", err=True)
         with _clean_exit(server):
             server.run(sockets=sockets)
@@ -77,6 +84,25 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
             leader.stop()
     if not server.started:
         raise typer.Exit(1)
+
+
+def load_videos(settings: Settings) -> VideoService | None:
+    """Return what makes the videos of `--media`, or None without this option.
+
+    Raises:
+        OutriderError: a package is missing, or the models cannot be loaded.
+    """
+    if settings.media is None:
+        return None
+    from outrider.serve.videos.models import check_video_packages, load_served_models
+    from outrider.serve.videos.service import VideoService
+
+    check_video_packages()
+    return VideoService(
+        load_served_models(settings.media),
+        max_queued=_MAX_QUEUED_VIDEOS if settings.max_queued_videos is None else settings.max_queued_videos,
+        max_kept=settings.max_kept_videos or _MAX_KEPT_VIDEOS,
+    )
 
 
 def model_name(model: Path) -> str:

@@ -14,6 +14,7 @@ from outrider.errors import OutriderError
 _SERVER = "Server"
 _LIMITS = "Limits"
 _STREAMING = "Streaming"
+_VIDEOS = "Videos"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,31 @@ class Settings:
             rich_help_panel=_SERVER,
         ),
     ] = None
+    media: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Video models for /v1/videos: a folder that recipes.video wrote, or @media for the included ones. The"
+            " text model is served as well. Default: no videos.",
+            rich_help_panel=_VIDEOS,
+        ),
+    ] = None
+    max_queued_videos: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Videos that may wait. The response to further requests is 429. Default: 16.",
+            rich_help_panel=_VIDEOS,
+        ),
+    ] = None
+    max_kept_videos: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Videos that are kept in memory after they have ended. Default: 64.",
+            rich_help_panel=_VIDEOS,
+        ),
+    ] = None
     log_format: Annotated[
         str, typer.Option(metavar="NAME", help="Format of the request log: text or json.", rich_help_panel=_SERVER)
     ] = "text"
@@ -123,6 +149,9 @@ class Settings:
     ] = 30
 
     def __post_init__(self) -> None:
+        if self.media is None and (self.max_queued_videos is not None or self.max_kept_videos is not None):
+            option = "--max-kept-videos" if self.max_queued_videos is None else "--max-queued-videos"
+            raise OutriderError(f"{option} belongs to --media; give --media, or leave {option} out")
         if any(not key.strip() for key in self.api_key or ()):
             raise OutriderError("an API key is empty; give a key of at least one character, or remove --api-key")
         if self.log_format not in ("text", "json"):

@@ -21,7 +21,11 @@ from outrider.serve.openai.schema import SamplingFields, field_of
 _RETRY_HEADERS = {"Retry-After": "1"}  # seconds
 
 
-class UnknownModel(InvalidParam):
+class UnknownName(InvalidParam):
+    """The request names something that does not exist. The status is 404."""
+
+
+class UnknownModel(UnknownName):
     """The request names a model that is not served."""
 
 
@@ -82,7 +86,7 @@ def add_handlers(app: FastAPI) -> None:
     responses: dict[type[Exception], Callable[[Any], JSONResponse]] = {
         RequestValidationError: _validation_response,
         QueueFull: lambda error: JSONResponse(error_response(str(error), kind="overloaded_error"), 429, _RETRY_HEADERS),
-        UnknownModel: lambda error: JSONResponse(error_response(str(error), field=error.param), 404),
+        UnknownName: lambda error: JSONResponse(error_response(str(error), field=error.param), 404),
         InvalidParam: lambda error: JSONResponse(error_response(str(error), field=error.param), 400),
         OutriderError: lambda error: JSONResponse(error_response(str(error)), 400),
         Exception: lambda _: JSONResponse(error_response("the server failed; see its log", kind="server_error"), 500),

@@ -1,0 +1,1 @@
+"""Videos over HTTP, in the form of OpenAI's videos API: `outrider serve --media DIR`."""

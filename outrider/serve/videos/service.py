@@ -1,0 +1,153 @@
+"""Makes the videos of a server in a thread of its own, one after the other."""
+
+from __future__ import annotations
+
+import logging
+from threading import Condition, Thread
+
+import torch
+
+from outrider.core.params import InvalidParam
+from outrider.serve.async_llm import QueueFull
+from outrider.serve.openai.errors import UnknownName
+from outrider.serve.videos.encode import encode_video
+from outrider.serve.videos.job import VideoFile, VideoJob
+from outrider.serve.videos.models import ServedModels
+from outrider.serve.videos.schema import VideoTask
+
+_log = logging.getLogger("outrider.serve")
+
+
+class VideoService:
+    """Holds the videos in memory and makes those that wait.
+
+    The methods may be called from any thread and do not wait for a video.
+
+    Args:
+        served: the models. Only the thread of the service uses them.
+        max_queued: videos that may wait, beside the one that is made.
+        max_kept: videos that are kept after they have ended. The oldest is dropped first.
+    """
+
+    def __init__(self, served: ServedModels, *, max_queued: int, max_kept: int) -> None:
+        self.served = served
+        self._max_queued = max_queued
+        self._max_kept = max_kept
+        self._jobs: dict[str, VideoJob] = {}  # by id, in the order in which they were created
+        self._changed = Condition()  # guards the jobs and `_stopping`
+        self._stopping = False
+        self._thread = Thread(target=self._run, name="videos", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop after the current block. Unfinished videos fail."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def create(self, task: VideoTask) -> VideoJob:
+        """Queue a video and return it.
+
+        Raises:
+            QueueFull: too many videos wait already, or the server stops.
+        """
+        with self._changed:
+            if self._stopping:
+                raise QueueFull("the server stops; send the request to another one")
+            if sum(not job.ended for job in self._jobs.values()) > self._max_queued:  # one of them is being made
+                raise QueueFull(f"{self._max_queued} videos wait already; try again later")
+            job = VideoJob(task=task)
+            self._jobs[job.id] = job
+            self._changed.notify_all()
+        return job
+
+    def job(self, id: str) -> VideoJob:
+        """Return a video.
+
+        Raises:
+            UnknownName: there is no such video, or it was deleted or dropped.
+        """
+        with self._changed:
+            return self._find(id)
+
+    def jobs(self) -> list[VideoJob]:
+        """Return all videos, the oldest first."""
+        with self._changed:
+            return list(self._jobs.values())
+
+    def delete(self, id: str) -> VideoJob:
+        """Forget a video and return it. If it is being made, the thread stops after the current block.
+
+        Raises:
+            UnknownName: there is no such video.
+        """
+        with self._changed:
+            job = self._find(id)
+            job.deleted = True
+            del self._jobs[id]
+        return job
+
+    def file(self, id: str) -> VideoFile:
+        """Return the file of a video.
+
+        Raises:
+            UnknownName: there is no such video.
+            InvalidParam: the video has no file, or none yet.
+        """
+        job = self.job(id)
+        if job.error is not None:
+            raise InvalidParam("video_id", f"video {job.id} has failed: {job.error}")
+        if job.file is None:
+            raise InvalidParam("video_id", f"video {job.id} is {job.status}; wait until its status is completed")
+        return job.file
+
+    def _find(self, id: str) -> VideoJob:
+        try:
+            return self._jobs[id]
+        except KeyError:
+            raise UnknownName(
+                "video_id", f"there is no video {id[:100]!r}; it was never made, or it was deleted or dropped"
+            ) from None
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                self._make(job)
+            except Exception as error:  # a failed video must not end the thread
+                _log.exception("a video failed")
+                job.fail(f"{type(error).__name__}: {error}")
+            with self._changed:
+                self._drop_old()
+
+    def _next(self) -> VideoJob | None:
+        """Wait for a video and return it, or return None when the service stops."""
+        with self._changed:
+            while not self._stopping:
+                for job in self._jobs.values():
+                    if job.status == "queued":
+                        job.status = "in_progress"
+                        return job
+                self._changed.wait()
+        return None
+
+    def _make(self, job: VideoJob) -> None:
+        task = job.task
+        frames = []
+        for block in self.served.models.engine.stream(task.prompt, task.router, seed=task.seed, blocks=task.blocks):
+            if job.deleted:
+                return
+            if self._stopping:
+                job.fail("the server stops")
+                return
+            frames.append(block.content)
+            job.add(block)
+        job.complete(encode_video(torch.cat(frames), scale=task.scale, output_format=task.output_format))
+
+    def _drop_old(self) -> None:
+        ended = [job for job in self._jobs.values() if job.ended]
+        for job in ended[: max(0, len(ended) - self._max_kept)]:
+            del self._jobs[job.id]
