@@ -27,7 +27,7 @@ class Clips(NamedTuple):
     """Encoded training videos."""
 
     latents: Tensor  # (clips, frames, channels, rows, columns), float16, mean 0 and deviation 1 for each channel
-    tokens: Tensor  # (clips, NUM_TOKENS)
+    tokens: Tensor  # (clips, words)
 
 
 class Autoencoder(nn.Module):

@@ -41,12 +41,17 @@ def train_generator(
 
 
 def flow_loss(network: BlockTransformer, blocks: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the error of the predicted clean blocks, at random noise levels of the sampler.
+    """Return the error of the predicted clean blocks, at random noise levels of the sampler."""
+    return flow_errors(network, blocks, tokens, generator).mean()
+
+
+def flow_errors(network: BlockTransformer, blocks: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the errors of the predicted clean blocks, (n, blocks), at random noise levels of the sampler.
 
     Args:
         network: the network.
         blocks: clean latents, (n, blocks, frames, channels, rows, columns); at most the window and one more.
-        tokens: the captions, (n, NUM_TOKENS).
+        tokens: the captions, (n, words).
         generator: of the noise and its levels.
     """
     clean = network.to_tokens(blocks)
@@ -58,7 +63,7 @@ def flow_loss(network: BlockTransformer, blocks: Tensor, tokens: Tensor, generat
     context = clean + spread * torch.randn(clean.shape, generator=generator)
     with torch.autocast("cpu", torch.bfloat16):
         predicted = teacher_forced(network, context[:, :-1], noisy, levels, tokens)
-    return ((predicted.float() - clean).square() / shape).mean()
+    return ((predicted.float() - clean).square() / shape).mean((-2, -1))
 
 
 def teacher_forced(network: BlockTransformer, context: Tensor, noisy: Tensor, levels: Tensor, tokens: Tensor) -> Tensor:
@@ -69,7 +74,7 @@ def teacher_forced(network: BlockTransformer, context: Tensor, noisy: Tensor, le
         context: clean blocks, (n, blocks - 1, tokens, values).
         noisy: noisy blocks, (n, blocks, tokens, values).
         levels: their noise levels, (n, blocks).
-        tokens: the captions, (n, NUM_TOKENS).
+        tokens: the captions, (n, words).
     """
     count = noisy.shape[1]
     text = network.read_text(tokens)

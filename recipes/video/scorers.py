@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.media.models.captions import FIRST_IDS, SLOTS
+from outrider.media.models.captions import LANGUAGE
 from outrider.media.models.config import ScorerConfig
+from outrider.media.models.language import Language
 from outrider.media.models.scorer import MatchModel
 from outrider.media.models.vae import Decoder
 from recipes.video.autoencoder import Clips
@@ -47,7 +48,7 @@ def pair_loss(
         decoder: gives the frames.
         latents: whole clips, (n, frames, channels, rows, columns).
         first: the first frame that is used.
-        tokens: the captions, (n, NUM_TOKENS).
+        tokens: the captions, (n, words).
         generator: of the damage and the wrong words.
     """
     whole = latents[:, first : first + _FRAMES]
@@ -81,13 +82,16 @@ def damage(latents: Tensor, whole: Tensor, generator: torch.Generator) -> Tensor
     return torch.where(kinds == 3, mixed, out)
 
 
-def one_wrong_word(tokens: Tensor, slots: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Return captions (n, NUM_TOKENS) in which one of the `slots` has another word."""
+def one_wrong_word(
+    tokens: Tensor, slots: tuple[int, ...], generator: torch.Generator, language: Language = LANGUAGE
+) -> Tensor:
+    """Return captions (n, words) in which one of the `slots` has another word."""
     wrong = tokens.clone()
     for row in wrong:
         slot = slots[int(torch.randint(len(slots), (), generator=generator))]
-        step = int(torch.randint(1, len(SLOTS[slot]), (), generator=generator))
-        row[slot] = FIRST_IDS[slot] + (row[slot] - FIRST_IDS[slot] + step) % len(SLOTS[slot])
+        count, first = len(language.slots[slot]), language.first_ids[slot]
+        step = int(torch.randint(1, count, (), generator=generator))
+        row[slot] = first + (row[slot] - first + step) % count
     return wrong
 
 

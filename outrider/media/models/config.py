@@ -1,26 +1,45 @@
-"""The sizes of the included video models, as config.json holds them."""
+"""The sizes of the included models, as config.json holds them."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from outrider.media.models import captions
+from outrider.media.models.language import Language
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VideoConfig:
-    """What all models of a set share."""
+class BlockConfig:
+    """What all models of a set share, whatever their content is."""
 
-    blocks: int = 8  # of a video
-    frames: int = 3  # latent frames of a block; each gives one frame of the video
+    blocks: int = 8  # of an output
+    frames: int = 3  # latent frames of a block
     channels: int = 8  # of a latent
     latent_size: int = 8  # rows and columns of a latent frame
-    frame_size: int = 32  # rows and columns of a frame of the video
     steps: tuple[float, ...] = (1.0, 0.75, 0.5, 0.25)  # noise levels of the denoising passes
 
     @property
     def latent_shape(self) -> tuple[int, int, int, int]:
         """The shape of a block: frames, channels, rows, columns."""
         return self.frames, self.channels, self.latent_size, self.latent_size
+
+    @property
+    def language(self) -> Language:
+        """The captions that the models understand."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoConfig(BlockConfig):
+    """What all models of a set of video models share. A latent frame gives one frame of the video."""
+
+    frame_size: int = 32  # rows and columns of a frame of the video
+
+    @property
+    def language(self) -> Language:
+        """The captions that the models understand."""
+        return captions.LANGUAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from outrider.errors import OutriderError
 from outrider.media.models.cache import BlockCache
-from outrider.media.models.captions import parse_caption
 from outrider.media.models.transformer import CLEAN, BlockTransformer, KeyValue, Text
 
 
@@ -47,7 +46,7 @@ class VideoGenerator:
         Raises:
             OutriderError: the caption is in words that the model does not know.
         """
-        text = self.network.read_text(torch.tensor(parse_caption(prompt).tokens()))
+        text = self.network.read_text(torch.tensor(self.network.video.language.tokens(prompt)))
         return VideoCache(text, self.network.config.window)
 
     @torch.inference_mode()

@@ -8,16 +8,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from outrider.media.models.captions import NUM_TOKENS, NUM_WORDS, parse_caption
+from outrider.media.models.captions import LANGUAGE
 from outrider.media.models.config import ScorerConfig
+from outrider.media.models.language import Language
 
 
-class MatchModel(nn.Module):
-    """Embeds frames and captions. A pair matches if the embeddings' product is high."""
+class CaptionTower(nn.Module):
+    """Embeds captions. A subclass embeds content; a pair matches if the embeddings' product is high."""
 
-    def __init__(self, config: ScorerConfig) -> None:
+    def __init__(self, config: ScorerConfig, language: Language) -> None:
         super().__init__()
         self.config = config
+        self.language = language
+        self.words = nn.Embedding(language.num_words, 16)
+        self.text = nn.Sequential(
+            nn.Linear(16 * language.num_tokens, 96), nn.SiLU(), nn.Linear(96, config.embedding + 1)
+        )
+
+    def embed_captions(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (n, embedding) and the offsets, (n,), of ids (n, words)."""
+        out = self.text(self.words(tokens).flatten(-2))
+        return out[..., :-1], out[..., -1]
+
+
+class MatchModel(CaptionTower):
+    """Embeds frames and captions."""
+
+    def __init__(self, config: ScorerConfig) -> None:
+        super().__init__(config, LANGUAGE)
         width = config.width
         self.image = nn.Sequential(
             nn.Conv2d(3 * config.frames, width, 5, stride=2, padding=2),
@@ -28,8 +46,6 @@ class MatchModel(nn.Module):
             nn.SiLU(),
         )
         self.image_out = nn.Linear(6 * width, config.embedding)
-        self.words = nn.Embedding(NUM_WORDS, 16)
-        self.text = nn.Sequential(nn.Linear(16 * NUM_TOKENS, 96), nn.SiLU(), nn.Linear(96, config.embedding + 1))
 
     def embed_frames(self, frames: Tensor) -> Tensor:
         """Return (n, embedding) of (n, 3 x frames at once, rows, columns)."""
@@ -37,11 +53,6 @@ class MatchModel(nn.Module):
         pooled = torch.cat([features.mean((-2, -1)), features.amax((-2, -1))], dim=-1)
         embedding: Tensor = self.image_out(pooled)
         return embedding
-
-    def embed_captions(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (n, embedding) and the offsets, (n,), of ids (n, NUM_TOKENS)."""
-        out = self.text(self.words(tokens).flatten(-2))
-        return out[..., :-1], out[..., -1]
 
     def forward(self, frames: Tensor, tokens: Tensor) -> Tensor:
         """Return the logit of each pair, (n,)."""
@@ -66,7 +77,7 @@ class MatchScorer:
     def score(self, prompt: str, content: Tensor) -> Tensor:
         """Return a probability for each frame of `content`, (frames, 3, rows, columns)."""
         if prompt != self._caption or self._embedding is None:
-            self._embedding = self._model.embed_captions(torch.tensor([parse_caption(prompt).tokens()]))
+            self._embedding = self._model.embed_captions(torch.tensor([self._model.language.tokens(prompt)]))
             self._caption = prompt
         embedding, offset = self._embedding
         frames = stack_frames(content, self._model.config.frames)

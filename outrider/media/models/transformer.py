@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.media.models.captions import NUM_TOKENS, NUM_WORDS
-from outrider.media.models.config import GeneratorConfig, VideoConfig
+from outrider.media.models.config import BlockConfig, GeneratorConfig
 
 KeyValue = tuple[Tensor, Tensor]
 CLEAN = 0.0  # the noise level of a clean block
@@ -50,7 +49,7 @@ class Layer(nn.Module):
         return x.view(*x.shape[:-1], self.heads, -1).transpose(-2, -3)
 
     def text(self, states: Tensor) -> KeyValue:
-        """Return the keys and values of the caption, from (..., NUM_TOKENS, text width)."""
+        """Return the keys and values of the caption, from (..., words, text width)."""
         keys, values = self.text_kv(states).chunk(2, dim=-1)
         return functional.normalize(self.split(keys), dim=-1), self.split(values)
 
@@ -79,7 +78,7 @@ class Layer(nn.Module):
 class BlockTransformer(nn.Module):
     """The network of a target or a drafter."""
 
-    def __init__(self, config: GeneratorConfig, video: VideoConfig) -> None:
+    def __init__(self, config: GeneratorConfig, video: BlockConfig) -> None:
         super().__init__()
         self.config = config
         self.video = video
@@ -87,12 +86,13 @@ class BlockTransformer(nn.Module):
         self.frame_tokens = side * side
         self.block_tokens = video.frames * self.frame_tokens
         values = video.channels * config.patch**2
+        words = video.language.num_tokens
         self.embed = nn.Linear(values, config.width)
         self.place = nn.Parameter(0.02 * torch.randn(self.frame_tokens, config.width))
-        self.words = nn.Embedding(NUM_WORDS, config.text_width)
-        self.slots = nn.Parameter(0.02 * torch.randn(NUM_TOKENS, config.text_width))
+        self.words = nn.Embedding(video.language.num_words, config.text_width)
+        self.slots = nn.Parameter(0.02 * torch.randn(words, config.text_width))
         self.text_mix = nn.Sequential(
-            nn.Linear(NUM_TOKENS * 16, config.text_width), nn.SiLU(), nn.Linear(config.text_width, config.text_width)
+            nn.Linear(words * 16, config.text_width), nn.SiLU(), nn.Linear(config.text_width, config.text_width)
         )
         self.text_small = nn.Linear(config.text_width, 16)
         self.text_in = nn.Linear(config.text_width, config.width)
@@ -113,7 +113,7 @@ class BlockTransformer(nn.Module):
     def pass_work(self) -> int:
         """Multiplications of a pass over one block with a full window, of linear layers and attention."""
         width = self.config.width
-        keys = NUM_TOKENS + (self.config.window + 1) * self.block_tokens
+        keys = self.video.language.num_tokens + (self.config.window + 1) * self.block_tokens
         per_token = (4 + 2 * self.config.mlp) * width**2 + 2 * keys * width
         return self.block_tokens * (self.depth * per_token + 2 * self.embed.in_features * width)
 
@@ -124,7 +124,7 @@ class BlockTransformer(nn.Module):
         return layer
 
     def read_text(self, tokens: Tensor) -> Text:
-        """Return what captions give to a pass, from ids (..., NUM_TOKENS)."""
+        """Return what captions give to a pass, from ids (..., words)."""
         states = self.words(tokens) + self.slots
         mixed = self.text_mix(self.text_small(states).flatten(-2))
         states = states + mixed.unsqueeze(-2)

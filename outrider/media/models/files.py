@@ -1,0 +1,45 @@
+"""The files of a set of models: config.json, and a safetensors file for each network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from outrider.errors import OutriderError
+
+
+def write_set(config: dict[str, Any], networks: Mapping[str, nn.Module], folder: Path) -> None:
+    """Write a set. The weights are in bfloat16."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name, module in networks.items():
+        weights = {key: value.to(torch.bfloat16).contiguous() for key, value in module.state_dict().items()}
+        save_file(weights, folder / f"{name}.safetensors")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what config.json holds.
+
+    Raises:
+        OutriderError: there is no such file.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise OutriderError(
+            f"{folder} has no readable config.json; name a folder that recipes.video or recipes.audio wrote"
+        ) from None
+    return config
+
+
+def read_weights(networks: Mapping[str, nn.Module], folder: Path) -> None:
+    """Load the weights of all networks, in float32."""
+    for name, module in networks.items():
+        module.load_state_dict(load_file(folder / f"{name}.safetensors"))
+        module.eval().requires_grad_(False)

@@ -1,0 +1,70 @@
+"""Trains small audio models: target, drafter and two scorers.
+
+python -m recipes.audio.train --out audio
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from outrider.media.models.audio.config import AudioConfig
+from outrider.media.models.audio.scorer import SoundScorerConfig
+from outrider.media.models.audio.spectrum import encode
+from outrider.media.models.audio.store import AudioNetworks, save_audio_networks
+from outrider.media.models.config import GeneratorConfig
+from recipes.audio.generators import train_generator
+from recipes.audio.scorers import train_scorer
+from recipes.audio.sounds import random_sounds
+from recipes.family.train import say
+
+AUDIO = AudioConfig()
+TARGET = GeneratorConfig(width=64, layers=5, heads=2, text_width=32)
+DRAFTER = GeneratorConfig(width=24, layers=1, heads=1, text_width=16)
+SCORER = SoundScorerConfig(width=32)
+HELD_OUT_SCORER = SoundScorerConfig(width=40, window=12, step=6)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
+    sounds: Annotated[int, typer.Option(min=64, help="Training sounds.")] = 2000,
+    target_steps: Annotated[int, typer.Option(min=1)] = 2000,
+    drafter_steps: Annotated[int, typer.Option(min=1)] = 600,
+    scorer_steps: Annotated[int, typer.Option(min=1)] = 400,
+    held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 400,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Train all models, and write them to OUT/models."""
+    out.mkdir(parents=True, exist_ok=True)
+    samples, tokens = random_sounds(sounds, AUDIO, seed)
+    latents = torch.stack([encode(each, AUDIO).half() for each in samples])
+    say(f"{len(latents)} sounds of {latents.shape[1]} frames are ready")
+    drafter = train_generator(
+        DRAFTER, AUDIO, latents, tokens, steps=drafter_steps, batch=32, lr=4e-3, file=out / "drafter.pt", seed=seed + 1
+    )
+    scorer = train_scorer(SCORER, AUDIO, latents, tokens, steps=scorer_steps, file=out / "scorer.pt", seed=seed + 2)
+    held_out_scorer = train_scorer(
+        HELD_OUT_SCORER,
+        AUDIO,
+        latents,
+        tokens,
+        steps=held_out_scorer_steps,
+        file=out / "held_out_scorer.pt",
+        seed=seed + 3,
+    )
+    target = train_generator(
+        TARGET, AUDIO, latents, tokens, steps=target_steps, batch=32, lr=4e-3, file=out / "target.pt", seed=seed + 4
+    )
+    networks = AudioNetworks(
+        audio=AUDIO, target=target, drafter=drafter, scorer=scorer, held_out_scorer=held_out_scorer
+    )
+    save_audio_networks(networks, out / "models")
+    say(f"{out / 'models'} is written")
+
+
+if __name__ == "__main__":
+    torch.set_flush_denormal(True)
+    typer.run(main)
