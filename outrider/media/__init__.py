@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from outrider.media.calibration.tune import tune
     from outrider.media.contract import BlockGenerator, Choice, Judgement, Position, Router, Scorer, StreamDecoder
     from outrider.media.engine import MediaEngine, MediaRun
-    from outrider.media.models.store import VideoModels, load_models
+    from outrider.media.models.store import AudioModels, VideoModels, load_models
     from outrider.media.results import BlockResult, Maker, MediaResult, Seconds
     from outrider.media.routers import DrafterOnly, FixedBlocks, QualityGate, RandomGate, Stride, TargetOnly
     from outrider.media.scorers import ImageRewardScorer
 
 _HOMES = {
+    "AudioModels": "models.store",
     "BlockGenerator": "contract",
     "BlockResult": "results",
     "Calibration": "calibration.document",
@@ -48,6 +49,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AudioModels",
     "BlockGenerator",
     "BlockResult",
     "Calibration",

@@ -22,8 +22,8 @@ from recipes.audio.sounds import random_sounds
 from recipes.family.train import say
 
 AUDIO = AudioConfig()
-TARGET = GeneratorConfig(width=64, layers=5, heads=2, text_width=32)
-DRAFTER = GeneratorConfig(width=24, layers=1, heads=1, text_width=16)
+TARGET = GeneratorConfig(width=64, layers=5, heads=2, text_width=32, patch=1)
+DRAFTER = GeneratorConfig(width=24, layers=1, heads=1, text_width=16, patch=1)
 SCORER = SoundScorerConfig(width=32)
 HELD_OUT_SCORER = SoundScorerConfig(width=40, window=12, step=6)
 

@@ -34,14 +34,14 @@ def test_demo(folder, tmp_path, monkeypatch):
     result = run("demo", "--models", folder, "--threshold", 0.0, "--out", tmp_path / "a.mp4", "--seed", 4)
     report = document(result)
     assert report["exact"] is False
-    assert report["file"] == str(tmp_path / "a.gif")
+    assert report["files"] == [str(tmp_path / "a.gif")]
     assert "mp4 cannot be encoded" in result.stdout
     makers = {name: [block["maker"] for block in each["blocks"]] for name, each in report["outputs"].items()}
     assert makers["target-only"] == ["target"] * 5
     assert makers["drafter-only"] == ["drafter"] * 5
     assert makers["routed"] == ["target"] + ["drafter"] * 4
     assert report["outputs"]["routed"]["threshold"] == 0
-    with Image.open(report["file"]) as picture:
+    with Image.open(report["files"][0]) as picture:
         assert picture.n_frames == 10
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from time import perf_counter, process_time
 from typing import Any
 
 from rich.console import Console
@@ -17,8 +18,7 @@ from outrider.media.evaluation.summary import Summary, summarize
 from outrider.media.evaluation.table import summary_table
 from outrider.media.evaluation.thresholds import draft_scores, thresholds_at
 from outrider.media.evaluation.trials import Trial, run_trials
-from outrider.media.models.captions import random_captions
-from outrider.media.models.store import VideoModels, load_models
+from outrider.media.models.store import MediaModels, load_models
 from outrider.media.routers import DrafterOnly, QualityGate, TargetOnly
 from outrider.report.console import Document, print_document
 from outrider.system import machine
@@ -31,7 +31,8 @@ def bench(settings: BenchSettings, *, as_json: bool) -> None:
     """Measure, print tables, and write the plot if one is asked for."""
     file = check_plot_file(settings.plot) if settings.plot else None
     machine.use_threads(settings.threads)
-    models = load_models(settings.models, eager_commits=settings.eager_commits)
+    clock = process_time if settings.processor_time else perf_counter
+    models = load_models(settings.models, eager_commits=settings.eager_commits, clock=clock)
     run = _Bench(settings, models, Console(stderr=True))
     run.measure()
     print_document(run.document(), run.show, as_json=as_json, write=partial(run.plot, file) if file else None)
@@ -40,11 +41,11 @@ def bench(settings: BenchSettings, *, as_json: bool) -> None:
 class _Bench:
     """The measurement, in two parts: the gates, then the controls of one gate."""
 
-    def __init__(self, settings: BenchSettings, models: VideoModels, console: Console) -> None:
+    def __init__(self, settings: BenchSettings, models: MediaModels, console: Console) -> None:
         self._settings = settings
         self._models = models
         self._console = console
-        self._prompts = random_captions(settings.prompts, settings.seed)
+        self._prompts = models.language.random_captions(settings.prompts, settings.seed)
         self._target, self._drafter = TargetOnly(), DrafterOnly()
         self._given = [QualityGate(each, aggregate=settings.aggregate) for each in settings.threshold_list()]
         for gate in self._given:
@@ -116,6 +117,7 @@ class _Bench:
             "blocks": self._models.engine.max_blocks,
             "compute_ratio": self._models.compute_ratio,
             "commits": "eager" if self._settings.eager_commits else "when needed",
+            "time": "processor" if self._settings.processor_time else "wall",
             "block_ms": self.passes,
             "base": [each.to_json() for each in self.base],
             "gates": [each.to_json() for each in self.gates],

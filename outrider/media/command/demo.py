@@ -1,4 +1,4 @@
-"""The command `outrider media demo`: one video made by the target, by the drafter, and by both."""
+"""The command `outrider media demo`: one video or sound made by the target, by the drafter, and by both."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from outrider.errors import OutriderError
 from outrider.media.calibration.document import Calibration
 from outrider.media.command.settings import DemoSettings
 from outrider.media.contract import Router
-from outrider.media.models.captions import parse_caption, random_captions
-from outrider.media.models.store import EMBEDDED, load_models
+from outrider.media.models.store import EMBEDDED, AudioModels, load_models
 from outrider.media.output.compare import draw_comparison
+from outrider.media.output.wav import check_sound_file, write_wav
 from outrider.media.output.writer import check_video_file, write_video
 from outrider.media.results import Maker, MediaResult
 from outrider.media.routers import DrafterOnly, QualityGate, TargetOnly
 from outrider.report.console import Document, new_table, print_document
 from outrider.system.machine import use_threads
 
+_FPS = 12.0
+
 
 def demo(settings: DemoSettings, *, as_json: bool) -> None:
-    """Write the video and print who made each block."""
-    file = check_video_file(settings.out)  # before the work rather than after it
-    use_threads(settings.threads)
-    prompt = settings.prompt or random_captions(1, settings.seed)[0]
-    parse_caption(prompt)
+    """Write the video or the sounds and print who made each block."""
     models = load_models(settings.models, eager_commits=settings.eager_commits)
+    writer: _Sounds | _Video = _Sounds(settings, models) if isinstance(models, AudioModels) else _Video(settings)
+    use_threads(settings.threads)
+    prompt = settings.prompt or models.language.random_captions(1, settings.seed)[0]
+    models.language.tokens(prompt)
     routers: dict[str, Router] = {
         "target-only": TargetOnly(),
         "drafter-only": DrafterOnly(),
@@ -38,17 +40,47 @@ def demo(settings: DemoSettings, *, as_json: bool) -> None:
     scores = {
         name: float(models.engine.scorer.score(prompt, result.content).mean()) for name, result in results.items()
     }
-    panels = [(name, _line(result, scores[name]), result) for name, result in results.items()]
-    written = write_video(draw_comparison(panels), file, fps=settings.fps)
     document = {
         "exact": False,
         "prompt": prompt,
-        "file": str(written.file),
-        "note": written.note,
+        **writer.write(results, scores),
         "scores": scores,
         "outputs": {name: result.to_json() for name, result in results.items()},
     }
     print_document(document, _show, as_json=as_json)
+
+
+class _Video:
+    """Writes one video with all outputs side by side."""
+
+    def __init__(self, settings: DemoSettings) -> None:
+        self._file = check_video_file(settings.out or "media.mp4")  # before the work rather than after it
+        self._fps = settings.fps or _FPS
+
+    def write(self, results: dict[str, MediaResult], scores: dict[str, float]) -> Document:
+        """Write the file, and return what the document says about it."""
+        panels = [(name, _line(result, scores[name]), result) for name, result in results.items()]
+        written = write_video(draw_comparison(panels), self._file, fps=self._fps)
+        return {"kind": "video", "files": [str(written.file)], "note": written.note}
+
+
+class _Sounds:
+    """Writes a WAV file for each output."""
+
+    def __init__(self, settings: DemoSettings, models: AudioModels) -> None:
+        if settings.fps is not None:
+            raise OutriderError("--fps belongs to video, and these models make audio; leave it out")
+        self._file = check_sound_file(settings.out or "media.wav")
+        self._sample_rate = models.audio.sample_rate
+
+    def write(self, results: dict[str, MediaResult], scores: dict[str, float]) -> Document:
+        """Write the files, and return what the document says about them."""
+        files = []
+        for name, result in results.items():
+            file = self._file.with_name(f"{self._file.stem}.{name}.wav")
+            write_wav(result.content, file, sample_rate=self._sample_rate)
+            files.append(str(file))
+        return {"kind": "audio", "files": files, "note": None}
 
 
 def _gate(settings: DemoSettings) -> QualityGate:
@@ -87,7 +119,7 @@ def _show(document: Document, console: Console) -> None:
     console.print(f"[red]not exact[/red]: {routed['router']}{quality}", highlight=False)
     if document["note"]:
         console.print(document["note"], highlight=False, soft_wrap=True)
-    console.print(f"the video is in {document['file']}", highlight=False, soft_wrap=True)
+    console.print(f"the {document['kind']} is in {', '.join(document['files'])}", highlight=False, soft_wrap=True)
 
 
 def _milliseconds(output: dict[str, Any]) -> float:

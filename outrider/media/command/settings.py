@@ -18,7 +18,7 @@ Models = Annotated[
     str | None,
     typer.Option(
         metavar="DIR",
-        help="Folder that recipes.video wrote. Default: the embedded video models.",
+        help="Folder that recipes.video or recipes.audio wrote. Default: the embedded video models.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -33,7 +33,8 @@ Aggregate = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="How the scores of a block's frames become one: min, mean, or window:N, the worst mean of N frames.",
+        help="How the scores of a block's frames, or windows of audio, become one: min, mean, or window:N, the worst"
+        " mean of N in a row.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -53,19 +54,20 @@ class DemoSettings:
     """The options of `outrider media demo`."""
 
     out: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="FILE",
-            help="The video: .mp4 or .gif. Without an encoder for mp4 it is a gif.",
+            help="The video: .mp4 or .gif; without an encoder for mp4 it is a gif. Of audio models: .wav; each of the"
+            " outputs is a file with its name. Default: media.mp4 or media.wav.",
             rich_help_panel=_OUTPUT,
         ),
-    ] = "media.mp4"
+    ] = None
     prompt: Annotated[
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="Caption of the video, such as 'a red circle moving right from the top left on a black background'."
-            " Default: a random one.",
+            help="Caption, such as 'a red circle moving right from the top left on a black background', or 'a bright"
+            " arpeggio on a low do at a fast tempo'. Default: a random one.",
         ),
     ] = None
     models: Models = None
@@ -89,7 +91,7 @@ class DemoSettings:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="With --threshold: min, mean, or window:N, the worst mean of N frames. Default: min.",
+            help="With --threshold: min, mean, or window:N, the worst mean of N in a row. Default: min.",
             rich_help_panel=_MODEL,
         ),
     ] = None
@@ -98,12 +100,14 @@ class DemoSettings:
         typer.Option(help="Most blocks that the target makes. Default: no limit.", rich_help_panel=_MODEL),
     ] = None
     eager_commits: EagerCommits = False
-    fps: Annotated[float, typer.Option(help="Frames per second.", rich_help_panel=_OUTPUT)] = 12.0
+    fps: Annotated[
+        float | None, typer.Option(help="Frames per second of a video. Default: 12.", rich_help_panel=_OUTPUT)
+    ] = None
     seed: Seed = 0
     threads: Threads = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.fps <= 50:
+        if self.fps is not None and not 1 <= self.fps <= 50:
             raise OutriderError(f"--fps is {self.fps:g}; use 1 to 50")
         if self.threshold is not None and self.calibration is not None:
             raise OutriderError("--threshold and --calibration both set the threshold; leave one of them out")
@@ -143,6 +147,15 @@ class BenchSettings:
     ] = 0.98
     aggregate: Aggregate = "min"
     eager_commits: EagerCommits = False
+    processor_time: Annotated[
+        bool,
+        typer.Option(
+            "--processor-time",
+            help="Count the time of the processor instead of that of the wall, for a busy machine. Use it with"
+            " --threads 1: the time of all threads is added.",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = False
     plot: Annotated[
         str | None,
         typer.Option(

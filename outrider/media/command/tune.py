@@ -10,7 +10,6 @@ from outrider.benchmarking.progress import progress_bar
 from outrider.media.calibration.tune import REJECTED, Tuned, tune
 from outrider.media.command.settings import TuneSettings
 from outrider.media.evaluation.table import interval_text, summary_table
-from outrider.media.models.captions import random_captions
 from outrider.media.models.store import load_models
 from outrider.report.console import Document, print_document
 from outrider.system import machine
@@ -23,7 +22,7 @@ def run_tune(settings: TuneSettings, *, as_json: bool) -> None:
         check_writable(settings.out)  # before the measurement rather than after it
     machine.use_threads(settings.threads)
     models = load_models(settings.models, eager_commits=settings.eager_commits)
-    prompts = random_captions(settings.prompts, settings.seed)
+    prompts = models.language.random_captions(settings.prompts, settings.seed)
     outputs = len(prompts[::2]) * (len(REJECTED) + 1) + len(prompts[1::2]) * 2
     with progress_bar(Console(stderr=True)) as bar:
         task = bar.add_task("thresholds", total=outputs)

@@ -1,32 +1,39 @@
-"""Reads and writes the folder of a set of video models: config.json and a safetensors file for each model."""
+"""Loads the folder of a set of video or audio models, and writes that of video models."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from outrider.errors import OutriderError
+from outrider.media.contract import Scorer
 from outrider.media.engine import MediaEngine
+from outrider.media.models.audio.config import AudioConfig
+from outrider.media.models.audio.scorer import SoundScorer
+from outrider.media.models.audio.store import FORMAT as AUDIO_FORMAT
+from outrider.media.models.audio.store import AudioNetworks, load_audio_networks
+from outrider.media.models.audio.synthesizer import StreamingSynthesizer
 from outrider.media.models.config import AutoencoderConfig, GeneratorConfig, ScorerConfig, VideoConfig
+from outrider.media.models.files import read_config, read_weights, write_set
 from outrider.media.models.generator import VideoGenerator
+from outrider.media.models.language import Language
 from outrider.media.models.scorer import MatchModel, MatchScorer
 from outrider.media.models.transformer import BlockTransformer
 from outrider.media.models.vae import Decoder, StreamingDecoder
 
 EMBEDDED = Path(__file__).parents[2] / "assets" / "media"
-_FORMAT = "outrider-video-1"
+_VIDEO_FORMAT = "outrider-video-1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Networks:
-    """The networks of a set, and their sizes."""
+    """The networks of a set of video models, and their sizes."""
 
     video: VideoConfig
     target: BlockTransformer
@@ -47,20 +54,33 @@ class Networks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VideoModels:
+class MediaModels:
     """A loaded set, ready for use."""
 
-    video: VideoConfig
     engine: MediaEngine
-    held_out_scorer: MatchScorer  # it never decides, so it can say what the decisions cost
+    held_out_scorer: Scorer  # it never decides, so it can say what the decisions cost
     compute_ratio: float  # multiplications of a pass of the target as a multiple of the drafter's
+    language: Language  # the captions that the models understand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoModels(MediaModels):
+    """A loaded set of video models."""
+
+    video: VideoConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioModels(MediaModels):
+    """A loaded set of audio models."""
+
+    audio: AudioConfig
 
 
 def save_networks(networks: Networks, autoencoder: AutoencoderConfig, folder: Path) -> None:
-    """Write a set in bfloat16."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a set of video models in bfloat16."""
     config = {
-        "format": _FORMAT,
+        "format": _VIDEO_FORMAT,
         "video": asdict(networks.video),
         "target": asdict(networks.target.config),
         "drafter": asdict(networks.drafter.config),
@@ -68,18 +88,21 @@ def save_networks(networks: Networks, autoencoder: AutoencoderConfig, folder: Pa
         "scorer": asdict(networks.scorer.config),
         "held_out_scorer": asdict(networks.held_out_scorer.config),
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for name, module in networks.modules().items():
-        weights = {key: value.to(torch.bfloat16).contiguous() for key, value in module.state_dict().items()}
-        save_file(weights, folder / f"{name}.safetensors")
+    write_set(config, networks.modules(), folder)
 
 
-def load_models(folder: str | Path | None = None, *, eager_commits: bool = False) -> VideoModels:
-    """Load a set of video models in float32.
+def load_models(
+    folder: str | Path | None = None,
+    *,
+    eager_commits: bool = False,
+    clock: Callable[[], float] = perf_counter,
+) -> VideoModels | AudioModels:
+    """Load a set of models in float32. Its config.json says whether they make video or audio.
 
     Args:
-        folder: what `recipes.video` wrote. None: the embedded models.
+        folder: what `recipes.video` or `recipes.audio` wrote. None: the embedded video models.
         eager_commits: see `MediaEngine`.
+        clock: see `MediaEngine`.
 
     Raises:
         OutriderError: the folder holds no such set, or it is damaged.
@@ -90,42 +113,65 @@ def load_models(folder: str | Path | None = None, *, eager_commits: bool = False
             " name DIR/models"
         )
     path = EMBEDDED if folder is None else Path(folder).expanduser()
-    networks = _load_networks(path)
+    config = read_config(path)
+    if config.get("format") not in (_VIDEO_FORMAT, AUDIO_FORMAT):
+        raise OutriderError(
+            f"{path}/config.json is of format {config.get('format')}; this version reads {_VIDEO_FORMAT} and"
+            f" {AUDIO_FORMAT}"
+        )
+    try:
+        if config["format"] == AUDIO_FORMAT:
+            return _audio_models(load_audio_networks(config, path), eager_commits, clock)
+        return _video_models(_load_networks(config, path), eager_commits, clock)
+    except (OSError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise OutriderError(f"the models in {path} cannot be loaded: {str(error).splitlines()[0]}") from None
+
+
+def _video_models(networks: Networks, eager_commits: bool, clock: Callable[[], float]) -> VideoModels:
+    engine = MediaEngine(
+        VideoGenerator(networks.target),
+        VideoGenerator(networks.drafter),
+        StreamingDecoder(networks.decoder),
+        MatchScorer(networks.scorer),
+        eager_commits=eager_commits,
+        clock=clock,
+    )
     return VideoModels(
         video=networks.video,
-        engine=MediaEngine(
-            VideoGenerator(networks.target),
-            VideoGenerator(networks.drafter),
-            StreamingDecoder(networks.decoder),
-            MatchScorer(networks.scorer),
-            eager_commits=eager_commits,
-        ),
+        engine=engine,
         held_out_scorer=MatchScorer(networks.held_out_scorer),
         compute_ratio=networks.target.pass_work / networks.drafter.pass_work,
+        language=networks.video.language,
     )
 
 
-def _load_networks(folder: Path) -> Networks:
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise OutriderError(f"{folder} has no readable config.json; name a folder that recipes.video wrote") from None
-    if config.get("format") != _FORMAT:
-        raise OutriderError(f"{folder}/config.json is of format {config.get('format')}; this version reads {_FORMAT}")
-    try:
-        video = VideoConfig(**{**config["video"], "steps": tuple(config["video"]["steps"])})
-        autoencoder = AutoencoderConfig(**config["autoencoder"])
-        networks = Networks(
-            video=video,
-            target=BlockTransformer(GeneratorConfig(**config["target"]), video),
-            drafter=BlockTransformer(GeneratorConfig(**config["drafter"]), video),
-            decoder=Decoder(autoencoder, video),
-            scorer=MatchModel(ScorerConfig(**config["scorer"])),
-            held_out_scorer=MatchModel(ScorerConfig(**config["held_out_scorer"])),
-        )
-        for name, module in networks.modules().items():
-            module.load_state_dict(load_file(folder / f"{name}.safetensors"))
-            module.eval().requires_grad_(False)
-    except (OSError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise OutriderError(f"the models in {folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+def _audio_models(networks: AudioNetworks, eager_commits: bool, clock: Callable[[], float]) -> AudioModels:
+    engine = MediaEngine(
+        VideoGenerator(networks.target),
+        VideoGenerator(networks.drafter),
+        StreamingSynthesizer(networks.audio),
+        SoundScorer(networks.scorer),
+        eager_commits=eager_commits,
+        clock=clock,
+    )
+    return AudioModels(
+        audio=networks.audio,
+        engine=engine,
+        held_out_scorer=SoundScorer(networks.held_out_scorer),
+        compute_ratio=networks.target.pass_work / networks.drafter.pass_work,
+        language=networks.audio.language,
+    )
+
+
+def _load_networks(config: dict[str, Any], folder: Path) -> Networks:
+    video = VideoConfig(**{**config["video"], "steps": tuple(config["video"]["steps"])})
+    networks = Networks(
+        video=video,
+        target=BlockTransformer(GeneratorConfig(**config["target"]), video),
+        drafter=BlockTransformer(GeneratorConfig(**config["drafter"]), video),
+        decoder=Decoder(AutoencoderConfig(**config["autoencoder"]), video),
+        scorer=MatchModel(ScorerConfig(**config["scorer"])),
+        held_out_scorer=MatchModel(ScorerConfig(**config["held_out_scorer"])),
+    )
+    read_weights(networks.modules(), folder)
     return networks
