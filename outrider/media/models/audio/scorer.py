@@ -60,11 +60,16 @@ class SoundScorer:
     def __init__(self, model: SoundMatchModel) -> None:
         self.score_range: tuple[float, float] | None = (0.0, 1.0)
         self._model = model
+        self._prompt = ""
+        self._caption: tuple[Tensor, Tensor] | None = None
 
     @torch.inference_mode()
     def score(self, prompt: str, content: Tensor) -> Tensor:
         """Return a probability for each window of `content`, (samples,). Windows overlap by half."""
         model = self._model
-        embedding, offset = model.embed_captions(torch.tensor([model.language.tokens(prompt)]))
+        if prompt != self._prompt or self._caption is None:
+            self._caption = model.embed_captions(torch.tensor([model.language.tokens(prompt)]))
+            self._prompt = prompt
+        embedding, offset = self._caption
         windows = content.unfold(0, min(model.window, len(content)), model.step)
         return torch.sigmoid((model.embed_windows(windows) * embedding).sum(-1) + offset)
