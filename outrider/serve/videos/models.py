@@ -86,6 +86,8 @@ def load_served_models(option: str) -> ServedModels:
     """
     folder = model_folder(option)
     models = load_models(folder)
+    if not isinstance(models, VideoModels):
+        raise OutriderError(f"{folder} holds audio models; --media serves video models")
     calibration = _calibration(folder)
     if calibration is not None:
         models.engine.check(calibration.router())
