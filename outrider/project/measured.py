@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.errors import OutriderError
 from outrider.plan.speedup import expected_tau
-from outrider.project.equations import Acceptance
+from outrider.project.pair import Acceptance
 
 _BENCH = "outrider bench"
 OVERALL = "overall"

@@ -95,6 +95,7 @@ def typical(weights: float, bits: Bits) -> Model:
         bits=bits.weights,
         cache_bits=bits.cache,
         int8=bits.weights == 8,
+        hidden=128.0 * layers,
     )
 
 
@@ -123,6 +124,8 @@ def _decoder(settings: Mapping[str, Any], bits: Bits, name: str) -> Model:
         bits=bits.weights,
         cache_bits=bits.cache,
         int8=bits.weights == 8,
+        hidden=float(settings["hidden_size"]),
+        output=float(table),
     )
 
 

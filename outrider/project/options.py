@@ -12,6 +12,8 @@ _MACHINE = "Machine"
 _SPECULATION = "Speculation"
 _EFFICIENCY = "Efficiency of the software"
 _RL = "Reinforcement learning"
+_LAYOUT = "Several devices"
+_SEPARATE = "Prefill and decode on separate devices"
 
 Target = Annotated[
     str | None,
@@ -143,6 +145,58 @@ RLOverlap = Annotated[
 ]
 
 
+Pipeline = Annotated[
+    int, typer.Option(help="Stages of a pipeline, each of --devices devices.", rich_help_panel=_LAYOUT)
+]
+ExpertParallel = Annotated[
+    int, typer.Option(help="Devices that share the experts. Other weights are on each.", rich_help_panel=_LAYOUT)
+]
+LinkOption = Annotated[
+    float | None,
+    typer.Option(
+        help="GB/s that a device sends to others. With --devices alone it replaces --allreduce-us.",
+        rich_help_panel=_LAYOUT,
+    ),
+]
+LinkUs = Annotated[float | None, typer.Option(help="Microseconds of a message. Default: 5.", rich_help_panel=_LAYOUT)]
+Stages = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="bound: each device holds the weights of its stage. streamed: any device runs any stage, and reads its"
+        " weights over the link (RoundPipe).",
+        rich_help_panel=_LAYOUT,
+    ),
+]
+Fill = Annotated[
+    bool,
+    typer.Option(
+        "--fill", help="Fill idle stages with draft tokens, one per step of a stage.", rich_help_panel=_LAYOUT
+    ),
+]
+DraftMachine = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="A machine for the draft alone. Default: the target's devices.", rich_help_panel=_LAYOUT
+    ),
+]
+OverlapOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="What the draft machine does during verification. none: it waits. continue: it goes on after its draft"
+        " (PEARL, AMUSD). guess:SHARE: it drafts for likely outcomes, which are right with this share (SSD).",
+        rich_help_panel=_LAYOUT,
+    ),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(metavar="RATE", help="Requests/s. Adds prefill on its own devices.", rich_help_panel=_SEPARATE),
+]
+PromptTokens = Annotated[int, typer.Option(help="Tokens of a prompt.", rich_help_panel=_SEPARATE)]
+OutputTokens = Annotated[int, typer.Option(help="Tokens of an output.", rich_help_panel=_SEPARATE)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectOptions:
     """The options of `outrider project`, as strings and numbers of the command line."""
@@ -173,3 +227,14 @@ class ProjectOptions:
     draft_us: DraftUs = None
     rl: RL = None
     rl_overlap: RLOverlap = None
+    pipeline: Pipeline = 1
+    expert_parallel: ExpertParallel = 1
+    link: LinkOption = None
+    link_us: LinkUs = None
+    stages: Stages = "bound"
+    fill: Fill = False
+    draft_machine: DraftMachine = None
+    overlap: OverlapOption = "none"
+    rate: Rate = None
+    prompt_tokens: PromptTokens = 1024
+    output_tokens: OutputTokens = 256

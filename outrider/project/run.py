@@ -10,13 +10,16 @@ from typing import Any
 
 from outrider._version import __version__
 from outrider.errors import OutriderError
-from outrider.project.equations import Acceptance, Drafting, Efficiency, Machine, Model, Pair, free_tokens, head
+from outrider.project.equations import Efficiency, Machine, Model, free_tokens
+from outrider.project.layout_options import find_draft_devices, find_layout
 from outrider.project.machines import Datasheet, MachineOverrides, efficiencies, find_machine
 from outrider.project.measured import read_bench
 from outrider.project.memory import MemoryBudget
 from outrider.project.models import Bits, find_model
 from outrider.project.options import ProjectOptions
+from outrider.project.pair import Acceptance, Drafting, Pair, head
 from outrider.project.rl import step_limit, step_speedup
+from outrider.project.separate import separate_prefill
 from outrider.system import machine
 
 USABLE = 0.9  # share of the memory for weights and caches; the rest is for buffers
@@ -39,6 +42,10 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
         "free_tokens": "tokens of a pass whose arithmetic takes as long as reading the weights; null with experts,"
         " because it depends on the number of experts that are read",
         "draft_in_sequences": "(W_d + K_d) / K_t: sequences that would fit in place of the draft",
+        "layout": "a pipeline takes max(p t, m b t) for m groups in p stages, an all-reduce takes 2 (n - 1) / n S / B"
+        " + 2 (n - 1) L, and experts 3 bytes x tokens x copies x hidden / B in each layer; link in bytes/s and seconds",
+        "separate": "ttft = D + R D^2 / (2 (1 - R D)) plus the transfer of the KV cache, where D is a prefill and R"
+        " prompts/s of each prefill device; devices = R D / 0.8 and R x output tokens / tokens/s",
         "step_speedup": "1 / (R / a + 1 - R), where R is the generation's share of a training step and a its speedup;"
         " with an overlap o, the step takes max(0, R / a - o) + 1 - R",
         "sequences": f"sequences whose KV caches fit with the weights into {USABLE:.0%} of the memory",
@@ -90,9 +97,21 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
     acceptance, source = _acceptance(options, lists.alpha)
     ks = _draft_lengths(lists.k, acceptance)
     cases = efficiencies(sheet.kind, lists.shares)
+    layout = find_layout(options, target, hardware, ks, given_k=bool(lists.k))
+    if layout.filled and not lists.k:
+        ks = tuple(k for k in ks if k < layout.pipeline)
+    draft_devices = find_draft_devices(options, drafting, layout, lists.shares)
     pairs = [
-        Pair(target=target, drafting=drafting, acceptance=acceptance, machine=hardware, efficiency=case)
-        for case in cases
+        Pair(
+            target=target,
+            drafting=drafting,
+            acceptance=acceptance,
+            machine=hardware,
+            efficiency=case,
+            layout=layout,
+            draft_device=draft_device,
+        )
+        for case, draft_device in zip(cases, draft_devices, strict=True)
     ]
     training = _training(options)
     results = []
@@ -113,8 +132,11 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
         "draft": _drafting(drafting),
         "acceptance": {"rates": list(acceptance.rates), "nodes": acceptance.nodes} | source,
         "efficiency": [asdict(case) for case in cases],
+        "layout": asdict(layout) | {"groups": layout.groups},
+        "draft_machine": None if draft_devices[0] is None else asdict(draft_devices[0]),
         "free_tokens": {case.name: _free_tokens(target, hardware, case) for case in cases},
-        "memory": [_memory(target, drafting, hardware, context, lists.batch) for context in lists.context],
+        "memory": [_memory(pairs[0], context, lists.batch) for context in lists.context],
+        **({"separate": separate_prefill(options, pairs, lists.batch, ks)} if options.rate is not None else {}),
         **({"rl": training} if training else {}),
         "results": results,
         "stops_paying": stops_paying,
@@ -227,11 +249,15 @@ def _result(pairs: Sequence[Pair], batch: int, context: int, ks: Sequence[int], 
     }
 
 
-def _memory(
-    target: Model, drafting: Drafting, hardware: Machine, context: int, batches: Sequence[int]
-) -> dict[str, Any]:
-    usable = None if hardware.memory is None else USABLE * hardware.memory
-    budget = MemoryBudget.of(target, drafting.model, memory=usable, context=context)
+def _memory(pair: Pair, context: int, batches: Sequence[int]) -> dict[str, Any]:
+    """Return the memory of all groups of devices together. A draft on its own machine takes none of it."""
+    groups = pair.layout.groups
+    usable = None if pair.machine.memory is None else USABLE * pair.machine.memory * groups
+    draft = None if pair.draft_device else pair.drafting.model
+    # Expert parallelism copies everything but the experts.
+    copies = (pair.layout.expert - 1) * replace(pair.target, experts=None).held_bytes()
+    budget = MemoryBudget.of(pair.target, draft, memory=usable, context=context)
+    budget = replace(budget, target_weights=budget.target_weights + copies)
     return {
         "context": context,
         "usable_bytes": usable,

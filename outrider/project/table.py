@@ -19,7 +19,7 @@ def show(document: dict[str, Any], console: Console) -> None:
         results = [result for result in document["results"] if result["context"] == memory["context"]]
         console.print(_table(memory, results, with_steps="rl" in document))
     note = f"This is {document['projection']}."
-    for line in (*_limits(document), *_steps(document), *_memory(document), note):
+    for line in (*_limits(document), *_steps(document), *_separate(document), *_memory(document), note):
         console.print(line, highlight=False)
 
 
@@ -40,7 +40,45 @@ def _assumptions(document: dict[str, Any]) -> list[str]:
         lines.append("[red]The verifier of the benchmark was lossy[/red], and so is this estimate.")
     if acceptance.get("other"):
         lines.append(f"[red]Another proposer[/red]: {acceptance['other']}.")
-    return [*lines, *(_case(document, case) for case in document["efficiency"])]
+    return [*lines, *_layout(document), *(_case(document, case) for case in document["efficiency"])]
+
+
+def _layout(document: dict[str, Any]) -> list[str]:
+    """Return how the model is spread over devices, and where the draft runs."""
+    layout = document["layout"]
+    lines = []
+    link = layout["link"]
+    if link:
+        connected = f"linked by {link['bandwidth'] / 1e9:g} GB/s and {1e6 * link['latency']:g} µs per message"
+        if layout["pipeline"] > 1:
+            stages = "streamed over the link" if layout["streamed"] else "bound to devices"
+            filled = ", filled with draft tokens" if layout["filled"] else ""
+            lines.append(f"Pipeline of {layout['pipeline']} stages, {stages}{filled}, {connected}.")
+        elif layout["expert"] > 1:
+            lines.append(f"Experts spread over {layout['expert']} devices, {connected}.")
+        elif document["machine"]["devices"] > 1:
+            lines.append(f"Devices {connected}.")
+    if device := document["draft_machine"]:
+        what = {"none": "waits during verification", "continue": "goes on during verification"}
+        doing = what.get(device["overlap"], f"has {device['hit']:.0%} of the next drafts ready")
+        lines.append(f"The draft runs on its own {device['machine']['name']} and {doing}.")
+    return lines
+
+
+def _separate(document: dict[str, Any]) -> list[str]:
+    """Return the devices of separate prefill and decode, in the middle case."""
+    if "separate" not in document:
+        return []
+    separate = document["separate"]
+    case = separate["cases"][MIDDLE]
+    return [
+        f"Separate prefill, {separate['rate']:g} requests/s of {separate['prompt_tokens']} +"
+        f" {separate['output_tokens']} tokens, middle case: {count_text(case['prefill_groups'], 'prefill group')} and"
+        f" {count_text(case['decode_groups'], 'decode group')} of batch {case['decode_batch']}"
+        f" ({case['decode_groups_plain']} without a draft); first token after {1e3 * case['ttft_seconds']:.0f} ms;"
+        f" {_bytes(separate['cache_bytes_per_request'])} of KV cache per request,"
+        f" {separate['transfer_bytes_per_s'] / 1e9:.2f} GB/s."
+    ]
 
 
 def _table(memory: dict[str, Any], results: list[dict[str, Any]], *, with_steps: bool) -> Table:
@@ -89,7 +127,7 @@ def _limits(document: dict[str, Any]) -> list[str]:
         lines.append(f"Batch from which no draft pays, {entry['context']} cached tokens: {', '.join(cases)}.")
     middle = [result["cases"][MIDDLE] for result in document["results"]]
     gains = [case["ahead"] for case in middle if case["k"]]
-    if gains and gains[0]:
+    if gains and gains[0] and max(gains) > 1:
         lines.append(
             f"Drafting in parallel on other hardware could gain at most another factor of {max(gains):.2f}"
             " (1 + draft / verify, middle case)."

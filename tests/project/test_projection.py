@@ -17,18 +17,14 @@ from outrider.cli.app import app
 from outrider.loader.embedded import embedded
 from outrider.plan.speedup import expected_tau_iid, roof
 from outrider.project.equations import (
-    Acceptance,
     Attention,
     Bound,
-    Drafting,
     Efficiency,
     Experts,
     Machine,
     Model,
-    Pair,
     ahead_bound,
     free_tokens,
-    head,
     loaded_experts,
     one_pass,
 )
@@ -36,6 +32,7 @@ from outrider.project.machines import CPU, GPU, NAMES, SHEETS, Kind, MachineOver
 from outrider.project.measured import read_bench
 from outrider.project.memory import MemoryBudget
 from outrider.project.models import SIZES, TYPES, Bits, find_model, read_model, typical
+from outrider.project.pair import Acceptance, Drafting, Pair, head
 from tests.helpers.tiny import ARCHITECTURES, make_config
 
 MACHINE = Machine(name="machine", bandwidth=100.0, bf16=1000.0, int8=2000.0)
