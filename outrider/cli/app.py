@@ -22,6 +22,7 @@ from outrider.cli.media import media
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.source import read_source
 from outrider.errors import OutriderError
+from outrider.fleet.options import FleetOptions
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_real, parse_whole, sweep_values
 from outrider.project.options import ProjectOptions
@@ -386,6 +387,19 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
                 if text
             },
         ),
+    )
+    print_document(document, show, as_json=as_json)
+
+
+@app.command()
+@options.spread
+def fleet(*, asked: FleetOptions, as_json: options.BenchJson = False) -> None:
+    """Simulate a fleet of servers: arrivals, routing, continuous batching, and speculation by load."""
+    from outrider.fleet.command import run_fleet
+    from outrider.fleet.report import show
+
+    document = run_fleet(
+        asked, alpha=parse_real("--alpha", asked.alpha), replicas=parse_whole("--replicas", asked.replicas)
     )
     print_document(document, show, as_json=as_json)
 

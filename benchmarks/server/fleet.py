@@ -1,0 +1,282 @@
+"""Compare a simulated server with the real one at several loads, and write the costs for `outrider fleet`.
+
+python benchmarks/server/fleet.py --out costs.json
+python benchmarks/server/fleet.py --target DIR --draft DIR2 --k 4 --rounds 5
+
+1. Passes of target and draft are measured on this machine (`outrider.plan.calibrate`), in CPU time.
+2. `outrider serve` runs on one thread. At 2, 8 and 32 streams its work outside of passes is measured: seconds per
+   round, chunk of a stream, and request. The acceptance by position comes from these runs, too.
+3. At 1, 4, 16 and 64 streams, which are not used in step 2, the server and the simulation are compared.
+
+The server is measured by wall time and by the CPU time of its process. On a busy machine the wall time says more about
+the other programs. The CPU time says what the server would do on a core of its own, and this is what is simulated.
+Variants take turns; figures are medians over the rounds. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launch import Server, served
+
+import outrider.plan.calibrate
+from outrider.fleet.arrivals import Arrival
+from outrider.fleet.costs import ServerCosts
+from outrider.fleet.replica import PUBLISH_SECONDS, ReplicaSettings
+from outrider.fleet.simulation import Fleet, Result
+from outrider.fleet.speculation import AcceptanceRates, fixed, off
+from outrider.llm import LLM
+from outrider.loader.embedded import embedded
+from outrider.loadgen.client import run_load
+from outrider.loadgen.settings import Settings
+from outrider.measure.prompts import Prompt, read_prompts
+from outrider.plan.calibrate import calibrate
+from outrider.plan.pass_cost import CostModel
+from outrider.propose.registry import draft_models
+from outrider.system.machine import commit, hardware, versions
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_CONTEXT = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One measurement of the server."""
+
+    streams: int
+    k: int
+    requests: int
+    max_tokens: int
+    wall: float  # seconds
+    cpu: float  # seconds of the server's process
+    tokens: int
+    chunks: int
+    counters: dict[str, float]  # changes of the server's metrics
+
+    @property
+    def prompt(self) -> int:
+        """Mean prompt tokens of a request."""
+        return round(self.counters["outrider_prompt_tokens_total"] / self.requests)
+
+
+def main(
+    target: Annotated[str, typer.Option(help="Default: the embedded mini.")] = str(embedded("mini")),
+    draft: Annotated[str, typer.Option(help="Default: the embedded nano.")] = str(embedded("nano")),
+    *,
+    k: Annotated[int, typer.Option(min=1, help="Draft tokens.")] = 3,
+    streams: Annotated[str, typer.Option(help="Loads to compare.")] = "1,4,16,64",
+    fitted: Annotated[str, typer.Option(help="Loads to measure the work of the server at.")] = "2,8,32",
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    max_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    seed: int = 0,
+    out: Annotated[str | None, typer.Option(help="File for the costs, for outrider fleet --costs.")] = None,
+) -> None:
+    """Run the measurement and the simulation."""
+    levels, fit_levels = ([int(level) for level in text.split(",")] for text in (streams, fitted))
+    slots = max(*levels, *fit_levels)
+    passes = measure_passes(target, draft, slots=slots)
+    options = ["--target", target, "--proposer", f"draft:{draft}", "--k", str(k), "--threads", "1"]
+    options += ["--max-num-seqs", str(slots), "--max-model-len", str(_CONTEXT), "--no-prefix-caching"]
+    turns: list[Turn] = []
+    with served(options) as server:
+        plan = [(level, drafts, max_tokens) for level in levels for drafts in (0, k)]
+        plan += [(level, drafts, count) for level in fit_levels for drafts in (0, k) for count in (8, max_tokens)]
+        prompts = read_prompts(None)
+        for round in range(-1, rounds):  # round -1 warms up
+            rng = random.Random(f"{seed}/{round}")
+            for level, drafts, count in rng.sample(plan, len(plan)) if round >= 0 else plan[:2]:
+                turn = measure(server, rng.sample(prompts, len(prompts)), level, drafts, count, fixed_k=k)
+                if round >= 0:
+                    turns.append(turn)
+    acceptance = acceptance_of(turn for turn in turns if turn.streams in fit_levels and turn.k)
+    costs = fit_server(passes, [turn for turn in turns if turn.streams in fit_levels], acceptance, slots)
+    if out:
+        Path(out).write_text(costs.dumps(), encoding="utf-8")
+    rows = [compare(turns, level, drafts, costs, acceptance, slots) for level in levels for drafts in (0, k)]
+    show(rows)
+    document = {
+        "benchmark": "simulated server",
+        "results": rows,
+        "acceptance": acceptance.rates,
+        "server": {
+            "round_seconds": costs.costs.host,
+            "chunk_seconds": costs.chunk_seconds,
+            "request_seconds": costs.request_seconds,
+        },
+        "passes": asdict(passes),
+        "load_average": os.getloadavg(),
+        "hardware": hardware("cpu"),
+        "versions": versions(),
+        "commit": commit(),
+    }
+    print(json.dumps(document))
+
+
+def measure_passes(target: str, draft: str, *, slots: int) -> CostModel:
+    """Measure the passes in CPU time, because other programs interrupt those that take long."""
+    outrider.plan.calibrate.perf_counter = time.process_time
+    llm = LLM(target, proposer=f"draft:{draft}", k=1, threads=1, max_num_seqs=slots, max_model_len=_CONTEXT)
+    return calibrate(llm.parts.target, draft_models(llm.parts.proposer)[0])
+
+
+def measure(server: Server, prompts: list[Prompt], streams: int, k: int, max_tokens: int, *, fixed_k: int) -> Turn:
+    """Send requests from so many clients, and return what the server did for them."""
+    requests = max(8, 2 * streams)
+    settings = Settings(
+        base_url=server.url,
+        max_tokens=max_tokens,
+        temperature=0.0,
+        ignore_eos=True,
+        max_concurrency=streams,
+        num_requests=requests,
+        k=None if k == fixed_k else k,
+    )
+    before, cpu = server.rest(), cpu_seconds(server)
+    results, wall = asyncio.run(run_load(settings, prompts))
+    used = cpu_seconds(server) - cpu
+    after = server.gauges()
+    if errors := [result.error for result in results if result.error]:
+        raise RuntimeError(f"{len(errors)} requests failed, the first: {errors[0]}")
+    return Turn(
+        streams=streams,
+        k=k,
+        requests=requests,
+        max_tokens=max_tokens,
+        wall=wall,
+        cpu=used,
+        tokens=sum(result.tokens for result in results),
+        chunks=sum(len(result.times) for result in results),
+        counters={name: value - before.get(name, 0.0) for name, value in after.items()},
+    )
+
+
+def cpu_seconds(server: Server) -> float:
+    """Return the CPU time of the server's process so far, of all its threads."""
+    assert server.process is not None
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def acceptance_of(turns: Iterable[Turn]) -> AcceptanceRates:
+    """Return the acceptance by position over these turns."""
+    sums: dict[str, float] = defaultdict(float)
+    for turn in turns:
+        for name, value in turn.counters.items():
+            sums[name] += value
+    rates = []
+    for position in range(64):
+        label = f'{{position="{position}"}}'
+        reached = sums[f"outrider_reached_by_position_total{label}"]
+        if not reached:
+            break
+        rates.append(sums[f"outrider_accepted_by_position_total{label}"] / reached)
+    return AcceptanceRates(tuple(rates))
+
+
+def simulate(turn: Turn, costs: ServerCosts, acceptance: AcceptanceRates, slots: int, *, seed: int) -> Result:
+    """Simulate the requests of a turn, on a core of its own.
+
+    The server publishes chunks by wall time. A core that it has for a share of the time publishes as often in less CPU
+    time.
+    """
+    settings = ReplicaSettings(
+        costs=costs.costs,
+        acceptance=acceptance,
+        max_num_seqs=slots,
+        chunk_seconds=costs.chunk_seconds,
+        request_seconds=costs.request_seconds,
+        publish_seconds=PUBLISH_SECONDS * min(turn.cpu / turn.wall, 1.0),
+    )
+    fleet = Fleet(settings, fixed(turn.k) if turn.k else off, replicas=1, routing="least-loaded", seed=seed)
+    requests = [Arrival(time=0.0, prompt=turn.prompt, output=turn.max_tokens)] * turn.requests
+    return fleet.run_closed(requests, concurrency=turn.streams)
+
+
+def fit_server(passes: CostModel, turns: list[Turn], acceptance: AcceptanceRates, slots: int) -> ServerCosts:
+    """Fit the seconds per round, chunk and request to what the passes do not explain, all at least 0."""
+    rows, missing = [], []
+    bare = ServerCosts(costs=replace(passes, host=0.0))
+    for number, turn in enumerate(turns):
+        simulated = simulate(turn, bare, acceptance, slots, seed=number)
+        # Weights: the relative error counts.
+        scale = 1 / turn.cpu
+        rows.append([turn.counters["outrider_rounds_total"] * scale, turn.chunks * scale, turn.requests * scale])
+        missing.append((turn.cpu - simulated.counts[0].busy_seconds) * scale)
+    matrix, values = np.array(rows), np.array(missing)
+    best, least = np.zeros(3), float("inf")
+    for size in (1, 2, 3):
+        for columns in combinations(range(3), size):
+            solution = np.linalg.lstsq(matrix[:, columns], values, rcond=None)[0]
+            error = float(np.square(matrix[:, columns] @ solution - values).sum())
+            if (solution >= 0).all() and error < least:
+                best, least = np.zeros(3), error
+                best[list(columns)] = solution
+    return ServerCosts(
+        costs=replace(passes, host=float(best[0])), chunk_seconds=float(best[1]), request_seconds=float(best[2])
+    )
+
+
+def compare(
+    turns: list[Turn], level: int, k: int, costs: ServerCosts, acceptance: AcceptanceRates, slots: int
+) -> dict[str, Any]:
+    """Return the measured and the simulated tokens/s of one load, as medians over the rounds."""
+    chosen = [turn for turn in turns if (turn.streams, turn.k) == (level, k)]
+    results = [simulate(turn, costs, acceptance, slots, seed=number) for number, turn in enumerate(chosen)]
+    simulated = [result.tokens_per_s for result in results]
+    measured = [turn.tokens / turn.cpu for turn in chosen]
+    return {
+        "streams": level,
+        "k": k,
+        "wall_tokens_per_s": median(turn.tokens / turn.wall for turn in chosen),
+        "measured_tokens_per_s": median(measured),
+        "simulated_tokens_per_s": median(simulated),
+        "ratio": median(simulated) / median(measured),
+        "measured_by_round": measured,
+        "cpu_share": median(turn.cpu / turn.wall for turn in chosen),
+        "measured_tau": median(turn.tokens / turn.counters["outrider_passes_total"] for turn in chosen),
+        "simulated_tau": median(result.counts[0].tokens / result.counts[0].passes for result in results),
+        "measured_chunks": median(turn.chunks for turn in chosen),
+        "simulated_chunks": median(result.counts[0].chunks for result in results),
+    }
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the comparison."""
+    table = Table(title="tokens/s on a core of its own: measured by CPU time, and simulated (medians)")
+    for name in ("streams", "k", "by wall time", "measured", "simulated", "ratio", "tau", "simulated tau", "CPU share"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["streams"]),
+            str(row["k"]),
+            f"{row['wall_tokens_per_s']:.0f}",
+            f"{row['measured_tokens_per_s']:.0f}",
+            f"{row['simulated_tokens_per_s']:.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['measured_tau']:.2f}",
+            f"{row['simulated_tau']:.2f}",
+            f"{row['cpu_share']:.0%}",
+        )
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

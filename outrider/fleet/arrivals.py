@@ -1,0 +1,154 @@
+"""Requests of a simulated fleet: at random times, in bursts, or from a recorded trace."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.errors import OutriderError
+
+_MAX_TOKENS = 10**7
+_BURST_SHARE = 0.2  # share of the time that is a burst
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request."""
+
+    time: float  # seconds since the start
+    prompt: int  # tokens, with the prefix
+    output: int  # tokens
+    prefix: str = ""  # name of a prefix that other requests share; "": none
+    prefix_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.time >= 0:
+            raise OutriderError(f"a request arrives at {self.time}; use seconds of at least 0")
+        for name, count in (("prompt", self.prompt), ("output", self.output)):
+            if not 1 <= count <= _MAX_TOKENS:
+                raise OutriderError(f"a request has {count} {name} tokens; use 1 to {_MAX_TOKENS}")
+        if not 0 <= self.prefix_tokens < self.prompt:
+            raise OutriderError(
+                f"a request has {self.prefix_tokens} tokens of prefix and a prompt of {self.prompt}; the prefix is"
+                " shorter than the prompt"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """The lengths of random requests. Prompts and outputs have exponential lengths around their means."""
+
+    prompt: int = 256  # mean tokens after the prefix
+    output: int = 128  # mean tokens
+    prefixes: int = 0  # number of shared prefixes; each request has one of them
+    prefix_tokens: int = 0
+
+    def draw(self, rng: random.Random, time: float) -> Arrival:
+        """Return a request at this time."""
+        prefix = f"prefix {rng.randrange(self.prefixes)}" if self.prefixes else ""
+        shared = self.prefix_tokens if prefix else 0
+        return Arrival(
+            time=time,
+            prompt=shared + 1 + int(rng.expovariate(1 / self.prompt)),
+            output=1 + int(rng.expovariate(1 / self.output)),
+            prefix=prefix,
+            prefix_tokens=shared,
+        )
+
+
+def poisson(rate: float, seconds: float, lengths: Lengths, *, seed: int) -> Iterator[Arrival]:
+    """Yield requests at independent random times, `rate` per second on average."""
+    rng = random.Random(seed)
+    time = rng.expovariate(rate)
+    while time < seconds:
+        yield lengths.draw(rng, time)
+        time += rng.expovariate(rate)
+
+
+def bursts(
+    rate: float, peak: float, seconds: float, lengths: Lengths, *, period: float, seed: int
+) -> Iterator[Arrival]:
+    """Yield requests whose rate alternates: `peak` times the mean in a fifth of each period, and less in the rest.
+
+    Args:
+        rate: mean requests per second.
+        peak: rate in a burst over the mean, from 1 to 5. With 5, all requests are in bursts.
+        seconds: length of the trace.
+        lengths: lengths of the requests.
+        period: seconds from burst to burst.
+        seed: of the random numbers.
+    """
+    rng = random.Random(seed)
+    low = (1 - peak * _BURST_SHARE) / (1 - _BURST_SHARE)
+    time = 0.0
+    while True:
+        # Thinning (Lewis and Shedler 1979): draw at the highest rate, and keep a share of the draws.
+        time += rng.expovariate(rate * peak)
+        if time >= seconds:
+            return
+        in_burst = time % period < _BURST_SHARE * period
+        if in_burst or rng.random() < low / peak:
+            yield lengths.draw(rng, time)
+
+
+def read_trace(file: str) -> list[Arrival]:
+    """Return the requests of a file of JSON lines, in the order of their times.
+
+    A line has `time` in seconds, `prompt_tokens`, `output_tokens`, and may have `prefix` (a name) and `prefix_tokens`.
+
+    Raises:
+        OutriderError: the file cannot be read, or a line is invalid.
+    """
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutriderError(f"the trace {file} cannot be read ({error}); give a file of JSON lines") from None
+    arrivals = [_parse(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not arrivals:
+        raise OutriderError(f"the trace {file} has no requests; write one JSON object per line")
+    return sorted(arrivals, key=lambda arrival: arrival.time)
+
+
+def _parse(file: str, number: int, line: str) -> Arrival:
+    try:
+        fields = json.loads(line)
+        return Arrival(
+            time=float(fields["time"]),
+            prompt=int(fields["prompt_tokens"]),
+            output=int(fields["output_tokens"]),
+            prefix=str(fields.get("prefix", "")),
+            prefix_tokens=int(fields.get("prefix_tokens", 0)),
+        )
+    except OutriderError as error:
+        raise OutriderError(f"line {number} of {file}: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise OutriderError(
+            f"line {number} of {file} is not a request ({error!r}); write time, prompt_tokens and output_tokens"
+        ) from None
+
+
+def parse_arrivals(text: str, *, seconds: float, lengths: Lengths, seed: int) -> list[Arrival]:
+    """Return the requests of "poisson:RATE", "bursts:RATE:PEAK:PERIOD" or the name of a trace.
+
+    Raises:
+        OutriderError: the text is none of them, or a number is out of range.
+    """
+    name, *numbers = text.split(":")
+    counts = {"poisson": 1, "bursts": 3}
+    if name not in counts:
+        return read_trace(text)
+    try:
+        values = [float(number) for number in numbers]
+    except ValueError:
+        values = []
+    if len(values) != counts[name] or not all(0 < value < 1e6 for value in values):
+        raise OutriderError(f"--arrivals is {text!r}; write poisson:RATE, bursts:RATE:PEAK:PERIOD, or a trace's file")
+    if name == "poisson":
+        return list(poisson(values[0], seconds, lengths, seed=seed))
+    rate, peak, period = values
+    if not 1 <= peak <= 1 / _BURST_SHARE:
+        raise OutriderError(f"the peak of the bursts is {peak:g} times the mean; use 1 to {1 / _BURST_SHARE:g}")
+    return list(bursts(rate, peak, seconds, lengths, period=period, seed=seed))
