@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -50,6 +50,16 @@ class Followers(Protocol):
         """Begin a round there."""
 
 
+class RoundTimes(NamedTuple):
+    """When the phases of a round ended, in seconds of `perf_counter`."""
+
+    began: float
+    drafted: float
+    verified: float
+    committed: float
+    draft_tokens: int  # verified ones, of all sequences
+
+
 class Engine:
     """Runs rounds of propose, score, verify and commit for the requests of a scheduler."""
 
@@ -78,6 +88,7 @@ class Engine:
         self.ranks = ranks
         self.followers: Followers | None = None  # ranks that this engine tells what to do
         self.on_round: Callable[[Round], None] | None = None  # called after each round, to show what was drafted
+        self.on_times: Callable[[Sequence[SequenceState], RoundTimes], None] | None = None  # called after each round
         self._verifiers = {verifier.name: verifier}  # the default verifier and those of requests, by name
         self._sampling: SamplingTensors | None = None  # of the last batch; most rounds run the same sequences
         self._noise: PositionNoise | None = None  # of the same sequences
@@ -185,7 +196,10 @@ class Engine:
             constrained = apply_constraints(replace(batch, forced_budget=()), empty, self._target.vocab)
             round, retry_seconds = self._verify(batch, constrained)
             target_seconds += retry_seconds
+        verified = perf_counter() if self.on_times else 0.0
         self._commit(round)
+        if self.on_times:
+            self.on_times(batch.seqs, RoundTimes(began, proposed, verified, perf_counter(), sum(round.draft.width)))
         draft_seconds = proposed - planned
         round_seconds = perf_counter() - began
         if self.ranks:  # decisions depend on the times, so all ranks use the same ones

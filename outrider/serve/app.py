@@ -13,11 +13,13 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 
 from outrider._version import __version__
 from outrider.errors import OutriderError
+from outrider.serve.api_keys import ApiKey, read_keys
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.handler import RequestHandler
 from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from outrider.serve.monitoring.metrics import EngineMetrics, exposition
 from outrider.serve.monitoring.request_log import RequestLog
+from outrider.serve.monitoring.tracing import TraceMiddleware, Tracer
 from outrider.serve.openai.errors import RESPONSES, STREAM_RESPONSES, add_handlers
 from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, TokenizeRequest
@@ -33,7 +35,14 @@ _PAGE_POLICY = (
 )
 
 
-def make_app(async_llm: AsyncLLM, settings: Settings, *, name: str, videos: VideoService | None = None) -> FastAPI:
+def make_app(
+    async_llm: AsyncLLM,
+    settings: Settings,
+    *,
+    name: str,
+    videos: VideoService | None = None,
+    tracer: Tracer | None = None,
+) -> FastAPI:
     """Return the application. It starts `async_llm` and `videos` at startup and stops them at shutdown.
 
     Args:
@@ -41,6 +50,7 @@ def make_app(async_llm: AsyncLLM, settings: Settings, *, name: str, videos: Vide
         settings: the options of `outrider serve`.
         name: model name in the API.
         videos: what makes videos; None: the server makes none.
+        tracer: makes OpenTelemetry traces; None: there are none.
 
     Raises:
         OutriderError: the video models have the same name.
@@ -57,6 +67,8 @@ def make_app(async_llm: AsyncLLM, settings: Settings, *, name: str, videos: Vide
         if videos is not None:
             videos.stop()
         async_llm.stop()
+        if tracer:
+            tracer.close()
 
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan)
     async_llm.latency.registry.register(EngineMetrics(async_llm))
@@ -70,8 +82,13 @@ def make_app(async_llm: AsyncLLM, settings: Settings, *, name: str, videos: Vide
     add_handlers(app)
     # A middleware that is added later runs earlier.
     app.add_middleware(BodyLimitMiddleware, max_bytes=1024 * settings.max_body_kb)
-    if settings.api_key:
-        app.add_middleware(ApiKeyMiddleware, keys=settings.api_key)
+    if tracer:
+        async_llm.tracer = tracer
+        app.add_middleware(TraceMiddleware, tracer=tracer)
+    keys = [ApiKey.of(key) for key in settings.api_key or ()]
+    keys += read_keys(settings.api_keys) if settings.api_keys else []
+    if keys:
+        app.add_middleware(ApiKeyMiddleware, keys=keys)
     if settings.allow_origin:  # runs before the key check, because browsers send preflight requests without a key
         app.add_middleware(
             CORSMiddleware,

@@ -21,6 +21,7 @@ from outrider.llm import LLM
 from outrider.parallel.ranks import is_network_error
 from outrider.serve.monitoring.drift import Drift
 from outrider.serve.monitoring.latency import LatencyMetrics
+from outrider.serve.monitoring.tracing import Tracer
 from outrider.serve.prompt_encoder import PromptEncoder, with_own_tokenizer
 from outrider.serve.stream.drafts import drafts_of
 from outrider.serve.stream.request_stream import PUBLISH_INTERVAL, RequestStream, StreamChunk, StreamContent, Wakeup
@@ -64,6 +65,7 @@ class AsyncLLM:
         self.prompt_encoder = PromptEncoder(self.frontend)
         self.token_text = cache(lambda token: self.frontend.decode([token]))  # for the event loop
         self.latency = LatencyMetrics()
+        self.tracer: Tracer | None = None  # set before `start`
         self._llm = llm
         self.max_num_seqs = max_num_seqs
         self._max_requests = max_num_seqs + max_queued_requests
@@ -135,6 +137,8 @@ class AsyncLLM:
     def start(self) -> None:
         """Start the engine thread."""
         self._llm.engine.on_round = self._store_drafts
+        if self.tracer:
+            self._llm.engine.on_times = self.tracer.round
         self._thread.start()
 
     def stop(self) -> None:
@@ -177,6 +181,8 @@ class AsyncLLM:
         for request in requests:
             text = StreamText(self.frontend.decode, self.token_text, params.stop)
             streams.append(RequestStream(request, text, content))
+        if self.tracer:
+            self.tracer.submitted([stream.request.id for stream in streams])
         self._num_accepted += len(streams)
         self._commands.put(lambda: self._add(streams))
         if self._thread_ended:  # perhaps before it has run the command
@@ -447,3 +453,5 @@ class AsyncLLM:
     def _finish(self, stream: RequestStream, finish_reason: str) -> None:
         self._num_finished += 1
         self.latency.end(stream.request.id, finish_reason)
+        if self.tracer:
+            self.tracer.finished(stream.request.id)

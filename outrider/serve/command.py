@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from errno import EACCES, EADDRINUSE
@@ -20,6 +21,7 @@ from outrider.loader.embedded import model_folder
 from outrider.loader.gguf import is_gguf
 from outrider.parallel.ranks import Ranks
 from outrider.propose.registry import draft_models
+from outrider.serve.api_keys import read_keys
 from outrider.serve.ranks import Leader
 from outrider.serve.settings import Settings
 
@@ -51,8 +53,13 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         from outrider.serve.app import make_app
         from outrider.serve.async_llm import AsyncLLM
         from outrider.serve.monitoring.request_log import configure_logging
+        from outrider.serve.monitoring.tracing import make_tracer
     except ImportError as error:
         raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
+    check_tls(settings.tls_cert, settings.tls_key)
+    if settings.api_keys:
+        read_keys(settings.api_keys)  # a mistake is reported before the models are loaded
+    tracer = make_tracer() if settings.otel else None
     configure_logging(settings.log_format)
     name = settings.served_model_name or model_name(model_folder(target).resolve())
     with ExitStack() as stack:
@@ -68,16 +75,18 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         gc.collect()
         gc.freeze()  # keep the garbage collector from scanning the loaded models
         config = uvicorn.Config(
-            make_app(async_llm, settings, name=name, videos=videos),
+            make_app(async_llm, settings, name=name, videos=videos, tracer=tracer),
             log_level="warning",
             log_config=None,  # keep the logging that is configured above
             timeout_graceful_shutdown=settings.shutdown_timeout,
+            ssl_certfile=settings.tls_cert,
+            ssl_keyfile=settings.tls_key,
         )
         server = uvicorn.Server(config)
         listen(sockets, settings.host)
         if videos is not None:
             typer.echo(f"{videos.served.name} makes videos, which are not exact", err=True)
-        typer.echo(f"{name} at {_url(settings.host, sockets[0])}, {settings.max_num_seqs} sequences at once", err=True)
+        typer.echo(f"{name} at {_url(settings, sockets[0])}, {settings.max_num_seqs} sequences at once", err=True)
         with _clean_exit(server):
             server.run(sockets=sockets)
         if leader is not None:
@@ -176,10 +185,25 @@ def _listen_error(host: str, port: int, error: Exception) -> str:
     return f"--host {host!r} is not an address of this machine ({reason}); use 127.0.0.1, or 0.0.0.0 for all addresses"
 
 
-def _url(host: str, listening: socket.socket) -> str:
+def check_tls(certificate: str | None, key: str | None) -> None:
+    """Raise OutriderError if the certificate or its key cannot be used."""
+    if certificate is None or key is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise OutriderError(
+            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({error}); give a PEM certificate and its"
+            " key without a passphrase"
+        ) from None
+
+
+def _url(settings: Settings, listening: socket.socket) -> str:
     """Return the base URL of the API."""
+    host = settings.host
     port = listening.getsockname()[1]
-    return f"http://{f'[{host}]' if ':' in host else host or '0.0.0.0'}:{port}/v1"
+    scheme = "https" if settings.tls_cert else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host or '0.0.0.0'}:{port}/v1"
 
 
 @contextmanager

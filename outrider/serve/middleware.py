@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Sequence
+from math import ceil
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.serve.api_keys import ApiKey, find_key
+from outrider.serve.monitoring.request_log import entry_of
 from outrider.serve.openai.responses import error_response
 
 _PUBLIC_PATHS = frozenset({"/health", "/"})  # paths that need no API key
+_CHARGED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})  # paths whose tokens count for a quota
 
 
 class ApiKeyMiddleware:
-    """Rejects requests without a valid API key."""
+    """Rejects requests without a valid API key, and those of a key that has used its quota."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
         self._app = app
-        self._key_digests = [_digest(key.encode()) for key in keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _PUBLIC_PATHS or self._has_key(dict(scope["headers"])):
+        if scope["type"] != "http" or scope["path"] in _PUBLIC_PATHS:
             await self._app(scope, receive, send)
             return
-        message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
-        response = JSONResponse(error_response(message, kind="authentication_error"), 401)
-        await response(scope, receive, send)
-
-    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        """Return whether the headers contain one of the API keys."""
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        digest = _digest(key.strip())
-        # Compare with every key in constant time, so that the time of a response reveals nothing about the keys.
-        matches = [hmac.compare_digest(digest, key_digest) for key_digest in self._key_digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        key = find_key(self._keys, dict(scope["headers"]).get(b"authorization", b""))
+        if key is None:
+            message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+            response = JSONResponse(error_response(message, kind="authentication_error"), 401)
+            await response(scope, receive, send)
+            return
+        entry = entry_of(scope)
+        entry.key_name = key.name
+        if key.quota and scope["path"] in _CHARGED_PATHS:
+            if message := key.busy_message():
+                headers = {"Retry-After": str(ceil(key.quota.wait_seconds()))}
+                response = JSONResponse(error_response(message, kind="rate_limit_error"), 429, headers)
+                await response(scope, receive, send)
+                return
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                key.quota.charge(entry.total_tokens())
+            return
+        await self._app(scope, receive, send)
 
 
 class BodyLimitMiddleware:
@@ -81,7 +92,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive_body_first
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

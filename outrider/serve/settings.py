@@ -43,6 +43,31 @@ class Settings:
             rich_help_panel=_SERVER,
         ),
     ] = None
+    api_keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON file of named API keys with optional quotas: a list of objects with name, key and"
+            " tokens_per_minute.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None
+    tls_cert: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Certificate chain (PEM). Serves HTTPS.", rich_help_panel=_SERVER),
+    ] = None
+    tls_key: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Private key (PEM) of the certificate.", rich_help_panel=_SERVER),
+    ] = None
+    otel: Annotated[
+        bool,
+        typer.Option(
+            "--otel",
+            help="Send OpenTelemetry traces by OTLP over HTTP. The OTEL_* variables configure it.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.", rich_help_panel=_LIMITS)] = 16
     cache_gb: Annotated[
         float | None,
@@ -154,6 +179,8 @@ class Settings:
             raise OutriderError(f"{option} belongs to --media; give --media, or leave {option} out")
         if any(not key.strip() for key in self.api_key or ()):
             raise OutriderError("an API key is empty; give a key of at least one character, or remove --api-key")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise OutriderError("HTTPS needs a certificate and its key; give both --tls-cert and --tls-key")
         if self.log_format not in ("text", "json"):
             raise OutriderError(f"--log-format is {self.log_format!r}; use text or json")
         for origin in self.allow_origin or ():

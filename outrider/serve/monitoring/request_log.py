@@ -27,6 +27,7 @@ class Entry:
     """The log entry of one request."""
 
     id: str
+    key_name: str = ""  # of the API key; "": the key has no name
     start: float = field(default_factory=perf_counter)
     first_token: float | None = None  # time
     output_tokens: int = 0  # of all completions
@@ -45,6 +46,10 @@ class Entry:
         self.output_tokens = sum(len(completion.token_ids) for completion in completions)
         self.finish_reason = "+".join(sorted({str(completion.finish_reason) for completion in completions}))
 
+    def total_tokens(self) -> int:
+        """Return the prompt and output tokens. The prompt counts once per completion, when all have ended."""
+        return self.output_tokens + sum(completion.num_input_tokens for completion in self.completions)
+
     def fields(self, scope: Scope, status: int) -> dict[str, Any]:
         """Return the fields of the log line."""
         fields: dict[str, Any] = {
@@ -53,6 +58,8 @@ class Entry:
             "status": status,
             "seconds": round(perf_counter() - self.start, 6),
         }
+        if self.key_name:
+            fields["key"] = self.key_name
         if not self.finish_reason:  # the request did not reach the engine
             return fields
         stats = [completion.stats for completion in self.completions]
