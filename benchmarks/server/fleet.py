@@ -33,6 +33,7 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import Server, served
@@ -69,12 +70,8 @@ class Turn:
     cpu: float  # seconds of the server's process
     tokens: int
     chunks: int
+    prompts: list[int]  # prompt tokens of each request
     counters: dict[str, float]  # changes of the server's metrics
-
-    @property
-    def prompt(self) -> int:
-        """Mean prompt tokens of a request."""
-        return round(self.counters["outrider_prompt_tokens_total"] / self.requests)
 
 
 def main(
@@ -84,9 +81,12 @@ def main(
     k: Annotated[int, typer.Option(min=1, help="Draft tokens.")] = 3,
     streams: Annotated[str, typer.Option(help="Loads to compare.")] = "1,4,16,64",
     fitted: Annotated[str, typer.Option(help="Loads to measure the work of the server at.")] = "2,8,32",
-    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    rounds: Annotated[int, typer.Option(min=0)] = 3,
     max_tokens: Annotated[int, typer.Option(min=2)] = 64,
     seed: int = 0,
+    saved: Annotated[
+        str | None, typer.Option(help="File that keeps the measurements. Those of earlier runs in it count, too.")
+    ] = None,
     out: Annotated[str | None, typer.Option(help="File for the costs, for outrider fleet --costs.")] = None,
 ) -> None:
     """Run the measurement and the simulation."""
@@ -95,17 +95,22 @@ def main(
     passes = measure_passes(target, draft, slots=slots)
     options = ["--target", target, "--proposer", f"draft:{draft}", "--k", str(k), "--threads", "1"]
     options += ["--max-num-seqs", str(slots), "--max-model-len", str(_CONTEXT), "--no-prefix-caching"]
-    turns: list[Turn] = []
+    kept = Path(saved) if saved else None
+    turns = [Turn(**json.loads(line)) for line in kept.read_text().splitlines()] if kept and kept.exists() else []
+    tokenizer = AutoTokenizer.from_pretrained(target)
     with served(options) as server:
         plan = [(level, drafts, max_tokens) for level in levels for drafts in (0, k)]
         plan += [(level, drafts, count) for level in fit_levels for drafts in (0, k) for count in (8, max_tokens)]
         prompts = read_prompts(None)
-        for round in range(-1, rounds):  # round -1 warms up
+        for round in range(-1 if rounds else 0, rounds):  # round -1 warms up
             rng = random.Random(f"{seed}/{round}")
             for level, drafts, count in rng.sample(plan, len(plan)) if round >= 0 else plan[:2]:
-                turn = measure(server, rng.sample(prompts, len(prompts)), level, drafts, count, fixed_k=k)
+                turn = measure(server, rng.sample(prompts, len(prompts)), level, drafts, count, tokenizer, fixed_k=k)
                 if round >= 0:
                     turns.append(turn)
+                    if kept:
+                        with kept.open("a") as file:
+                            file.write(json.dumps(asdict(turn)) + "\n")
     acceptance = acceptance_of(turn for turn in turns if turn.streams in fit_levels and turn.k)
     costs = fit_server(passes, [turn for turn in turns if turn.streams in fit_levels], acceptance, slots)
     if out:
@@ -137,7 +142,9 @@ def measure_passes(target: str, draft: str, *, slots: int) -> CostModel:
     return calibrate(llm.parts.target, draft_models(llm.parts.proposer)[0])
 
 
-def measure(server: Server, prompts: list[Prompt], streams: int, k: int, max_tokens: int, *, fixed_k: int) -> Turn:
+def measure(
+    server: Server, prompts: list[Prompt], streams: int, k: int, max_tokens: int, tokenizer: Any, *, fixed_k: int
+) -> Turn:
     """Send requests from so many clients, and return what the server did for them."""
     requests = max(8, 2 * streams)
     settings = Settings(
@@ -164,8 +171,17 @@ def measure(server: Server, prompts: list[Prompt], streams: int, k: int, max_tok
         cpu=used,
         tokens=sum(result.tokens for result in results),
         chunks=sum(len(result.times) for result in results),
+        prompts=[count_tokens(tokenizer, prompts[i % len(prompts)]) for i in range(requests)],
         counters={name: value - before.get(name, 0.0) for name, value in after.items()},
     )
+
+
+def count_tokens(tokenizer: Any, prompt: Prompt) -> int:
+    """Return the tokens of a prompt."""
+    if prompt.messages:
+        text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
+        return len(tokenizer(text, add_special_tokens=False).input_ids)
+    return len(tokenizer(prompt.prompt).input_ids)
 
 
 def cpu_seconds(server: Server) -> float:
@@ -206,7 +222,7 @@ def simulate(turn: Turn, costs: ServerCosts, acceptance: AcceptanceRates, slots:
         publish_seconds=PUBLISH_SECONDS * min(turn.cpu / turn.wall, 1.0),
     )
     fleet = Fleet(settings, fixed(turn.k) if turn.k else off, replicas=1, routing="least-loaded", seed=seed)
-    requests = [Arrival(time=0.0, prompt=turn.prompt, output=turn.max_tokens)] * turn.requests
+    requests = [Arrival(time=0.0, prompt=prompt, output=turn.max_tokens) for prompt in turn.prompts]
     return fleet.run_closed(requests, concurrency=turn.streams)
 
 

@@ -27,9 +27,10 @@ def make_router(name: str, replicas: Sequence[Replica]) -> Router:
     if name == "round-robin":
         return _round_robin(replicas)
     if name == "least-loaded":
-        return lambda _: _least_loaded(replicas)
+        least_loaded = _LeastLoaded()
+        return lambda _: least_loaded(replicas)
     if name == "prefix":
-        return lambda arrival: _prefix_aware(replicas, arrival)
+        return _prefix_aware(replicas)
     raise OutriderError(f"--routing is {name!r}; use {', '.join(NAMES)}")
 
 
@@ -44,14 +45,30 @@ def _round_robin(replicas: Sequence[Replica]) -> Router:
     return route
 
 
-def _least_loaded(replicas: Sequence[Replica]) -> Replica:
-    return min(replicas, key=lambda replica: replica.load)
+class _LeastLoaded:
+    """Chooses the least loaded replica. Those with equal loads take turns, so that none gets most of the requests."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def __call__(self, replicas: Sequence[Replica]) -> Replica:
+        loads = [replica.load for replica in replicas]
+        least = min(loads)
+        self._turn += 1
+        start = self._turn % len(replicas)
+        after = next((i for i in range(start, len(loads)) if loads[i] == least), None)
+        return replicas[loads.index(least) if after is None else after]
 
 
-def _prefix_aware(replicas: Sequence[Replica], arrival: Arrival) -> Replica:
-    if arrival.prefix:
-        holders = [replica for replica in replicas if replica.has_prefix(arrival.prefix)]
-        mean = sum(replica.load for replica in replicas) / len(replicas)
-        if holders and (best := _least_loaded(holders)).load <= _SLACK * mean + _SLACK_REQUESTS:
-            return best
-    return _least_loaded(replicas)
+def _prefix_aware(replicas: Sequence[Replica]) -> Router:
+    least_loaded = _LeastLoaded()
+
+    def route(arrival: Arrival) -> Replica:
+        if arrival.prefix:
+            holders = [replica for replica in replicas if replica.has_prefix(arrival.prefix)]
+            mean = sum(replica.load for replica in replicas) / len(replicas)
+            if holders and (best := least_loaded(holders)).load <= _SLACK * mean + _SLACK_REQUESTS:
+                return best
+        return least_loaded(replicas)
+
+    return route
