@@ -5,7 +5,8 @@ python benchmarks/server/fleet.py --target DIR --draft DIR2 --k 4 --rounds 5
 
 1. Passes of target and draft are measured on this machine (`outrider.plan.calibrate`), in CPU time.
 2. `outrider serve` runs on one thread. At 2, 8 and 32 streams its work outside of passes is measured: seconds per
-   round, chunk of a stream, and request. The acceptance by position comes from these runs, too.
+   round, round with draft tokens, sequence of a round, chunk of a stream, and request. The acceptance by position comes
+   from these runs, too.
 3. At 1, 4, 16 and 64 streams, which are not used in step 2, the server and the simulation are compared.
 
 The server is measured by wall time and by the CPU time of its process. On a busy machine the wall time says more about
@@ -22,7 +23,7 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -50,7 +51,7 @@ from outrider.loadgen.client import run_load
 from outrider.loadgen.settings import Settings
 from outrider.measure.prompts import Prompt, read_prompts
 from outrider.plan.calibrate import calibrate
-from outrider.plan.pass_cost import CostModel
+from outrider.plan.pass_cost import CostModel, PassCost
 from outrider.propose.registry import draft_models
 from outrider.system.machine import commit, hardware, versions
 
@@ -93,24 +94,19 @@ def main(
     levels, fit_levels = ([int(level) for level in text.split(",")] for text in (streams, fitted))
     slots = max(*levels, *fit_levels)
     passes = measure_passes(target, draft, slots=slots)
-    options = ["--target", target, "--proposer", f"draft:{draft}", "--k", str(k), "--threads", "1"]
-    options += ["--max-num-seqs", str(slots), "--max-model-len", str(_CONTEXT), "--no-prefix-caching"]
     kept = Path(saved) if saved else None
     turns = [Turn(**json.loads(line)) for line in kept.read_text().splitlines()] if kept and kept.exists() else []
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    with served(options) as server:
+    if rounds:
         plan = [(level, drafts, max_tokens) for level in levels for drafts in (0, k)]
         plan += [(level, drafts, count) for level in fit_levels for drafts in (0, k) for count in (8, max_tokens)]
-        prompts = read_prompts(None)
-        for round in range(-1 if rounds else 0, rounds):  # round -1 warms up
-            rng = random.Random(f"{seed}/{round}")
-            for level, drafts, count in rng.sample(plan, len(plan)) if round >= 0 else plan[:2]:
-                turn = measure(server, rng.sample(prompts, len(prompts)), level, drafts, count, tokenizer, fixed_k=k)
-                if round >= 0:
-                    turns.append(turn)
-                    if kept:
-                        with kept.open("a") as file:
-                            file.write(json.dumps(asdict(turn)) + "\n")
+        options = ["--target", target, "--proposer", f"draft:{draft}", "--k", str(k), "--threads", "1"]
+        options += ["--max-num-seqs", str(slots), "--max-model-len", str(_CONTEXT), "--no-prefix-caching"]
+        with served(options) as server:
+            for turn in measure_all(server, AutoTokenizer.from_pretrained(target), plan, rounds, fixed_k=k, seed=seed):
+                turns.append(turn)
+                if kept:
+                    with kept.open("a") as file:
+                        file.write(json.dumps(asdict(turn)) + "\n")
     acceptance = acceptance_of(turn for turn in turns if turn.streams in fit_levels and turn.k)
     costs = fit_server(passes, [turn for turn in turns if turn.streams in fit_levels], acceptance, slots)
     if out:
@@ -123,10 +119,13 @@ def main(
         "acceptance": acceptance.rates,
         "server": {
             "round_seconds": costs.costs.host,
+            "draft_round_seconds": costs.draft_round_seconds,
+            "sequence_seconds": costs.sequence_seconds,
             "chunk_seconds": costs.chunk_seconds,
             "request_seconds": costs.request_seconds,
         },
         "passes": asdict(passes),
+        "pass_factor": costs.costs.target.seconds[0] / passes.target.seconds[0],
         "load_average": os.getloadavg(),
         "hardware": hardware("cpu"),
         "versions": versions(),
@@ -140,6 +139,20 @@ def measure_passes(target: str, draft: str, *, slots: int) -> CostModel:
     outrider.plan.calibrate.perf_counter = time.process_time
     llm = LLM(target, proposer=f"draft:{draft}", k=1, threads=1, max_num_seqs=slots, max_model_len=_CONTEXT)
     return calibrate(llm.parts.target, draft_models(llm.parts.proposer)[0])
+
+
+def measure_all(
+    server: Server, tokenizer: Any, plan: list[tuple[int, int, int]], rounds: int, *, fixed_k: int, seed: int
+) -> Iterator[Turn]:
+    """Yield the measurements of the plan (streams, k, tokens of an output) in each round, in random order."""
+    prompts = read_prompts(None)
+    for round in range(-1, rounds):  # round -1 warms up
+        rng = random.Random(f"{seed}/{round}")
+        for level, drafts, count in rng.sample(plan, len(plan)) if round >= 0 else plan[:2]:
+            shuffled = rng.sample(prompts, len(prompts))
+            turn = measure(server, shuffled, level, drafts, count, tokenizer, fixed_k=fixed_k)
+            if round >= 0:
+                yield turn
 
 
 def measure(
@@ -217,6 +230,8 @@ def simulate(turn: Turn, costs: ServerCosts, acceptance: AcceptanceRates, slots:
         costs=costs.costs,
         acceptance=acceptance,
         max_num_seqs=slots,
+        draft_round_seconds=costs.draft_round_seconds,
+        sequence_seconds=costs.sequence_seconds,
         chunk_seconds=costs.chunk_seconds,
         request_seconds=costs.request_seconds,
         publish_seconds=PUBLISH_SECONDS * min(turn.cpu / turn.wall, 1.0),
@@ -227,26 +242,61 @@ def simulate(turn: Turn, costs: ServerCosts, acceptance: AcceptanceRates, slots:
 
 
 def fit_server(passes: CostModel, turns: list[Turn], acceptance: AcceptanceRates, slots: int) -> ServerCosts:
-    """Fit the seconds per round, chunk and request to what the passes do not explain, all at least 0."""
-    rows, missing = [], []
+    """Fit what the server does outside of passes, and how much longer passes take beside other programs.
+
+    The CPU time of a turn is f passes + a rounds + g rounds with draft tokens + s decoding sequences of rounds + c
+    chunks + r requests. Passes were measured at their fastest, so f is at least 1; the others are at least 0. Each
+    shape counts with its median turn.
+    """
+    rows, values = [], []
     bare = ServerCosts(costs=replace(passes, host=0.0))
-    for number, turn in enumerate(turns):
-        simulated = simulate(turn, bare, acceptance, slots, seed=number)
-        # Weights: the relative error counts.
-        scale = 1 / turn.cpu
-        rows.append([turn.counters["outrider_rounds_total"] * scale, turn.chunks * scale, turn.requests * scale])
-        missing.append((turn.cpu - simulated.counts[0].busy_seconds) * scale)
-    matrix, values = np.array(rows), np.array(missing)
-    best, least = np.zeros(3), float("inf")
-    for size in (1, 2, 3):
-        for columns in combinations(range(3), size):
-            solution = np.linalg.lstsq(matrix[:, columns], values, rcond=None)[0]
-            error = float(np.square(matrix[:, columns] @ solution - values).sum())
-            if (solution >= 0).all() and error < least:
-                best, least = np.zeros(3), error
-                best[list(columns)] = solution
+    for number, turn in enumerate(typical(turns)):
+        simulated = simulate(turn, bare, acceptance, slots, seed=number).counts[0].busy_seconds
+        rounds, sequences = (turn.counters[f"outrider_{name}_total"] for name in ("rounds", "passes"))
+        amounts = (simulated, rounds, rounds if turn.k else 0.0, sequences, turn.chunks, turn.requests)
+        rows.append([amount / turn.cpu for amount in amounts])  # the relative error counts
+        values.append((turn.cpu - simulated) / turn.cpu)
+    slower, *seconds = nonnegative_least_squares(np.array(rows), np.array(values))
+    draft = passes.draft and scaled(passes.draft, 1 + slower)
     return ServerCosts(
-        costs=replace(passes, host=float(best[0])), chunk_seconds=float(best[1]), request_seconds=float(best[2])
+        costs=replace(passes, target=scaled(passes.target, 1 + slower), draft=draft, host=seconds[0]),
+        draft_round_seconds=seconds[1],
+        sequence_seconds=seconds[2],
+        chunk_seconds=seconds[3],
+        request_seconds=seconds[4],
+    )
+
+
+def nonnegative_least_squares(matrix: np.ndarray, values: np.ndarray) -> list[float]:
+    """Return x >= 0 that minimizes |matrix x - values|, by trying which entries are above 0."""
+    count = matrix.shape[1]
+    best, least = np.zeros(count), float(np.square(values).sum())
+    for columns in (list(each) for size in range(1, count + 1) for each in combinations(range(count), size)):
+        solution = np.linalg.lstsq(matrix[:, columns], values, rcond=None)[0]
+        error = float(np.square(matrix[:, columns] @ solution - values).sum())
+        if (solution >= 0).all() and error < least:
+            best, least = np.zeros(count), error
+            best[columns] = solution
+    return best.tolist()
+
+
+def typical(turns: list[Turn]) -> list[Turn]:
+    """Return the turn with the median CPU time of each shape."""
+    shapes = defaultdict(list)
+    for turn in turns:
+        shapes[turn.streams, turn.k, turn.max_tokens].append(turn)
+    return [sorted(each, key=lambda turn: turn.cpu)[len(each) // 2] for each in shapes.values()]
+
+
+def scaled(cost: PassCost, factor: float) -> PassCost:
+    """Return passes that take `factor` times as long."""
+    return replace(
+        cost,
+        seconds=tuple(factor * seconds for seconds in cost.seconds),
+        entry=factor * cost.entry,
+        pair=factor * cost.pair,
+        fed=None if cost.fed is None else factor * cost.fed,
+        expert=factor * cost.expert,
     )
 
 

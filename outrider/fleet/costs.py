@@ -13,6 +13,12 @@ from outrider.project.machines import MIDDLE, MachineOverrides, efficiencies, fi
 from outrider.project.models import Bits, find_model
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # of the passes that are computed
+_SERVER = (
+    "draft_round_seconds",
+    "sequence_seconds",
+    "chunk_seconds",
+    "request_seconds",
+)  # work of the server outside of passes
 _DEEP = 4096  # cached tokens of the pass that gives the cost of a cached token
 
 
@@ -21,12 +27,14 @@ class ServerCosts:
     """The costs of a server: of its rounds, and of its work outside of the engine."""
 
     costs: CostModel
+    draft_round_seconds: float = 0.0  # per round with draft tokens, besides `costs.host`
+    sequence_seconds: float = 0.0  # per decoding sequence of a round
     chunk_seconds: float = 0.0  # per chunk of a stream
     request_seconds: float = 0.0  # per request
 
     def dumps(self) -> str:
         """Return the costs as JSON text."""
-        server = {"chunk_seconds": self.chunk_seconds, "request_seconds": self.request_seconds}
+        server = {name: getattr(self, name) for name in _SERVER}
         return json.dumps({**json.loads(self.costs.dumps()), "server": server})
 
 
@@ -41,8 +49,7 @@ def read_costs(file: str) -> ServerCosts:
         server = json.loads(text).get("server", {})
         return ServerCosts(
             costs=CostModel.loads(text),
-            chunk_seconds=float(server.get("chunk_seconds", 0.0)),
-            request_seconds=float(server.get("request_seconds", 0.0)),
+            **{name: float(server.get(name, 0.0)) for name in _SERVER},
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise OutriderError(

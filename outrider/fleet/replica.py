@@ -25,6 +25,8 @@ class ReplicaSettings:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     max_round_seconds: float = 0.06  # of a round in which sequences decode; 0: no limit
+    draft_round_seconds: float = 0.0  # work outside of passes in a round with draft tokens, besides `costs.host`
+    sequence_seconds: float = 0.0  # the same for each decoding sequence of a round
     chunk_seconds: float = 0.0  # work of the server per chunk of a stream
     publish_seconds: float = PUBLISH_SECONDS  # least time between two chunks of a stream, but for its first and last
     request_seconds: float = 0.0  # work of the server per request
@@ -181,6 +183,7 @@ class Replica:
         mean = sum(drafts) / seqs if seqs else 0.0
         sequences = max(seqs, 1)
         own = self._admitted * self.settings.request_seconds + self._unsent * self.settings.chunk_seconds
+        own += seqs * self.settings.sequence_seconds
         self._admitted = 0
         self._unsent = 0
         # `CostModel.verify` takes scored tokens for its feed. A prompt token without logits costs less.
@@ -188,7 +191,7 @@ class Replica:
         draft = 0.0
         if costs.draft is not None and any(drafts):
             drafting = sum(1 for k in drafts if k)
-            draft = costs.propose(drafting, max(drafts), cached=cached)
+            draft = costs.propose(drafting, max(drafts), cached=cached) + self.settings.draft_round_seconds
             if costs.draft.fed is not None:
                 draft += costs.draft.fed * feed
             elif feed:
