@@ -17,6 +17,7 @@ from outrider.scale.bridge import HTTPRequest, ResponseStart
 from outrider.scale.metrics import sum_metrics
 from outrider.scale.package import lost_actor_errors
 from outrider.scale.prefixes import prefix_blocks
+from outrider.serve.api_keys import ApiKey
 from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from outrider.serve.openai.responses import error_response
 from outrider.serve.settings import Settings
@@ -46,7 +47,7 @@ class Front:
         settings = self._settings
         app.add_middleware(BodyLimitMiddleware, max_bytes=1024 * settings.max_body_kb)
         if settings.api_key:
-            app.add_middleware(ApiKeyMiddleware, keys=settings.api_key)
+            app.add_middleware(ApiKeyMiddleware, keys=[ApiKey.of(key) for key in settings.api_key])
         if settings.allow_origin:
             app.add_middleware(
                 CORSMiddleware,
