@@ -32,11 +32,8 @@ def build_application(config: EngineConfig, settings: Settings, scale: ScaleSett
     Raises:
         OutriderError: Ray is not installed, or a setting does not support replicas.
     """
+    check_settings(config, settings)
     serve = import_serve()
-    if config.tp > 1:
-        raise OutriderError(f"a replica is one process, and tp is {config.tp}; use tp 1")
-    if settings.weight_updates is not None:
-        raise OutriderError("--weight-updates would change one replica only; leave it out")
     # The front checks keys and origins, so that replicas accept what it forwards.
     inner = replace(settings, api_key=None, allow_origin=None)
     engine = serve.deployment(
@@ -62,6 +59,26 @@ def build_application(config: EngineConfig, settings: Settings, scale: ScaleSett
         graceful_shutdown_wait_loop_s=_WAIT_SECONDS,
     )
     return front.bind(engine, settings)
+
+
+def check_settings(config: EngineConfig, settings: Settings) -> None:
+    """Check that the options of `outrider serve` support replicas.
+
+    Raises:
+        OutriderError: one of them does not.
+    """
+    if config.tp > 1:
+        raise OutriderError(f"a replica is one process, and tp is {config.tp}; use tp 1")
+    unsupported = {
+        "--weight-updates": (settings.weight_updates, "would change one replica only; leave it out"),
+        "--api-keys": (settings.api_keys, "would count tokens in each replica alone; use --api-key"),
+        "--tls-cert": (settings.tls_cert, "does not reach Ray Serve's proxy; put a reverse proxy with TLS before it"),
+        "--otel": (settings.otel, "traces one process; use outrider serve"),
+        "--media": (settings.media, "makes videos in one process; use outrider serve"),
+    }
+    for option, (value, reason) in unsupported.items():
+        if value:
+            raise OutriderError(f"{option} {reason}")
 
 
 def _number_of_replicas(scale: ScaleSettings, settings: Settings) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from fastapi import FastAPI, Request
@@ -18,18 +19,35 @@ from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.loader.embedded import embedded
 from outrider.rl.rollout import RolloutEngine, samples_of
+from outrider.scale.application import check_settings
 from outrider.scale.bridge import HTTPRequest, ResponseStart, respond
 from outrider.scale.metrics import sum_metrics
 from outrider.scale.package import import_ray
 from outrider.scale.prefixes import PrefixTable, prefix_blocks
 from outrider.scale.rollouts import RolloutPool, RolloutWorker
 from outrider.scale.settings import ScaleSettings
+from outrider.serve.settings import Settings
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 
 
 def body(**fields):
     return json.dumps(fields).encode()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"api_keys": Path("keys.json")}, "--api-keys would count tokens"),
+        ({"tls_cert": Path("a.pem"), "tls_key": Path("b.pem")}, "--tls-cert does not reach"),
+        ({"otel": True}, "--otel traces one process"),
+        ({"media": "@media"}, "--media makes videos in one process"),
+        ({"weight_updates": Path("weights")}, "--weight-updates would change one replica"),
+    ],
+)
+def test_options_of_serve_that_replicas_do_not_support(options, message):
+    with pytest.raises(OutriderError, match=message):
+        check_settings(EngineConfig(), Settings(**options))
 
 
 def test_equal_prefixes_have_equal_blocks():
