@@ -86,16 +86,24 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=2)] = 64,
     seed: int = 0,
     saved: Annotated[
-        str | None, typer.Option(help="File that keeps the measurements. Those of earlier runs in it count, too.")
+        str | None,
+        typer.Option(
+            help="File that keeps the measurements. Those of earlier runs count, too; --rounds 0: only those."
+        ),
     ] = None,
     out: Annotated[str | None, typer.Option(help="File for the costs, for outrider fleet --costs.")] = None,
 ) -> None:
     """Run the measurement and the simulation."""
     levels, fit_levels = ([int(level) for level in text.split(",")] for text in (streams, fitted))
     slots = max(*levels, *fit_levels)
-    passes = measure_passes(target, draft, slots=slots)
     kept = Path(saved) if saved else None
-    turns = [Turn(**json.loads(line)) for line in kept.read_text().splitlines()] if kept and kept.exists() else []
+    lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept and kept.exists() else []
+    turns = [Turn(**line) for line in lines if "passes" not in line]
+    known = [CostModel.loads(line["passes"]) for line in lines if "passes" in line]
+    # Passes and turns belong together: other programs slow down both.
+    passes = known[-1] if known and not rounds else measure_passes(target, draft, slots=slots)
+    if kept and rounds:
+        append(kept, {"passes": passes.dumps()})
     if rounds:
         plan = [(level, drafts, max_tokens) for level in levels for drafts in (0, k)]
         plan += [(level, drafts, count) for level in fit_levels for drafts in (0, k) for count in (8, max_tokens)]
@@ -105,8 +113,7 @@ def main(
             for turn in measure_all(server, AutoTokenizer.from_pretrained(target), plan, rounds, fixed_k=k, seed=seed):
                 turns.append(turn)
                 if kept:
-                    with kept.open("a") as file:
-                        file.write(json.dumps(asdict(turn)) + "\n")
+                    append(kept, asdict(turn))
     acceptance = acceptance_of(turn for turn in turns if turn.streams in fit_levels and turn.k)
     costs = fit_server(passes, [turn for turn in turns if turn.streams in fit_levels], acceptance, slots)
     if out:
@@ -121,6 +128,7 @@ def main(
             "round_seconds": costs.costs.host,
             "draft_round_seconds": costs.draft_round_seconds,
             "sequence_seconds": costs.sequence_seconds,
+            "draft_sequence_seconds": costs.draft_sequence_seconds,
             "chunk_seconds": costs.chunk_seconds,
             "request_seconds": costs.request_seconds,
         },
@@ -132,6 +140,12 @@ def main(
         "commit": commit(),
     }
     print(json.dumps(document))
+
+
+def append(file: Path, line: dict[str, Any]) -> None:
+    """Append a JSON line to a file."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(line) + "\n")
 
 
 def measure_passes(target: str, draft: str, *, slots: int) -> CostModel:
@@ -232,6 +246,7 @@ def simulate(turn: Turn, costs: ServerCosts, acceptance: AcceptanceRates, slots:
         max_num_seqs=slots,
         draft_round_seconds=costs.draft_round_seconds,
         sequence_seconds=costs.sequence_seconds,
+        draft_sequence_seconds=costs.draft_sequence_seconds,
         chunk_seconds=costs.chunk_seconds,
         request_seconds=costs.request_seconds,
         publish_seconds=PUBLISH_SECONDS * min(turn.cpu / turn.wall, 1.0),
@@ -244,16 +259,17 @@ def simulate(turn: Turn, costs: ServerCosts, acceptance: AcceptanceRates, slots:
 def fit_server(passes: CostModel, turns: list[Turn], acceptance: AcceptanceRates, slots: int) -> ServerCosts:
     """Fit what the server does outside of passes, and how much longer passes take beside other programs.
 
-    The CPU time of a turn is f passes + a rounds + g rounds with draft tokens + s decoding sequences of rounds + c
-    chunks + r requests. Passes were measured at their fastest, so f is at least 1; the others are at least 0. Each
-    shape counts with its median turn.
+    The CPU time of a turn is f passes + a rounds + g rounds with draft tokens + s decoding sequences of rounds + d
+    sequences with draft tokens + c chunks + r requests. Passes were measured at their fastest, so f is at least 1; the
+    others are at least 0. Each shape counts with its median turn.
     """
     rows, values = [], []
     bare = ServerCosts(costs=replace(passes, host=0.0))
     for number, turn in enumerate(typical(turns)):
         simulated = simulate(turn, bare, acceptance, slots, seed=number).counts[0].busy_seconds
         rounds, sequences = (turn.counters[f"outrider_{name}_total"] for name in ("rounds", "passes"))
-        amounts = (simulated, rounds, rounds if turn.k else 0.0, sequences, turn.chunks, turn.requests)
+        drafts = (rounds, sequences) if turn.k else (0.0, 0.0)
+        amounts = (simulated, rounds, drafts[0], sequences, drafts[1], turn.chunks, turn.requests)
         rows.append([amount / turn.cpu for amount in amounts])  # the relative error counts
         values.append((turn.cpu - simulated) / turn.cpu)
     slower, *seconds = nonnegative_least_squares(np.array(rows), np.array(values))
@@ -262,8 +278,9 @@ def fit_server(passes: CostModel, turns: list[Turn], acceptance: AcceptanceRates
         costs=replace(passes, target=scaled(passes.target, 1 + slower), draft=draft, host=seconds[0]),
         draft_round_seconds=seconds[1],
         sequence_seconds=seconds[2],
-        chunk_seconds=seconds[3],
-        request_seconds=seconds[4],
+        draft_sequence_seconds=seconds[3],
+        chunk_seconds=seconds[4],
+        request_seconds=seconds[5],
     )
 
 

@@ -37,6 +37,7 @@ def run_fleet(options: FleetOptions, *, alpha: Sequence[float], replicas: Sequen
         acceptance=acceptance,
         draft_round_seconds=server.draft_round_seconds,
         sequence_seconds=server.sequence_seconds,
+        draft_sequence_seconds=server.draft_sequence_seconds,
         chunk_seconds=server.chunk_seconds,
         request_seconds=server.request_seconds,
         max_num_seqs=options.max_num_seqs,

@@ -13,12 +13,8 @@ from outrider.project.machines import MIDDLE, MachineOverrides, efficiencies, fi
 from outrider.project.models import Bits, find_model
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # of the passes that are computed
-_SERVER = (
-    "draft_round_seconds",
-    "sequence_seconds",
-    "chunk_seconds",
-    "request_seconds",
-)  # work of the server outside of passes
+# Work of the server outside of passes.
+_SERVER = ("draft_round_seconds", "sequence_seconds", "draft_sequence_seconds", "chunk_seconds", "request_seconds")
 _DEEP = 4096  # cached tokens of the pass that gives the cost of a cached token
 
 
@@ -29,6 +25,7 @@ class ServerCosts:
     costs: CostModel
     draft_round_seconds: float = 0.0  # per round with draft tokens, besides `costs.host`
     sequence_seconds: float = 0.0  # per decoding sequence of a round
+    draft_sequence_seconds: float = 0.0  # per sequence with draft tokens, in addition
     chunk_seconds: float = 0.0  # per chunk of a stream
     request_seconds: float = 0.0  # per request
 

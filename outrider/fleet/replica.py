@@ -26,7 +26,8 @@ class ReplicaSettings:
     max_num_batched_tokens: int = 512
     max_round_seconds: float = 0.06  # of a round in which sequences decode; 0: no limit
     draft_round_seconds: float = 0.0  # work outside of passes in a round with draft tokens, besides `costs.host`
-    sequence_seconds: float = 0.0  # the same for each decoding sequence of a round
+    sequence_seconds: float = 0.0  # work outside of passes for each decoding sequence of a round
+    draft_sequence_seconds: float = 0.0  # in addition, for each sequence with draft tokens
     chunk_seconds: float = 0.0  # work of the server per chunk of a stream
     publish_seconds: float = PUBLISH_SECONDS  # least time between two chunks of a stream, but for its first and last
     request_seconds: float = 0.0  # work of the server per request
@@ -192,6 +193,7 @@ class Replica:
         if costs.draft is not None and any(drafts):
             drafting = sum(1 for k in drafts if k)
             draft = costs.propose(drafting, max(drafts), cached=cached) + self.settings.draft_round_seconds
+            draft += drafting * self.settings.draft_sequence_seconds
             if costs.draft.fed is not None:
                 draft += costs.draft.fed * feed
             elif feed:
