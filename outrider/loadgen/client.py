@@ -85,7 +85,8 @@ async def run_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[
         OutriderError: the server cannot be reached, or it lists no model.
     """
     async with connect(settings) as (client, model):
-        return await run_requests(settings, client, plan_requests(settings, prompts, model))
+        results, _ = await run_requests(settings, client, plan_requests(settings, prompts, model))
+        return results, client.seconds  # on the clock of the results
 
 
 async def run_requests(

@@ -797,7 +797,16 @@ def test_state_has_every_learned_field():
     """This fails if a new field of `ProposerStats` is missing from its state."""
     planner = unsuccessful_planner()
     (stats,) = planner.proposers
-    fixed = {"costs", "max_draft_tokens", "trial_passes_left", "trial_seqs", "recent", "means", "saved_seconds"}
+    fixed = {
+        "costs",
+        "max_draft_tokens",
+        "trial_passes_left",
+        "trial_seqs",
+        "recent",
+        "means",
+        "saved_seconds",
+        "observations",
+    }
     means = {field.name for field in dataclasses.fields(stats._means)}
     assert {name.strip("_") for name in vars(stats)} - fixed | means == set(stats.state())
 
