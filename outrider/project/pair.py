@@ -79,7 +79,7 @@ class Point:
     seqs: int
     context: int
     k: int
-    tau: float
+    tau: float  # tokens per pass; with a filled pipeline, per time of a pass
     speedup: float
     tokens_per_s: float  # of all sequences
     plain_tokens_per_s: float  # of all sequences
@@ -127,7 +127,7 @@ class Pair:
             seqs=seqs,
             context=context,
             k=k,
-            tau=round.tokens,
+            tau=round.tokens * (self.layout.pipeline if self.layout.filled and k else 1),
             speedup=gain,
             tokens_per_s=gain * seqs / plain,
             plain_tokens_per_s=seqs / plain,
