@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
+from outrider.client.options import SERVER_PANEL, ApiKey, ModelName, Timeout
 from outrider.errors import OutriderError
-
-_SERVER = "Server"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,31 +21,26 @@ class ServerOptions:
             metavar="URL",
             help="Audit this running server of OpenAI's API: is its output that of --target? See"
             " docs/how-to/audit-a-server.md.",
-            rich_help_panel=_SERVER,
+            rich_help_panel=SERVER_PANEL,
         ),
     ] = None
-    model: Annotated[
-        str | None,
-        typer.Option(help="Name of the model. Default: the first one of the server.", rich_help_panel=_SERVER),
-    ] = None
-    api_key: Annotated[
-        str, typer.Option(envvar="OUTRIDER_API_KEY", help="API key of the server.", rich_help_panel=_SERVER)
-    ] = ""
+    model: ModelName = None
+    api_key: ApiKey = ""
     draft: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
             help="The draft model that the server uses. With it, the report can tell more causes apart.",
-            rich_help_panel=_SERVER,
+            rich_help_panel=SERVER_PANEL,
         ),
     ] = None
     chat: Annotated[
         bool,
         typer.Option("--chat", help="Use chat completions. Default: only if there are no completions."),
     ] = False
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.", rich_help_panel=_SERVER)] = 8
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.", rich_help_panel=SERVER_PANEL)] = 8
     tokens: Annotated[
-        int, typer.Option(min=2, help="Greedy output tokens per prompt to replay.", rich_help_panel=_SERVER)
+        int, typer.Option(min=2, help="Greedy output tokens per prompt to replay.", rich_help_panel=SERVER_PANEL)
     ] = 64
     dtype: Annotated[
         str,
@@ -54,7 +48,7 @@ class ServerOptions:
             metavar="NAME",
             help="Type of the numbers that the server computes with. It sets what counts as rounding. Default: as the"
             " checkpoint is stored.",
-            rich_help_panel=_SERVER,
+            rich_help_panel=SERVER_PANEL,
         ),
     ] = "auto"
     tolerance: Annotated[
@@ -63,7 +57,7 @@ class ServerOptions:
             min=0.0,
             help="Standard deviation of the server's logits from the model's that counts as rounding. Default:"
             " measured between float32 and --dtype.",
-            rich_help_panel=_SERVER,
+            rich_help_panel=SERVER_PANEL,
         ),
     ] = None
     tests: Annotated[
@@ -71,13 +65,11 @@ class ServerOptions:
         typer.Option(
             metavar="LIST",
             help="Sampling tests to run: first, sampled, cooler, top-k, top-p, penalties. Default: all.",
-            rich_help_panel=_SERVER,
+            rich_help_panel=SERVER_PANEL,
         ),
     ] = None
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled requests.", rich_help_panel=_SERVER)] = 0
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request fails.", rich_help_panel=_SERVER)] = (
-        300.0
-    )
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled requests.", rich_help_panel=SERVER_PANEL)] = 0
+    timeout: Timeout = 300.0
 
 
 NEEDS_SERVER = (

@@ -128,39 +128,40 @@ def load_models(
 
 
 def _video_models(networks: Networks, eager_commits: bool, clock: Callable[[], float]) -> VideoModels:
-    engine = MediaEngine(
-        VideoGenerator(networks.target),
-        VideoGenerator(networks.drafter),
-        StreamingDecoder(networks.decoder),
-        MatchScorer(networks.scorer),
-        eager_commits=eager_commits,
-        clock=clock,
-    )
+    decoder, scorer = StreamingDecoder(networks.decoder), MatchScorer(networks.scorer)
     return VideoModels(
         video=networks.video,
-        engine=engine,
+        engine=_make_engine(networks, decoder, scorer, eager_commits, clock),
         held_out_scorer=MatchScorer(networks.held_out_scorer),
-        compute_ratio=networks.target.pass_work / networks.drafter.pass_work,
+        compute_ratio=_compute_ratio(networks),
         language=networks.video.language,
     )
 
 
 def _audio_models(networks: AudioNetworks, eager_commits: bool, clock: Callable[[], float]) -> AudioModels:
-    engine = MediaEngine(
-        VideoGenerator(networks.target),
-        VideoGenerator(networks.drafter),
-        StreamingSynthesizer(networks.audio),
-        SoundScorer(networks.scorer),
-        eager_commits=eager_commits,
-        clock=clock,
-    )
+    decoder, scorer = StreamingSynthesizer(networks.audio), SoundScorer(networks.scorer)
     return AudioModels(
         audio=networks.audio,
-        engine=engine,
+        engine=_make_engine(networks, decoder, scorer, eager_commits, clock),
         held_out_scorer=SoundScorer(networks.held_out_scorer),
-        compute_ratio=networks.target.pass_work / networks.drafter.pass_work,
+        compute_ratio=_compute_ratio(networks),
         language=networks.audio.language,
     )
+
+
+def _make_engine(
+    networks: Networks | AudioNetworks,
+    decoder: StreamingDecoder | StreamingSynthesizer,
+    scorer: Scorer,
+    eager_commits: bool,
+    clock: Callable[[], float],
+) -> MediaEngine:
+    target, drafter = VideoGenerator(networks.target), VideoGenerator(networks.drafter)
+    return MediaEngine(target, drafter, decoder, scorer, eager_commits=eager_commits, clock=clock)
+
+
+def _compute_ratio(networks: Networks | AudioNetworks) -> float:
+    return networks.target.pass_work / networks.drafter.pass_work
 
 
 def _load_networks(config: dict[str, Any], folder: Path) -> Networks:

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
+from outrider.client.options import SERVER_PANEL, ApiKey, ModelName, Timeout
 from outrider.errors import OutriderError
-
-_SERVER = "Server"
 
 # Options of `outrider tune` that mean something for a server. All others are refused.
 _FOR_SERVER = frozenset(
@@ -29,7 +28,7 @@ class ServerOptions:
             metavar="URL",
             help="Measure this running server of OpenAI's API in place of a model: is speculation on, what does it"
             " gain at each --batch, and what to set. See docs/how-to/tune-a-server.md.",
-            rich_help_panel=_SERVER,
+            rich_help_panel=SERVER_PANEL,
         ),
     ] = None
     baseline: Annotated[
@@ -38,23 +37,16 @@ class ServerOptions:
             metavar="URL",
             help="A second server with the same model and no speculation, for servers that cannot switch it off for a"
             " request (vLLM, SGLang).",
-            rich_help_panel=_SERVER,
+            rich_help_panel=SERVER_PANEL,
         ),
     ] = None
-    model: Annotated[
-        str | None,
-        typer.Option(help="Name of the model. Default: the first one of the server.", rich_help_panel=_SERVER),
-    ] = None
-    api_key: Annotated[
-        str, typer.Option(envvar="OUTRIDER_API_KEY", help="API key of the server.", rich_help_panel=_SERVER)
-    ] = ""
+    model: ModelName = None
+    api_key: ApiKey = ""
     num_requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests at each load. Default: 4 for each at a time.", rich_help_panel=_SERVER),
+        typer.Option(min=1, help="Requests at each load. Default: 4 for each at a time.", rich_help_panel=SERVER_PANEL),
     ] = None
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request fails.", rich_help_panel=_SERVER)] = (
-        300.0
-    )
+    timeout: Timeout = 300.0
 
 
 def check_given(server: str | None, given: set[str]) -> None:
