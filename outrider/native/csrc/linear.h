@@ -59,9 +59,9 @@ inline void copy_row(const Rows& rows, int r, const float* x, int size) {
   for (int i = size; i < padded(size); i++) set(out[i], 0.0f);
 }
 
-// Write input number i of a row, in the layout that `dot_bytes` needs.
-inline void set_byte(int32_t* row, int i, int32_t value) {
-  if (kByteWords == 1)
+// Write input number i of a row, in the layout for weights of so many bits.
+inline void set_byte(int32_t* row, int bits, int i, int32_t value) {
+  if (byte_words(bits) == 1)
     reinterpret_cast<int8_t*>(row)[i] = int8_t(value);
   else
     reinterpret_cast<int16_t*>(row)[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = int16_t(value);
@@ -84,7 +84,7 @@ inline void pack_row(const Rows& rows, int r, const float* x, int size, const Li
     int32_t total = 0;
     for (int i = begin; i < begin + group; i++) {
       int32_t value = i < end ? int32_t(std::nearbyint(x[i] * inverse)) : 0;
-      set_byte(out, i, value);
+      set_byte(out, layer.bits, i, value);
       total += value;
     }
     rows.scale[size_t(r) * rows.groups + g] = scale;
@@ -153,14 +153,46 @@ inline FloatReg group_values(const uint16_t* value, const int8_t* sub_value, siz
   return super * byte_to_float_reg(sub_value + g * kPanel + lane);
 }
 
+// Add the products of a group to the sums of some outputs of a panel, for M rows with weights of 8 or 4 bits.
+template <int M, int Regs, int Bits, int Steps>
+inline void add_bytes(IntReg (&sums)[M][Regs], const int32_t* w, const int32_t* x, int stride, bool prefetch) {
+  constexpr int words = byte_words(Bits);
+  constexpr bool narrow = kNarrowSums && Bits == 4;
+  constexpr int run = narrow ? kNarrowSteps : Steps;  // steps after which 16-bit sums are added to those of 32 bits
+  static_assert(Steps % run == 0);
+  for (int begin = 0; begin < Steps; begin += run) {
+    IntReg acc[M][Regs] = {};
+    for (int k = begin; k < begin + run; k += 8 / Bits, w += kPanel) {
+      if (prefetch)
+        for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(reinterpret_cast<const char*>(w + i) + kAhead);
+      for (int j = 0; j < 8 / Bits * words; j++) {
+        IntReg weights[Regs];
+        for (int p = 0; p < Regs; p++) {
+          const IntReg word = load_reg(w + p * kRegLanes);
+          const IntReg bytes = Bits == 8 ? word : (word >> (4 * (j / words))) & 0x0f0f0f0f;
+          weights[p] = bytes_for<words>(bytes, j % words);
+        }
+        for (int m = 0; m < M; m++) {
+          const IntReg input = IntReg{} + x[size_t(m) * stride + k * words + j];
+          for (int p = 0; p < Regs; p++)
+            acc[m][p] = narrow ? dot_narrow(acc[m][p], weights[p], input) : dot_bytes(acc[m][p], weights[p], input);
+        }
+      }
+    }
+    for (int m = 0; m < M; m++)
+      for (int p = 0; p < Regs; p++)
+        sums[m][p] = narrow ? add_narrow(sums[m][p], acc[m][p]) : sums[m][p] + acc[m][p];
+  }
+}
+
 // Compute a panel for M rows, with weights of 8 or 4 bits.
 template <int M, int Bits, int Group>
 inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
   constexpr int regs = kPanel / kRegLanes;
   constexpr int regs_per_step = 2;
-  constexpr int kSteps = Group / 4;
+  constexpr int steps = Group / 4;
   const int groups = layer.in / Group;
-  const int group_words = kSteps * Bits / 8 * kPanel;  // words of weights in a group
+  const int group_words = steps * Bits / 8 * kPanel;  // words of weights in a group
   const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * groups * group_words;
   const size_t first_group = size_t(panel) * groups;
   FloatReg sums[regs / regs_per_step][M][regs_per_step] = {};
@@ -170,23 +202,8 @@ inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Flo
       for (int m = 0; m < M; m++)
         for (int p = 0; p < regs_per_step; p++)
           group_sum[m][p] = IntReg{} - layer.offset * x.total[size_t(r + m) * x.groups + g];
-      const int32_t* from = w + i * regs_per_step * kRegLanes;
-      const int32_t* inputs = x.words + size_t(r) * x.stride + g * kSteps * kByteWords;
-      for (int k = 0; k < kSteps; k += 8 / Bits, from += kPanel) {
-        for (int a = 0; !i && a < kPanel; a += 16) __builtin_prefetch(reinterpret_cast<const char*>(from + a) + kAhead);
-        for (int j = 0; j < 8 / Bits * kByteWords; j++) {
-          IntReg weights[regs_per_step];
-          for (int p = 0; p < regs_per_step; p++) {
-            const IntReg word = load_reg(from + p * kRegLanes);
-            const IntReg bytes = Bits == 8 ? word : (word >> (4 * (j / kByteWords))) & 0x0f0f0f0f;
-            weights[p] = bytes_for(bytes, j % kByteWords);
-          }
-          for (int m = 0; m < M; m++) {
-            const IntReg input = IntReg{} + inputs[size_t(m) * x.stride + k * kByteWords + j];
-            for (int p = 0; p < regs_per_step; p++) group_sum[m][p] = dot_bytes(group_sum[m][p], weights[p], input);
-          }
-        }
-      }
+      const int32_t* inputs = x.words + size_t(r) * x.stride + g * steps * byte_words(Bits);
+      add_bytes<M, regs_per_step, Bits, steps>(group_sum, w + i * regs_per_step * kRegLanes, inputs, x.stride, !i);
       for (int p = 0; p < regs_per_step; p++) {
         const int lane = (i * regs_per_step + p) * kRegLanes;
         const FloatReg scales = group_values<Group>(layer.scale, layer.sub_scale, first_group + g, lane);

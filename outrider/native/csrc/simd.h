@@ -226,18 +226,31 @@ inline I half_of(I pair, int second) {
   return second ? pair & (I{} + int32_t(0xffff0000)) : pair << 16;
 }
 
-// Words that hold four neighboring bytes of an input row. One word if an instruction multiplies four bytes with four
-// bytes of the matrix. Otherwise two words with two 16-bit numbers each: bytes 1 and 3, then bytes 2 and 4.
+// Whether an instruction multiplies four bytes with four bytes and adds to 32-bit sums.
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
-constexpr int kByteWords = 1;
+constexpr bool kByteProducts = true;
 #else
-constexpr int kByteWords = 2;
+constexpr bool kByteProducts = false;
 #endif
 
-// Select, from four unsigned weight bytes in each lane, those that are multiplied with input word number `word`.
-template <class I>
+// Whether, without such an instruction, weights of 4 bits are summed in 16-bit numbers first.
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)) || (defined(__SSSE3__) && !defined(__AVX__))
+constexpr bool kNarrowSums = !kByteProducts;
+#else
+constexpr bool kNarrowSums = false;
+#endif
+// Additions to a 16-bit sum, each of two products of at most 15 x 127.
+constexpr int kNarrowSteps = 8;
+static_assert(kNarrowSteps * 2 * 15 * 127 <= 32767);
+
+// Words that hold four neighboring bytes of an input row, for weights of so many bits. One word if bytes are multiplied
+// with bytes. Otherwise two words with two 16-bit numbers each: bytes 1 and 3, then bytes 2 and 4.
+constexpr int byte_words(int bits) { return kByteProducts || (kNarrowSums && bits == 4) ? 1 : 2; }
+
+// Select, from four unsigned weight bytes in each lane, those that are multiplied with input word `word` of `words`.
+template <int words, class I>
 inline I bytes_for(I four, int word) {
-  return kByteWords == 1 ? four : (word ? four >> 8 : four) & 0x00ff00ff;
+  return words == 1 ? four : (word ? four >> 8 : four) & 0x00ff00ff;
 }
 
 // acc + the products of weights from `bytes_for` with input words.
@@ -255,6 +268,32 @@ inline I dot_bytes(I acc, I w, I x) {
   return acc + bits<I>(_mm_madd_epi16(bits<__m128i>(w), bits<__m128i>(x)));
 #else
   return acc + (w & 0xffff) * ((x << 16) >> 16) + (w >> 16) * (x >> 16);
+#endif
+}
+
+// acc + the products of four weight bytes with four input bytes, in two 16-bit sums for each lane.
+template <class I>
+inline I dot_narrow(I acc, I w, I x) {
+#if defined(__AVX512BW__)
+  return bits<I>(_mm512_add_epi16(bits<__m512i>(acc), _mm512_maddubs_epi16(bits<__m512i>(w), bits<__m512i>(x))));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return bits<I>(_mm256_add_epi16(bits<__m256i>(acc), _mm256_maddubs_epi16(bits<__m256i>(w), bits<__m256i>(x))));
+#elif defined(__SSSE3__) && !defined(__AVX__)
+  return bits<I>(_mm_add_epi16(bits<__m128i>(acc), _mm_maddubs_epi16(bits<__m128i>(w), bits<__m128i>(x))));
+#else
+  return acc;  // not used: kNarrowSums is false
+#endif
+}
+
+// acc + both 16-bit sums of each lane.
+template <class I>
+inline I add_narrow(I acc, I sums) {
+#if defined(__AVX512BW__)
+  return acc + bits<I>(_mm512_madd_epi16(bits<__m512i>(sums), _mm512_set1_epi16(1)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return acc + bits<I>(_mm256_madd_epi16(bits<__m256i>(sums), _mm256_set1_epi16(1)));
+#else
+  return acc + (sums << 16 >> 16) + (sums >> 16);
 #endif
 }
 
