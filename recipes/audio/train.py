@@ -16,10 +16,11 @@ from outrider.media.models.audio.scorer import SoundScorerConfig
 from outrider.media.models.audio.spectrum import encode
 from outrider.media.models.audio.store import AudioNetworks, save_audio_networks
 from outrider.media.models.config import GeneratorConfig
-from recipes.audio.generators import train_generator
 from recipes.audio.scorers import train_scorer
 from recipes.audio.sounds import random_sounds
 from recipes.family.train import say
+from recipes.video.autoencoder import Clips
+from recipes.video.generators import train_generator
 
 AUDIO = AudioConfig()
 TARGET = GeneratorConfig(width=64, layers=5, heads=2, text_width=32, patch=1)
@@ -42,8 +43,9 @@ def main(
     samples, tokens = random_sounds(sounds, AUDIO, seed)
     latents = torch.stack([encode(each, AUDIO).half() for each in samples])
     say(f"{len(latents)} sounds of {latents.shape[1]} frames are ready")
+    data = Clips(latents=latents, tokens=tokens)
     drafter = train_generator(
-        DRAFTER, AUDIO, latents, tokens, steps=drafter_steps, batch=32, lr=4e-3, file=out / "drafter.pt", seed=seed + 1
+        DRAFTER, AUDIO, data, steps=drafter_steps, batch=16, lr=4e-3, file=out / "drafter.pt", seed=seed + 1
     )
     scorer = train_scorer(SCORER, AUDIO, latents, tokens, steps=scorer_steps, file=out / "scorer.pt", seed=seed + 2)
     held_out_scorer = train_scorer(
@@ -56,7 +58,7 @@ def main(
         seed=seed + 3,
     )
     target = train_generator(
-        TARGET, AUDIO, latents, tokens, steps=target_steps, batch=32, lr=4e-3, file=out / "target.pt", seed=seed + 4
+        TARGET, AUDIO, data, steps=target_steps, batch=16, lr=4e-3, file=out / "target.pt", seed=seed + 4
     )
     networks = AudioNetworks(
         audio=AUDIO, target=target, drafter=drafter, scorer=scorer, held_out_scorer=held_out_scorer

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from outrider.media.models.config import GeneratorConfig, VideoConfig
+from outrider.media.models.config import BlockConfig, GeneratorConfig
 from outrider.media.models.transformer import CLEAN, BlockTransformer, KeyValue, Layer
 from recipes.video.autoencoder import Clips
 from recipes.video.loop import train
 
-_CONTEXT_NOISE = 0.15  # the largest deviation of noise on clean blocks, so that small errors of the past are forgiven
+_CONTEXT_NOISE = 0.25  # the largest deviation of noise on clean blocks, so that small errors of the past are forgiven
 
 
 def train_generator(
     config: GeneratorConfig,
-    video: VideoConfig,
+    content: BlockConfig,
     clips: Clips,
     *,
     steps: int,
@@ -27,13 +27,24 @@ def train_generator(
     file: Path,
     seed: int,
 ) -> BlockTransformer:
-    """Return a trained network."""
+    """Return a trained network.
+
+    Args:
+        config: its sizes.
+        content: sizes of the latents.
+        clips: whole outputs.
+        steps: how many.
+        batch: clips of a step.
+        lr: peak learning rate.
+        file: where the training is saved.
+        seed: of the weights and the batches.
+    """
     torch.manual_seed(seed)
-    network = BlockTransformer(config, video)
+    network = BlockTransformer(config, content)
 
     def loss(generator: torch.Generator) -> Tensor:
         rows = torch.randint(len(clips.latents), (batch,), generator=generator)
-        blocks = clips.latents[rows].float().view(batch, -1, *video.latent_shape)
+        blocks = clips.latents[rows].float().view(batch, -1, *content.latent_shape)
         return flow_loss(network, blocks, clips.tokens[rows], generator)
 
     train(network, loss, steps=steps, lr=lr, file=file, seed=seed)
@@ -41,16 +52,11 @@ def train_generator(
 
 
 def flow_loss(network: BlockTransformer, blocks: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the error of the predicted clean blocks, at random noise levels of the sampler."""
-    return flow_errors(network, blocks, tokens, generator).mean()
-
-
-def flow_errors(network: BlockTransformer, blocks: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the errors of the predicted clean blocks, (n, blocks), at random noise levels of the sampler.
+    """Return the error of the predicted clean blocks, at random noise levels of the sampler.
 
     Args:
         network: the network.
-        blocks: clean latents, (n, blocks, frames, channels, rows, columns); at most the window and one more.
+        blocks: clean latents, (n, blocks, frames, channels, rows, columns), from the first block of an output.
         tokens: the captions, (n, words).
         generator: of the noise and its levels.
     """
@@ -63,7 +69,7 @@ def flow_errors(network: BlockTransformer, blocks: Tensor, tokens: Tensor, gener
     context = clean + spread * torch.randn(clean.shape, generator=generator)
     with torch.autocast("cpu", torch.bfloat16):
         predicted = teacher_forced(network, context[:, :-1], noisy, levels, tokens)
-    return ((predicted.float() - clean).square() / shape).mean((-2, -1))
+    return ((predicted.float() - clean).square() / shape).mean()
 
 
 def teacher_forced(network: BlockTransformer, context: Tensor, noisy: Tensor, levels: Tensor, tokens: Tensor) -> Tensor:
@@ -88,13 +94,13 @@ def teacher_forced(network: BlockTransformer, context: Tensor, noisy: Tensor, le
     for i in range(network.depth):
         layer = network.layer(i)
         queries, keys, values = layer.project(x, modulations[i], (cos, sin))
-        attended = _attend(layer, queries, keys.to(values.dtype), values, text.layers[i])
+        attended = _attend(layer, queries, keys.to(values.dtype), values, text.layers[i], network.config.window)
         x = layer.finish(x, attended, modulations[i])
     return network.leave(x[:, count - 1 :])
 
 
-def _attend(layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, text: KeyValue) -> Tensor:
-    """Return what each block attends to: the caption, the clean blocks before it, and itself.
+def _attend(layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, text: KeyValue, window: int) -> Tensor:
+    """Return what each block attends to: the caption, the clean blocks of its window, and itself.
 
     Args:
         layer: the layer.
@@ -102,6 +108,7 @@ def _attend(layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, text: K
         keys: of the same shape.
         values: of the same shape.
         text: keys and values of the captions.
+        window: how many clean blocks before it a block attends to.
     """
     num_clean = queries.shape[1] // 2
     queries, keys, values = (part.to(values.dtype) for part in (queries, keys, values))
@@ -110,7 +117,8 @@ def _attend(layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, text: K
     scale = math.sqrt(queries.shape[-1])  # queries and keys are unit vectors
     attended = []
     for i, query in enumerate(queries.unbind(1)):
-        seen = [*range(i if i < num_clean else i - num_clean), i]
+        place = i if i < num_clean else i - num_clean
+        seen = [*range(max(0, place - window), place), i]
         own_keys = torch.cat([text_keys, *(all_keys[j] for j in seen)], dim=2)
         own_values = torch.cat([text_values, *(all_values[j] for j in seen)], dim=2)
         # Plain products: on a CPU the backward pass of torch's fused attention takes five times as long.

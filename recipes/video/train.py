@@ -20,8 +20,8 @@ from recipes.video.scorers import train_scorer
 
 VIDEO = VideoConfig()
 AUTOENCODER = AutoencoderConfig()
-TARGET = GeneratorConfig(width=128, layers=4, heads=4, mlp=4)
-DRAFTER = GeneratorConfig(width=48, layers=1, heads=2, text_width=32)
+TARGET = GeneratorConfig(width=128, layers=4, heads=4, repeats=2)
+DRAFTER = GeneratorConfig(width=80, layers=2, heads=2, text_width=32)
 SCORER = ScorerConfig(width=16)
 HELD_OUT_SCORER = ScorerConfig(width=24, frames=2)
 
@@ -30,21 +30,21 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
     clips: Annotated[int, typer.Option(min=64, help="Training videos.")] = 4000,
     autoencoder_steps: Annotated[int, typer.Option(min=1)] = 3000,
-    target_steps: Annotated[int, typer.Option(min=1)] = 4000,
-    drafter_steps: Annotated[int, typer.Option(min=1)] = 1000,
-    scorer_steps: Annotated[int, typer.Option(min=1)] = 1000,
-    held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 1000,
+    target_steps: Annotated[int, typer.Option(min=1)] = 6000,
+    drafter_steps: Annotated[int, typer.Option(min=1)] = 7000,
+    scorer_steps: Annotated[int, typer.Option(min=1)] = 2000,
+    held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 2000,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Train all models, and write them to OUT/models."""
     out.mkdir(parents=True, exist_ok=True)
     autoencoder = train_autoencoder(AUTOENCODER, VIDEO, steps=autoencoder_steps, folder=out, seed=seed)
     autoencoder.requires_grad_(False)
-    frames = (TARGET.window + 1) * VIDEO.frames
+    frames = VIDEO.blocks * VIDEO.frames
     data = encode_clips(autoencoder, clips, frames=frames, file=out / "clips.pt", seed=seed)
     say(f"{len(data.latents)} videos of {frames} frames are encoded")
     drafter = train_generator(
-        DRAFTER, VIDEO, data, steps=drafter_steps, batch=16, lr=4e-3, file=out / "drafter.pt", seed=seed + 1
+        DRAFTER, VIDEO, data, steps=drafter_steps, batch=8, lr=4e-3, file=out / "drafter.pt", seed=seed + 1
     )
     scorer = train_scorer(SCORER, autoencoder.decoder, data, steps=scorer_steps, file=out / "scorer.pt", seed=seed + 2)
     held_out_scorer = train_scorer(
@@ -56,7 +56,7 @@ def main(
         seed=seed + 3,
     )
     target = train_generator(
-        TARGET, VIDEO, data, steps=target_steps, batch=8, lr=4e-3, file=out / "target.pt", seed=seed + 4
+        TARGET, VIDEO, data, steps=target_steps, batch=4, lr=4e-3, file=out / "target.pt", seed=seed + 4
     )
     networks = Networks(
         video=VIDEO,

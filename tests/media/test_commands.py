@@ -6,12 +6,13 @@ import json
 import sys
 
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
-from outrider.media import load_models
-from outrider.media.models.store import EMBEDDED
+from outrider.media import DrafterOnly, QualityGate, TargetOnly, load_models
+from outrider.media.models.captions import random_captions
 from tests.media.made_up import write_models
 
 
@@ -125,8 +126,21 @@ def test_a_wrong_folder_is_one_line(tmp_path):
     assert "has no readable config.json" in result.stderr
 
 
-@pytest.mark.skipif(not (EMBEDDED / "config.json").is_file(), reason="this copy has no video models")
-def test_the_embedded_models_load():
+def test_the_embedded_models_make_what_the_captions_say():
     models = load_models()
     assert models.compute_ratio >= 8
     assert models.video.blocks >= 7
+    scorer = models.held_out_scorer
+
+    def score(router):
+        """The mean over frames of a scorer that never decides."""
+        blocks = [
+            (caption, block)
+            for caption in random_captions(6, seed=3)
+            for block in models.engine.stream(caption, router)
+        ]
+        return float(torch.cat([scorer.score(caption, block.content) for caption, block in blocks]).mean())
+
+    target, routed, drafter = score(TargetOnly()), score(QualityGate(0.7)), score(DrafterOnly())
+    assert target > 0.85
+    assert target > routed > drafter > 0.6
