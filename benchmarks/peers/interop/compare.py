@@ -103,9 +103,7 @@ def compare(args: argparse.Namespace, exports: Sequence[Mapping[str, Any]]) -> d
         "drafts": [
             {"draft": draft, "kind": summary["kind"], "format": summary["layout"]}
             | _figures(prompts, completions, theirs, args.tolerance)
-            for draft, summary, completions, theirs in zip(
-                args.draft, exports, results, answer["drafts"], strict=True
-            )
+            for draft, summary, completions, theirs in zip(args.draft, exports, results, answer["drafts"], strict=True)
         ],
         "hardware": machine.hardware("cpu"),
         "versions": machine.versions() | {"in vLLM's environment": answer["versions"]},

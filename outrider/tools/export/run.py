@@ -111,12 +111,17 @@ def _head(folder: Path) -> ImportedHead | None:
 
 
 def _check(engine: str, head: ImportedHead) -> None:
-    """Refuse what an engine would drop silently.
+    """Refuse what an engine would drop silently, or fail to load.
 
     Raises:
-        OutriderError: the engine would run another head than this one.
+        OutriderError: the engine would run another head than this one, or none.
     """
     description = head.description
+    if engine == "vllm" and description.kind is Kind.MEDUSA and description.draft_vocab:
+        raise OutriderError(
+            "vLLM 0.32 loads no Medusa heads with a reduced draft vocabulary (it takes token_map for a missing weight);"
+            " train with --draft-vocab-size 0"
+        )
     if description.kind is not Kind.EAGLE3:
         return
     aux = description.aux_states
