@@ -72,6 +72,7 @@ def run_export(
     length = _length(source, head, k=k, advice=advice, batch=batch)
     written = path / (f"{_DRAFT}.gguf" if recipe.layout == GGUF else _DRAFT)
     draft = Draft(path=str(written), target=target or _TARGET, k=length)
+    is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     try:
         if source:
@@ -79,6 +80,8 @@ def run_export(
     except OutriderError:
         shutil.rmtree(written, ignore_errors=True)
         written.unlink(missing_ok=True)
+        if is_new:
+            path.rmdir()
         raise
     files = dict(recipe.files(draft))
     script = f"#!/bin/sh\n# {_label(recipe)}\n{recipe.command(draft)}\n"
