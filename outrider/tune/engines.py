@@ -144,7 +144,7 @@ def _vllm(expression: Expression, k: int, stops: int | None) -> OtherEngine:
     elif name == "suffix":
         config = {"method": "suffix", "num_speculative_tokens": k}
         notes.append(
-            "it needs the package arctic-inference; outrider export suffix --for vllm runs Outrider's own one without it"
+            "it needs the package arctic-inference; outrider export suffix --for vllm writes one that does not"
         )
         if not expression.argument:
             config["suffix_decoding_max_cached_requests"] = 0

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -38,6 +39,15 @@ _PROJECT = Path(__file__).resolve().parents[3]
 _LOG_CHARS = 2000  # characters of a log that are shown
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A draft for vLLM."""
+
+    kind: str
+    format: str
+    speculation: Mapping[str, Any]  # vLLM's speculative configuration
+
+
 def main() -> None:
     """Compare both engines. The module docstring explains the exit code."""
     args = _parser().parse_args()
@@ -56,9 +66,12 @@ def main() -> None:
     sys.exit(2 if failed else 0 if all(each["agree"] for each in report["drafts"]) else 1)
 
 
-def export(draft: str, args: argparse.Namespace, out: Path) -> dict[str, Any]:
-    """Write a draft for vLLM. Return the summary of `outrider export`."""
-    return run_export(
+def export(draft: str, args: argparse.Namespace, out: Path) -> Exported:
+    """Write a draft for vLLM as `outrider export` does. With --method, vLLM reads the draft as it is."""
+    if args.method:
+        speculation = {"method": args.method, "model": draft, "num_speculative_tokens": args.k}
+        return Exported(kind=args.method, format="as it is", speculation=speculation)
+    summary = run_export(
         draft,
         engine="vllm",
         out=str(out),
@@ -68,9 +81,12 @@ def export(draft: str, args: argparse.Namespace, out: Path) -> dict[str, Any]:
         batch=1,
         console=Console(stderr=True),
     )
+    command = words(summary["command"])
+    speculation = json.loads(command[command.index("--speculative-config") + 1])
+    return Exported(kind=summary["kind"], format=summary["layout"], speculation=speculation)
 
 
-def compare(args: argparse.Namespace, exports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def compare(args: argparse.Namespace, exports: Sequence[Exported]) -> dict[str, Any]:
     """Run both engines, one after the other. Return the JSON document."""
     prompts = read_prompts(args.prompts, limit=args.limit)
     results = []
@@ -86,7 +102,7 @@ def compare(args: argparse.Namespace, exports: Sequence[Mapping[str, Any]]) -> d
         encoded = [_encode(llm, prompt) for prompt in prompts]
         request = Request(
             target=args.target,
-            speculations=[_speculation(summary["command"]) for summary in exports],
+            speculations=[exported.speculation for exported in exports],
             k=args.k,
             dtype=args.dtype,
             threads=args.threads,
@@ -101,9 +117,9 @@ def compare(args: argparse.Namespace, exports: Sequence[Mapping[str, Any]]) -> d
         "benchmark": "interop",
         "arguments": vars(args),
         "drafts": [
-            {"draft": draft, "kind": summary["kind"], "format": summary["layout"]}
+            {"draft": draft, "kind": exported.kind, "format": exported.format}
             | _figures(prompts, completions, theirs, args.tolerance)
-            for draft, summary, completions, theirs in zip(args.draft, exports, results, answer["drafts"], strict=True)
+            for draft, exported, completions, theirs in zip(args.draft, exports, results, answer["drafts"], strict=True)
         ],
         "hardware": machine.hardware("cpu"),
         "versions": machine.versions() | {"in vLLM's environment": answer["versions"]},
@@ -125,13 +141,6 @@ def _figures(
 
 def _proposer(draft: str, k: int) -> Any:
     return partial(outrider_side.SuffixAsInVllm, k=k) if draft == SUFFIX else f"draft:{draft}"
-
-
-def _speculation(command: str) -> dict[str, Any]:
-    """Return the speculative configuration of a command of `outrider export`."""
-    listed = words(command)
-    configuration: dict[str, Any] = json.loads(listed[listed.index("--speculative-config") + 1])
-    return configuration
 
 
 def _run_vllm(python: str, request: Request) -> dict[str, Any]:
@@ -179,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=96, help="longest completion (default: 96)")
     parser.add_argument("--dtype", default="float32", help="of both engines (default: float32, see README.md)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--method", help="vLLM's name of the method: it reads the drafts as they are, not exported")
     parser.add_argument("--tolerance", type=float, default=0.05, help="relative difference allowed (default: 0.05)")
     parser.add_argument("--python", required=True, help="the Python of an environment with vLLM")
     return parser
