@@ -89,7 +89,7 @@ def convert(
 
 
 def export(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="Folder of a draft model or a trained draft head.")],
+    folder: Annotated[str, typer.Argument(metavar="DRAFT", help="Folder of a draft model or a draft head, or suffix.")],
     *,
     engine: Annotated[
         str,

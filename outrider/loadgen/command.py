@@ -74,10 +74,9 @@ def _compare(settings: Settings, prompts: Sequence[Prompt], arguments: dict[str,
     if settings.report is not None:
         check_page(settings.report)
     both = asyncio.run(run_both(settings, prompts))
-    names = ((settings.base_url, settings.model), (settings.against, settings.against_model))
     servers = [
-        {"url": url, "model": model or "the first model", **measured(settings, results, seconds)}
-        for (url, model), (results, seconds) in zip(names, both, strict=True)
+        {"url": url, "model": served.model, **measured(settings, served.results, served.seconds)}
+        for url, served in zip((settings.base_url, settings.against), both, strict=True)
     ]
     document: dict[str, Any] = {
         "benchmark": "outrider load",

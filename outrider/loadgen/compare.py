@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -44,32 +44,33 @@ def check_page(file: str) -> None:
     check_writable(file)
 
 
-async def run_both(
-    settings: Settings, prompts: Sequence[Prompt]
-) -> tuple[tuple[list[RequestResult], float], tuple[list[RequestResult], float]]:
-    """Send the requests to both servers, in the order A, B, B, A, so that a drift of the machine affects both alike.
+@dataclass(slots=True, kw_only=True)
+class ServerLoad:
+    """What one server has answered."""
 
-    Returns:
-        For each server its results and the seconds of its load.
-    """
+    model: str
+    results: list[RequestResult] = field(default_factory=list)
+    seconds: float = 0.0  # of its load
+
+
+async def run_both(settings: Settings, prompts: Sequence[Prompt]) -> tuple[ServerLoad, ServerLoad]:
+    """Send the requests to both servers, in the order A, B, B, A, so that a drift of the machine affects both alike."""
     assert settings.against is not None
     other_settings = replace(settings, base_url=settings.against, model=settings.against_model)
-    first: tuple[list[RequestResult], float] = ([], 0.0)
-    second: tuple[list[RequestResult], float] = ([], 0.0)
     async with connect(settings) as (client, model), connect(other_settings) as (other, other_model):
+        first = ServerLoad(model=model)
+        second = ServerLoad(model=other_model)
         requests = plan_requests(settings, prompts, model)
         others = plan_requests(other_settings, prompts, other_model)
         half = max(len(requests) // 2, 1)
         for part in (slice(0, half), slice(half, None)):
             turns = [(client, requests, first), (other, others, second)]
-            for sender, planned, _ in turns if part.start == 0 else reversed(turns):
+            for sender, planned, load in turns if part.start == 0 else reversed(turns):
                 if not planned[part]:
                     continue
                 results, seconds = await run_requests(settings, sender, planned[part])
-                if sender is client:
-                    first = (first[0] + results, first[1] + seconds)
-                else:
-                    second = (second[0] + results, second[1] + seconds)
+                load.results += results
+                load.seconds += seconds
     return first, second
 
 

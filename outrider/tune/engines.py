@@ -143,7 +143,9 @@ def _vllm(expression: Expression, k: int, stops: int | None) -> OtherEngine:
         notes.append("it drafts one chain, without probabilities to trim it by")
     elif name == "suffix":
         config = {"method": "suffix", "num_speculative_tokens": k}
-        notes.append("it needs the package arctic-inference")
+        notes.append(
+            "it needs the package arctic-inference; outrider export suffix --for vllm writes one that does not"
+        )
         if not expression.argument:
             config["suffix_decoding_max_cached_requests"] = 0
         notes.append("it drafts one chain")

@@ -22,61 +22,66 @@ TEXTS = {"code": "<|endoftext|>def add(a, b):\n", "prose": "<|endoftext|>The wat
 FAKE_PYTHON = """#!{python}
 import json, sys
 request = json.loads(sys.stdin.readline())
-config = json.load(open(request["draft"] + "/config.json"))
-received = {{"method": request["method"], "kind": config.get("speculators_model_type") or config["model_type"]}}
-counts = {{"rounds": 4, "accepted": [4] + [0] * (request["k"] - 1)}}
-completed = [{{"tokens": [], "counts": counts}} for _ in request["prompts"]]
-print(json.dumps({answer}))
+
+def answer(speculation):
+    counts = {{"rounds": 4, "accepted": [4] + [0] * (request["k"] - 1)}}
+    return {{"completed": [{{"tokens": [], "counts": counts}} for _ in request["prompts"]]}}
+
+print(json.dumps({{"drafts": [{answer} for each in request["speculations"]], "versions": request["speculations"]}}))
 """
-VALID_ANSWER = '{"completed": completed, "versions": received}'
 
 
 @pytest.fixture
 def run(tmp_path):
-    def run(draft, *options, answer=VALID_ANSWER):
+    def run(*drafts, options=(), answer="answer(each)"):
         lines = (json.dumps({"category": name, "prompt": text}) for name, text in TEXTS.items())
         (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
         python = tmp_path / "python"
         python.write_text(FAKE_PYTHON.format(python=sys.executable, answer=answer))
         python.chmod(0o755)
-        models = ("--target", embedded("mini"), "--draft", draft, "--prompts", tmp_path / "prompts.jsonl")
+        models = ("--target", embedded("mini"), "--draft", *drafts, "--prompts", tmp_path / "prompts.jsonl")
         settings = ("--python", python, "--k", 2, "--max-tokens", 12, "--threads", 1)
         return run_script(COMPARE, *models, *settings, *options)
 
     return run
 
 
-def test_draft_model_is_not_converted(run):
-    done = run(embedded("nano"), "--tolerance", 9)
+def test_a_draft_model_and_suffix_are_compared(run):
+    done = run(embedded("nano"), "suffix", options=("--tolerance", 9))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["format"] == ""
-    assert report["versions"]["in vLLM's environment"] == {"method": "draft_model", "kind": "llama"}
-    assert report["overall"]["vllm"] == {"rounds": 8, "accepted": [8, 0], "length": 2.0}
-    outrider = report["overall"]["outrider"]
+    model, suffix = report["drafts"]
+    assert (model["kind"], suffix["kind"]) == ("draft model", "suffix")
+    first, second = report["versions"]["in vLLM's environment"]
+    assert (first["method"], first["num_speculative_tokens"]) == ("draft_model", 2)
+    assert Path(first["model"]).name == "draft"
+    assert second["model"] == "outrider.tools.vllm_suffix.VllmSuffix"
+    for each in report["drafts"]:
+        assert each["overall"]["vllm"] == {"rounds": 8, "accepted": [8, 0], "length": 2.0}
+        assert list(each["categories"]) == list(TEXTS)
+        assert each["overall"]["same_text"] == 0
+    outrider = model["overall"]["outrider"]
     prefill_tokens = len(TEXTS)  # the first token of each completion comes without a draft
     decoded_tokens = outrider["rounds"] + sum(outrider["accepted"])
     # Two completions of 12 tokens, and up to 2 more accepted tokens in the last round of each.
     assert 24 <= prefill_tokens + decoded_tokens <= 28
-    assert list(report["categories"]) == list(TEXTS)
-    assert report["overall"]["same_text"] == 0
 
 
-def test_draft_head_is_converted_and_a_difference_is_reported(run, tmp_path):
+def test_a_draft_head_is_converted_and_a_difference_is_reported(run, tmp_path):
     target = read_target_info(embedded("mini"))
     _, description = cases(target.hidden, target.vocab)["eagle3.1"]
     write_head(tmp_path / "draft", random_draft(description), dtype=torch.float32)
     done = run(tmp_path / "draft")
     assert done.returncode == 1, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["format"] == "eagle3-speculators"
-    assert report["versions"]["in vLLM's environment"] == {"method": "eagle3", "kind": "eagle3"}
+    assert report["drafts"][0]["format"] == "eagle3-speculators"
+    assert report["versions"]["in vLLM's environment"][0]["method"] == "eagle3"
 
 
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ('{"error": "NotImplementedError: what is it?"}', "vLLM has failed: NotImplementedError: what is it?"),
+        ('{"error": "NotImplementedError: what is it?"}', "NotImplementedError: what is it?"),
         ("1 / 0", "with exit code 1"),
     ],
 )

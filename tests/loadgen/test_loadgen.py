@@ -161,6 +161,7 @@ def test_two_servers_on_one_page(suffix, tmp_path):
     document = json.loads(result.stdout.splitlines()[-1])
     good, bad = document["servers"]
     assert (good["url"], good["completed"], good["errors"]) == (first, 5, [])
+    assert (good["model"], bad["model"]) == ("m", "m")  # the first one of each server
     assert (bad["url"], bad["completed"], len(bad["errors"])) == (second, 0, 5)
     assert good["output_tokens_per_s"] > 0
     assert document["ratios"]["output_tokens_per_s"] is None

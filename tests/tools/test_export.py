@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,14 +14,17 @@ from typer.testing import CliRunner
 from outrider.cli.app import app
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
-from outrider.heads.store import import_head
+from outrider.heads.files import read_target_info
+from outrider.heads.store import import_head, write_head
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.models.gguf_linear import expand_blocks
 from outrider.tools.export.engines import ENGINES, MODEL, Draft, engine_of, words
 from outrider.tools.export.gguf_model import find_rule
 from outrider.tools.export.tuned import tuned_k
+from outrider.tools.vllm_suffix import VllmSuffix
 from tests.helpers import tiny
+from tests.helpers.heads import cases, random_draft
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +101,35 @@ def test_heads_are_written_in_the_format_of_the_engine(tmp_path):
         assert not (tmp_path / engine).exists()
 
 
+def test_a_medusa_head_needs_an_older_vllm(tmp_path):
+    info = read_target_info(embedded("mini"))
+    _, description = cases(info.hidden, info.vocab)["medusa"]
+    write_head(tmp_path / "head", random_draft(description), dtype=torch.float32)
+    result, summary = export(
+        tmp_path / "head", "--for", "vllm", "--out", tmp_path / "out", "--k", 2, "--target", embedded("mini")
+    )
+    assert result.exit_code == 0, result.output
+    assert summary["layout"] == "medusa-vllm"
+    assert "vLLM 0.33 has removed Medusa" in (tmp_path / "out" / "run.sh").read_text()
+
+
+def test_suffix_has_a_command_and_no_files(tmp_path):
+    out = tmp_path / "out"
+    result, summary = export("suffix", "--for", "vllm", "--out", out, "--k", 6, "--target", "models/big")
+    assert result.exit_code == 0, result.output
+    assert (summary["kind"], summary["draft"], summary["files"]) == ("suffix", None, ["run.sh"])
+    assert [file.name for file in out.iterdir()] == ["run.sh"]
+    command = words(summary["command"])
+    config = json.loads(command[command.index("--speculative-config") + 1])
+    module, _, name = config["model"].rpartition(".")
+    assert getattr(import_module(module), name) is VllmSuffix
+    assert (config["method"], config["num_speculative_tokens"]) == ("custom_class", 6)
+
+
 def test_refusals_name_the_reason(model, tmp_path):
     for folder, engine, message in (
-        (embedded("medusa"), "vllm", "0.33 has removed Medusa"),
+        (embedded("medusa"), "vllm", "loads no Medusa heads with a reduced draft vocabulary"),
+        ("suffix", "sglang", "cannot run a draft of kind suffix"),
         (embedded("mtp"), "vllm", "it reads MTP modules only from the checkpoint of their target"),
         (embedded("mtp"), "sglang", "it runs dflash, draft model, dspark, eagle, eagle3"),
         (model, "ollama", "it takes every separate draft for a DFlash head"),
@@ -148,6 +178,10 @@ def test_the_k_of_tune(tmp_path):
     assert [tuned_k(str(file), folder, batch) for batch in (1, 4, 8, 64)] == [6, 6, 2, 2]
     with pytest.raises(OutriderError, match="has no fixed draft length"):
         tuned_k(str(file), tmp_path / "other", 1)
+    with pytest.raises(OutriderError, match="tune --proposers suffix"):
+        tuned_k(str(file), None, 1)
+    file.write_text(json.dumps(document | {"cases": [case(3, 1, 1.1, "suffix:1000"), case(5, 1, 1.0, "suffix")]}))
+    assert tuned_k(str(file), None, 1) == 3
     file.write_text("{}")
     with pytest.raises(OutriderError, match="is not a file of outrider tune"):
         tuned_k(str(file), folder, 1)

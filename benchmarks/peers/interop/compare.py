@@ -1,23 +1,24 @@
-"""Check that a draft has the same acceptance in vLLM as in Outrider, with the same prompts in both.
+"""Check that drafts have the same acceptance in vLLM as in Outrider, with the same prompts in both.
 
-    python benchmarks/peers/interop/compare.py --target DIR --draft DIR --k 3 --limit 3 --python VENV/bin/python
+    python benchmarks/peers/interop/compare.py --target DIR --draft DIR suffix --k 3 --limit 3 --python VENV/bin/python
 
-Outrider loads a draft of `outrider train` as it is, and vLLM loads it as `outrider convert` writes it. Prints a table
-and, as the last line of stdout, one JSON document. The exit code is 1 if the mean acceptance lengths differ by more
-than --tolerance, and 2 if they cannot be compared. In that case stderr has the messages of vLLM.
+Outrider loads each draft as it is, and vLLM as `outrider export --for vllm` writes it, with the configuration of its
+command. Prints a table and, as the last line of stdout, one JSON document. The exit code is 1 if the mean acceptance
+lengths of a draft differ by more than --tolerance, and 2 if vLLM cannot run one. In that case stderr has its messages.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from types import MappingProxyType
 from typing import Any
 
 import outrider_side
@@ -27,19 +28,14 @@ from shared import Completed, Request
 
 from outrider import LLM
 from outrider.errors import OutriderError
-from outrider.heads.description import Kind
-from outrider.heads.files import read_config, read_target_info
-from outrider.heads.store import KEY, import_head, is_head
 from outrider.measure.prompts import Prompt, read_prompts
 from outrider.report.console import standard_output
 from outrider.system import machine
-from outrider.tools.convert import run_convert
+from outrider.tools.export.engines import SUFFIX, words
+from outrider.tools.export.run import run_export
 
 _VLLM_SCRIPT = Path(__file__).resolve().parent / "vllm_side.py"
-_VLLM_FORMATS: Mapping[Kind, str] = MappingProxyType(
-    {Kind.EAGLE: "eagle", Kind.EAGLE3: "eagle3-speculators", Kind.MEDUSA: "medusa-vllm", Kind.MTP: "mtp-mimo"}
-)
-_DRAFT_MODEL = "draft_model"  # vLLM's method for a draft that is a separate language model
+_PROJECT = Path(__file__).resolve().parents[3]
 _LOG_CHARS = 2000  # characters of a log that are shown
 
 
@@ -47,9 +43,9 @@ _LOG_CHARS = 2000  # characters of a log that are shown
 class Exported:
     """A draft for vLLM."""
 
-    folder: str
-    format: str  # the format it was converted to; "": it was not converted
-    method: str
+    kind: str
+    format: str
+    speculation: Mapping[str, Any]  # vLLM's speculative configuration
 
 
 def main() -> None:
@@ -57,81 +53,101 @@ def main() -> None:
     args = _parser().parse_args()
     try:
         with TemporaryDirectory() as folder:
-            report = compare(args, export(args, Path(folder) / "draft"))
+            exports = [export(draft, args, Path(folder) / str(i)) for i, draft in enumerate(args.draft)]
+            report = compare(args, exports)
     except OutriderError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     show(report, standard_output())
     print(json.dumps(report))
-    sys.exit(0 if report["agree"] else 1)
+    failed = [each for each in report["drafts"] if "error" in each]
+    for each in failed:
+        print(f"vLLM has failed with {each['draft']}: {each['error']}", file=sys.stderr)
+    sys.exit(2 if failed else 0 if all(each["agree"] for each in report["drafts"]) else 1)
 
 
-def export(args: argparse.Namespace, out: Path) -> Exported:
-    """Convert the draft for vLLM. A draft that is not in Outrider's own format is only converted if --to is given."""
-    target_info = read_target_info(args.target)
-    if not is_head(args.draft, lambda: target_info):
-        return Exported(folder=args.draft, format="", method=args.method or _DRAFT_MODEL)
-    kind = import_head(args.draft, target_info).description.kind
-    method = args.method or str(kind)
-    if not args.to and KEY not in read_config(Path(args.draft)):
-        return Exported(folder=args.draft, format="", method=method)
-    draft_format = args.to or _VLLM_FORMATS.get(kind)
-    if not draft_format:
-        raise OutriderError(f"vLLM has no known format for a draft of kind {kind}; give one with --to")
-    run_convert(args.draft, to=draft_format, out=str(out), target=args.target, console=Console(stderr=True))
-    return Exported(folder=str(out), format=draft_format, method=method)
+def export(draft: str, args: argparse.Namespace, out: Path) -> Exported:
+    """Write a draft for vLLM as `outrider export` does. With --method, vLLM reads the draft as it is."""
+    if args.method:
+        speculation = {"method": args.method, "model": draft, "num_speculative_tokens": args.k}
+        return Exported(kind=args.method, format="as it is", speculation=speculation)
+    summary = run_export(
+        draft,
+        engine="vllm",
+        out=str(out),
+        target=args.target,
+        k=args.k,
+        advice=None,
+        batch=1,
+        console=Console(stderr=True),
+    )
+    command = words(summary["command"])
+    speculation = json.loads(command[command.index("--speculative-config") + 1])
+    return Exported(kind=summary["kind"], format=summary["layout"], speculation=speculation)
 
 
-def compare(args: argparse.Namespace, exported: Exported) -> dict[str, Any]:
+def compare(args: argparse.Namespace, exports: Sequence[Exported]) -> dict[str, Any]:
     """Run both engines, one after the other. Return the JSON document."""
     prompts = read_prompts(args.prompts, limit=args.limit)
-    llm = LLM(
-        args.target,
-        dtype=args.dtype,
-        threads=args.threads,
-        max_num_seqs=1,
-        proposer=f"draft:{args.draft}",
-        planner=outrider_side.AfterFirstToken(args.k),
-    )
-    encoded = [_encode(llm, prompt) for prompt in prompts]
-    request = Request(
-        target=args.target,
-        draft=exported.folder,
-        method=exported.method,
-        k=args.k,
-        dtype=args.dtype,
-        threads=args.threads,
-        max_tokens=args.max_tokens,
-        context=max(map(len, encoded)) + args.max_tokens + args.k + 1,
-        ends=sorted(llm.parts.end_ids),
-        prompts=encoded,
-    )
-    outrider_completions = outrider_side.run(llm, request)
-    answer = _run_vllm(args.python, request)
-    vllm_completions = [Completed.of_json(each) for each in answer["completed"]]
-    pairs = [
-        Pair(category=prompt.category, outrider=outrider_completion, vllm=vllm_completion)
-        for prompt, outrider_completion, vllm_completion in zip(
-            prompts, outrider_completions, vllm_completions, strict=True
+    results = []
+    for draft in args.draft:
+        llm = LLM(
+            args.target,
+            dtype=args.dtype,
+            threads=args.threads,
+            max_num_seqs=1,
+            proposer=_proposer(draft, args.k),
+            planner=outrider_side.AfterFirstToken(args.k),
         )
-    ]
+        encoded = [_encode(llm, prompt) for prompt in prompts]
+        request = Request(
+            target=args.target,
+            speculations=[exported.speculation for exported in exports],
+            k=args.k,
+            dtype=args.dtype,
+            threads=args.threads,
+            max_tokens=args.max_tokens,
+            context=max(map(len, encoded)) + args.max_tokens + args.k + 1,
+            ends=sorted(llm.parts.end_ids),
+            prompts=encoded,
+        )
+        results.append(outrider_side.run(llm, request))
+    answer = _run_vllm(args.python, request)
     return {
         "benchmark": "interop",
         "arguments": vars(args),
-        "format": exported.format,
-        "method": exported.method,
+        "drafts": [
+            {"draft": draft, "kind": exported.kind, "format": exported.format}
+            | _figures(prompts, completions, theirs, args.tolerance)
+            for draft, exported, completions, theirs in zip(args.draft, exports, results, answer["drafts"], strict=True)
+        ],
         "hardware": machine.hardware("cpu"),
         "versions": machine.versions() | {"in vLLM's environment": answer["versions"]},
         "commit": machine.commit(),
-        **figures(pairs, args.tolerance),
     }
+
+
+def _figures(
+    prompts: Sequence[Prompt], ours: Sequence[Completed], theirs: Mapping[str, Any], tolerance: float
+) -> dict[str, Any]:
+    if "error" in theirs:
+        return {"error": theirs["error"]}
+    pairs = [
+        Pair(category=prompt.category, outrider=own, vllm=Completed.of_json(other))
+        for prompt, own, other in zip(prompts, ours, theirs["completed"], strict=True)
+    ]
+    return figures(pairs, tolerance)
+
+
+def _proposer(draft: str, k: int) -> Any:
+    return partial(outrider_side.SuffixAsInVllm, k=k) if draft == SUFFIX else f"draft:{draft}"
 
 
 def _run_vllm(python: str, request: Request) -> dict[str, Any]:
     """Run vLLM in a separate process and return its answer.
 
     Raises:
-        OutriderError: vLLM has failed; the message has its error.
+        OutriderError: the process has ended without an answer.
     """
     with TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         try:
@@ -142,6 +158,7 @@ def _run_vllm(python: str, request: Request) -> dict[str, Any]:
                 stderr=log,
                 text=True,
                 check=False,
+                env=os.environ | {"PYTHONPATH": str(_PROJECT)},  # where vLLM finds the class of `suffix`
             )
         except OSError as error:
             raise OutriderError(
@@ -152,8 +169,6 @@ def _run_vllm(python: str, request: Request) -> dict[str, Any]:
     if not process.stdout:
         raise OutriderError(f"{log_end}\nvLLM's process ended with exit code {process.returncode}; see its log above")
     answer: dict[str, Any] = json.loads(process.stdout)
-    if "error" in answer:
-        raise OutriderError(f"{log_end}\nvLLM has failed: {answer['error']}")
     return answer
 
 
@@ -162,17 +177,18 @@ def _encode(llm: LLM, prompt: Prompt) -> Sequence[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Compare the acceptance of a draft in vLLM and in Outrider.")
+    parser = argparse.ArgumentParser(description="Compare the acceptance of drafts in vLLM and in Outrider.")
     parser.add_argument("--target", required=True, metavar="DIR", help="the model in Hugging Face format")
-    parser.add_argument("--draft", required=True, metavar="DIR", help="its draft: a draft head or a language model")
+    parser.add_argument(
+        "--draft", required=True, nargs="+", metavar="DRAFT", help="its drafts: heads, language models, or suffix"
+    )
     parser.add_argument("--prompts", metavar="FILE", help="JSON lines, as for `outrider bench`")
     parser.add_argument("--k", type=int, default=3, help="draft tokens per round (default: 3)")
     parser.add_argument("--limit", type=int, help="prompts of each category (default: all)")
     parser.add_argument("--max-tokens", type=int, default=96, help="longest completion (default: 96)")
     parser.add_argument("--dtype", default="float32", help="of both engines (default: float32, see README.md)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--to", metavar="FORMAT", help="format to convert to (default: by the kind of the draft)")
-    parser.add_argument("--method", help="vLLM's name of the method (default: by the kind of the draft)")
+    parser.add_argument("--method", help="vLLM's name of the method: it reads the drafts as they are, not exported")
     parser.add_argument("--tolerance", type=float, default=0.05, help="relative difference allowed (default: 0.05)")
     parser.add_argument("--python", required=True, help="the Python of an environment with vLLM")
     return parser

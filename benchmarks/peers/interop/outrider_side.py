@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from types import SimpleNamespace
 
+import numpy as np
 from shared import Completed, Counts, Request, cut
 
 from outrider import LLM, SamplingParams
+from outrider.core import tree
 from outrider.core.stats import Stats, StatsAccumulator
-from outrider.core.types import Batch
+from outrider.core.types import Batch, Draft, Needs, Round
+from outrider.core.types import Request as EngineRequest
 from outrider.plan.planner import FixedPlanner
+from outrider.propose.base import ProposerSetup
+from outrider.tools.vllm_suffix import VllmSuffix
 
 
 class AfterFirstToken(FixedPlanner):
@@ -22,6 +28,38 @@ class AfterFirstToken(FixedPlanner):
             budget if seq.num_output_tokens else 0 for seq, budget in zip(batch.seqs, batch.draft_budget, strict=True)
         )
         return super().plan(replace(batch, draft_budget=budgets), stats)
+
+
+class SuffixAsInVllm:
+    """The class that vLLM runs as the proposer `suffix`, for one sequence at a time in Outrider."""
+
+    needs = Needs()
+
+    def __init__(self, setup: ProposerSetup, *, k: int) -> None:
+        speculation = SimpleNamespace(num_speculative_tokens=k)
+        model = SimpleNamespace(max_model_len=setup.context)
+        self._suffix = VllmSuffix(
+            SimpleNamespace(speculative_config=speculation, model_config=model, additional_config={})
+        )
+        self._device = setup.device
+        self._chain: list[int] = []
+
+    def admit(self, slot: int, request: EngineRequest) -> None:
+        self._chain = []
+
+    def propose(self, batch: Batch) -> Draft:
+        chain = self._chain[: batch.draft_budget[0]]
+        return tree.chain(tree.upload([chain], self._device), (len(chain),)) if chain else tree.empty(1, self._device)
+
+    def commit(self, round: Round) -> None:
+        """Draft for the next round. vLLM, too, drafts right after a step."""
+        (seq,) = round.batch.seqs
+        (emitted,) = round.emitted
+        row = np.array([[*seq.token_ids, *emitted]], np.int32)
+        (self._chain,) = self._suffix.propose([emitted], [row.shape[1]], row)
+
+    def release(self, slot: int) -> None:
+        pass
 
 
 def run(llm: LLM, request: Request) -> list[Completed]:

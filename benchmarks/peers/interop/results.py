@@ -1,4 +1,4 @@
-"""Compares the results of both engines: by category, overall, and for prompts with equal completions."""
+"""Compares the results of both engines for a draft: by category, overall, and for prompts with equal completions."""
 
 from __future__ import annotations
 
@@ -45,22 +45,27 @@ def figures(pairs: Sequence[Pair], tolerance: float) -> dict[str, Any]:
 def show(report: dict[str, Any], console: Console) -> None:
     """Print the table."""
     arguments = report["arguments"]
-    draft = f"{report['method']}, {report['format'] or 'not converted'}, k {arguments['k']}"
-    table = Table(title=f"mean acceptance length ({draft}, {arguments['dtype']})")
-    table.add_column("category")
+    table = Table(title=f"mean acceptance length, k {arguments['k']}, {arguments['dtype']}")
+    for column in ("draft", "kind"):
+        table.add_column(column)
     for column in ("prompts", "same text", "rounds", "in vLLM", "length", "in vLLM", "difference"):
         table.add_column(column, justify="right")
-    for name, summary in report["categories"].items():
-        table.add_row(name, *_cells(summary))
-    table.add_section()
-    table.add_row("overall", *_cells(report["overall"]))
-    table.add_row("same text", *_cells(report["same_text"]))
+    for each in report["drafts"]:
+        cells = ["vLLM has failed"] if "error" in each else _cells(each["overall"])
+        table.add_row(each["draft"], each["kind"], *cells)
     console.print(table)
+    for each in report["drafts"]:
+        if "error" not in each:
+            _show_positions(each, console)
+
+
+def _show_positions(draft: dict[str, Any], console: Console) -> None:
     for engine in ("outrider", "vllm"):
-        counts = report["overall"][engine]
+        counts = draft["overall"][engine]
         rates = ", ".join(f"{count / counts['rounds']:.3f}" for count in counts["accepted"]) if counts["rounds"] else ""
-        console.print(f"accepted by position, {engine}: {rates or 'none'}", highlight=False)
-    same = report["same_text"]
+        line = f"{draft['draft']}, accepted by position, {engine}: {rates or 'none'}"
+        console.print(line, highlight=False, soft_wrap=True)
+    same = draft["same_text"]
     console.print(f"{same['same_counts']} of {same['prompts']} equal completions took the same rounds", highlight=False)
 
 

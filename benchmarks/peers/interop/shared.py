@@ -9,11 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Greedy completions of prompts, one at a time, with a draft."""
+    """Greedy completions of prompts, one at a time, once with each draft."""
 
     target: str
-    draft: str  # folder, in the format of the engine
-    method: str  # vLLM's name of the method
+    speculations: Sequence[Mapping[str, Any]]  # vLLM's speculative configuration for each draft
     k: int  # draft tokens per round
     dtype: str
     threads: int

