@@ -26,6 +26,7 @@ from outrider.fleet.options import FleetOptions
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_real, parse_whole, sweep_values
 from outrider.project.options import ProjectOptions
+from outrider.propose.options import DraftWindow
 from outrider.report.console import print_document
 from outrider.scale.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
@@ -317,6 +318,7 @@ def audit(
     target: options.Target = None,
     proposer: options.Proposer = None,
     k: _AuditDraftLength = 4,
+    draft_window: DraftWindow = None,
     verifier: options.Verifier = None,
     prompts: options.PromptFile = None,
     samples: options.Samples = 2000,
@@ -351,7 +353,7 @@ def audit(
         if server.server is None:
             from outrider.audit.run import run_audit
 
-            report = run_audit(target, proposer, verifier=verifier, tp=tp, **shared)
+            report = run_audit(target, proposer, verifier=verifier, tp=tp, draft_window=draft_window, **shared)
         else:
             from outrider.audit.server.run import run_server_audit
 
@@ -411,6 +413,7 @@ def tune(
     *,
     target: options.Target = None,
     asked: TuneOptions,
+    draft_window: DraftWindow = None,
     verifier: options.Verifier = None,
     prompts: options.PromptFile = None,
     limit: options.Limit = None,
@@ -462,6 +465,7 @@ def tune(
         quantize=quantize,
         threads=threads,
         max_model_len=max_model_len,
+        draft_window=draft_window,
     )
     if asked.out:
         check_writable(asked.out)  # before the measurement rather than after it

@@ -12,6 +12,7 @@ import typer
 
 from outrider.cli.sampling_options import SAMPLING
 from outrider.core.params import AUTO
+from outrider.propose.options import DraftWindow
 
 _MODEL, _MEASURE, _OUTPUT = "Models", "Measuring", "Output"
 
@@ -250,14 +251,6 @@ Force = Annotated[
     bool, typer.Option("--force", help="Replace a datastore that is there already.", rich_help_panel=_OUTPUT)
 ]
 
-DraftWindow = Annotated[
-    int | None,
-    typer.Option(
-        metavar="TOKENS",
-        help="The latest tokens that a draft model or draft head reads. Default: as many as it was made for.",
-        rich_help_panel=_MODEL,
-    ),
-]
 Plan = Annotated[
     str | None,
     typer.Option(
