@@ -136,6 +136,7 @@ class LLM:
         Raises:
             OutriderError: the prompt is neither a string nor a list of token ids.
         """
+        self._check_speech(language, task)
         if isinstance(prompt, str) and self._parts.source_rules is not None:
             start = self.start_tokens(language, task)
             return start + text_tokens(self._parts.tokenizer, prompt, special=False)
@@ -161,21 +162,24 @@ class LLM:
             OutriderError: the target is a decoder-only model, or its checkpoint does not name these tokens; or the
                 speech model does not know the language or the task, or needs a language.
         """
+        self._check_speech(language, task)
         rules = self._parts.source_rules
-        speech = self._speech_rules()
-        if speech is not None:
-            return speech.start_tokens(language, task)
-        if language is not None or task is not None:
-            name = "language" if language is not None else "task"
-            raise OutriderError(f"{name} is for speech models, and this target is none; leave it out")
         if rules is None:
             raise OutriderError("this target is a decoder-only model and has no default prompt; give a prompt")
+        if rules.speech is not None:
+            return rules.speech.start_tokens(language, task)
         if not rules.start:
             raise OutriderError(
                 "the target's checkpoint has no decoder_start_token_id; set it in its config.json, or give a prompt of"
                 " token ids"
             )
         return rules.start
+
+    def _check_speech(self, language: str | None, task: str | None) -> None:
+        """Check that a language and a task are for a speech model."""
+        if self._speech_rules() is None and (language is not None or task is not None):
+            name = "language" if language is not None else "task"
+            raise OutriderError(f"{name} is for speech models, and this target is none; leave it out")
 
     def _speech_rules(self) -> SpeechRules | None:
         rules = self._parts.source_rules

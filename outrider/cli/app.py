@@ -20,7 +20,7 @@ from outrider.cli import drafts, options
 from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.media import media
 from outrider.cli.sampling_options import SamplingOptions
-from outrider.cli.source import read_source
+from outrider.cli.source import SourceOptions, read_source
 from outrider.errors import OutriderError
 from outrider.fleet.options import FleetOptions
 from outrider.loadgen.settings import Settings as LoadSettings
@@ -128,8 +128,7 @@ def run(
     ctx: typer.Context,
     prompt: options.PromptText = None,
     *,
-    source: options.Source = None,
-    source_file: options.SourceFile = None,
+    source: SourceOptions,
     chat: options.Chat = False,
     models: options.ModelOptions,
     config: options.Config = None,
@@ -144,16 +143,17 @@ def run(
     too, and standard output has only the JSON document.
     """
     params = replace(sampling.params(), constraint=form.constraint())
-    source = read_source(source, source_file)
+    given = read_source(source)
     from outrider.cli.output import Output
     from outrider.cli.ranks import joined
-    from outrider.cli.run import ROWS, converse, load
+    from outrider.cli.run import ROWS, Beginning, converse, load
 
     models, others = _merge(ctx, models, config)
     with joined(models.tp, models.device):
         llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
         output = Output(llm, show=show, as_json=as_json)
-        if not converse(llm, params, prompt=prompt, source=source, chat=chat, output=output):
+        begin = Beginning(prompt=prompt, language=source.language, task=source.task)
+        if not converse(llm, params, begin=begin, given=given, chat=chat, output=output):
             raise typer.Exit(1)
 
 

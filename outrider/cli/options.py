@@ -21,12 +21,6 @@ PromptText = Annotated[
     typer.Argument(metavar="PROMPT", help="What to complete. Without it: standard input, or a prompt on a terminal."),
 ]
 
-Source = Annotated[
-    str | None,
-    typer.Option(metavar="TEXT", help="What the encoder of an encoder-decoder target reads. PROMPT begins the output."),
-]
-SourceFile = Annotated[str | None, typer.Option(metavar="FILE", help="A UTF-8 file with the source.")]
-
 Target = Annotated[
     str | None,
     typer.Option(
