@@ -22,6 +22,7 @@ from transformers import (  # noqa: E402
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
 
 from outrider.errors import OutriderError, UnsupportedModel  # noqa: E402
@@ -48,7 +49,7 @@ by token, and the logits of each branch of a token tree are those of the branch 
 | Column | Yes means | Test |
 |---|---|---|
 | Chains | greedy text with chains of draft tokens equals transformers | `tests/models/test_architectures.py`, \
-`test_encoder_decoder.py` |
+`test_encoder_decoder.py`, `test_speech.py` |
 | Trees | scores of trees equal those of each branch alone | the same |
 | Batches | sequences of different lengths run in one pass | the same |
 | Prefixes | requests share the cache of a common prefix | `tests/models/test_support.py` |
@@ -57,10 +58,16 @@ by token, and the logits of each branch of a token tree are those of the branch 
 | CUDA graphs | a pass has a fixed shape and never waits for the host, which is tested without a GPU | the same |
 
 """
+MAPPINGS = (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+)
 TITLES = {
     "attention": "### Attention",
     "recurrent": "### Recurrent layers, alone or beside attention",
     "encoder-decoder": "### Encoder-decoder models",
+    "speech": "### Speech models",
 }
 ROW_HEAD = """\
 | Architecture | Chains | Trees | Batches | Prefixes | `--quantize int8` | Native | CUDA graphs |
@@ -121,7 +128,7 @@ def _loader_answers() -> tuple[dict[str, list[str]], list[str]]:
     tested |= {config().model_type for config, _ in tiny.REFUSED_BY_CHECK.values()}
     for model_type in sorted(CONFIG_MAPPING.keys()):
         config_class = CONFIG_MAPPING[model_type]
-        if not (config_class in MODEL_FOR_CAUSAL_LM_MAPPING or config_class in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING):
+        if not any(config_class in mapping for mapping in MAPPINGS):
             continue
         message = _answer({"model_type": model_type})
         if "cannot be read" in message:

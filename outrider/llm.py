@@ -11,6 +11,9 @@ from numbers import Integral, Number
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
+import torch
+
 from outrider.core.config import EngineConfig
 from outrider.core.constraint import Constraint
 from outrider.core.grammar import Grammar, Grammars
@@ -18,18 +21,24 @@ from outrider.core.noise import derive_seed
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
-from outrider.core.types import Completion, FinishReason, Request, SequenceState
+from outrider.core.types import AudioFeatures, Completion, FinishReason, Request, SequenceState
 from outrider.engine.build import EngineParts, build
 from outrider.engine.engine import Engine
 from outrider.engine.weights import EngineWeights, NewWeights
 from outrider.errors import OutriderError
 from outrider.measure.prompts import chat_tokens, text_tokens
+from outrider.models.speech.rules import SpeechRules
+from outrider.models.speech.source import audio_features
+from outrider.models.speech.wav import Recording
 from outrider.parallel.ranks import of_first_rank
 from outrider.plan.planner import Planner
 from outrider.plan.store import PlanFile, check_plan, restored
 from outrider.system.machine import use_threads
 
 Prompt = str | Sequence[int]
+# Text or token ids; for a speech model a WAV file, the samples of a recording, or its features.
+Source = Prompt | Path | Sequence[float] | npt.NDArray[Any] | torch.Tensor | Recording | AudioFeatures
+EncodedSource = tuple[int, ...] | AudioFeatures
 _log = logging.getLogger("outrider")
 
 
@@ -118,36 +127,47 @@ class LLM:
         """Load new weights into the target, between two rounds. See `EngineWeights.update`."""
         return self._weights.update(weights, version)
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, *, language: str | None = None, task: str | None = None) -> tuple[int, ...]:
         """Return the tokens of a prompt, with the special tokens that the tokenizer adds.
 
         The prompt of an encoder-decoder target begins its output: a text has the model's start tokens before it and no
-        other special tokens.
+        other special tokens. `language` and `task` are those of `start_tokens`.
 
         Raises:
             OutriderError: the prompt is neither a string nor a list of token ids.
         """
+        self._check_speech(language, task)
         if isinstance(prompt, str) and self._parts.source_rules is not None:
-            return self.start_tokens() + text_tokens(self._parts.tokenizer, prompt, special=False)
+            start = self.start_tokens(language, task)
+            return start + text_tokens(self._parts.tokenizer, prompt, special=False)
         return self._encode(prompt, "a prompt")
 
-    def encode_source(self, source: Prompt) -> tuple[int, ...]:
-        """Return the tokens of a source, with the special tokens that the tokenizer adds.
+    def encode_source(self, source: Source) -> EncodedSource:
+        """Return the tokens of a source, with the special tokens that the tokenizer adds, or the features of audio.
+
+        A speech model takes the path of a WAV file, or samples in [-1, 1] at its rate, which is 16000 for Whisper.
 
         Raises:
-            OutriderError: the source is neither a string nor a list of token ids.
+            OutriderError: the source is neither a string nor a list of token ids, or is no audio that the model takes.
         """
-        return self._encode(source, "a source")
+        rules = self._speech_rules()
+        return self._encode(source, "a source") if rules is None else audio_features(source, rules)
 
-    def start_tokens(self) -> tuple[int, ...]:
+    def start_tokens(self, language: str | None = None, task: str | None = None) -> tuple[int, ...]:
         """Return the default prompt of an encoder-decoder target: the tokens that its output begins with.
 
+        `language` and `task` are for speech models; see `SpeechRules.start_tokens`.
+
         Raises:
-            OutriderError: the target is a decoder-only model, or its checkpoint does not name these tokens.
+            OutriderError: the target is a decoder-only model, or its checkpoint does not name these tokens; or the
+                speech model does not know the language or the task, or needs a language.
         """
+        self._check_speech(language, task)
         rules = self._parts.source_rules
         if rules is None:
             raise OutriderError("this target is a decoder-only model and has no default prompt; give a prompt")
+        if rules.speech is not None:
+            return rules.speech.start_tokens(language, task)
         if not rules.start:
             raise OutriderError(
                 "the target's checkpoint has no decoder_start_token_id; set it in its config.json, or give a prompt of"
@@ -155,7 +175,17 @@ class LLM:
             )
         return rules.start
 
-    def _encode(self, text: Prompt, what: str) -> tuple[int, ...]:
+    def _check_speech(self, language: str | None, task: str | None) -> None:
+        """Check that a language and a task are for a speech model."""
+        if self._speech_rules() is None and (language is not None or task is not None):
+            name = "language" if language is not None else "task"
+            raise OutriderError(f"{name} is for speech models, and this target is none; leave it out")
+
+    def _speech_rules(self) -> SpeechRules | None:
+        rules = self._parts.source_rules
+        return None if rules is None else rules.speech
+
+    def _encode(self, text: object, what: str) -> tuple[int, ...]:
         if isinstance(text, str):
             return text_tokens(self._parts.tokenizer, text)
         if not isinstance(text, Sequence) or isinstance(text, bytes | bytearray | memoryview):
@@ -200,7 +230,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt] | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        sources: Prompt | Sequence[Prompt] | None = None,
+        sources: Source | Sequence[Source] | None = None,
     ) -> list[Completion]:
         """Complete prompts together.
 
@@ -209,7 +239,7 @@ class LLM:
                 source.
             params: one for all prompts, or one per prompt; None: greedy.
             sources: what the encoder of an encoder-decoder target reads: one per prompt, each a string or a list of
-                token ids.
+                token ids. For a speech model: the path of a WAV file, or an array of samples; see `encode_source`.
 
         Returns:
             `n` completions per prompt, in the order of the prompts.
@@ -236,7 +266,7 @@ class LLM:
         return [self.completion(row) for row in rows]
 
     def stream(
-        self, prompt: Prompt | None = None, params: SamplingParams | None = None, *, source: Prompt | None = None
+        self, prompt: Prompt | None = None, params: SamplingParams | None = None, *, source: Source | None = None
     ) -> Iterator[Chunk]:
         """Complete one prompt and yield a chunk per round. Leaving the loop aborts the request.
 
@@ -259,7 +289,7 @@ class LLM:
         return self._grammars.compile(constraint)
 
     def submit(
-        self, prompt: Prompt | None = None, params: SamplingParams | None = None, *, source: Prompt | None = None
+        self, prompt: Prompt | None = None, params: SamplingParams | None = None, *, source: Source | None = None
     ) -> list[int]:
         """Queue a prompt and return the ids of its `n` requests. The caller calls `engine.step`."""
         requests = self.requests(prompt, params, source)
@@ -317,7 +347,7 @@ class LLM:
             _log.warning("what the planner has learned is not kept: %s", error)
 
     def requests(
-        self, prompt: Prompt | None, params: SamplingParams | None, source: Prompt | None = None
+        self, prompt: Prompt | None, params: SamplingParams | None, source: Source | None = None
     ) -> list[Request]:
         """Return the `n` requests of a prompt, for `add`.
 
@@ -334,13 +364,13 @@ class LLM:
         self,
         tokens: tuple[int, ...],
         params: SamplingParams,
-        source: tuple[int, ...] | None = None,
+        source: EncodedSource | None = None,
         *,
         seed: int | None = None,
     ) -> list[Request]:
         """Return the `n` requests of a prompt that `encode` or `encode_chat` has turned into tokens.
 
-        `source` has the tokens of `encode_source`, for encoder-decoder targets. `seed` is for parameters without one;
+        `source` is what `encode_source` returns, for encoder-decoder targets. `seed` is for parameters without one;
         None: a random seed.
 
         Raises:
@@ -393,12 +423,13 @@ class LLM:
                 max_tokens=min(params.max_tokens or room, room),
                 alternative=arm,
                 grammar=grammar,
-                source_token_ids=source or (),
+                source_token_ids=source if isinstance(source, tuple) else (),
+                source_features=source if isinstance(source, AudioFeatures) else None,
             )
             for i in range(params.n)
         ]
 
-    def check_source(self, source: tuple[int, ...] | None) -> None:
+    def check_source(self, source: EncodedSource | None) -> None:
         """Raise InvalidParam if a source does not fit the target."""
         rules = self._parts.source_rules
         if rules is None:
@@ -406,6 +437,11 @@ class LLM:
                 raise InvalidParam("source", "source is for encoder-decoder models, and this target is none; remove it")
         elif source is None:
             raise InvalidParam("source", "source is missing, which this encoder-decoder target reads; give a source")
+        elif isinstance(source, AudioFeatures) or rules.speech is not None:
+            if not isinstance(source, AudioFeatures):
+                raise InvalidParam("source", "source is text, and this target is a speech model; give audio")
+            if rules.speech is None:
+                raise InvalidParam("source", "source is audio, and this target reads text; give text or token ids")
         elif not source:
             raise InvalidParam("source", "source is empty; give at least one token")
         elif len(source) > rules.context:
@@ -481,13 +517,13 @@ def _checked(params: SamplingParams | None) -> SamplingParams:
 
 
 def _pair(
-    prompts: Prompt | Sequence[Prompt] | None, sources: Prompt | Sequence[Prompt] | None
-) -> tuple[list[Prompt | None], list[Prompt | None]]:
+    prompts: Prompt | Sequence[Prompt] | None, sources: Source | Sequence[Source] | None
+) -> tuple[list[Prompt | None], list[Source | None]]:
     """Return prompts and their sources as lists of equal length."""
     if prompts is None and sources is None:
         raise OutriderError("there is no prompt; give prompts, or sources for an encoder-decoder model")
     many: list[Prompt | None] = [] if prompts is None else [*_as_list(prompts)]
-    many_sources: list[Prompt | None] = [] if sources is None else [*_as_list(sources)]
+    many_sources: list[Source | None] = [] if sources is None else [*_as_list(sources)]
     if prompts is None:
         many = [None] * len(many_sources)
     elif sources is None:
@@ -497,10 +533,10 @@ def _pair(
     return many, many_sources
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts as a list. A single prompt is a string or a list of token ids."""
+def _as_list(prompts: Any) -> list[Any]:
+    """Return prompts or sources as a list. A single one is a list of numbers, or no list."""
     if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes | bytearray | memoryview):
         return [prompts]
     if prompts and all(isinstance(token, Number) for token in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+        return [prompts]
+    return list(prompts)

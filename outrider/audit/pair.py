@@ -25,6 +25,7 @@ from outrider.models.quantize import QuantizedLinear, quantize_model
 from outrider.native.target import NativeTarget
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import NoProposer, Proposer
+from outrider.propose.registry import check_window
 from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 
@@ -56,6 +57,7 @@ class Pair:
         kernels: str = "auto",
         quantize: str | None = None,
         tp: int = 1,
+        draft_window: int | None = None,
     ) -> None:
         """Load target and proposer.
 
@@ -69,14 +71,21 @@ class Pair:
             kernels: as in `EngineConfig`.
             quantize: as in `EngineConfig`. With float32, the weights are quantized as on torch and then widened.
             tp: as in `EngineConfig`.
+            draft_window: as in `EngineConfig`.
 
         Raises:
             OutriderError: a model cannot be loaded.
         """
         config = EngineConfig(
-            kernels=kernels, quantize=quantize, max_num_seqs=_MAX_NUM_SEQS, prefix_caching=False, tp=tp
+            kernels=kernels,
+            quantize=quantize,
+            max_num_seqs=_MAX_NUM_SEQS,
+            prefix_caching=False,
+            tp=tp,
+            draft_window=draft_window,
         )
         refuse_sources(target, "audit")
+        check_window(draft_window, proposer)
         bits = weight_bits(quantize)
         wide = bits < 16 and dtype == "float32"
         wanted = "bfloat16" if wide else full_dtype(dtype, bits)
@@ -98,7 +107,7 @@ class Pair:
             )
         self._loaded = prepare_target(checkpoint, replace(config, max_model_len=self._context))
         self._target = self._loaded.model
-        self._setup = make_setup(self._loaded, EXACT["walk"].draw)
+        self._setup = make_setup(self._loaded, EXACT["walk"].draw, draft_window=draft_window)
         self._proposer = make_proposer(proposer, self._setup)
         self._target.export_hidden_states(self._proposer.needs.layers)
         self.kernels = self._target.kernels

@@ -45,6 +45,7 @@ def run_audit(
     console: Console | None,
     verifier: str | None = None,
     tokens: int = _TOKENS,
+    draft_window: int | None = None,
 ) -> dict[str, Any]:
     """Test whether speculation leaves the output of a target and a proposer unchanged.
 
@@ -63,6 +64,7 @@ def run_audit(
         console: where to print progress and results; None: print nothing.
         verifier: name of the verifier; None: the default of the proposer.
         tokens: output tokens per prompt of the replay test. The flip test uses four times as many.
+        draft_window: as in `EngineConfig`.
 
     Returns:
         A JSON document: `passed`, and the sections `replay`, `distribution` and `flips`.
@@ -89,6 +91,7 @@ def run_audit(
         kernels=kernels,
         quantize=quantize,
         tp=tp,
+        draft_window=draft_window,
     )
     with ProgressBar(console) as progress:
         report = task.run(progress)
@@ -114,6 +117,7 @@ class _Task:
     kernels: str
     quantize: str | None
     tp: int
+    draft_window: int | None
 
     def run(self, progress: ProgressBar) -> dict[str, Any]:
         """Run all tests. Returns the report without the names of the models and the time."""
@@ -158,6 +162,7 @@ class _Task:
             kernels=self.kernels,
             quantize=self.quantize,
             tp=self.tp,
+            draft_window=self.draft_window,
             room=room,
         )
         pair.on_done = progress.step

@@ -20,12 +20,13 @@ from outrider.cli import drafts, options
 from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.media import media
 from outrider.cli.sampling_options import SamplingOptions
-from outrider.cli.source import read_source
+from outrider.cli.source import SourceOptions, read_source
 from outrider.errors import OutriderError
 from outrider.fleet.options import FleetOptions
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_real, parse_whole, sweep_values
 from outrider.project.options import ProjectOptions
+from outrider.propose.options import DraftWindow
 from outrider.report.console import print_document
 from outrider.scale.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
@@ -127,8 +128,7 @@ def run(
     ctx: typer.Context,
     prompt: options.PromptText = None,
     *,
-    source: options.Source = None,
-    source_file: options.SourceFile = None,
+    source: SourceOptions,
     chat: options.Chat = False,
     models: options.ModelOptions,
     config: options.Config = None,
@@ -143,16 +143,17 @@ def run(
     too, and standard output has only the JSON document.
     """
     params = replace(sampling.params(), constraint=form.constraint())
-    source = read_source(source, source_file)
+    given = read_source(source)
     from outrider.cli.output import Output
     from outrider.cli.ranks import joined
-    from outrider.cli.run import ROWS, converse, load
+    from outrider.cli.run import ROWS, Beginning, converse, load
 
     models, others = _merge(ctx, models, config)
     with joined(models.tp, models.device):
         llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
         output = Output(llm, show=show, as_json=as_json)
-        if not converse(llm, params, prompt=prompt, source=source, chat=chat, output=output):
+        begin = Beginning(prompt=prompt, language=source.language, task=source.task)
+        if not converse(llm, params, begin=begin, given=given, chat=chat, output=output):
             raise typer.Exit(1)
 
 
@@ -317,6 +318,7 @@ def audit(
     target: options.Target = None,
     proposer: options.Proposer = None,
     k: _AuditDraftLength = 4,
+    draft_window: DraftWindow = None,
     verifier: options.Verifier = None,
     prompts: options.PromptFile = None,
     samples: options.Samples = 2000,
@@ -351,7 +353,7 @@ def audit(
         if server.server is None:
             from outrider.audit.run import run_audit
 
-            report = run_audit(target, proposer, verifier=verifier, tp=tp, **shared)
+            report = run_audit(target, proposer, verifier=verifier, tp=tp, draft_window=draft_window, **shared)
         else:
             from outrider.audit.server.run import run_server_audit
 
@@ -411,6 +413,7 @@ def tune(
     *,
     target: options.Target = None,
     asked: TuneOptions,
+    draft_window: DraftWindow = None,
     verifier: options.Verifier = None,
     prompts: options.PromptFile = None,
     limit: options.Limit = None,
@@ -462,6 +465,7 @@ def tune(
         quantize=quantize,
         threads=threads,
         max_model_len=max_model_len,
+        draft_window=draft_window,
     )
     if asked.out:
         check_writable(asked.out)  # before the measurement rather than after it

@@ -12,6 +12,7 @@ import typer
 
 from outrider.cli.sampling_options import SAMPLING
 from outrider.core.params import AUTO
+from outrider.propose.options import DraftWindow
 
 _MODEL, _MEASURE, _OUTPUT = "Models", "Measuring", "Output"
 
@@ -19,12 +20,6 @@ PromptText = Annotated[
     str | None,
     typer.Argument(metavar="PROMPT", help="What to complete. Without it: standard input, or a prompt on a terminal."),
 ]
-
-Source = Annotated[
-    str | None,
-    typer.Option(metavar="TEXT", help="What the encoder of an encoder-decoder target reads. PROMPT begins the output."),
-]
-SourceFile = Annotated[str | None, typer.Option(metavar="FILE", help="A UTF-8 file with the source.")]
 
 Target = Annotated[
     str | None,
@@ -250,14 +245,6 @@ Force = Annotated[
     bool, typer.Option("--force", help="Replace a datastore that is there already.", rich_help_panel=_OUTPUT)
 ]
 
-DraftWindow = Annotated[
-    int | None,
-    typer.Option(
-        metavar="TOKENS",
-        help="The latest tokens that a draft model or draft head reads. Default: as many as it was made for.",
-        rich_help_panel=_MODEL,
-    ),
-]
 Plan = Annotated[
     str | None,
     typer.Option(

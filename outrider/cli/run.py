@@ -6,7 +6,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from itertools import islice
 from operator import add
@@ -19,12 +19,14 @@ from rich.console import Console
 
 from outrider.cli.options import ModelOptions
 from outrider.cli.output import Outcome, Output
+from outrider.cli.source import GivenSource
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
-from outrider.llm import LLM, Prompt
+from outrider.llm import LLM, Prompt, Source
 from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, with_times
+from outrider.models.speech.wav import read_wav
 from outrider.parallel.ranks import current, of_first_rank
 
 ROWS = 16  # maximum number of completions at once
@@ -36,35 +38,60 @@ def load(models: ModelOptions, **others: Any) -> LLM:
         return LLM(config=EngineConfig(**asdict(models), **others))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """What the output of one prompt begins with."""
+
+    prompt: str | None = None  # None: read standard input, or begin as the model does if there is a source
+    language: str | None = None  # of a speech target, as in `LLM.start_tokens`
+    task: str | None = None  # of a speech target
+
+    def encode(self, llm: LLM, text: str | None) -> Prompt | None:
+        """Return the tokens of a text, or None for the default prompt of the target."""
+        if self.language is None and self.task is None:
+            return text
+        if text is None:
+            return llm.start_tokens(self.language, self.task)
+        return llm.encode(text, language=self.language, task=self.task)
+
+
 def converse(
-    llm: LLM, params: SamplingParams, *, prompt: str | None, source: str | None = None, chat: bool, output: Output
+    llm: LLM,
+    params: SamplingParams,
+    *,
+    begin: Beginning,
+    given: GivenSource | None = None,
+    chat: bool,
+    output: Output,
 ) -> bool:
     """Complete one prompt, or the prompts that a user types on a terminal.
 
     Args:
         llm: the models.
         params: the sampling parameters.
-        prompt: the prompt; None: read standard input, or begin as the model does if there is a source.
-        source: what the encoder of an encoder-decoder target reads.
+        begin: the prompt.
+        given: what the encoder of an encoder-decoder target reads.
         chat: use the chat template, with all messages so far.
         output: prints the completions.
 
     Returns:
         Whether all completions succeeded. Errors are printed.
     """
-    if source is None and llm.parts.source_rules is not None:
-        raise OutriderError("the target is an encoder-decoder model; give it --source TEXT or --source-file FILE")
+    source = _source_for(llm, given)
     if source is not None and chat:
         raise OutriderError("--chat does not support encoder-decoder targets; leave it out")
+    if chat and (begin.language or begin.task):
+        raise OutriderError("--language and --task are for speech targets, which take no --chat; leave them out")
     messages: list[dict[str, str]] = []
     succeeded = True
+    prompt = begin.prompt
     interactive = prompt is None and source is None and of_first_rank(sys.stdin.isatty())
     texts: Iterator[str | None] = iter([prompt]) if source is not None else _prompts(prompt)
     for text in _of_first_rank(texts):
         if text is not None and not is_utf8(text):
             raise OutriderError("the prompt is not UTF-8 text; give UTF-8 text")
         messages.append({"role": "user", "content": text or ""})
-        encoded = llm.encode_chat(messages) if chat else text
+        encoded = llm.encode_chat(messages) if chat else begin.encode(llm, text)
         # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
         seeded = params if params.seed is not None else replace(params, seed=of_first_rank(secrets.randbits(63)))
         complete = _complete_one if params.n == 1 else _complete_several
@@ -78,6 +105,32 @@ def converse(
         answer = result if isinstance(result, str) else result.completions[0].text
         messages.append({"role": "assistant", "content": answer})
     return succeeded
+
+
+def _source_for(llm: LLM, given: GivenSource | None) -> Source | None:
+    """Return the source for a target, or None if none is given.
+
+    Raises:
+        OutriderError: the target needs a source, or one of another kind.
+    """
+    rules = llm.parts.source_rules
+    speech = rules is not None and rules.speech is not None
+    if given is None and speech:
+        raise OutriderError("the target is a speech model; give it --source FILE.wav or --source-file FILE.wav")
+    if given is None and rules is not None:
+        raise OutriderError("the target is an encoder-decoder model; give it --source TEXT or --source-file FILE")
+    if given is None:
+        return None
+    if speech and given.audio is None and given.file is not None:
+        raise OutriderError(f"{given.file} is no WAV file, which this speech target reads; convert it to WAV")
+    if given.audio is None:
+        return given.text
+    assert given.file is not None
+    if not speech:
+        raise OutriderError(
+            f"{given.file} is a WAV file, and this target is no speech model; give text, or leave it out"
+        )
+    return read_wav(given.audio, given.file)
 
 
 def _of_first_rank(texts: Iterator[str | None]) -> Iterator[str | None]:
@@ -112,7 +165,7 @@ def _interrupts() -> Iterator[list[int]]:
 def _complete_one(
     llm: LLM,
     prompt: Prompt | None,
-    source: Prompt | None,
+    source: Source | None,
     params: SamplingParams,
     output: Output,
     interrupts: list[int],
@@ -145,7 +198,7 @@ def _complete_one(
 def _complete_several(
     llm: LLM,
     prompt: Prompt | None,
-    source: Prompt | None,
+    source: Source | None,
     params: SamplingParams,
     output: Output,
     interrupts: list[int],

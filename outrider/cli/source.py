@@ -1,31 +1,93 @@
-"""The source of an encoder-decoder target, from the options `--source` and `--source-file`."""
+"""The source of an encoder-decoder target: the options of `outrider run`, and how they are read."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 
+_PANEL = "Source"
 
-def read_source(text: str | None, file: str | None) -> str | None:
-    """Return the source, or None if no option is set. A line break at the end of the file is left out.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """What the encoder of an encoder-decoder target reads."""
+
+    source: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="What the encoder of an encoder-decoder target reads: a text, or for a speech target the path of a WAV"
+            " file. PROMPT begins the output.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    source_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file with the source: UTF-8 text, or for a speech target WAV audio.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    language: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CODE",
+            help="For a speech target that knows several languages: that of the audio, such as en. Default: as the"
+            " checkpoint says.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="For a speech target that knows several languages: transcribe, or translate to English. Default: as"
+            " the checkpoint says, or transcribe.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenSource:
+    """The source that a user gives, before the target is known."""
+
+    text: str = ""  # for a speech target the path of a WAV file, if it was not read from `file`
+    audio: bytes | None = None  # the content of `file`, if that is a WAV file
+    file: str | None = None  # None: --source
+
+
+def read_source(options: SourceOptions) -> GivenSource | None:
+    """Return the source, or None if no option is set. A line break at the end of a text file is left out.
 
     Raises:
         OutriderError: both options are set, or the source cannot be read.
     """
+    text, file = options.source, options.source_file
     if text is not None and file is not None:
         raise OutriderError("--source and --source-file were both given; use one of them")
     if text is not None:
         if not is_utf8(text):
             raise OutriderError("the source is not UTF-8 text; give UTF-8 text")
-        return text
+        return GivenSource(text=text)
     if file is None:
         return None
     path = Path(file).expanduser()
     try:
-        return path.read_text("utf-8").removesuffix("\n")
+        data = path.read_bytes()
+        if data.startswith(b"RIFF"):
+            return GivenSource(audio=data, file=file)
+        return GivenSource(text=data.decode().removesuffix("\n"), file=file)
     except OSError as error:
-        raise OutriderError(f"{path} cannot be read ({error.strerror}); give a text file") from error
+        raise OutriderError(f"{path} cannot be read ({error.strerror}); give a text file or a WAV file") from error
     except UnicodeDecodeError as error:
-        raise OutriderError(f"{path} is not UTF-8 text; give a text file in UTF-8") from error
+        raise OutriderError(
+            f"{path} is not UTF-8 text; give a text file in UTF-8, or a WAV file for a speech target"
+        ) from error

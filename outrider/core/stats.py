@@ -22,7 +22,7 @@ class Stats:
 
     rounds: int = 0
     passes: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # whole prompts, counted once they are prefilled, with tokens that the cache held
     output_tokens: int = 0
     draft_tokens: int = 0  # nodes of the draft trees
     offered: tuple[int, ...] = ()

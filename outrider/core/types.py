@@ -49,6 +49,13 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the logits were NaN or infinite, or the grammar grew too complex
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AudioFeatures:
+    """What the encoder of a speech model reads. Equal to nothing but itself, so that caches can compare it fast."""
+
+    values: torch.Tensor  # [bins, frames] float32, on the host
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One completion to generate."""
@@ -61,7 +68,8 @@ class Request:
     max_tokens: int
     alternative: int | None = None  # which alternative of the proposer drafts; None: the planner chooses
     grammar: Grammar | None = None  # compiled from its constraint
-    source_token_ids: tuple[int, ...] = ()  # what the encoder reads; (): the target is a decoder-only model
+    source_token_ids: tuple[int, ...] = ()  # what the encoder reads; (): the target reads no text
+    source_features: AudioFeatures | None = None  # what the encoder of a speech model reads
     group: str = ""  # requests of a group have the same prompt, so that proposers expect similar outputs
 
 
@@ -91,7 +99,7 @@ class SequenceState:
         text: Sequence[int],
         slot: int = 0,
         params: SamplingParams | None = None,
-        source: Sequence[int] = (),
+        source: Sequence[int] | AudioFeatures = (),
     ) -> SequenceState:
         """Return a sequence that no user has requested, for checks and measurements."""
         request = Request(
@@ -101,7 +109,8 @@ class SequenceState:
             seed=0,
             end_ids=frozenset(),
             max_tokens=1,
-            source_token_ids=tuple(source),
+            source_token_ids=() if isinstance(source, AudioFeatures) else tuple(source),
+            source_features=source if isinstance(source, AudioFeatures) else None,
         )
         return cls(request=request, slot=slot, token_ids=list(text))
 
@@ -362,7 +371,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...]
     stats: Stats
     error: str = ""
-    source_token_ids: tuple[int, ...] = ()  # what the encoder has read; (): the target is a decoder-only model
+    source_token_ids: tuple[int, ...] = ()  # what the encoder has read; (): the target reads no text
     # The versions of the target's weights that sampled the output: (index of the first token, version), in order.
     weight_versions: tuple[tuple[int, int], ...] = ()
 

@@ -34,13 +34,13 @@ class Accounting:
         passes = []
         prompt_tokens = 0
         draft_tokens = 0
-        columns = zip(round.batch.seqs, round.batch.feed, round.emitted, round.draft.width, strict=True)
-        for seq, feed, emitted, width in columns:
-            if emitted:
-                passes.append(seq.rounds[-1])
-                draft_tokens += width
-            else:
-                prompt_tokens += len(feed)
+        for seq, emitted, width in zip(round.batch.seqs, round.emitted, round.draft.width, strict=True):
+            if not emitted:
+                continue
+            if len(seq.rounds) == 1:  # the prompt is prefilled; a preempted sequence has passes already
+                prompt_tokens += len(seq.request.prompt_token_ids)
+            passes.append(seq.rounds[-1])
+            draft_tokens += width
         self.total.add(passes, drafted=draft_tokens, prompt=prompt_tokens)
         proposed, proposed_tokens = constrained.unforced(round, passes, draft_tokens)
         self.proposed.add(proposed, drafted=proposed_tokens, prompt=prompt_tokens)

@@ -38,12 +38,12 @@ from outrider.propose.isolate import IsolatedProposer, isolate
 from outrider.propose.registry import (
     Maker,
     alternatives,
+    check_window,
     draft_model,
     draft_models,
     draft_sources,
     find_proposer,
     own_proposer,
-    reads_window,
 )
 from outrider.system.machine import free_memory
 from outrider.verify.rules import Verifier
@@ -132,7 +132,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
     proposer = _proposer_of(config)
     config = replace(config, proposer=proposer)
     find_verifier(config.verifier, proposer)
-    _check_draft_window(config.draft_window, proposer)
+    check_window(config.draft_window, proposer)
     return build_engine(load_target(config), config, planner=planner)
 
 
@@ -278,14 +278,6 @@ def _proposer_of(config: EngineConfig) -> str | Maker:
         return config.proposer
     kernels = config.kernels if config.tp == 1 else "torch"
     return default_proposer(config.target, device=config.device, kernels=kernels, quantize=config.quantize)
-
-
-def _check_draft_window(size: int | None, proposer: str | Maker) -> None:
-    if size is not None and isinstance(proposer, str) and not reads_window(proposer):
-        raise OutriderError(
-            f"draft_window is {size} and the proposer {proposer} has no draft that reads the text; use draft:DIR, or"
-            " leave draft_window out"
-        )
 
 
 def _is_planner(planner: object) -> bool:

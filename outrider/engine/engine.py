@@ -154,6 +154,12 @@ class Engine:
         self._weight_version = version
         self.suspend()
 
+    def replace_verifier(self, verifier: Verifier) -> None:
+        """Use another implementation of the verifier, which has its name, from the next round on."""
+        assert verifier.name == self._verifier.name
+        self._verifier = verifier
+        self._verifiers[verifier.name] = verifier
+
     @torch.inference_mode()
     def suspend(self) -> None:
         """Free the slots and the KV cache of all running requests. The next round prefills them again."""

@@ -15,6 +15,7 @@ from outrider.cache.paged import PagedCache
 from outrider.cache.shared import SharedCache
 from outrider.cache.static import StaticCache
 from outrider.engine.build import EngineParts
+from outrider.engine.verifiers import verifier_for
 from outrider.errors import OutriderError
 from outrider.heads.targets.base import HeadRunner
 from outrider.loader.checkpoint import read_weights
@@ -23,6 +24,7 @@ from outrider.models.weights import finite_weights
 from outrider.propose.base import WeightFollower
 from outrider.propose.registry import draft_models, leaves
 from outrider.propose.vocabulary.wrapped_target import unwrapped
+from outrider.verify.relaxed.registry import reads_embedding
 
 NewWeights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path
 
@@ -50,8 +52,8 @@ class EngineWeights:
         """Load new values for some or all weights of the target, between two rounds.
 
         Unfinished requests go on with the new weights, and their KV cache is computed again. Cached prefixes of the old
-        weights are dropped. Drafts that share weights with the target use the new ones. If a weight does not fit,
-        nothing changes.
+        weights are dropped. Drafts that share weights with the target use the new ones. A relaxed verifier whose tables
+        come from the target's embedding makes them again. If a weight does not fit, nothing changes.
 
         Args:
             weights: tensors by the names of the model's `state_dict`, pairs of names and tensors, or the folder of a
@@ -72,6 +74,7 @@ class EngineWeights:
         if self._missing:
             self._missing = frozenset()
             self._parts.engine.block("")
+        self._refresh_verifier()
         heads = [model for model in draft_models(self._parts.proposer) if isinstance(model, HeadRunner)]
         if heads and isinstance(self._parts.target, WeightSharer):
             tables = self._parts.target.share_weights()
@@ -170,6 +173,13 @@ class EngineWeights:
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    def _refresh_verifier(self) -> None:
+        """Make the tables of a relaxed verifier again, if they come from the target's embedding."""
+        parts = self._parts
+        if reads_embedding(parts.verifier.name):
+            device = parts.loaded.checkpoint.device
+            parts.engine.replace_verifier(verifier_for(parts.verifier, parts.target, vocab=parts.vocab, device=device))
 
     def _read(self, weights: NewWeights) -> dict[str, torch.Tensor]:
         dtype = self._parts.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,9 +13,12 @@ from outrider.engine.build import full_dtype
 from outrider.errors import OutriderError
 from outrider.fit.rules import TargetSize, TrainingPlan
 from outrider.fit.settings import Settings
-from outrider.heads.store import make_module
+from outrider.heads.store import HeadModule, make_module
+from outrider.heads.targets.registry import supports_window
 from outrider.loader.checkpoint import check_fits, read_model_config
 from outrider.loader.memory import gigabytes
+from outrider.propose.draft_model.window import MIN_WINDOW
+from outrider.propose.registry import check_window
 from outrider.train.model.presets import Sizes, describe
 
 # Bytes per parameter: weights and two moments in float32 for the new and the previous state, and the head twice.
@@ -55,8 +59,41 @@ def check_disk(folder: Path, size: TargetSize, plan: TrainingPlan) -> None:
         )
 
 
+def check_draft_window(settings: Settings, proposers: Sequence[str]) -> None:
+    """Check that something reads the draft window: one of the proposers that need no training, or the head.
+
+    Raises:
+        OutriderError: nothing does, or a head cannot read a window that is so small.
+    """
+    if settings.draft_window is None:
+        return
+    if not settings.minutes:
+        check_window(settings.draft_window, *proposers)
+    elif settings.draft_window < MIN_WINDOW:
+        raise OutriderError(f"--draft-window is {settings.draft_window}; use at least {MIN_WINDOW} tokens")
+
+
+def check_head_window(size: TargetSize, plan: TrainingPlan) -> None:
+    """Check before the training that its head can read a draft window.
+
+    Raises:
+        OutriderError: heads of this kind read the whole text.
+    """
+    module = _empty_head(size, plan)
+    if module is not None and not supports_window(module):
+        raise OutriderError(
+            f"heads of kind {plan.kind} support no --draft-window; leave it out, or use --head slim, eagle31 or mtp"
+        )
+
+
 def count_parameters(size: TargetSize, plan: TrainingPlan) -> int:
     """Count the parameters of a head without making it. 0: its kind does not fit the target, as the training says."""
+    module = _empty_head(size, plan)
+    return 0 if module is None else sum(weight.numel() for weight in module.parameters())
+
+
+def _empty_head(size: TargetSize, plan: TrainingPlan) -> HeadModule | None:
+    """Return a head without memory; None: its kind does not fit the target, as the training says."""
     sizes = Sizes(
         hidden=size.hidden,
         layers=size.layers,
@@ -66,7 +103,6 @@ def count_parameters(size: TargetSize, plan: TrainingPlan) -> int:
     )
     try:
         with torch.device("meta"):
-            module = make_module(describe(plan.kind, sizes))
+            return make_module(describe(plan.kind, sizes))
     except OutriderError:
-        return 0
-    return sum(weight.numel() for weight in module.parameters())
+        return None

@@ -10,6 +10,7 @@ import typer
 
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
+from outrider.propose.options import DraftWindow
 
 AUTO_HEAD = "auto"  # the kind of head follows from the size of the target
 _MODEL, _MEASURE, _TRAIN = "Models", "Measuring", "Training"
@@ -118,6 +119,7 @@ class Settings:
             rich_help_panel=_MODEL,
         ),
     ] = None
+    draft_window: DraftWindow = None
     threads: Annotated[
         int | None,
         typer.Option(

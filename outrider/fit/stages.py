@@ -17,7 +17,7 @@ from outrider.fit.rules import Gain, TrainingPlan, expected_gain
 from outrider.fit.settings import Settings
 from outrider.loader.checkpoint import check_fits
 from outrider.plan.pass_cost import CostModel
-from outrider.propose.registry import check_proposer
+from outrider.propose.registry import check_proposer, reads_window
 from outrider.report.console import Document
 from outrider.train.run import Training
 from outrider.train.settings import Settings as TrainSettings
@@ -64,6 +64,7 @@ def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str]) -
         quantize=settings.quantize,
         threads=settings.threads,
         max_model_len=settings.max_model_len,
+        draft_window=settings.draft_window if any(map(reads_window, proposers)) else None,
     )
 
 
@@ -175,6 +176,7 @@ def certify(settings: Settings, target: Path, proposer: str, k: int, kernels: st
                 quantize=settings.quantize,
                 console=None,
                 tokens=_REPLAYED_TOKENS,
+                draft_window=settings.draft_window if reads_window(proposer) else None,
             )
     except OutriderError as error:
         return {"passed": None, "reason": str(error)}

@@ -43,9 +43,10 @@ class State:
         found = _read(file)
         wanted = json.loads(json.dumps(identity))  # as it is read from a file
         theirs = found["identity"]
-        if found["version"] == _VERSION and theirs == wanted:
-            return cls(folder, identity, found["stages"])
+        # An option that is newer than the file has no value in it, as if it was not given.
         names = sorted(name for name in {*theirs, *wanted} if theirs.get(name) != wanted.get(name))
+        if found["version"] == _VERSION and not names:
+            return cls(folder, identity, found["stages"])
         raise OutriderError(
             f"{folder} holds a fit with other values of {', '.join(names) or 'its version'}; use the same values,"
             " another --out, or --overwrite to start again"

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from outrider.core import tree
-from outrider.core.types import Batch, SequenceState
+from outrider.core.types import AudioFeatures, Batch, SequenceState
 from outrider.errors import MODEL_ERRORS, UnsupportedModel
 from outrider.loader.make import make_target
 from outrider.models.attention import NAME
@@ -146,16 +146,21 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> _Scored:
     return _Scored(logits, tokens, [torch.cat(passes) for passes in zip(*experts, strict=True)])
 
 
-def _source(checkpoint: Checkpoint, seed: int) -> list[int]:
+def _source(checkpoint: Checkpoint, seed: int) -> list[int] | AudioFeatures:
     """Return a random source for an encoder-decoder model; empty for a decoder-only model."""
     if checkpoint.source is None:
         return []
     generator = torch.Generator().manual_seed(seed + TRIALS)
+    if (speech := checkpoint.source.speech) is not None:
+        return AudioFeatures(torch.randn(speech.bins, speech.frames, generator=generator))
     return torch.randint(checkpoint.vocab, (min(_SOURCE, checkpoint.source.context),), generator=generator).tolist()
 
 
 def _reference(
-    checkpoint: Checkpoint, branches: list[list[int]], experts: list[list[torch.Tensor]], source: list[int]
+    checkpoint: Checkpoint,
+    branches: list[list[int]],
+    experts: list[list[torch.Tensor]],
+    source: list[int] | AudioFeatures,
 ) -> _Reference:
     """Return the logits after each branch from transformers, without a cache, with the experts of the target."""
     model: Any = checkpoint.model
@@ -176,7 +181,10 @@ def _reference(
         for batch, chosen in zip(batches, choices, strict=True):
             tokens = torch.tensor(batch, device=checkpoint.device)
             inputs = {"input_ids": tokens}
-            if source:
+            if isinstance(source, AudioFeatures):
+                features = source.values[None].to(checkpoint.device, checkpoint.dtype)
+                inputs = {"input_features": features, "decoder_input_ids": tokens}
+            elif source:
                 sources = torch.tensor([source], device=checkpoint.device)
                 inputs = {"input_ids": sources, "decoder_input_ids": tokens}
                 # Without masks, T5Gemma hides tokens with the id of the padding.

@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     GenerationConfig,
 )
@@ -31,6 +32,7 @@ from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
 from outrider.loader.embedded import model_folder
 from outrider.loader.gguf import end_ids, is_gguf, load_model, load_tokenizer, open_gguf
 from outrider.loader.memory import check_memory, weight_bytes
+from outrider.loader.speech import SPEECH, read_speech_rules
 from outrider.loader.tensor_parallel import check_plan
 from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint, SourceRules
@@ -77,6 +79,7 @@ _ENCODER_DECODER = (
     "t5",
     "t5gemma",
     "umt5",
+    *SPEECH,
 )
 _WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv"})
 # Their attention modules do not use the attention registry of transformers. Outrider replaces them.
@@ -328,6 +331,8 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     model_class = AutoModelForSeq2SeqLM if _has_encoder(config) else AutoModelForCausalLM
+    if config.model_type in SPEECH:
+        model_class = AutoModelForSpeechSeq2Seq
     try:
         model, report = model_class.from_pretrained(
             path,
@@ -400,6 +405,9 @@ def _source_rules(path: Path, config: Any) -> SourceRules | None:
     """Return what the encoder of a model takes; None for a decoder-only model."""
     if not _has_encoder(config):
         return None
+    if config.model_type in SPEECH:
+        speech = read_speech_rules(path, config, _generation_config(path))
+        return SourceRules(context=int(config.max_source_positions), start=(), speech=speech)
     encoder = getattr(config, "encoder", config)
     context = getattr(encoder, "max_position_embeddings", None) or _DEFAULT_SOURCE
     settings: Any = _generation_config(path)
@@ -420,7 +428,8 @@ def _source_rules(path: Path, config: Any) -> SourceRules | None:
 def _context(config: Any) -> int:
     """Return the context length of a model in tokens."""
     text = config.get_text_config(decoder=True)
-    context = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None) or _DEFAULT_CONTEXT
+    names = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+    context = next((limit for name in names if (limit := getattr(text, name, None))), _DEFAULT_CONTEXT)
     for rope in _ropes(config):
         if rope.get("rope_type") == "longrope":
             # The rotation of all keys changes beyond the original length, and cached keys would be wrong.

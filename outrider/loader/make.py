@@ -15,6 +15,7 @@ from outrider.models.encoder_decoder_target import EncoderDecoderTarget
 from outrider.models.gguf_linear import block_types
 from outrider.models.quantize import quantize_model
 from outrider.models.recurrent_target import RecurrentTarget
+from outrider.models.speech.target import SpeechTarget
 from outrider.native.target import NativeTarget
 
 KERNELS = ("auto", "native", "torch")
@@ -73,7 +74,8 @@ def make_target(
     if bits < 16:
         quantize_model(checkpoint.model, bits)
     if checkpoint.source is not None:
-        target: Target = EncoderDecoderTarget(checkpoint, slots=slots, context=context)
+        kind = EncoderDecoderTarget if checkpoint.source.speech is None else SpeechTarget
+        target: Target = kind(checkpoint, slots=slots, context=context)
     elif checkpoint.recurrent:
         target = RecurrentTarget(checkpoint, slots=slots, context=context)
     else:

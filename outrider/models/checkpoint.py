@@ -7,13 +7,16 @@ from typing import Any
 
 import torch
 
+from outrider.models.speech.rules import SpeechRules
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRules:
     """What an encoder-decoder model takes as source, and how its output begins."""
 
-    context: int  # most tokens of a source
+    context: int  # most tokens of a source, or positions of speech
     start: tuple[int, ...]  # the default prompt of the decoder; (): the checkpoint names none
+    speech: SpeechRules | None = None  # None: the source is text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,6 @@ class EncoderDecoderTarget(AttentionTarget):
         self._encoder = self._model.get_encoder()
         decoder = self._model.get_decoder()
         self._embeddings = decoder.get_input_embeddings().num_embeddings
-        self._source_embeddings = self._encoder.get_input_embeddings().num_embeddings
         self._pass = RunningPass(self._memory.sources)
         self._crosses = replace_attention(layer_stack(self._model)[1], self._pass, self._model.config.model_type)
         replace_positions(decoder, self._pass)
@@ -73,21 +72,34 @@ class EncoderDecoderTarget(AttentionTarget):
 
         Each source runs alone, so that its keys and values do not depend on other requests.
         """
-        source = seq.request.source_token_ids
-        if not source:
-            if seq.request.id >= 0:
-                raise OutriderError(_NO_SOURCE)
-            source = _MEASURED_SOURCE
+        source = self._source_of(seq)
         sources = self._memory.sources
         if sources.holds(seq.slot, source):
             return
-        sources.begin(seq.slot, source)
-        tokens = torch.tensor([source], device=self.device).clamp(0, self._source_embeddings - 1)
-        encoded = self._encoder(input_ids=tokens, attention_mask=torch.ones_like(tokens)).last_hidden_state
+        encoded = self._run_encoder(source)
+        sources.begin(seq.slot, encoded.shape[1])
         for cross in self._crosses:
             cross.encode(seq.slot, encoded)
         self._dummy = encoded.new_zeros(1, 1, encoded.shape[-1])
         sources.end(seq.slot, source)
+
+    def _source_of(self, seq: SequenceState) -> object:
+        """Return the source of a sequence. Equal sources are encoded once."""
+        source = seq.request.source_token_ids
+        if source:
+            return source
+        if seq.request.id >= 0:
+            raise OutriderError(_NO_SOURCE)
+        return _MEASURED_SOURCE
+
+    def _run_encoder(self, source: object) -> torch.Tensor:
+        """Return the output of the encoder [1, S, H]."""
+        embeddings = self._encoder.get_input_embeddings().num_embeddings
+        tokens = torch.tensor([source], device=self.device).clamp(0, embeddings - 1)
+        encoded: torch.Tensor = self._encoder(
+            input_ids=tokens, attention_mask=torch.ones_like(tokens)
+        ).last_hidden_state
+        return encoded
 
     def _forward(self, layout: Layout, reader: CacheReader) -> torch.Tensor:
         tokens = layout.tokens.clamp(0, self._embeddings - 1)[None]

@@ -174,6 +174,21 @@ def reads_window(spec: str) -> bool:
     return not _WINDOW_PROPOSERS.isdisjoint(parse(spec).names())
 
 
+def check_window(size: int | None, *specs: str | Maker) -> None:
+    """Check that a draft window applies to one of these proposers, at least.
+
+    Raises:
+        OutriderError: none of them has a draft that reads the text.
+    """
+    if size is None or any(not isinstance(spec, str) or reads_window(spec) for spec in specs):
+        return
+    names = ", ".join(map(str, specs))
+    subject = f"the proposer {names} has no draft" if len(specs) == 1 else f"none of {names} has a draft"
+    raise OutriderError(
+        f"draft_window is {size} and {subject} that reads the text; use draft:DIR, or leave draft_window out"
+    )
+
+
 def draft_sources(spec: str | Maker) -> tuple[str, ...]:
     """Return the names of the proposers in an expression, in the order of the bits in `Draft.source`.
 

@@ -15,6 +15,7 @@ from outrider._version import __version__
 from outrider.errors import OutriderError
 from outrider.serve.api_keys import ApiKey, read_keys
 from outrider.serve.async_llm import AsyncLLM
+from outrider.serve.audio.routes import add_audio_routes, add_missing_audio_route
 from outrider.serve.handler import RequestHandler
 from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from outrider.serve.monitoring.metrics import EngineMetrics, exposition
@@ -53,7 +54,7 @@ def make_app(
         tracer: makes OpenTelemetry traces; None: there are none.
 
     Raises:
-        OutriderError: the video models have the same name.
+        OutriderError: the video models have the same name, or a package that the target needs is missing.
     """
     if videos is not None and videos.served.name == name:
         raise OutriderError(f"target and video models are both named {name!r}; give another --served-model-name")
@@ -72,7 +73,13 @@ def make_app(
 
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan)
     async_llm.latency.registry.register(EngineMetrics(async_llm))
-    _add_routes(app, RequestHandler(async_llm, settings, name=name), async_llm, name, videos)
+    handler = RequestHandler(async_llm, settings, name=name)
+    _add_routes(app, handler, async_llm, name, videos)
+    rules = async_llm.frontend.parts.source_rules
+    if rules is not None and rules.speech is not None:
+        add_audio_routes(app, handler)
+    else:
+        add_missing_audio_route(app)
     if videos is None:
         add_missing_routes(app)
     else:

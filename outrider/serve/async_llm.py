@@ -17,7 +17,7 @@ from outrider.core.stats import Stats
 from outrider.core.types import Request, Round, SequenceState
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
-from outrider.llm import LLM
+from outrider.llm import LLM, EncodedSource
 from outrider.parallel.ranks import is_network_error
 from outrider.serve.monitoring.drift import Drift
 from outrider.serve.monitoring.latency import LatencyMetrics
@@ -152,7 +152,7 @@ class AsyncLLM:
         tokens: tuple[int, ...],
         params: SamplingParams,
         content: StreamContent,
-        source: tuple[int, ...] | None = None,
+        source: EncodedSource | None = None,
     ) -> list[RequestStream]:
         """Queue a prompt and the source of an encoder-decoder model, given as the tokens of `prompt_encoder`.
 

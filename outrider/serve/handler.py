@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -13,17 +13,19 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.types import Completion
 from outrider.errors import OutriderError
+from outrider.llm import LLM
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.errors import UnknownModel, attribute_errors, rename_param
 from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields
 from outrider.serve.openai.tools import Tools, conversation, supports_tool_calls
-from outrider.serve.prompt_encoder import EncodedInput
+from outrider.serve.prompt_encoder import EncodedInput, PromptEncoder
 from outrider.serve.settings import Settings
 from outrider.serve.stream.request_stream import RequestStream, StreamChunk, StreamContent
 from outrider.serve.stream.smoothing import smooth_chunks
 
+Respond = Callable[[list[Completion]], Response]
 _CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a closed connection; the client does not receive it
 
 
@@ -35,6 +37,16 @@ class RequestHandler:
         self._settings = settings
         self._name = name  # of the model
         self._grammar_lock = asyncio.Lock()
+
+    @property
+    def frontend(self) -> LLM:
+        """The models, for the event loop."""
+        return self._async_llm.frontend
+
+    @property
+    def prompt_encoder(self) -> PromptEncoder:
+        """Encodes prompts and sources, for the event loop."""
+        return self._async_llm.prompt_encoder
 
     def check_model(self, model: str | None) -> None:
         """Raise UnknownModel if the request names another model."""
@@ -146,7 +158,19 @@ class RequestHandler:
                 builder, streams, len(inputs), include_usage=include_usage, request=request, disconnected=disconnected
             )
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await self._full_response(builder, streams, len(inputs), request=request, disconnected=disconnected)
+
+        def respond(completions: list[Completion]) -> Response:
+            return JSONResponse(builder.response(completions, len(inputs)))
+
+        return await self._full_response(streams, respond, request=request, disconnected=disconnected)
+
+    async def complete(
+        self, encoded: EncodedInput, params: SamplingParams, request: Request, respond: Respond
+    ) -> Response:
+        """Submit one prompt and return the response that `respond` makes of its completion."""
+        streams = self._submit([encoded], params, StreamContent.END)
+        disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
+        return await self._full_response(streams, respond, request=request, disconnected=disconnected)
 
     async def _cancel_on_disconnect(self, request: Request, streams: Sequence[RequestStream]) -> None:
         """Wait until the client disconnects, and cancel its requests."""
@@ -169,9 +193,8 @@ class RequestHandler:
 
     async def _full_response(
         self,
-        builder: ResponseBuilder,
         streams: Sequence[RequestStream],
-        num_prompts: int,
+        respond: Respond,
         *,
         request: Request,
         disconnected: asyncio.Task[None],
@@ -201,7 +224,7 @@ class RequestHandler:
             return JSONResponse(error_response(errors[0], kind="server_error"), 500)
         completions = [chunk.completion for chunk in last_chunks if chunk.completion]
         log_entry.finish(completions)
-        return JSONResponse(builder.response(completions, num_prompts))
+        return respond(completions)
 
     async def _stream_events(
         self,

@@ -13,7 +13,9 @@ from outrider.serve.monitoring.request_log import entry_of
 from outrider.serve.openai.responses import error_response
 
 _PUBLIC_PATHS = frozenset({"/health", "/"})  # paths that need no API key
-_CHARGED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})  # paths whose tokens count for a quota
+_CHARGED_PATHS = frozenset(  # paths whose tokens count for a quota
+    {"/v1/completions", "/v1/chat/completions", "/v1/audio/transcriptions"}
+)
 
 
 class ApiKeyMiddleware:

@@ -6,20 +6,24 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from outrider.llm import LLM, Prompt
+from outrider.core.params import InvalidParam
+from outrider.core.types import AudioFeatures
+from outrider.llm import LLM, EncodedSource, Prompt
+from outrider.models.speech.wav import read_wav
 
 _LONG_PROMPT = 20_000  # characters; encoding them takes some milliseconds
 _Tokens = tuple[int, ...]
+_Encoded = TypeVar("_Encoded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedInput:
-    """The tokens of a prompt, and those of its source for an encoder-decoder model."""
+    """The tokens of a prompt, and the source for an encoder-decoder model."""
 
     prompt: _Tokens
-    source: _Tokens | None = None
+    source: EncodedSource | None = None
 
 
 def with_own_tokenizer(llm: LLM) -> LLM:
@@ -43,16 +47,40 @@ class PromptEncoder:
         return await self._encode(lambda llm: llm.encode(prompt), length)
 
     async def encode_source(self, source: Prompt) -> _Tokens:
-        """Return the tokens of the source of an encoder-decoder model."""
+        """Return the tokens of the source of an encoder-decoder model that reads text.
+
+        Raises:
+            InvalidParam: the model reads speech. `LLM.encode_source` would take a text as the path of a file.
+        """
+        rules = self._frontend.parts.source_rules
+        if rules is not None and rules.speech is not None:
+            raise InvalidParam("source", "this model transcribes audio; send a file to /v1/audio/transcriptions")
         length = len(source) if isinstance(source, str) else 0
-        return await self._encode(lambda llm: llm.encode_source(source), length)
+        encoded = await self._encode(lambda llm: llm.encode_source(source), length)
+        assert isinstance(encoded, tuple)
+        return encoded
+
+    async def encode_recording(self, data: bytes, name: str) -> AudioFeatures:
+        """Return the features of a WAV file, for a speech model.
+
+        Raises:
+            OutriderError: it is no WAV file, or does not fit the model.
+        """
+
+        def encode(llm: LLM) -> EncodedSource:
+            return llm.encode_source(read_wav(data, name))
+
+        async with self._thread_lock:
+            features = await asyncio.to_thread(encode, self._thread_llm)
+        assert isinstance(features, AudioFeatures)
+        return features
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> _Tokens:
         """Return the tokens of a conversation. Raises as `LLM.encode_chat` does."""
         length = sum(len(str(message.get("content") or "")) for message in messages)
         return await self._encode(lambda llm: llm.encode_chat(messages, tools), length)
 
-    async def _encode(self, encode: Callable[[LLM], _Tokens], length: int) -> _Tokens:
+    async def _encode(self, encode: Callable[[LLM], _Encoded], length: int) -> _Encoded:
         """Call `encode`, in a thread if the prompt is long. `length` is its number of characters."""
         if length < _LONG_PROMPT:
             return encode(self._frontend)

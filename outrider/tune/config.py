@@ -19,7 +19,8 @@ from outrider.verify.relaxed.registry import with_absolute_table
 BENCHMARK, VERSION = "outrider tune", 1
 FIT = "outrider fit"  # its documents have the same settings
 _OPTIONS = ("target", "proposer", "k", "verifier", "dtype", "kernels", "quantize")
-_PROPOSER_OPTIONS = ("k", "verifier")  # tuned for the proposer of the file, and useless for another one
+_ADDED_OPTIONS = ("draft_window",)  # files of earlier releases lack them
+_PROPOSER_OPTIONS = ("k", "verifier", "draft_window")  # tuned for the proposer of the file, and useless for another one
 
 Options = TypeVar("Options")
 
@@ -38,6 +39,7 @@ def settings_dict(settings: Settings, *, proposer: str, k: int | str, verifier: 
         "dtype": settings.dtype,
         "kernels": settings.kernels,
         "quantize": settings.quantize,
+        "draft_window": settings.window_of(expression),
         "models": {str(folder): model_print(folder) for folder in folders},
     }
 
@@ -48,8 +50,8 @@ def configured(options: Options, file: str, *, given: Collection[str], min_k: in
     Args:
         options: a dataclass with fields of the names in the file.
         file: a file of `outrider tune --out`.
-        given: the fields that the user has set. They take precedence. If the user has set the proposer, the k and the
-            verifier of the file are not used either.
+        given: the fields that the user has set. They take precedence. If the user has set the proposer, the k, the
+            verifier and the draft window of the file are not used either.
         min_k: smallest k that the command accepts.
 
     Raises:
@@ -58,7 +60,8 @@ def configured(options: Options, file: str, *, given: Collection[str], min_k: in
     settings = _read(file)
     names = {field.name for field in fields(options)}  # type: ignore[arg-type]
     fixed = {*given, *(_PROPOSER_OPTIONS if "proposer" in given else ())}
-    values = {name: settings[name] for name in _OPTIONS if name in names and name not in fixed}
+    stored = [name for name in (*_OPTIONS, *_ADDED_OPTIONS) if name in settings]
+    values = {name: settings[name] for name in stored if name in names and name not in fixed}
     _check_models(file, settings, values)
     if values.get("proposer") == "none" and "k" in given:
         raise OutriderError(f"{file} recommends plain decoding, and k was given; give --proposer as well, or no --k")
@@ -105,6 +108,8 @@ def _is_valid(name: str, value: Any) -> bool:
     """Return whether a setting has the type that `settings_dict` writes."""
     if name == "k":
         return value == AUTO or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+    if name == "draft_window":
+        return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
     if name == "models":
         return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
     return isinstance(value, str) or (name in ("target", "quantize") and value is None) or name not in _OPTIONS

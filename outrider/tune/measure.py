@@ -118,7 +118,8 @@ class VariantEngines:
     def _make_proposer(self, spec: str) -> Proposer:
         parts = self.base.parts
         draw = find_verifier(self._settings.verifier, spec).draw
-        proposer = make_proposer(spec, replace(parts.setup, draw=draw))
+        window = self._settings.window_of(spec)
+        proposer = make_proposer(spec, replace(parts.setup, draw=draw, draft_window=window))
         if not self._exported_layers.issuperset(proposer.needs.layers):
             self._exported_layers.update(proposer.needs.layers)
             parts.target.export_hidden_states(sorted(self._exported_layers))

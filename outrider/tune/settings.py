@@ -11,7 +11,7 @@ from outrider.engine.default_proposer import default_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.measure.number_lists import parse_whole
-from outrider.propose.registry import parse
+from outrider.propose.registry import check_window, parse, reads_window
 
 PHASES = ("first", "middle", "last")  # thirds of an output
 _PLAIN = "none"
@@ -38,6 +38,7 @@ class Settings:
     quantize: str | None = None
     threads: int | None = None
     max_model_len: int | None = None
+    draft_window: int | None = None  # of the proposers that have a draft model or a draft head
 
     def __post_init__(self) -> None:
         for name, values in {"proposers": self.proposers, "k": self.ks, "batch": self.batches}.items():
@@ -49,6 +50,7 @@ class Settings:
             "batch": min(self.batches),
             "repeats": self.repeats,
             "limit": self.limit,
+            "draft_window": self.draft_window,
         }
         for name, value in smallest.items():
             if value is not None and value < 1:
@@ -67,6 +69,11 @@ class Settings:
                     f" {_PLAIN} out"
                 )
         weight_bits(self.quantize)
+        check_window(self.draft_window, *self.proposers)
+
+    def window_of(self, proposer: str) -> int | None:
+        """Return the draft window of a proposer; None if it has no draft that reads the text."""
+        return self.draft_window if reads_window(proposer) else None
 
     @property
     def max_num_seqs(self) -> int:

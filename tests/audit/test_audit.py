@@ -206,6 +206,21 @@ def test_lossy_verifier_fails_even_if_all_tests_pass(monkeypatch, prompts_file):
     assert results == {"block": True, "lenient": False}
 
 
+def test_audit_of_a_draft_window(prompts_file):
+    draft = f"draft:{embedded('nano')}"
+    whole, windowed = (
+        Pair(str(embedded("mini")), draft, PROMPTS, dtype="float32", device="cpu", room=24, draft_window=window)
+        for window in (None, 16)
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=16, seed=1)
+    plain = windowed.plain(windowed.requests(params), alone=False)
+    drafted = [pair.speculative(pair.requests(params), EXACT["walk"], k=4) for pair in (whole, windowed)]
+    assert drafted[0].tokens == drafted[1].tokens == plain.tokens
+    assert drafted[0].stats.accepted != drafted[1].stats.accepted  # the draft has read less
+    with pytest.raises(OutriderError, match="the proposer ngram has no draft that reads the text"):
+        run_audit(None, "ngram", draft_window=16, prompts=prompts_file, console=None, **QUICK)
+
+
 def test_distribution_test_fails_for_a_lossy_verifier():
     spec = f"draft:{embedded('nano')}"
     pair = Pair(str(embedded("mini")), spec, PROMPTS[:1], dtype="float32", device="cpu", room=8)

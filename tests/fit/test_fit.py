@@ -413,6 +413,9 @@ def test_missing_target_is_reported(fit, tmp_path):
         ({"--k": "many"}, "--k is 'many'"),
         ({"--samples": 50}, "use at least 100, or 0"),
         ({"--measure-minutes": 0}, "--measure-minutes is 0"),
+        ({"--draft-window": 8}, "--draft-window is 8; use at least 16 tokens"),
+        ({"--draft-window": 32, "--head": "medusa"}, "heads of kind medusa support no --draft-window"),
+        ({"--draft-window": 32, "--minutes": 0}, "none of ngram, suffix has a draft that reads the text"),
     ],
 )
 def test_wrong_options(options, message, fit, tmp_path):

@@ -389,7 +389,25 @@ ENCODER_DECODER: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "blenderbot": _seq2seq("BlenderbotConfig", **_BART),
     "blenderbot-small": _seq2seq("BlenderbotSmallConfig", **_BART),
 }
-EVERY = {**ARCHITECTURES, **ENCODER_DECODER}
+SPEECH: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "whisper": _seq2seq(
+        "WhisperConfig",
+        d_model=32,
+        num_mel_bins=8,
+        max_source_positions=50,  # one second
+        max_target_positions=128,
+        encoder_layers=2,
+        decoder_layers=LAYERS,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        init_std=0.15,
+        begin_suppress_tokens=None,
+        tie_word_embeddings=False,
+    ),
+}
+EVERY = {**ARCHITECTURES, **ENCODER_DECODER, **SPEECH}
 
 # What `--quantize` leaves out on torch.
 _ONLY_LM_HEAD = frozenset({"gpt2"})  # its other layers are no linear layers of torch
@@ -440,7 +458,7 @@ class Architecture:
     """What an architecture supports. Chains, trees and batches are tested for all of them."""
 
     config: Callable[[], PreTrainedConfig]  # a small one
-    kind: str  # attention, recurrent (alone or beside attention) or encoder-decoder
+    kind: str  # attention, recurrent (alone or beside attention), encoder-decoder or speech
     quantized: str  # by `--quantize` on torch: yes, without experts, LM head only, or no
     prefixes: bool  # whether requests share the cache of a common prefix
     graphs: bool  # whether passes can be recorded as CUDA graphs
@@ -451,6 +469,9 @@ class Architecture:
         return self.kind == "attention" and self.config().model_type in FAMILIES
 
 
+_WITH_ENCODER = ("encoder-decoder", "speech")
+
+
 def _architecture(name: str, kind: str, config: Callable[[], PreTrainedConfig]) -> Architecture:
     quantized = "LM head only" if name in _ONLY_LM_HEAD else "yes"
     if name in _WITHOUT_EXPERTS:
@@ -458,13 +479,13 @@ def _architecture(name: str, kind: str, config: Callable[[], PreTrainedConfig]) 
     return Architecture(
         config=config,
         kind=kind,
-        quantized="no" if kind == "encoder-decoder" else quantized,
-        prefixes=kind != "encoder-decoder",
+        quantized="no" if kind in _WITH_ENCODER else quantized,
+        prefixes=kind not in _WITH_ENCODER,
         graphs=kind == "attention" and name not in _NO_GRAPHS,
     )
 
 
-_KINDS = {"attention": ATTENTION, "recurrent": RECURRENT, "encoder-decoder": ENCODER_DECODER}
+_KINDS = {"attention": ATTENTION, "recurrent": RECURRENT, "encoder-decoder": ENCODER_DECODER, "speech": SPEECH}
 TABLE: Mapping[str, Architecture] = {
     name: _architecture(name, kind, config) for kind, configs in _KINDS.items() for name, config in configs.items()
 }
@@ -480,7 +501,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and t
     "moshi": ({}, "use different windows"),
     "led": ({}, "of encoder-decoder models only bart, .* are supported"),
     "bert": ({}, "not a causal language model"),
-    "whisper": ({}, "of encoder-decoder models only bart, .* are supported"),
+    "longt5": ({}, "of encoder-decoder models only bart, .* are supported"),
 }
 REFUSED_BY_CHECK: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "bert-generation": (_config("BertGenerationConfig", is_decoder=False), "differ from the model's own"),

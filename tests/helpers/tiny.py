@@ -14,13 +14,15 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    WhisperFeatureExtractor,
 )
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Draft, Request, SequenceState
+from outrider.core.types import AudioFeatures, Batch, Draft, Request, SequenceState
 from outrider.errors import UnsupportedModel
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
@@ -37,16 +39,19 @@ from tests.helpers.architectures import NOT_IN_TRANSFORMERS as NOT_IN_TRANSFORME
 from tests.helpers.architectures import RECURRENT as RECURRENT
 from tests.helpers.architectures import REFUSED as REFUSED
 from tests.helpers.architectures import REFUSED_BY_CHECK as REFUSED_BY_CHECK
+from tests.helpers.architectures import SPEECH as SPEECH
 from tests.helpers.architectures import TABLE as TABLE
 from tests.helpers.architectures import VOCAB as VOCAB
 from tests.helpers.architectures import WINDOW as WINDOW
 from tests.helpers.architectures import make_config as make_config
 
+_LOUDER = {"decoder.embed": 5, "encoder_attn": 4, "conv": 4}  # factors of weights of speech models
+
 
 def save(folder: Path, config: PreTrainedConfig, *, seed: int = 0, size: int = VOCAB) -> Path:
     """Write a random model of a configuration, and a tokenizer of `size` tokens; every weight says something."""
     torch.manual_seed(seed)
-    model_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model_class = _model_class(config)
     model = model_class.from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -55,7 +60,24 @@ def save(folder: Path, config: PreTrainedConfig, *, seed: int = 0, size: int = V
         for name, weight in model.named_parameters():
             if name.endswith(".wo.weight"):  # of T5, which otherwise repeats its last token
                 weight *= 12
+            if config.model_type == "whisper":  # which otherwise repeats one token, whatever it hears
+                factors = (factor for part, factor in _LOUDER.items() if part in name)
+                weight *= next(factors, 1) if weight.dim() > 1 else 1
+    if config.model_type == "whisper":
+        extractor(config).save_pretrained(folder)
     return save_model(folder, model, size=size)
+
+
+def _model_class(config: PreTrainedConfig) -> Any:
+    if config.model_type == "whisper":
+        return AutoModelForSpeechSeq2Seq
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
+def extractor(config: PreTrainedConfig) -> WhisperFeatureExtractor:
+    """The feature extractor of a small speech model, whose recordings have at most one second."""
+    assert config.max_source_positions == 50
+    return WhisperFeatureExtractor(feature_size=config.num_mel_bins, chunk_length=1)
 
 
 def save_model(folder: Path, model: PreTrainedModel, *, size: int = VOCAB) -> Path:
@@ -90,8 +112,8 @@ class Shelf:
         """transformers' own, whose attention is the plain one."""
         if name not in self._models:
             folder = self.folder(name)
-            model_class = AutoModelForSeq2SeqLM if name in ENCODER_DECODER else AutoModelForCausalLM
             config = AutoConfig.from_pretrained(folder)
+            model_class = _model_class(config)
             attention = "sdpa" if config.model_type == "falcon" else "eager"  # its eager one adds the ALiBi bias twice
             model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
             self._models[name] = model.eval()
@@ -131,7 +153,9 @@ def text(chance: random.Random, length: int) -> list[int]:
     return [fresh[i % 5] if chance.random() < 0.7 else token for i, token in enumerate(fresh)]
 
 
-def admit(target: Target, slot: int, tokens: Sequence[int], source: Sequence[int] = ()) -> SequenceState:
+def admit(
+    target: Target, slot: int, tokens: Sequence[int], source: Sequence[int] | AudioFeatures = ()
+) -> SequenceState:
     request = Request(
         id=slot,
         prompt_token_ids=tuple(tokens),
@@ -139,7 +163,8 @@ def admit(target: Target, slot: int, tokens: Sequence[int], source: Sequence[int
         seed=0,
         end_ids=frozenset(),
         max_tokens=10**6,
-        source_token_ids=tuple(source),
+        source_token_ids=() if isinstance(source, AudioFeatures) else tuple(source),
+        source_features=source if isinstance(source, AudioFeatures) else None,
     )
     row = SequenceState(request=request, slot=slot, token_ids=list(tokens))
     row.num_cached_tokens = target.cache.admit(slot, tokens)

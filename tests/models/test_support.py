@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING
 
 from outrider.audit.pair import widen
 from outrider.core import tree
+from outrider.core.types import AudioFeatures
 from outrider.errors import OutriderError
 from outrider.loader.check import check_target
 from outrider.loader.checkpoint import load_checkpoint
@@ -33,6 +34,7 @@ pytestmark = [
 TOLERANCE = 1e-4  # relative to the norm of the logits
 NATIVE_SIZES = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 32}  # the kernels need multiples of 16
 SOURCE = (7, 8, 9)
+AUDIO = AudioFeatures(torch.ones(8, 100))
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,13 @@ def next_logits(target, seq):
     return target.score(tiny.everything([seq]), tree.empty(1, target.device)).logits[:, 0]
 
 
-def admit(target, slot, tokens):
+def source_of(name):
+    return AUDIO if tiny.TABLE[name].kind == "speech" else SOURCE
+
+
+def admit(target, slot, tokens, source):
     """Admit a sequence in a scope, so that it may share a prefix."""
-    seq = tiny.admit(target, slot, tokens, SOURCE)
+    seq = tiny.admit(target, slot, tokens, source)
     target.cache.release(slot)
     seq.num_cached_tokens = target.cache.admit(slot, tokens, "scope")
     return seq
@@ -65,15 +71,15 @@ def test_shared_prefixes(name, shelf):
     target.cache.set_prefix_caching(True)
     shared = CHUNK if tiny.TABLE[name].kind == "recurrent" else 20
     common = tiny.text(rng, shared + 1)
-    first = admit(target, 0, [*common, 1, 2, 3])
+    first = admit(target, 0, [*common, 1, 2, 3], source_of(name))
     batch = tiny.everything([first])
     draft = tree.empty(1, target.device)
     target.cache.commit(tree.prefill_round(batch, draft, target.score(batch, draft)))
-    second = admit(target, 1, [*common, *tiny.text(rng, 5)])
+    second = admit(target, 1, [*common, *tiny.text(rng, 5)], source_of(name))
     assert (second.num_cached_tokens >= shared) == tiny.TABLE[name].prefixes
     logits = next_logits(target, second)
     fresh = load_target(shelf, name)
-    expected = next_logits(fresh, tiny.admit(fresh, 2, second.token_ids, SOURCE))
+    expected = next_logits(fresh, tiny.admit(fresh, 2, second.token_ids, source_of(name)))
     assert (logits - expected).norm() < TOLERANCE * expected.norm()
 
 

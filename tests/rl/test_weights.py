@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,6 +131,31 @@ def test_a_draft_of_the_target_follows_it(shelf, tmp_path, changed, proposer):
     one, two = (each.generate(PROMPT, SAMPLED) for each in (llm, fresh))
     assert [each.token_ids for each in one] == [each.token_ids for each in two]
     assert [each.stats.accepted for each in one] == [each.stats.accepted for each in two]
+
+
+@pytest.mark.parametrize("verifier", ["lantern:delta=0.6,k=8", "gsd:clusters=8", "pcg:k=2"])
+def test_tables_of_a_relaxed_verifier_follow_the_embedding(shelf, tmp_path, changed, monkeypatch, verifier):
+    weights = changed(shelf / "policy", scale=0.3)
+    settings = {"proposer": f"draft:{shelf / 'draft'}", "verifier": verifier, "kernels": "torch"}
+    llm = load(shelf / "policy", **settings)
+    stale = load(shelf / "policy", **settings)
+    llm.update_weights(weights)
+    with monkeypatch.context() as patch:
+        patch.setattr("outrider.engine.weights.reads_embedding", lambda name: False)
+        stale.update_weights(weights)
+    fresh = load(reload(tmp_path, shelf / "policy", weights), **settings)
+    params = replace(SAMPLED, max_tokens=64)
+    assert tokens(llm, params) == tokens(fresh, params) != tokens(stale, params)
+
+
+def test_tables_of_files_are_kept(shelf, tmp_path, changed):
+    table = tmp_path / "groups.json"
+    table.write_text(json.dumps({"vocab": tiny.VOCAB, "groups": [[5, 6], [7, 8]]}))
+    settings = {"proposer": f"draft:{shelf / 'draft'}", "verifier": f"gsd:table={table}", "kernels": "torch"}
+    llm = load(shelf / "policy", **settings)
+    before = llm.engine._verifier
+    llm.update_weights(changed(shelf / "policy", scale=0.3))
+    assert llm.engine._verifier is before
 
 
 @KERNELS

@@ -25,6 +25,7 @@ from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.pass_cost import PassCost
 from outrider.plan.planner import FixedPlanner
 from outrider.plan.store import PlanFile, model_print, proposer_name, restored
+from outrider.propose.draft_model.window import WindowedTarget
 from outrider.propose.expression import command_line_form, short
 from outrider.propose.registry import parse
 from outrider.system.atomic_files import check_writable, write_whole
@@ -32,7 +33,7 @@ from outrider.tune.advice import advise
 from outrider.tune.config import configured, settings_dict
 from outrider.tune.engines import other_engines
 from outrider.tune.figures import AcceptanceSummary, Estimate, RoundMs, figures, ratio
-from outrider.tune.measure import is_forgetful, measure
+from outrider.tune.measure import VariantEngines, is_forgetful, measure
 from outrider.tune.settings import Settings, default_proposers, read_ks, read_proposers
 from outrider.tune.trial import Trial, Variant, split
 from outrider.tune.wording import summary
@@ -379,6 +380,9 @@ def test_lists_of_proposers_and_draft_lengths():
         ({"quantize": "int3"}, "quantize 'int3' is unknown"),
         ({"proposers": ("ngram", "draft:nowhere")}, "nowhere is not a folder"),
         ({"proposers": ("ngram:5-1",)}, "ngram:5-1 is no range"),
+        ({"draft_window": 0}, "draft_window is 0; use at least 1"),
+        ({"draft_window": 32}, "the proposer ngram has no draft that reads the text"),
+        ({"draft_window": 32, "proposers": ("ngram", "suffix")}, "none of ngram, suffix has a draft that reads"),
     ],
 )
 def test_invalid_settings(settings, message):
@@ -394,6 +398,7 @@ def test_invalid_settings(settings, message):
         (["--proposers", ";"], "proposers names nothing"),
         (["--proposers", "nobody"], "proposer 'nobody' is unknown"),
         (["--target", "nowhere"], "nowhere is not a folder"),
+        (["--proposers", "ngram", "--draft-window", 32], "has no draft that reads the text"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
         (["--out", "nowhere/at/all.json"], "nowhere/at/all.json cannot be written"),
     ],
@@ -476,10 +481,16 @@ def test_draft_heads_with_different_layers(names, kernels, prompts):
 
 def advice_file(path, **settings):
     """Write a file of `outrider tune` with these settings."""
-    tune_settings = Settings(proposers=("ngram",), target=settings.pop("target", None), dtype="float32")
+    proposer = settings.pop("proposer", "ngram")
+    tune_settings = Settings(
+        proposers=("ngram" if proposer == "none" else proposer,),
+        target=settings.pop("target", None),
+        dtype="float32",
+        draft_window=settings.pop("draft_window", None),
+    )
     recommended = settings_dict(
         tune_settings,
-        proposer=settings.pop("proposer", "ngram"),
+        proposer=proposer,
         k=settings.pop("k", 3),
         verifier=settings.pop("verifier", "walk"),
     )
@@ -497,6 +508,30 @@ def test_config_replaces_defaults(tmp_path):
     # The k and the verifier of the file are for its own proposer.
     other = configured(EngineOptions(proposer="ngram"), file, given={"proposer"})
     assert (other.proposer, other.k, other.verifier, other.dtype) == ("ngram", EngineOptions().k, None, "float32")
+
+
+def test_draft_window_applies_to_proposers_with_a_draft(prompts):
+    draft = f"draft:{embedded('nano')}"
+    settings = Settings(
+        proposers=("ngram", draft), prompts=prompts, draft_window=32, max_model_len=96, dtype="float32", threads=1
+    )
+    proposers = VariantEngines(settings).proposers
+    model = proposers[draft].model
+    assert isinstance(model, WindowedTarget)
+    assert (model.inner.context, model.context) == (32, 96)
+    window = {spec: settings_dict(settings, proposer=spec, k=2, verifier="walk")["draft_window"] for spec in proposers}
+    assert window == {"ngram": None, draft: 32}
+
+
+def test_draft_window_of_a_file(tmp_path):
+    file = str(advice_file(tmp_path / "advice.json", proposer=f"draft:{embedded('nano')}", draft_window=32))
+    assert configured(ModelOptions(), file, given=()).draft_window == 32
+    assert configured(ModelOptions(draft_window=48), file, given={"draft_window"}).draft_window == 48
+    # The window of the file is for its own proposer.
+    assert configured(ModelOptions(proposer="ngram"), file, given={"proposer"}).draft_window is None
+    without = tmp_path / "without.json"
+    without.write_bytes(advice_bytes())  # as earlier releases wrote it
+    assert configured(ModelOptions(), str(without), given=()).draft_window is None
 
 
 def test_config_on_the_command_line(tmp_path, prompts):
@@ -531,6 +566,7 @@ def advice_bytes(**settings):
 INVALID_SETTINGS = (
     *((name, value) for name in ("target", "proposer", "verifier", "dtype", "quantize") for value in (5, ["x"])),
     *(("k", value) for value in (-1, "some", True, None, 1.5)),
+    *(("draft_window", value) for value in (0, "some", True, 1.5)),
     *(("models", value) for value in ([], None, {"x": 5})),
     ("proposer", None),
 )

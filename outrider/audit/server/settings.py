@@ -85,7 +85,8 @@ NEEDS_SERVER = (
     "seed",
     "timeout",
 )
-NOT_FOR_SERVER = ("proposer", "verifier", "tp")  # options of `outrider audit` that mean nothing for a server
+# Options of `outrider audit` that mean nothing for a server.
+NOT_FOR_SERVER = ("proposer", "verifier", "tp", "draft_window")
 
 
 def check_given(server: str | None, given: set[str]) -> None:

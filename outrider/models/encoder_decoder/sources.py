@@ -9,45 +9,48 @@ import torch
 from outrider.cache.base import SequenceSpan
 from outrider.core import tree
 
-_GROWTH = 64  # tokens; the capacity is a multiple of it
+_GROWTH = 64  # positions; the capacity is a multiple of it
 
 
 class Sources:
-    """Keys and values [slots, heads, capacity, dim] of each decoder layer, and the tokens that they belong to.
+    """Keys and values [slots, heads, capacity, dim] of each decoder layer, and the sources that they belong to.
 
-    The capacity grows to the longest source so far.
+    A source is any object: token ids, or `AudioFeatures`. The capacity grows to the longest source so far.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.device = device
         self._slots = slots
         self._capacity = 0
-        self._tokens: list[tuple[int, ...] | None] = [None] * slots  # None: the slot holds no source
+        self._sources: list[object] = [None] * slots  # None: the slot holds no source
+        self._length = [0] * slots  # positions of keys and values
         self._keys: dict[int, torch.Tensor] = {}  # by layer
         self._values: dict[int, torch.Tensor] = {}
 
     def forget(self) -> None:
         """Drop all sources, after a weight update."""
-        self._tokens = [None] * self._slots
+        self._sources = [None] * self._slots
 
-    def holds(self, slot: int, tokens: tuple[int, ...]) -> bool:
+    def holds(self, slot: int, source: object) -> bool:
         """Return whether a slot holds a source. A source that another slot holds is copied."""
-        held = self._tokens[slot]
-        if held is tokens or held == tokens:
+        held = self._sources[slot]
+        if held is source or held == source:
             return True
-        if tokens not in self._tokens:
+        if source not in self._sources:
             return False
-        other = self._tokens.index(tokens)
+        other = self._sources.index(source)
         for tensor in (*self._keys.values(), *self._values.values()):
             tensor[slot] = tensor[other]
-        self._tokens[slot] = tokens
+        self._sources[slot] = source
+        self._length[slot] = self._length[other]
         return True
 
-    def begin(self, slot: int, tokens: tuple[int, ...]) -> None:
-        """Give a slot to a source. `write` follows for each layer."""
-        self._tokens[slot] = None
-        if len(tokens) > self._capacity:
-            self._capacity = -(-len(tokens) // _GROWTH) * _GROWTH
+    def begin(self, slot: int, length: int) -> None:
+        """Give a slot to a source of so many positions. `write` follows for each layer, then `end`."""
+        self._sources[slot] = None
+        self._length[slot] = length
+        if length > self._capacity:
+            self._capacity = -(-length // _GROWTH) * _GROWTH
             for tensors in (self._keys, self._values):
                 for layer, old in tensors.items():
                     tensors[layer] = self._allocate(old.shape[1], old.shape[3], old.dtype)
@@ -61,9 +64,9 @@ class Sources:
             tensors[layer][slot, :, : new.shape[1]] = new
             tensors[layer][slot, :, new.shape[1] :] = 0  # masked, but 0 * NaN is NaN
 
-    def end(self, slot: int, tokens: tuple[int, ...]) -> None:
+    def end(self, slot: int, source: object) -> None:
         """Note that all layers of a source are written."""
-        self._tokens[slot] = tokens
+        self._sources[slot] = source
 
     def entries(self, layer: int, group: Sequence[SequenceSpan]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values [R, heads, S, dim] for adjacent slots, up to the longest of their sources."""
@@ -85,7 +88,7 @@ class Sources:
         return sum(tensor.nbytes for tensor in (*self._keys.values(), *self._values.values()))
 
     def _lengths(self, group: Sequence[SequenceSpan]) -> list[int]:
-        return [len(self._tokens[span.slot] or ()) for span in group]
+        return [self._length[span.slot] for span in group]
 
     def _allocate(self, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(self._slots, heads, self._capacity, dim, dtype=dtype, device=self.device)

@@ -307,6 +307,18 @@ def _check_source(opened: _OpenedModel) -> None:
             f"the draft in {opened.folder} has another vocabulary, with which it cannot read the target's sources; use"
             " a draft with the target's tokenizer"
         )
+    if (target.speech is None) != (draft.speech is None):
+        raise OutriderError(
+            f"the draft in {opened.folder} reads {'text' if draft.speech is None else 'speech'} and the target"
+            f" {'text' if target.speech is None else 'speech'}; use a draft that reads what the target reads"
+        )
+    if target.speech is not None and draft.speech is not None:
+        taken = [(rules.frames, rules.bins) for rules in (target.speech, draft.speech)]
+        if taken[0] != taken[1]:
+            raise OutriderError(
+                f"the draft in {opened.folder} takes {taken[1][0]} frames of {taken[1][1]} bins and the target"
+                f" {taken[0][0]} of {taken[0][1]}; use a draft with the target's features"
+            )
     if draft.context < target.context:
         raise OutriderError(
             f"the encoder of the draft in {opened.folder} takes {draft.context} tokens and the target's"

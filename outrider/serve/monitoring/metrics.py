@@ -100,7 +100,8 @@ def _token_metrics(stats: Stats) -> Iterator[Metric]:
     yield _counter("rounds", "Forward passes of the target", stats.rounds)
     yield _counter("passes", "Decoding sequences, summed over rounds", stats.passes)
     yield _counter("drafts", "Decoding sequences with draft tokens, summed over rounds", _first(stats.offered))
-    yield _counter("prompt_tokens", "Prompt tokens that were processed", stats.prompt_tokens)
+    prompt_help = "Tokens of the prompts that were processed, with those that the cache held"
+    yield _counter("prompt_tokens", prompt_help, stats.prompt_tokens)
     yield _counter("output_tokens", "Output tokens", stats.output_tokens)
     yield _counter("draft_tokens", "Draft tokens that were verified", stats.draft_tokens)
     yield _counter("accepted_tokens", "Draft tokens that were accepted", accepted)

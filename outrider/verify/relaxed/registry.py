@@ -49,6 +49,7 @@ class _Kind:
     trees: bool = False
     relaxes_greedy: bool = False
     records_law: bool = False
+    similar: bool = False  # compares tokens, by a table or else by the target's embedding
 
 
 def relaxed_verifier(expression: str) -> Verifier:
@@ -80,6 +81,16 @@ def relaxed_verifier(expression: str) -> Verifier:
 def is_relaxed(name: str) -> bool:
     """Return whether an expression names a relaxed rule."""
     return name.partition(":")[0] in RELAXED
+
+
+def reads_embedding(name: str) -> bool:
+    """Return whether the name of a verifier is a relaxed rule whose similar tokens come from the target's embedding."""
+    rule, _, options = name.partition(":")
+    return (
+        is_relaxed(name)
+        and RELAXED[rule].similar
+        and not any(option.startswith("table=") for option in options.split(","))
+    )
 
 
 def with_absolute_table(expression: str) -> str:
@@ -217,13 +228,15 @@ RELAXED: Mapping[str, _Kind] = MappingProxyType(
             options=("delta", "k", "table", "first", "last"),
             example="lantern:delta=0.1,table=codebook.safetensors",
             make=_lantern,
+            similar=True,
         ),
         "gsd": _Kind(
             options=("clusters", "size", "table", "first", "last"),
             example="gsd:clusters=64,table=codebook.safetensors",
             make=_gsd,
+            similar=True,
         ),
-        "pcg": _Kind(options=("k", "table", "first", "last"), example="pcg:table=groups.json", make=_pcg),
+        "pcg": _Kind(options=("k", "table", "first", "last"), example="pcg:table=groups.json", make=_pcg, similar=True),
         "bins": _Kind(
             options=("distance", "table", "first", "last"),
             example="bins:distance=5,first=31744,last=31999",

@@ -1,0 +1,16 @@
+"""The option of the command line that every command with a draft model has."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+DraftWindow = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="The latest tokens that a draft model or draft head reads. Default: as many as it was made for.",
+        rich_help_panel="Models",
+    ),
+]

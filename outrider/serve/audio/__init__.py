@@ -1,0 +1,1 @@
+"""OpenAI's route for transcripts, if the target is a speech model."""

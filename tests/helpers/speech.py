@@ -1,0 +1,60 @@
+"""Recordings, and the generation configs of small speech models."""
+
+from __future__ import annotations
+
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import GenerationConfig
+
+RATE = 16000
+LANGUAGES = {"<|de|>": 241, "<|en|>": 240}
+TASKS = {"transcribe": 243, "translate": 244}
+NO_TIMESTAMPS = 246
+SUPPRESSED, SUPPRESSED_FIRST = [3, 95, 206], [39, 255]
+MULTILINGUAL = {
+    "lang_to_id": LANGUAGES,
+    "task_to_id": TASKS,
+    "is_multilingual": True,
+    "no_timestamps_token_id": NO_TIMESTAMPS,
+    "return_timestamps": False,
+    "suppress_tokens": SUPPRESSED,
+    "begin_suppress_tokens": SUPPRESSED_FIRST,
+}
+
+
+def recording(seed: int, samples: int = 9000) -> Any:
+    """Three random chirps, [samples] float32."""
+    rng = np.random.default_rng(seed)
+    time = np.arange(samples) / RATE
+    sound = np.zeros(samples)
+    for _ in range(3):
+        loudness, pitch, slide = rng.uniform(0, 0.3), rng.uniform(100, 6000), rng.uniform(0, 1)
+        sound += loudness * np.sin(2 * np.pi * pitch * time * (1 + slide * time))
+    return sound.astype(np.float32)
+
+
+def write_wav(path: Path, samples: Any, *, rate: int = RATE, width: int = 2, channels: int = 1) -> Path:
+    """Write samples [n] or [n, channels] in [-1, 1] as integers of `width` bytes."""
+    scaled = np.round(np.asarray(samples, np.float64) * (2 ** (8 * width - 1) - 1)).astype("<i8")
+    if width == 1:
+        scaled += 128
+    data = scaled.reshape(-1).view(np.uint8).reshape(-1, 8)[:, :width].tobytes()
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(width)
+        file.setframerate(rate)
+        file.writeframes(data)
+    return path
+
+
+def set_generation(folder: Path, **settings: Any) -> Path:
+    """Add settings to the generation config of a folder, as published checkpoints have them."""
+    config = GenerationConfig.from_pretrained(folder)
+    config._from_model_config = False  # otherwise transformers drops what it does not know
+    for name, value in settings.items():
+        setattr(config, name, value)
+    config.save_pretrained(folder)
+    return folder
