@@ -11,7 +11,7 @@ from outrider.media.evaluation.summary import Summary
 from outrider.system.atomic_files import check_writable
 
 SUFFIXES = (".svg", ".png", ".pdf")
-_SIZE = (6.4, 4.4)  # inches
+_SIZE = (7.6, 4.2)
 
 
 def check_plot_file(path: str) -> Path:
@@ -63,5 +63,5 @@ def draw_plot(groups: Sequence[tuple[str, str, bool, Sequence[Summary]]], file: 
             )
         axes.set_xlabel("speedup over target-only")
         axes.set_ylabel("score, % of target-only")
-        axes.legend(frameon=False)
+        figure.legend(frameon=False, loc="outside right center")  # points can be anywhere in the axes
         figure.savefig(file, metadata={"Date": None} if file.suffix.lower() == ".svg" else None)
