@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,8 +18,11 @@ from outrider.loader.embedded import model_folder
 from outrider.scale.application import APP, build_application
 from outrider.scale.package import import_ray, import_serve
 from outrider.scale.settings import ScaleSettings
-from outrider.serve.command import bind, model_name
+from outrider.serve.command import base_url, bind, check_tls, model_name
 from outrider.serve.settings import Settings
+
+_REPORTS_PER_WINDOW = 3.0
+_MAX_REPORT_SECONDS = 10.0
 
 
 def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> None:
@@ -30,10 +34,15 @@ def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> Non
     # Ray Serve starts its proxy again if it does not answer in this time. The default of 5 seconds is too short for a
     # busy machine.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    # Ray Serve reports loads every 10 seconds, which may be longer than the window over which they are averaged.
+    for source in ("REPLICA", "HANDLE"):
+        seconds = min(scale.window_seconds / _REPORTS_PER_WINDOW, _MAX_REPORT_SECONDS)
+        os.environ.setdefault(f"RAY_SERVE_{source}_AUTOSCALING_METRIC_PUSH_INTERVAL_S", f"{seconds:g}")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray runs batch jobs, with less priority than a server needs
     ray, serve = import_ray(), import_serve()
     folder = model_folder(config.target).resolve()
     check_model(folder)
+    check_tls(settings.tls_cert, settings.tls_key)
     name = settings.served_model_name or model_name(folder)
     application = build_application(config, settings, scale, name=name)
     sockets = bind(settings.host, settings.port)
@@ -44,16 +53,26 @@ def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> Non
     _start(ray, scale)
     try:
         try:
-            serve.start(http_options={"host": settings.host, "port": port, "location": "HeadOnly"})
+            serve.start(proxy_location="HeadOnly", http_options=_http_options(settings, port))
             serve.run(application, name=APP, route_prefix="/")
         except (RuntimeError, ray.exceptions.RayError) as error:
             raise OutriderError(f"the replicas did not start: {str(error).strip().splitlines()[-1]}") from error
         _handle_signals(stopped)
-        typer.echo(f"{name} at http://{settings.host}:{port}/v1, {_replicas(scale)}", err=True)
+        typer.echo(f"{name} at {base_url(settings, port)}, {_replicas(scale)}", err=True)
         stopped.wait()
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def _http_options(settings: Settings, port: int) -> dict[str, Any]:
+    """Return the options of Ray Serve's proxy."""
+    options: dict[str, Any] = {"host": settings.host, "port": port}
+    if settings.tls_cert and settings.tls_key:
+        # The proxy has another working directory.
+        options["ssl_certfile"] = str(Path(settings.tls_cert).resolve())
+        options["ssl_keyfile"] = str(Path(settings.tls_key).resolve())
+    return options
 
 
 def _start(ray: Any, scale: ScaleSettings) -> None:
@@ -86,6 +105,6 @@ def _handle_signals(stopped: threading.Event) -> None:
 
 
 def _replicas(scale: ScaleSettings) -> str:
-    if scale.max_replicas is None or scale.max_replicas == scale.replicas:
+    if not scale.autoscales:
         return f"{scale.replicas} replicas"
     return f"{scale.replicas} to {scale.max_replicas} replicas"

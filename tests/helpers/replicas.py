@@ -1,0 +1,71 @@
+"""Starts `outrider scale` for tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+from outrider.loader.embedded import embedded
+
+ROOT = Path(__file__).parents[2]
+# Other programs of the machine may use its memory, and Ray would then end its own processes.
+RAY_ENVIRONMENT = {
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+@contextmanager
+def replicas(*words, **environment):
+    """Start `outrider scale` with the model nano. Yield its URL."""
+    command = ["-m", "outrider", "scale", "--target", str(embedded("nano")), "--port", "0", "--replica-cpus", "1"]
+    process = subprocess.Popen(
+        [sys.executable, *command, "--proposer", "ngram", "--k", "3", "--dtype", "float32", *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **RAY_ENVIRONMENT, "OMP_NUM_THREADS": "1", **environment},
+        cwd=ROOT,
+    )
+    lines = []
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"nano at (https?://\S+)/v1", line):
+                break
+        else:
+            raise AssertionError("".join(lines))
+        reader = threading.Thread(target=lambda: lines.extend(process.stderr))
+        reader.start()
+        yield found.group(1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        reader.join()
+    finally:
+        process.terminate()  # Ray ends its processes
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stderr.close()
+
+
+def replica_processes():
+    """Return the processes of the replicas."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = entry.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if command.startswith("ray::") and "outrider" in command and "Replica" in command and "Front" not in command:
+            found.add(int(entry.parent.name))
+    return found

@@ -1,0 +1,169 @@
+"""Tests of autoscaling: the policy alone, and real Ray, where replicas come with the load and leave after it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from outrider.core.config import EngineConfig
+from outrider.errors import OutriderError
+from outrider.scale.autoscaling import METRIC, LoadPolicy, TokenRate
+from outrider.scale.settings import ScaleSettings
+from outrider.serve.settings import Settings
+from tests.helpers.replicas import replica_processes, replicas
+
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason='Ray is not installed: pip install "outrider[ray]"')
+
+
+def context(requests, metrics=None):
+    config = SimpleNamespace(target_ongoing_requests=4)
+    return SimpleNamespace(total_num_requests=requests, aggregated_metrics=metrics, config=config)
+
+
+def test_the_larger_number_of_replicas_counts():
+    rates = {METRIC: {"a": 900.0, "b": 600.0}}
+    assert LoadPolicy()(context(10, rates)) == (2.5, {})
+    assert LoadPolicy(500)(context(10, rates)) == (3.0, {})
+    assert LoadPolicy(500)(context(20, rates)) == (5.0, {})
+    assert LoadPolicy(500)(context(0)) == (0.0, {})
+
+
+def test_rate_of_tokens():
+    times = iter([10.0, 12.0, 12.0, 16.0])
+    rate = TokenRate(100, clock=lambda: next(times))
+    assert [rate.read(500), rate.read(500), rate.read(700)] == [200.0, 0.0, 50.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_requests": 4.0}, "--target-requests needs a number of replicas that may change"),
+        ({"target_tokens_per_second": 9.0, "max_replicas": 1}, "set --max-replicas above --replicas, which is 1"),
+        ({"downscale_delay": 9.0}, "leave --downscale-delay out"),
+        ({"max_replicas": 2, "target_tokens_per_second": 0.0}, "--target-tokens-per-second is 0; use a number above 0"),
+        ({"max_replicas": 2, "load_window": -1.0}, "--load-window is -1"),
+        ({"max_replicas": 2, "upscale_delay": -1.0}, "--upscale-delay is -1; use at least 0"),
+    ],
+)
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(OutriderError, match=message):
+        ScaleSettings(**options)
+
+
+@needs_ray
+@pytest.mark.filterwarnings("ignore")  # of Ray
+def test_ray_gets_the_options():
+    from outrider.scale.application import build_application
+
+    scale = ScaleSettings(replicas=2, max_replicas=8, target_tokens_per_second=700.0, downscale_delay=600.0)
+    front = build_application(EngineConfig(), Settings(max_num_seqs=32), scale, name="x")
+    (engine,) = (each for each in front._bound_deployment.init_args if hasattr(each, "_bound_deployment"))
+    config = engine._bound_deployment._deployment_config.autoscaling_config
+    assert (config.min_replicas, config.max_replicas, config.target_ongoing_requests) == (2, 8, 16)
+    assert (config.upscale_delay_s, config.downscale_delay_s, config.look_back_period_s) == (5, 600, 30)
+    policy = config.policy.get_policy()(**config.policy.policy_kwargs)
+    rates = {METRIC: {"a": 2100.0}}
+    requests = SimpleNamespace(total_num_requests=0, aggregated_metrics=rates, config=config)
+    assert policy(requests) == (3.0, {})
+
+
+QUICK = ("--max-replicas", "2", "--load-window", "2", "--upscale-delay", "0", "--downscale-delay", "3")
+
+
+class Streams:
+    """Streams that are read in threads."""
+
+    def __init__(self, url):
+        self._url = url
+        self._threads = []
+        self.closed = threading.Event()
+        self.texts = []
+
+    def open(self, count, **fields):
+        """Open some streams, and wait until all have begun."""
+        first = len(self.texts)
+        for i in range(first, first + count):
+            self.texts.append([])
+            self._threads.append(threading.Thread(target=self._read, args=(i, fields)))
+            self._threads[-1].start()
+        wait_for(lambda: all(self.texts[first:]))
+
+    def _read(self, i, fields):
+        request = {"prompt": f"{i} x", "ignore_eos": True, "temperature": 0, "stream": True, **fields}
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=request, timeout=300) as response:
+            for line in response.iter_lines():
+                self.texts[i].append(line)
+                if self.closed.is_set():
+                    return
+
+    def join(self):
+        for thread in self._threads:
+            thread.join()
+
+    def close(self):
+        """Disconnect."""
+        self.closed.set()
+        self.join()
+
+    @property
+    def ended(self):
+        """How many have ended with the last event."""
+        return sum("data: [DONE]" in text for text in self.texts)
+
+
+def wait_for(condition, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it has not happened"
+        time.sleep(0.1)
+
+
+def running(url):
+    """Return the number of replicas that get requests."""
+    return httpx.get(f"{url}/health", timeout=60).json()["replicas"]
+
+
+@needs_ray
+@pytest.mark.slow
+def test_replicas_follow_the_requests_and_finish_their_streams():
+    with replicas(*QUICK, "--target-requests", "4", "--max-num-seqs", "4", "--shutdown-timeout", "300") as url:
+        assert running(url) == 1
+        load = Streams(url)
+        load.open(3, max_tokens=1900, n=16)
+        load.open(3, max_tokens=1900, n=16)
+        wait_for(lambda: running(url) == 2)
+        kept = Streams(url)
+        kept.open(4, max_tokens=500, n=16)  # on both replicas
+        load.close()
+        wait_for(lambda: running(url) == 1)
+        assert kept.ended < 4
+        assert len(replica_processes()) == 2  # one of them gets no requests, and finishes its streams
+        kept.join()
+        assert kept.ended == 4
+        for text in kept.texts:
+            events = [json.loads(line[6:]) for line in text if line.startswith("data: {")]
+            assert not any("error" in event for event in events)
+            reasons = [event["choices"][0]["finish_reason"] for event in events]
+            assert reasons.count("length") == 16
+        wait_for(lambda: len(replica_processes()) == 1)
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 4}, timeout=60)
+        assert answer.status_code == 200
+
+
+@needs_ray
+@pytest.mark.slow
+def test_replicas_follow_the_tokens_per_second():
+    words = ("--target-requests", "100", "--target-tokens-per-second", "20", "--max-num-seqs", "2")
+    with replicas(*QUICK, *words) as url:
+        load = Streams(url)
+        load.open(1, max_tokens=1900, n=16)
+        wait_for(lambda: running(url) == 2)
+        assert not load.ended
+        load.close()
+        wait_for(lambda: running(url) == 1)
