@@ -22,6 +22,8 @@ _ROUTER = "outrider.scale.router.PrefixRouter"
 _POLICY = "outrider.scale.autoscaling:LoadPolicy"
 _FRONT_REQUESTS = 10_000  # that the front forwards at once
 _WAIT_SECONDS = 0.5  # between checks whether a replica that stops has finished its requests
+_REPORTS_PER_WINDOW = 3.0  # of the load, in the time over which it is averaged
+_MAX_REPORT_SECONDS = 10.0  # between two reports
 
 
 def build_application(config: EngineConfig, settings: Settings, scale: ScaleSettings, *, name: str) -> Any:
@@ -101,6 +103,7 @@ def _number_of_replicas(scale: ScaleSettings, settings: Settings) -> dict[str, A
             "upscale_delay_s": scale.upscale_seconds,
             "downscale_delay_s": scale.downscale_seconds,
             "look_back_period_s": scale.window_seconds,
+            "metrics_interval_s": min(scale.window_seconds / _REPORTS_PER_WINDOW, _MAX_REPORT_SECONDS),
             "policy": policy,
         }
     }

@@ -16,13 +16,11 @@ from outrider.errors import OutriderError
 from outrider.loader.checkpoint import check_model
 from outrider.loader.embedded import model_folder
 from outrider.scale.application import APP, build_application
+from outrider.scale.cluster import connect
 from outrider.scale.package import import_ray, import_serve
 from outrider.scale.settings import ScaleSettings
 from outrider.serve.command import base_url, bind, check_tls, model_name
 from outrider.serve.settings import Settings
-
-_REPORTS_PER_WINDOW = 3.0
-_MAX_REPORT_SECONDS = 10.0
 
 
 def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> None:
@@ -34,10 +32,6 @@ def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> Non
     # Ray Serve starts its proxy again if it does not answer in this time. The default of 5 seconds is too short for a
     # busy machine.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
-    # Ray Serve reports loads every 10 seconds, which may be longer than the window over which they are averaged.
-    for source in ("REPLICA", "HANDLE"):
-        seconds = min(scale.window_seconds / _REPORTS_PER_WINDOW, _MAX_REPORT_SECONDS)
-        os.environ.setdefault(f"RAY_SERVE_{source}_AUTOSCALING_METRIC_PUSH_INTERVAL_S", f"{seconds:g}")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray runs batch jobs, with less priority than a server needs
     ray, serve = import_ray(), import_serve()
     folder = model_folder(config.target).resolve()
@@ -50,7 +44,14 @@ def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> Non
     for each in sockets:
         each.close()  # Ray Serve's proxy opens the port again
     stopped = threading.Event()
-    _start(ray, scale)
+    connect(
+        ray,
+        scale.address,
+        processes=scale.max_replicas or scale.replicas,
+        cpus=scale.replica_cpus,
+        kind="replicas",
+        log_to_driver=False,
+    )
     try:
         try:
             serve.start(proxy_location="HeadOnly", http_options=_http_options(settings, port))
@@ -73,27 +74,6 @@ def _http_options(settings: Settings, port: int) -> dict[str, Any]:
         options["ssl_certfile"] = str(Path(settings.tls_cert).resolve())
         options["ssl_keyfile"] = str(Path(settings.tls_key).resolve())
     return options
-
-
-def _start(ray: Any, scale: ScaleSettings) -> None:
-    """Connect to a cluster, or start Ray on this machine."""
-    if scale.address is not None:
-        try:
-            ray.init(address=scale.address)
-        except (ConnectionError, ValueError) as error:
-            raise OutriderError(
-                f"no Ray cluster answers at {scale.address} ({str(error).splitlines()[0]}); start one with ray start"
-                " --head, or leave --address out"
-            ) from error
-        return
-    cpus = os.cpu_count() or 1
-    most = scale.max_replicas or scale.replicas
-    if most * scale.replica_cpus > cpus:
-        raise OutriderError(
-            f"{most} replicas with {scale.replica_cpus:g} CPUs each need more than the {cpus} CPUs of this machine; use"
-            " a smaller --replica-cpus, or a cluster with --address"
-        )
-    ray.init(include_dashboard=False, num_cpus=cpus, log_to_driver=False)
 
 
 def _handle_signals(stopped: threading.Event) -> None:

@@ -73,51 +73,59 @@ def test_ray_gets_the_options():
     assert policy(requests) == (3.0, {})
 
 
-QUICK = ("--max-replicas", "2", "--load-window", "2", "--upscale-delay", "0", "--downscale-delay", "3")
+QUICK = ("--max-replicas", "2", "--load-window", "1", "--upscale-delay", "0", "--downscale-delay", "1")
 
 
-class Streams:
-    """Streams that are read in threads."""
+class Load:
+    """Clients that send one request after the other."""
 
-    def __init__(self, url):
+    def __init__(self, url, clients):
         self._url = url
-        self._threads = []
-        self.closed = threading.Event()
-        self.texts = []
+        self._stopped = threading.Event()
+        self._threads = [threading.Thread(target=self._send, args=(f"{i} x",)) for i in range(clients)]
 
-    def open(self, count, **fields):
-        """Open some streams, and wait until all have begun."""
-        first = len(self.texts)
-        for i in range(first, first + count):
-            self.texts.append([])
-            self._threads.append(threading.Thread(target=self._read, args=(i, fields)))
-            self._threads[-1].start()
-        wait_for(lambda: all(self.texts[first:]))
+    def _send(self, prompt):
+        while not self._stopped.is_set():
+            request = {"prompt": prompt, "max_tokens": 64, "ignore_eos": True, "temperature": 0}
+            httpx.post(f"{self._url}/v1/completions", json=request, timeout=600).raise_for_status()
 
-    def _read(self, i, fields):
-        request = {"prompt": f"{i} x", "ignore_eos": True, "temperature": 0, "stream": True, **fields}
-        with httpx.stream("POST", f"{self._url}/v1/completions", json=request, timeout=300) as response:
-            for line in response.iter_lines():
-                self.texts[i].append(line)
-                if self.closed.is_set():
-                    return
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
 
-    def join(self):
+    def __exit__(self, *_):
+        self._stopped.set()
         for thread in self._threads:
             thread.join()
 
-    def close(self):
-        """Disconnect."""
-        self.closed.set()
-        self.join()
+
+class Stream:
+    """A stream of 16 completions of 1500 tokens each, which is read in a thread."""
+
+    def __init__(self, url, prompt):
+        """Open the stream, and wait until it has begun."""
+        self.lines = []
+        self._url = url
+        self._prompt = prompt
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        wait_for(lambda: self.lines)
+
+    def _read(self):
+        request = {"prompt": self._prompt, "max_tokens": 1500, "n": 16, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=request, timeout=600) as response:
+            for line in response.iter_lines():
+                self.lines.append(line)
+
+    def join(self):
+        self._thread.join()
 
     @property
     def ended(self):
-        """How many have ended with the last event."""
-        return sum("data: [DONE]" in text for text in self.texts)
+        return "data: [DONE]" in self.lines
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=600):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it has not happened"
@@ -126,44 +134,42 @@ def wait_for(condition, seconds=120):
 
 def running(url):
     """Return the number of replicas that get requests."""
-    return httpx.get(f"{url}/health", timeout=60).json()["replicas"]
+    return httpx.get(f"{url}/health", timeout=600).json()["replicas"]
+
+
+LONG = "The quick brown fox jumps over the lazy dog. " * 12  # has a block that the router remembers
 
 
 @needs_ray
 @pytest.mark.slow
 def test_replicas_follow_the_requests_and_finish_their_streams():
-    with replicas(*QUICK, "--target-requests", "4", "--max-num-seqs", "4", "--shutdown-timeout", "300") as url:
+    words = ("--target-requests", "4", "--max-imbalance", "100", "--shutdown-timeout", "600")
+    with replicas(*QUICK, *words) as url:
         assert running(url) == 1
-        load = Streams(url)
-        load.open(3, max_tokens=1900, n=16)
-        load.open(3, max_tokens=1900, n=16)
-        wait_for(lambda: running(url) == 2)
-        kept = Streams(url)
-        kept.open(4, max_tokens=500, n=16)  # on both replicas
-        load.close()
+        httpx.post(f"{url}/v1/completions", json={"prompt": LONG, "max_tokens": 1}, timeout=600)
+        with Load(url, 6):
+            wait_for(lambda: running(url) == 2)
+        # The first replica knows the prompt of the first stream, and the second stream goes to the other one.
+        streams = [Stream(url, LONG), Stream(url, "x")]
         wait_for(lambda: running(url) == 1)
-        assert kept.ended < 4
-        assert len(replica_processes()) == 2  # one of them gets no requests, and finishes its streams
-        kept.join()
-        assert kept.ended == 4
-        for text in kept.texts:
-            events = [json.loads(line[6:]) for line in text if line.startswith("data: {")]
-            assert not any("error" in event for event in events)
+        assert not any(stream.ended for stream in streams)
+        assert len(replica_processes()) == 2  # one of them gets no requests, and finishes its stream
+        for stream in streams:
+            stream.join()
+            assert stream.ended
+            events = [json.loads(line[6:]) for line in stream.lines if line.startswith("data: {")]
             reasons = [event["choices"][0]["finish_reason"] for event in events]
             assert reasons.count("length") == 16
         wait_for(lambda: len(replica_processes()) == 1)
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 4}, timeout=60)
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 4}, timeout=600)
         assert answer.status_code == 200
 
 
 @needs_ray
 @pytest.mark.slow
 def test_replicas_follow_the_tokens_per_second():
-    words = ("--target-requests", "100", "--target-tokens-per-second", "20", "--max-num-seqs", "2")
+    words = ("--target-requests", "100", "--target-tokens-per-second", "10")
     with replicas(*QUICK, *words) as url:
-        load = Streams(url)
-        load.open(1, max_tokens=1900, n=16)
-        wait_for(lambda: running(url) == 2)
-        assert not load.ended
-        load.close()
+        with Load(url, 1):
+            wait_for(lambda: running(url) == 2)
         wait_for(lambda: running(url) == 1)
