@@ -32,7 +32,8 @@ class ScaleSettings:
         int | None,
         typer.Option(
             min=1,
-            help="Replicas of the engine, at most. A number above --replicas turns autoscaling on.",
+            help="Replicas of the engine, at most. A number above --replicas turns autoscaling on. Default: as"
+            " --replicas.",
             rich_help_panel=_AUTOSCALING,
         ),
     ] = None

@@ -20,8 +20,8 @@ class RayWorkers:
         int | None,
         typer.Option(
             min=1,
-            help="Train with so many processes on Ray. Each reserves --threads CPUs, or 1. Default: one process without"
-            ' Ray. Needs pip install "outrider\\[ray]".',
+            help="Train with so many processes on Ray. Each reserves --threads CPUs, or 1. Needs pip install"
+            ' "outrider\\[ray]". Default: one process without Ray.',
             rich_help_panel=_PANEL,
         ),
     ] = None

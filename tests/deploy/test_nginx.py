@@ -16,12 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.helpers.certificates import make_certificate
+
 ROOT = Path(__file__).parents[2]
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-pytestmark = [
-    pytest.mark.skipif(NGINX is None, reason="nginx is not installed"),
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed"),
-]
+pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 WAIT_SECONDS = 30.0
 KEY = {"Authorization": "Bearer KEY1"}
 
@@ -77,22 +76,20 @@ def documented():
 def proxy(tmp_path_factory):
     """Start nginx and the server behind it. Yield a client."""
     folder = tmp_path_factory.mktemp("nginx")
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    files = ["-keyout", folder / "models.key", "-out", folder / "models.pem", "-days", "2"]
-    subprocess.run([*make, *files, *names], check=True, capture_output=True)
+    cert, key = make_certificate(folder)
     upstream = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
     threading.Thread(target=upstream.serve_forever, daemon=True).start()
     port = free_port()
     changed = documented().replace("127.0.0.1:8000", f"127.0.0.1:{upstream.server_port}")
-    changed = changed.replace("listen 443 ssl", f"listen 127.0.0.1:{port} ssl").replace("/etc/ssl/", f"{folder}/")
+    changed = changed.replace("listen 443 ssl", f"listen 127.0.0.1:{port} ssl")
+    changed = changed.replace("/etc/ssl/models.pem", cert).replace("/etc/ssl/models.key", key)
     paths = "".join(f"{name}_temp_path {folder};\n" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
     (folder / "nginx.conf").write_text(
         f"daemon off;\nmaster_process off;\npid {folder}/pid;\nerror_log stderr;\nevents {{}}\n"
         f"http {{\naccess_log off;\n{paths}{changed}\n}}\n"
     )
     process = subprocess.Popen([NGINX, "-c", folder / "nginx.conf"], stderr=subprocess.PIPE, text=True)
-    context = ssl.create_default_context(cafile=folder / "models.pem")
+    context = ssl.create_default_context(cafile=cert)
     try:
         wait_for_port(port, process)
         with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=context, timeout=WAIT_SECONDS) as client:

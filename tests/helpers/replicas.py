@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,3 +70,11 @@ def replica_processes():
         if command.startswith("ray::") and "outrider" in command and "Replica" in command and "Front" not in command:
             found.add(int(entry.parent.name))
     return found
+
+
+def wait_for(condition, seconds=600):
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it has not happened"
+        time.sleep(0.1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ from outrider.errors import OutriderError
 from outrider.scale.autoscaling import METRIC, LoadPolicy, TokenRate
 from outrider.scale.settings import ScaleSettings
 from outrider.serve.settings import Settings
-from tests.helpers.replicas import replica_processes, replicas
+from tests.helpers.replicas import replica_processes, replicas, wait_for
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason='Ray is not installed: pip install "outrider[ray]"')
 
@@ -125,13 +124,6 @@ class Stream:
         return "data: [DONE]" in self.lines
 
 
-def wait_for(condition, seconds=600):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it has not happened"
-        time.sleep(0.1)
-
-
 def running(url):
     """Return the number of replicas that get requests."""
     return httpx.get(f"{url}/health", timeout=600).json()["replicas"]
@@ -147,7 +139,7 @@ def test_replicas_follow_the_requests_and_finish_their_streams():
     with replicas(*QUICK, *words) as url:
         assert running(url) == 1
         httpx.post(f"{url}/v1/completions", json={"prompt": LONG, "max_tokens": 1}, timeout=600)
-        with Load(url, 6):
+        with Load(url, 16):
             wait_for(lambda: running(url) == 2)
         # The first replica knows the prompt of the first stream, and the second stream goes to the other one.
         streams = [Stream(url, LONG), Stream(url, "x")]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import ssl
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -17,7 +20,8 @@ from outrider.llm import LLM
 from outrider.loader.checkpoint import read_weights
 from outrider.loader.embedded import embedded
 from outrider.rl.rollout import RolloutEngine
-from tests.helpers.replicas import RAY_ENVIRONMENT, replica_processes, replicas
+from tests.helpers.certificates import make_certificate
+from tests.helpers.replicas import RAY_ENVIRONMENT, replica_processes, replicas, wait_for
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "outrider[ray]"')
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of Ray
@@ -82,6 +86,55 @@ def kill_a_replica(url):
     assert [answer.status_code for answer in answers.values()] == [200] * 8
     ends = {("[DONE]" in text, "the replica that generated this stream was lost" in text) for text in texts.values()}
     assert ends == {(True, False), (False, True)}
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Receives traces."""
+
+    bodies: list[bytes] = []  # noqa: RUF012
+
+    def do_POST(self):
+        self.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_keys_certificate_and_traces(tmp_path):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason='pip install "outrider[otel]"')
+    keys = [{"name": "small", "key": "KEY1", "tokens_per_minute": 1}, {"name": "large", "key": "KEY2"}]
+    (tmp_path / "keys.json").write_text(json.dumps(keys))
+    cert, key = make_certificate(tmp_path)
+    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    telemetry = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}",
+        "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+    }
+    words = ("--api-keys", str(tmp_path / "keys.json"), "--tls-cert", cert, "--tls-key", key, "--otel")
+    request = {"prompt": "x", "max_tokens": 8, "stream": True}
+    trace = "ab" * 16
+    with replicas(*words, **telemetry) as url:
+        assert url.startswith("https://")
+        with httpx.Client(verify=ssl.create_default_context(cafile=cert), timeout=600) as client:
+
+            def ask(key, **headers):
+                all_headers = {"Authorization": f"Bearer {key}", **headers}
+                return client.post(f"{url}/v1/completions", json=request, headers=all_headers)
+
+            assert ask("KEY1").text.endswith("data: [DONE]\n\n")
+            busy = ask("KEY1")
+            assert (busy.status_code, ask("KEY3").status_code) == (429, 401)
+            assert "the key 'small' has used its 1 tokens per minute" in busy.json()["error"]["message"]
+            assert int(busy.headers["retry-after"]) > 60  # it has been charged for 8 tokens and the prompt
+            assert ask("KEY2", traceparent=f"00-{trace}-{'cd' * 8}-01").status_code == 200
+        wait_for(lambda: any(bytes.fromhex(trace) in body and b"decode" in body for body in Collector.bodies))
+    collector.shutdown()
+    collector.server_close()
 
 
 def test_rollouts_by_workers():
