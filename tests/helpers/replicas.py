@@ -10,7 +10,10 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
 
 from outrider.loader.embedded import embedded
 
@@ -24,9 +27,26 @@ RAY_ENVIRONMENT = {
 }
 
 
+@dataclass
+class Server:
+    """A running `outrider scale`."""
+
+    url: str
+    pid: int
+
+    def processes(self):
+        """Return the processes of its replicas. Ray's processes descend from the one that has started Ray."""
+        pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+        return {pid for pid in pids if _is_replica(pid) and _is_below(pid, self.pid)}
+
+    def running(self):
+        """Return the number of replicas that get requests."""
+        return httpx.get(f"{self.url}/health", timeout=600).json()["replicas"]
+
+
 @contextmanager
 def replicas(*words, **environment):
-    """Start `outrider scale` with the model nano. Yield its URL."""
+    """Start `outrider scale` with the model nano. Yield a `Server`."""
     command = ["-m", "outrider", "scale", "--target", str(embedded("nano")), "--port", "0", "--replica-cpus", "1"]
     process = subprocess.Popen(
         [sys.executable, *command, "--proposer", "ngram", "--k", "3", "--dtype", "float32", *words],
@@ -45,7 +65,7 @@ def replicas(*words, **environment):
             raise AssertionError("".join(lines))
         reader = threading.Thread(target=lambda: lines.extend(process.stderr))
         reader.start()
-        yield found.group(1)
+        yield Server(found.group(1), process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         reader.join()
@@ -59,17 +79,23 @@ def replicas(*words, **environment):
         process.stderr.close()
 
 
-def replica_processes():
-    """Return the processes of the replicas."""
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+def _is_replica(pid):
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:  # it has ended
+        return False
+    return command.startswith("ray::") and "outrider" in command and "Replica" in command and "Front" not in command
+
+
+def _is_below(pid, ancestor):
+    """Return whether a process descends from another one."""
+    while pid not in (0, ancestor):
         try:
-            command = entry.read_bytes().decode(errors="replace")
+            status = Path(f"/proc/{pid}/status").read_text()
         except OSError:
-            continue
-        if command.startswith("ray::") and "outrider" in command and "Replica" in command and "Front" not in command:
-            found.add(int(entry.parent.name))
-    return found
+            return False
+        pid = int(re.search(r"PPid:\s+(\d+)", status).group(1))
+    return pid == ancestor
 
 
 def wait_for(condition, seconds=600):

@@ -15,7 +15,7 @@ from outrider.errors import OutriderError
 from outrider.scale.autoscaling import METRIC, LoadPolicy, TokenRate
 from outrider.scale.settings import ScaleSettings
 from outrider.serve.settings import Settings
-from tests.helpers.replicas import replica_processes, replicas, wait_for
+from tests.helpers.replicas import replicas, wait_for
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason='Ray is not installed: pip install "outrider[ray]"')
 
@@ -124,11 +124,6 @@ class Stream:
         return "data: [DONE]" in self.lines
 
 
-def running(url):
-    """Return the number of replicas that get requests."""
-    return httpx.get(f"{url}/health", timeout=600).json()["replicas"]
-
-
 LONG = "The quick brown fox jumps over the lazy dog. " * 12  # has a block that the router remembers
 
 
@@ -136,24 +131,24 @@ LONG = "The quick brown fox jumps over the lazy dog. " * 12  # has a block that 
 @pytest.mark.slow
 def test_replicas_follow_the_requests_and_finish_their_streams():
     words = ("--target-requests", "4", "--max-imbalance", "100", "--shutdown-timeout", "600")
-    with replicas(*QUICK, *words) as url:
-        assert running(url) == 1
-        httpx.post(f"{url}/v1/completions", json={"prompt": LONG, "max_tokens": 1}, timeout=600)
-        with Load(url, 16):
-            wait_for(lambda: running(url) == 2)
+    with replicas(*QUICK, *words) as server:
+        assert server.running() == 1
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": LONG, "max_tokens": 1}, timeout=600)
+        with Load(server.url, 16):
+            wait_for(lambda: server.running() == 2)
         # The first replica knows the prompt of the first stream, and the second stream goes to the other one.
-        streams = [Stream(url, LONG), Stream(url, "x")]
-        wait_for(lambda: running(url) == 1)
+        streams = [Stream(server.url, LONG), Stream(server.url, "x")]
+        wait_for(lambda: server.running() == 1)
         assert not any(stream.ended for stream in streams)
-        assert len(replica_processes()) == 2  # one of them gets no requests, and finishes its stream
+        assert len(server.processes()) == 2  # one of them gets no requests, and finishes its stream
         for stream in streams:
             stream.join()
             assert stream.ended
             events = [json.loads(line[6:]) for line in stream.lines if line.startswith("data: {")]
             reasons = [event["choices"][0]["finish_reason"] for event in events]
             assert reasons.count("length") == 16
-        wait_for(lambda: len(replica_processes()) == 1)
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 4}, timeout=600)
+        wait_for(lambda: len(server.processes()) == 1)
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 4}, timeout=600)
         assert answer.status_code == 200
 
 
@@ -161,7 +156,7 @@ def test_replicas_follow_the_requests_and_finish_their_streams():
 @pytest.mark.slow
 def test_replicas_follow_the_tokens_per_second():
     words = ("--target-requests", "100", "--target-tokens-per-second", "10")
-    with replicas(*QUICK, *words) as url:
-        with Load(url, 1):
-            wait_for(lambda: running(url) == 2)
-        wait_for(lambda: running(url) == 1)
+    with replicas(*QUICK, *words) as server:
+        with Load(server.url, 1):
+            wait_for(lambda: server.running() == 2)
+        wait_for(lambda: server.running() == 1)

@@ -21,7 +21,7 @@ from outrider.loader.checkpoint import read_weights
 from outrider.loader.embedded import embedded
 from outrider.rl.rollout import RolloutEngine
 from tests.helpers.certificates import make_certificate
-from tests.helpers.replicas import RAY_ENVIRONMENT, replica_processes, replicas, wait_for
+from tests.helpers.replicas import RAY_ENVIRONMENT, replicas, wait_for
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "outrider[ray]"')
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of Ray
@@ -35,7 +35,8 @@ def test_server_with_replicas():
     prompts = [f"{i} def add(a, b):" for i in range(8)]
     params = SamplingParams(temperature=0.0, max_tokens=24)
     expected = [each.text for each in llm.generate(prompts, params)]
-    with replicas("--replicas", "2", "--max-num-seqs", "16", "--api-key", "secret") as url:
+    with replicas("--replicas", "2", "--max-num-seqs", "16", "--api-key", "secret") as server:
+        url = server.url
         with httpx.Client(headers={"Authorization": "Bearer secret"}, timeout=120) as client:
             for prompt, text in zip(prompts, expected, strict=True):
                 answer = client.post(
@@ -55,13 +56,15 @@ def test_server_with_replicas():
         assert float(values["outrider_output_tokens_total"]) >= 8 * 20
         assert float(values["outrider_max_num_seqs"]) == 32
         assert float(values["outrider_prefix_cache_hits_total"]) > 4 * 200  # tokens, of five of the six prompts
-        kill_a_replica(url)
+        kill_a_replica(server)
 
 
-def kill_a_replica(url):
+def kill_a_replica(server):
     """Kill a replica in the middle of streams: those that have begun get an error, all other requests an answer."""
     key = {"Authorization": "Bearer secret"}
-    texts, answers = {}, {}
+    url = server.url
+    texts = {}
+    answers = {}
 
     def read(prompt):
         asked = {"prompt": prompt, "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -80,7 +83,7 @@ def kill_a_replica(url):
         thread.start()
     while sum(map(bool, texts.values())) < 8:
         time.sleep(0.02)
-    os.kill(min(replica_processes()), signal.SIGKILL)
+    os.kill(min(server.processes()), signal.SIGKILL)
     for thread in threads:
         thread.join()
     assert [answer.status_code for answer in answers.values()] == [200] * 8
@@ -118,7 +121,8 @@ def test_keys_certificate_and_traces(tmp_path):
     words = ("--api-keys", str(tmp_path / "keys.json"), "--tls-cert", cert, "--tls-key", key, "--otel")
     request = {"prompt": "x", "max_tokens": 8, "stream": True}
     trace = "ab" * 16
-    with replicas(*words, **telemetry) as url:
+    with replicas(*words, **telemetry) as server:
+        url = server.url
         assert url.startswith("https://")
         with httpx.Client(verify=ssl.create_default_context(cafile=cert), timeout=600) as client:
 
