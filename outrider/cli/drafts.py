@@ -11,6 +11,7 @@ from rich.console import Console
 from outrider.cli import options
 from outrider.fit.settings import Settings as FitSettings
 from outrider.report.console import print_document
+from outrider.scale.train_settings import RayWorkers
 from outrider.train.settings import Settings as TrainSettings
 
 
@@ -47,6 +48,7 @@ def train(
     ],
     *,
     settings: TrainSettings,
+    workers: RayWorkers,
     as_json: options.BenchJson = False,
 ) -> None:
     """Train a draft on the target's own answers and hidden states.
@@ -54,9 +56,13 @@ def train(
     The same command resumes an interrupted training. Prints the result, then one JSON document as the last line if the
     output is not a terminal or with --json.
     """
+    from outrider.scale.training import train_on_ray
     from outrider.train import command
 
-    command.train(kind, settings, as_json=as_json)
+    if workers.ray_workers is None:
+        command.train(kind, settings, as_json=as_json)
+    else:
+        train_on_ray(kind, settings, workers, as_json=as_json)
 
 
 @options.spread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +12,18 @@ from outrider.scale.front import Front
 from outrider.scale.package import import_serve
 from outrider.scale.replica import Replica
 from outrider.scale.settings import ScaleSettings
+from outrider.serve.api_keys import all_keys
+from outrider.serve.monitoring.tracing import make_tracer
 from outrider.serve.settings import Settings
 
 APP = "outrider"  # name of the application
 REPLICA, FRONT = "Replica", "Front"  # names of its deployments
 _ROUTER = "outrider.scale.router.PrefixRouter"
+_POLICY = "outrider.scale.autoscaling:LoadPolicy"
 _FRONT_REQUESTS = 10_000  # that the front forwards at once
 _WAIT_SECONDS = 0.5  # between checks whether a replica that stops has finished its requests
+_REPORTS_PER_WINDOW = 3.0  # of the load, in the time over which it is averaged
+_MAX_REPORT_SECONDS = 10.0  # between two reports
 
 
 def build_application(config: EngineConfig, settings: Settings, scale: ScaleSettings, *, name: str) -> Any:
@@ -33,9 +39,13 @@ def build_application(config: EngineConfig, settings: Settings, scale: ScaleSett
         OutriderError: Ray is not installed, or a setting does not support replicas.
     """
     check_settings(config, settings)
+    keys = all_keys(settings)
+    if settings.otel:
+        make_tracer().close()  # a missing package is reported before the replicas start
     serve = import_serve()
-    # The front checks keys and origins, so that replicas accept what it forwards.
-    inner = replace(settings, api_key=None, allow_origin=None)
+    # The front checks keys and origins, so that replicas accept what it forwards. The proxy has the certificate.
+    inner = replace(settings, api_key=None, api_keys=None, allow_origin=None, tls_cert=None, tls_key=None)
+    telemetry = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
     engine = serve.deployment(
         Replica,
         name=REPLICA,
@@ -48,7 +58,7 @@ def build_application(config: EngineConfig, settings: Settings, scale: ScaleSett
             request_router_class=_ROUTER, request_router_kwargs={"max_imbalance": scale.max_imbalance}
         ),
         **_number_of_replicas(scale, settings),
-    ).bind(config, inner, name)
+    ).bind(config, inner, name, telemetry)
     front = serve.deployment(
         serve.ingress()(Front),
         name=FRONT,
@@ -58,7 +68,7 @@ def build_application(config: EngineConfig, settings: Settings, scale: ScaleSett
         graceful_shutdown_timeout_s=settings.shutdown_timeout,
         graceful_shutdown_wait_loop_s=_WAIT_SECONDS,
     )
-    return front.bind(engine, settings)
+    return front.bind(engine, replace(settings, api_key=None), keys)
 
 
 def check_settings(config: EngineConfig, settings: Settings) -> None:
@@ -71,9 +81,6 @@ def check_settings(config: EngineConfig, settings: Settings) -> None:
         raise OutriderError(f"a replica is one process, and tp is {config.tp}; use tp 1")
     unsupported = {
         "--weight-updates": (settings.weight_updates, "would change one replica only; leave it out"),
-        "--api-keys": (settings.api_keys, "would count tokens in each replica alone; use --api-key"),
-        "--tls-cert": (settings.tls_cert, "does not reach Ray Serve's proxy; put a reverse proxy with TLS before it"),
-        "--otel": (settings.otel, "traces one process; use outrider serve"),
         "--media": (settings.media, "makes videos in one process; use outrider serve"),
     }
     for option, (value, reason) in unsupported.items():
@@ -82,15 +89,21 @@ def check_settings(config: EngineConfig, settings: Settings) -> None:
 
 
 def _number_of_replicas(scale: ScaleSettings, settings: Settings) -> dict[str, Any]:
-    if scale.max_replicas is None or scale.max_replicas == scale.replicas:
+    if not scale.autoscales:
         return {"num_replicas": scale.replicas}
-    target = scale.target_requests or max(settings.max_num_seqs / 2, 1.0)
+    policy = {
+        "policy_function": _POLICY,
+        "policy_kwargs": {"target_tokens_per_second": scale.target_tokens_per_second},
+    }
     return {
         "autoscaling_config": {
             "min_replicas": scale.replicas,
             "max_replicas": scale.max_replicas,
-            "target_ongoing_requests": target,
-            "upscale_delay_s": 5.0,
-            "downscale_delay_s": 60.0,
+            "target_ongoing_requests": scale.target_requests or max(settings.max_num_seqs / 2, 1.0),
+            "upscale_delay_s": scale.upscale_seconds,
+            "downscale_delay_s": scale.downscale_seconds,
+            "look_back_period_s": scale.window_seconds,
+            "metrics_interval_s": min(scale.window_seconds / _REPORTS_PER_WINDOW, _MAX_REPORT_SECONDS),
+            "policy": policy,
         }
     }

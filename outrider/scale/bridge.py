@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp
+
+from outrider.serve.monitoring.request_log import entry_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +37,24 @@ class ResponseStart:
         return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers)
 
 
-async def respond(app: ASGIApp, request: HTTPRequest) -> AsyncIterator[ResponseStart | bytes]:
+class ResponsePart(NamedTuple):
+    """A part of the body, and how many tokens the request has used so far."""
+
+    body: bytes
+    prompt_tokens: int  # 0 before the last completion of the request has ended
+    output_tokens: int
+
+
+async def respond(app: ASGIApp, request: HTTPRequest) -> AsyncIterator[ResponseStart | ResponsePart]:
     """Run an application for a request. Yield the start of the response, then the parts of its body.
 
-    Leaving the loop tells the application that the client has disconnected.
+    The application has the middleware `RequestLog`, which counts tokens. Leaving the loop tells the application that
+    the client has disconnected.
     """
     messages: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue()
     disconnected = asyncio.Event()
     unread = True
+    scope = _scope(request)
 
     async def receive() -> MutableMapping[str, Any]:
         nonlocal unread
@@ -54,7 +66,7 @@ async def respond(app: ASGIApp, request: HTTPRequest) -> AsyncIterator[ResponseS
 
     async def run() -> None:
         try:
-            await app(_scope(request), receive, messages.put)
+            await app(scope, receive, messages.put)
         finally:
             await messages.put(None)
 
@@ -65,7 +77,8 @@ async def respond(app: ASGIApp, request: HTTPRequest) -> AsyncIterator[ResponseS
                 headers = tuple((bytes(name), bytes(value)) for name, value in message.get("headers", ()))
                 yield ResponseStart(status=message["status"], headers=headers)
             elif body := message.get("body", b""):
-                yield bytes(body)
+                entry = entry_of(scope)
+                yield ResponsePart(bytes(body), entry.prompt_tokens, entry.output_tokens)
         await task
     finally:
         disconnected.set()

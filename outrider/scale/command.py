@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,9 +16,10 @@ from outrider.errors import OutriderError
 from outrider.loader.checkpoint import check_model
 from outrider.loader.embedded import model_folder
 from outrider.scale.application import APP, build_application
+from outrider.scale.cluster import connect
 from outrider.scale.package import import_ray, import_serve
 from outrider.scale.settings import ScaleSettings
-from outrider.serve.command import bind, model_name
+from outrider.serve.command import base_url, bind, check_tls, model_name
 from outrider.serve.settings import Settings
 
 
@@ -34,6 +36,7 @@ def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> Non
     ray, serve = import_ray(), import_serve()
     folder = model_folder(config.target).resolve()
     check_model(folder)
+    check_tls(settings.tls_cert, settings.tls_key)
     name = settings.served_model_name or model_name(folder)
     application = build_application(config, settings, scale, name=name)
     sockets = bind(settings.host, settings.port)
@@ -41,40 +44,36 @@ def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> Non
     for each in sockets:
         each.close()  # Ray Serve's proxy opens the port again
     stopped = threading.Event()
-    _start(ray, scale)
+    connect(
+        ray,
+        scale.address,
+        processes=scale.max_replicas or scale.replicas,
+        cpus=scale.replica_cpus,
+        kind="replicas",
+        log_to_driver=False,
+    )
     try:
         try:
-            serve.start(http_options={"host": settings.host, "port": port, "location": "HeadOnly"})
+            serve.start(proxy_location="HeadOnly", http_options=_http_options(settings, port))
             serve.run(application, name=APP, route_prefix="/")
         except (RuntimeError, ray.exceptions.RayError) as error:
             raise OutriderError(f"the replicas did not start: {str(error).strip().splitlines()[-1]}") from error
         _handle_signals(stopped)
-        typer.echo(f"{name} at http://{settings.host}:{port}/v1, {_replicas(scale)}", err=True)
+        typer.echo(f"{name} at {base_url(settings, port)}, {_replicas(scale)}", err=True)
         stopped.wait()
     finally:
         serve.shutdown()
         ray.shutdown()
 
 
-def _start(ray: Any, scale: ScaleSettings) -> None:
-    """Connect to a cluster, or start Ray on this machine."""
-    if scale.address is not None:
-        try:
-            ray.init(address=scale.address)
-        except (ConnectionError, ValueError) as error:
-            raise OutriderError(
-                f"no Ray cluster answers at {scale.address} ({str(error).splitlines()[0]}); start one with ray start"
-                " --head, or leave --address out"
-            ) from error
-        return
-    cpus = os.cpu_count() or 1
-    most = scale.max_replicas or scale.replicas
-    if most * scale.replica_cpus > cpus:
-        raise OutriderError(
-            f"{most} replicas with {scale.replica_cpus:g} CPUs each need more than the {cpus} CPUs of this machine; use"
-            " a smaller --replica-cpus, or a cluster with --address"
-        )
-    ray.init(include_dashboard=False, num_cpus=cpus, log_to_driver=False)
+def _http_options(settings: Settings, port: int) -> dict[str, Any]:
+    """Return the options of Ray Serve's proxy."""
+    options: dict[str, Any] = {"host": settings.host, "port": port}
+    if settings.tls_cert and settings.tls_key:
+        # The proxy has another working directory.
+        options["ssl_certfile"] = str(Path(settings.tls_cert).resolve())
+        options["ssl_keyfile"] = str(Path(settings.tls_key).resolve())
+    return options
 
 
 def _handle_signals(stopped: threading.Event) -> None:
@@ -86,6 +85,6 @@ def _handle_signals(stopped: threading.Event) -> None:
 
 
 def _replicas(scale: ScaleSettings) -> str:
-    if scale.max_replicas is None or scale.max_replicas == scale.replicas:
+    if not scale.autoscales:
         return f"{scale.replicas} replicas"
     return f"{scale.replicas} to {scale.max_replicas} replicas"

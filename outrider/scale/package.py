@@ -27,6 +27,21 @@ def lost_actor_errors() -> tuple[type[Exception], ...]:
     return (RayActorError, OutOfMemoryError)
 
 
+def import_train() -> tuple[Any, Any]:
+    """Return the packages `ray.train` and `ray.train.torch`.
+
+    Raises:
+        OutriderError: it is not installed.
+    """
+    import_ray()
+    try:
+        from ray import train
+        from ray.train import torch
+    except ImportError as error:
+        raise OutriderError(f'Ray Train needs {error.name}; run pip install "outrider[ray]"') from error
+    return train, torch
+
+
 def import_serve() -> Any:
     """Return the package `ray.serve`.
 

@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Mapping
 
 from outrider.core.config import EngineConfig
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.scale.bridge import HTTPRequest, ResponseStart, respond
+from outrider.scale.autoscaling import METRIC, TokenRate
+from outrider.scale.bridge import HTTPRequest, ResponsePart, ResponseStart, respond
 from outrider.serve.app import make_app
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.monitoring.metrics import exposition
 from outrider.serve.monitoring.request_log import configure_logging
+from outrider.serve.monitoring.tracing import make_tracer
 from outrider.serve.settings import Settings
 
 
 class Replica:
     """The class that Ray Serve runs in each replica."""
 
-    def __init__(self, config: EngineConfig, settings: Settings, name: str) -> None:
-        """Load the models and start the engine."""
+    def __init__(self, config: EngineConfig, settings: Settings, name: str, telemetry: Mapping[str, str]) -> None:
+        """Load the models and start the engine.
+
+        Args:
+            config: what to load.
+            settings: the options of `outrider serve`.
+            name: model name in the API.
+            telemetry: the OTEL_* variables of the command, which configure the traces of `--otel`.
+        """
+        os.environ.update(telemetry)
         configure_logging(settings.log_format)
         self._async_llm = AsyncLLM(
             LLM(config=config), max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs
         )
-        self._app = make_app(self._async_llm, settings, name=name)
+        self._tracer = make_tracer() if settings.otel else None
+        self._app = make_app(self._async_llm, settings, name=name, tracer=self._tracer)
         self._async_llm.start()
+        self._rate = TokenRate(self._async_llm.stats.output_tokens)
 
-    async def respond(self, request: HTTPRequest) -> AsyncIterator[ResponseStart | bytes]:
+    async def respond(self, request: HTTPRequest) -> AsyncIterator[ResponseStart | ResponsePart]:
         """Yield the response to a request: its start, then the parts of its body."""
         async for part in respond(self._app, request):
             yield part
@@ -42,6 +55,10 @@ class Replica:
         """Return why the replica has failed, or "", and why it is degraded."""
         return self._async_llm.failure, self._async_llm.degraded
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what `LoadPolicy` reads. Ray Serve calls this regularly."""
+        return {METRIC: self._rate.read(self._async_llm.stats.output_tokens)}
+
     def check_health(self) -> None:
         """Ray Serve replaces a replica for which this raises."""
         if failure := self._async_llm.failure:
@@ -51,3 +68,5 @@ class Replica:
         """Stop the engine. Ray Serve waits for the requests of a replica before it ends."""
         if async_llm := getattr(self, "_async_llm", None):
             async_llm.stop()
+        if tracer := getattr(self, "_tracer", None):
+            tracer.close()

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 from outrider.errors import OutriderError
+from outrider.serve.settings import Settings
 
 _FIELDS = frozenset({"name", "key", "tokens_per_minute"})
 
@@ -33,6 +34,10 @@ class Quota:
     def __post_init__(self) -> None:
         self._tokens = self.tokens_per_minute
         self._time = self.clock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process has a full bucket, because the clocks of processes differ."""
+        return type(self), (self.tokens_per_minute, self.clock)
 
     def wait_seconds(self) -> float:
         """Return the seconds until the next request is accepted; 0: now."""
@@ -88,6 +93,16 @@ def find_key(keys: Sequence[ApiKey], authorization: bytes) -> ApiKey | None:
 def digest_of(key: bytes) -> bytes:
     """Return the digest of a key."""
     return hashlib.sha256(key).digest()
+
+
+def all_keys(settings: Settings) -> list[ApiKey]:
+    """Return the keys of `--api-key` and `--api-keys`.
+
+    Raises:
+        OutriderError: the file of `--api-keys` is not usable.
+    """
+    keys = [ApiKey.of(key) for key in settings.api_key or ()]
+    return keys + (read_keys(settings.api_keys) if settings.api_keys else [])
 
 
 def read_keys(file: str) -> list[ApiKey]:

@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 
 from outrider._version import __version__
 from outrider.errors import OutriderError
-from outrider.serve.api_keys import ApiKey, read_keys
+from outrider.serve.api_keys import all_keys
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.audio.routes import add_audio_routes, add_missing_audio_route
 from outrider.serve.handler import RequestHandler
@@ -92,9 +92,7 @@ def make_app(
     if tracer:
         async_llm.tracer = tracer
         app.add_middleware(TraceMiddleware, tracer=tracer)
-    keys = [ApiKey.of(key) for key in settings.api_key or ()]
-    keys += read_keys(settings.api_keys) if settings.api_keys else []
-    if keys:
+    if keys := all_keys(settings):
         app.add_middleware(ApiKeyMiddleware, keys=keys)
     if settings.allow_origin:  # runs before the key check, because browsers send preflight requests without a key
         app.add_middleware(

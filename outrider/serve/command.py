@@ -86,7 +86,10 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         listen(sockets, settings.host)
         if videos is not None:
             typer.echo(f"{videos.served.name} makes videos, which are not exact", err=True)
-        typer.echo(f"{name} at {_url(settings, sockets[0])}, {settings.max_num_seqs} sequences at once", err=True)
+        typer.echo(
+            f"{name} at {base_url(settings, sockets[0].getsockname()[1])}, {settings.max_num_seqs} sequences at once",
+            err=True,
+        )
         with _clean_exit(server):
             server.run(sockets=sockets)
         if leader is not None:
@@ -198,10 +201,9 @@ def check_tls(certificate: str | None, key: str | None) -> None:
         ) from None
 
 
-def _url(settings: Settings, listening: socket.socket) -> str:
+def base_url(settings: Settings, port: int) -> str:
     """Return the base URL of the API."""
     host = settings.host
-    port = listening.getsockname()[1]
     scheme = "https" if settings.tls_cert else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host or '0.0.0.0'}:{port}/v1"
 

@@ -46,7 +46,7 @@ class ApiKeyMiddleware:
             try:
                 await self._app(scope, receive, send)
             finally:
-                key.quota.charge(entry.total_tokens())
+                key.quota.charge(entry.prompt_tokens + entry.output_tokens)
             return
         await self._app(scope, receive, send)
 

@@ -25,9 +25,13 @@ def train(kind: str, settings: Settings, *, as_json: bool) -> None:
     if settings.report:
         check_report(settings.report)  # fail before the training, not after it
     document, lines = Training(kind, settings).run(Console(stderr=True, quiet=bool(rank())))
-    if rank():
-        return
-    write_files = partial(_write_report, settings.report, lines) if settings.report else None
+    if not rank():
+        show_results(document, lines, settings.report, as_json=as_json)
+
+
+def show_results(document: Document, lines: list[dict[str, Any]], report: str | None, *, as_json: bool) -> None:
+    """Print the results of a training, and write the report to a file if `report` is not None."""
+    write_files = partial(_write_report, report, lines) if report else None
     print_document(document, show, as_json=as_json, write=write_files)
 
 

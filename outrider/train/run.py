@@ -90,7 +90,7 @@ class Training:
         torch.manual_seed(settings.seed)
         num_prompts = max(len(train_prompts), len(eval_prompts))
         self._setup = make_train_setup(kind, settings, self._target, num_prompts=num_prompts)
-        join_group(self._setup.parts.device)
+        self._joined = join_group(self._setup.parts.device)
         self._schedule, self._collator = self._prepare_data(train_prompts)
         trainee = self._setup.trainee
         if state is None:
@@ -139,7 +139,8 @@ class Training:
         if rank():
             while not self._is_finished():
                 self._run_cycle()
-            leave_group()
+            if self._joined:
+                leave_group()
             return self._document({}), []
         log = Log(self._out, begin=self._cycle, events=self._settings.tensorboard)
         evaluation = log.last_evaluation
@@ -168,7 +169,8 @@ class Training:
                 if evaluated and on_evaluation is not None:
                     on_evaluation(evaluation, done)
         log.close()
-        leave_group()
+        if self._joined:
+            leave_group()
         return self._document(evaluation), log.lines
 
     def _evaluate(self) -> dict[str, Any]:

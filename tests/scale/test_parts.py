@@ -26,6 +26,7 @@ from outrider.scale.package import import_ray
 from outrider.scale.prefixes import PrefixTable, prefix_blocks
 from outrider.scale.rollouts import RolloutPool, RolloutWorker
 from outrider.scale.settings import ScaleSettings
+from outrider.serve.monitoring.request_log import RequestLog, entry_of
 from outrider.serve.settings import Settings
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
@@ -38,9 +39,6 @@ def body(**fields):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"api_keys": Path("keys.json")}, "--api-keys would count tokens"),
-        ({"tls_cert": Path("a.pem"), "tls_key": Path("b.pem")}, "--tls-cert does not reach"),
-        ({"otel": True}, "--otel traces one process"),
         ({"media": "@media"}, "--media makes videos in one process"),
         ({"weight_updates": Path("weights")}, "--weight-updates would change one replica"),
     ],
@@ -83,6 +81,7 @@ def test_prefix_table():
 
 def make_app():
     app = FastAPI()
+    app.add_middleware(RequestLog)
     seen = {}
 
     @app.post("/echo")
@@ -92,8 +91,9 @@ def make_app():
     @app.get("/stream")
     async def stream(request: Request):
         async def events():
-            yield "one"
-            yield "two"
+            for text in ("one", "two"):
+                entry_of(request.scope).add_tokens(3)
+                yield text
             assert (await request.receive())["type"] == "http.disconnect"
             seen["disconnected"] = True
 
@@ -112,9 +112,11 @@ def test_bridge_carries_requests_and_streams():
         assert isinstance(start, ResponseStart)
         assert start.status == 200
         assert not start.is_event_stream
-        assert json.loads(b"".join(parts)) == {"body": "hello", "query": "5"}
+        assert json.loads(b"".join(part.body for part in parts)) == {"body": "hello", "query": "5"}
         stream = respond(app, HTTPRequest(method="GET", path="/stream", query=b"", headers=(), body=b""))
-        assert [await anext(stream), await anext(stream), await anext(stream)][1:] == [b"one", b"two"]
+        assert isinstance(await anext(stream), ResponseStart)
+        assert (await anext(stream)).body == b"one"
+        assert await anext(stream) == (b"two", 0, 6)
         await stream.aclose()
 
     asyncio.run(run())

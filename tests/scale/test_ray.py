@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import signal
-import subprocess
-import sys
+import ssl
 import threading
 import time
-from contextlib import contextmanager
-from pathlib import Path
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -22,59 +20,14 @@ from outrider.llm import LLM
 from outrider.loader.checkpoint import read_weights
 from outrider.loader.embedded import embedded
 from outrider.rl.rollout import RolloutEngine
+from tests.helpers.certificates import make_certificate
+from tests.helpers.replicas import RAY_ENVIRONMENT, replicas, wait_for
 
 pytest.importorskip("ray", reason='Ray is not installed: pip install "outrider[ray]"')
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of Ray
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = {"proposer": "ngram", "k": 3, "dtype": "float32", "max_model_len": 1024, "threads": 1}
-# Other programs of the machine may use its memory, and Ray would then end its own processes.
-os.environ |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0", "PYTHONPATH": str(ROOT)}
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-@contextmanager
-def serving(*words):
-    """Start `outrider scale` and yield its process and URL."""
-    command = ["-m", "outrider", "scale", "--target", str(embedded("nano")), "--port", "0", "--replica-cpus", "1"]
-    process = subprocess.Popen(
-        [sys.executable, *command, "--proposer", "ngram", "--k", "3", "--dtype", "float32", *words],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        cwd=ROOT,
-    )
-    lines = []
-    try:
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"nano at (http://\S+)/v1", line):
-                break
-        else:
-            raise AssertionError("".join(lines))
-        reader = threading.Thread(target=lambda: lines.extend(process.stderr))
-        reader.start()
-        yield process, found.group(1)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-        reader.join()
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def replicas_of(process):
-    """Return the processes of the replicas that descend from a process group's session of Ray."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = entry.read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if command.startswith("ray::") and "outrider" in command and "Replica" in command and "Front" not in command:
-            found.append(int(entry.parent.name))
-    return found
+os.environ |= RAY_ENVIRONMENT
 
 
 def test_server_with_replicas():
@@ -82,7 +35,8 @@ def test_server_with_replicas():
     prompts = [f"{i} def add(a, b):" for i in range(8)]
     params = SamplingParams(temperature=0.0, max_tokens=24)
     expected = [each.text for each in llm.generate(prompts, params)]
-    with serving("--replicas", "2", "--max-num-seqs", "4", "--api-key", "secret") as (process, url):
+    with replicas("--replicas", "2", "--max-num-seqs", "16", "--api-key", "secret") as server:
+        url = server.url
         with httpx.Client(headers={"Authorization": "Bearer secret"}, timeout=120) as client:
             for prompt, text in zip(prompts, expected, strict=True):
                 answer = client.post(
@@ -100,18 +54,20 @@ def test_server_with_replicas():
             metrics = client.get(f"{url}/metrics").text
         values = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
         assert float(values["outrider_output_tokens_total"]) >= 8 * 20
-        assert float(values["outrider_max_num_seqs"]) == 8
+        assert float(values["outrider_max_num_seqs"]) == 32
         assert float(values["outrider_prefix_cache_hits_total"]) > 4 * 200  # tokens, of five of the six prompts
-        kill_a_replica(process, url)
+        kill_a_replica(server)
 
 
-def kill_a_replica(process, url):
+def kill_a_replica(server):
     """Kill a replica in the middle of streams: those that have begun get an error, all other requests an answer."""
     key = {"Authorization": "Bearer secret"}
-    texts, answers = {}, {}
+    url = server.url
+    texts = {}
+    answers = {}
 
     def read(prompt):
-        asked = {"prompt": prompt, "max_tokens": 900, "ignore_eos": True, "temperature": 0, "stream": True}
+        asked = {"prompt": prompt, "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
         texts[prompt] = ""
         with httpx.stream("POST", f"{url}/v1/completions", json=asked, headers=key, timeout=120) as response:
             for line in response.iter_lines():
@@ -127,12 +83,62 @@ def kill_a_replica(process, url):
         thread.start()
     while sum(map(bool, texts.values())) < 8:
         time.sleep(0.02)
-    os.kill(replicas_of(process)[0], signal.SIGKILL)
+    os.kill(min(server.processes()), signal.SIGKILL)
     for thread in threads:
         thread.join()
     assert [answer.status_code for answer in answers.values()] == [200] * 8
     ends = {("[DONE]" in text, "the replica that generated this stream was lost" in text) for text in texts.values()}
     assert ends == {(True, False), (False, True)}
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Receives traces."""
+
+    bodies: list[bytes] = []  # noqa: RUF012
+
+    def do_POST(self):
+        self.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_keys_certificate_and_traces(tmp_path):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason='pip install "outrider[otel]"')
+    keys = [{"name": "small", "key": "KEY1", "tokens_per_minute": 1}, {"name": "large", "key": "KEY2"}]
+    (tmp_path / "keys.json").write_text(json.dumps(keys))
+    cert, key = make_certificate(tmp_path)
+    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    telemetry = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.server_port}",
+        "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+    }
+    words = ("--api-keys", str(tmp_path / "keys.json"), "--tls-cert", cert, "--tls-key", key, "--otel")
+    request = {"prompt": "x", "max_tokens": 8, "stream": True}
+    trace = "ab" * 16
+    with replicas(*words, **telemetry) as server:
+        url = server.url
+        assert url.startswith("https://")
+        with httpx.Client(verify=ssl.create_default_context(cafile=cert), timeout=600) as client:
+
+            def ask(key, **headers):
+                all_headers = {"Authorization": f"Bearer {key}", **headers}
+                return client.post(f"{url}/v1/completions", json=request, headers=all_headers)
+
+            assert ask("KEY1").text.endswith("data: [DONE]\n\n")
+            busy = ask("KEY1")
+            assert (busy.status_code, ask("KEY3").status_code) == (429, 401)
+            assert "the key 'small' has used its 1 tokens per minute" in busy.json()["error"]["message"]
+            assert int(busy.headers["retry-after"]) > 60  # it has been charged for 8 tokens and the prompt
+            assert ask("KEY2", traceparent=f"00-{trace}-{'cd' * 8}-01").status_code == 200
+        wait_for(lambda: any(bytes.fromhex(trace) in body and b"decode" in body for body in Collector.bodies))
+    collector.shutdown()
+    collector.server_close()
 
 
 def test_rollouts_by_workers():

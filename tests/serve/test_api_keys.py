@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import ssl
-import subprocess
 
 import httpx
 import pytest
@@ -20,6 +18,7 @@ from outrider.serve.command import check_tls
 from outrider.serve.middleware import ApiKeyMiddleware
 from outrider.serve.monitoring.request_log import RequestLog, entry_of
 from outrider.serve.settings import Settings
+from tests.helpers.certificates import make_certificate
 
 COMPLETIONS = "/v1/completions"
 
@@ -150,14 +149,7 @@ def test_the_name_of_the_key_is_logged(caplog):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    if not shutil.which("openssl"):
-        pytest.skip("openssl is not installed")
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    subprocess.run([*make, "-keyout", key, "-out", cert, "-days", "2", *subject], check=True, capture_output=True)
-    return str(cert), str(key)
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 def test_https(certificate):

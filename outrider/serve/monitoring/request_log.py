@@ -30,6 +30,7 @@ class Entry:
     key_name: str = ""  # of the API key; "": the key has no name
     start: float = field(default_factory=perf_counter)
     first_token: float | None = None  # time
+    prompt_tokens: int = 0  # once per completion, known when all have ended
     output_tokens: int = 0  # of all completions
     finish_reason: str = ""  # of the completions, or how the request ended otherwise
     completions: list[Completion] = field(default_factory=list)
@@ -43,12 +44,9 @@ class Entry:
     def finish(self, completions: Sequence[Completion]) -> None:
         """Record the finished completions."""
         self.completions = list(completions)
+        self.prompt_tokens = sum(completion.num_input_tokens for completion in completions)
         self.output_tokens = sum(len(completion.token_ids) for completion in completions)
         self.finish_reason = "+".join(sorted({str(completion.finish_reason) for completion in completions}))
-
-    def total_tokens(self) -> int:
-        """Return the prompt and output tokens. The prompt counts once per completion, when all have ended."""
-        return self.output_tokens + sum(completion.num_input_tokens for completion in self.completions)
 
     def fields(self, scope: Scope, status: int) -> dict[str, Any]:
         """Return the fields of the log line."""
@@ -70,7 +68,7 @@ class Entry:
             "time_to_first_token_seconds": (
                 None if self.first_token is None else round(self.first_token - self.start, 6)
             ),
-            "prompt_tokens": sum(completion.num_input_tokens for completion in self.completions),
+            "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
             "tau": round(tokens_of_passes / passes, 4) if passes else None,
             "draft_tokens": sum(each.draft_tokens for each in stats),

@@ -160,7 +160,7 @@ def _attributes(entry: Entry, status: int) -> dict[str, Any]:
         "gen_ai.usage.output_tokens": entry.output_tokens,
     }
     if entry.completions:
-        attributes["gen_ai.usage.input_tokens"] = sum(each.num_input_tokens for each in entry.completions)
+        attributes["gen_ai.usage.input_tokens"] = entry.prompt_tokens
         attributes["outrider.accepted_tokens"] = sum(sum(each.stats.accepted) for each in entry.completions)
     if entry.finish_reason:
         attributes["gen_ai.response.finish_reasons"] = entry.finish_reason.split("+")
