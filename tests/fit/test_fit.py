@@ -276,10 +276,10 @@ def test_training_that_was_not_recorded_resumes_from_its_state(fit, copied, fini
 
 
 def test_more_minutes_continue_training(fit, copied, finished):
-    result = fit(copied, **{"--minutes": 0.01})
+    result = fit(copied, **{"--minutes": 0.05})
     assert result.exit_code == 0, result.output
     document = json.loads((copied / "fit.json").read_text())
-    assert document["fit"]["training"]["minutes"] == 0.01
+    assert document["fit"]["training"]["minutes"] == 0.05
     assert document["fit"]["training"]["steps"] > finished[1]["fit"]["training"]["steps"]
     assert document["fit"]["first_measurement"] == finished[1]["fit"]["first_measurement"]
 

@@ -14,8 +14,10 @@ from outrider.media.evaluation.thresholds import draft_scores, thresholds_at
 from outrider.media.evaluation.trials import run_trials
 from outrider.media.routers import QualityGate, TargetOnly
 
-REJECTED = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 0.95)  # shares of drafts that the candidates reject
 MIN_PROMPTS = 4
+_REJECTED = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.95)  # shares of drafts that the first candidates reject
+_FINER = (0.25, 0.5, 0.75)  # the same for those between the best of the first candidates and the next lower one
+MAX_RUNS = 2 + len(_REJECTED) + len(_FINER)  # routers of the search; target-only runs twice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ def tune(
 ) -> Tuned:
     """Return the threshold that lets the target make the fewest blocks and keeps the wanted quality.
 
-    Half of the prompts are used for the search. The figures of the calibration are from the other half. If no candidate
+    A second search between the best candidate and the next lower one makes the choice finer. Half of the prompts are used for the search. The figures of the calibration are from the other half. If no candidate
     has the wanted quality, the best one is taken, and `reached` says so.
 
     Args:
@@ -61,16 +63,31 @@ def tune(
     search, check = prompts[::2], prompts[1::2]
     reference = TargetOnly()
     scores = draft_scores(engine, search, aggregate=aggregate)
-    gates = [QualityGate(each, aggregate=aggregate) for each in thresholds_at(scores, REJECTED)]
-    trials = run_trials(engine, held_out, [reference, *gates], search, rounds=1, advance=advance)
-    _, *candidates = found = summarize(trials, reference=reference.name)
-    chosen = gates[_choose(candidates, quality)]
+    candidates: list[tuple[float, Summary]] = []
+
+    def measure(thresholds: Sequence[float]) -> Summary:
+        gates = [QualityGate(each, aggregate=aggregate) for each in thresholds]
+        trials = run_trials(engine, held_out, [reference, *gates], search, rounds=1, advance=advance)
+        target_only, *found = summarize(trials, reference=reference.name)
+        candidates.extend(zip(thresholds, found, strict=True))
+        candidates.sort(key=lambda each: each[0])
+        return target_only
+
+    target_only = measure(thresholds_at(scores, _REJECTED))
+    best = _choose([each for _, each in candidates], quality)
+    if best:
+        low, high = candidates[best - 1][0], candidates[best][0]
+        between = [score for score in scores if low < score < high]
+        finer = thresholds_at(between, _FINER) if between else []
+        if finer := [each for each in finer if low < each < high]:
+            measure(finer)
+    threshold = candidates[_choose([each for _, each in candidates], quality)][0]
+    chosen = QualityGate(threshold, aggregate=aggregate)
     trials = run_trials(engine, held_out, [reference, chosen], check, rounds=1, advance=advance)
     _, checked = summarize(trials, reference=reference.name)
-    assert chosen.threshold is not None
     calibration = Calibration(
         wanted=quality,
-        threshold=chosen.threshold,
+        threshold=threshold,
         aggregate=aggregate,
         quality=checked.quality,
         held_out=checked.held_out,
@@ -79,7 +96,8 @@ def tune(
         drafts=sum(trial.drafted for trial in trials),
         reached=checked.quality.value >= quality,
     )
-    return Tuned(calibration=calibration, candidates=tuple(found), reference=reference.name)
+    summaries = (target_only, *(each for _, each in candidates))
+    return Tuned(calibration=calibration, candidates=summaries, reference=reference.name)
 
 
 def _choose(candidates: Sequence[Summary], quality: float) -> int:

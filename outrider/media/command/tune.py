@@ -7,7 +7,7 @@ from functools import partial
 from rich.console import Console
 
 from outrider.benchmarking.progress import progress_bar
-from outrider.media.calibration.tune import REJECTED, Tuned, tune
+from outrider.media.calibration.tune import MAX_RUNS, Tuned, tune
 from outrider.media.command.settings import TuneSettings
 from outrider.media.evaluation.table import interval_text, summary_table
 from outrider.media.models.store import load_models
@@ -23,7 +23,7 @@ def run_tune(settings: TuneSettings, *, as_json: bool) -> None:
     machine.use_threads(settings.threads)
     models = load_models(settings.models, eager_commits=settings.eager_commits)
     prompts = models.language.random_captions(settings.prompts, settings.seed)
-    outputs = len(prompts[::2]) * (len(REJECTED) + 1) + len(prompts[1::2]) * 2
+    outputs = len(prompts[::2]) * MAX_RUNS + len(prompts[1::2]) * 2
     with progress_bar(Console(stderr=True)) as bar:
         task = bar.add_task("thresholds", total=outputs)
         tuned = tune(
