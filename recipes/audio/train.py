@@ -23,8 +23,8 @@ from recipes.video.autoencoder import Clips
 from recipes.video.generators import train_generator
 
 AUDIO = AudioConfig()
-TARGET = GeneratorConfig(width=64, layers=5, heads=2, text_width=32, patch=1)
-DRAFTER = GeneratorConfig(width=24, layers=1, heads=1, text_width=16, patch=1)
+TARGET = GeneratorConfig(width=64, layers=5, heads=2, repeats=2, text_width=32, patch=1)
+DRAFTER = GeneratorConfig(width=40, layers=2, heads=1, text_width=16, patch=1)
 SCORER = SoundScorerConfig(width=32)
 HELD_OUT_SCORER = SoundScorerConfig(width=40, window=12, step=6)
 
@@ -32,10 +32,10 @@ HELD_OUT_SCORER = SoundScorerConfig(width=40, window=12, step=6)
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
     sounds: Annotated[int, typer.Option(min=64, help="Training sounds.")] = 2000,
-    target_steps: Annotated[int, typer.Option(min=1)] = 2000,
-    drafter_steps: Annotated[int, typer.Option(min=1)] = 600,
-    scorer_steps: Annotated[int, typer.Option(min=1)] = 400,
-    held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 400,
+    target_steps: Annotated[int, typer.Option(min=1)] = 2500,
+    drafter_steps: Annotated[int, typer.Option(min=1)] = 3000,
+    scorer_steps: Annotated[int, typer.Option(min=1)] = 1000,
+    held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 1000,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Train all models, and write them to OUT/models."""
@@ -45,7 +45,7 @@ def main(
     say(f"{len(latents)} sounds of {latents.shape[1]} frames are ready")
     data = Clips(latents=latents, tokens=tokens)
     drafter = train_generator(
-        DRAFTER, AUDIO, data, steps=drafter_steps, batch=16, lr=4e-3, file=out / "drafter.pt", seed=seed + 1
+        DRAFTER, AUDIO, data, steps=drafter_steps, batch=8, lr=4e-3, file=out / "drafter.pt", seed=seed + 1
     )
     scorer = train_scorer(SCORER, AUDIO, latents, tokens, steps=scorer_steps, file=out / "scorer.pt", seed=seed + 2)
     held_out_scorer = train_scorer(
@@ -58,7 +58,7 @@ def main(
         seed=seed + 3,
     )
     target = train_generator(
-        TARGET, AUDIO, data, steps=target_steps, batch=16, lr=4e-3, file=out / "target.pt", seed=seed + 4
+        TARGET, AUDIO, data, steps=target_steps, batch=8, lr=4e-3, file=out / "target.pt", seed=seed + 4
     )
     networks = AudioNetworks(
         audio=AUDIO, target=target, drafter=drafter, scorer=scorer, held_out_scorer=held_out_scorer
