@@ -33,7 +33,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
     sounds: Annotated[int, typer.Option(min=64, help="Training sounds.")] = 2000,
     target_steps: Annotated[int, typer.Option(min=1)] = 2500,
-    drafter_steps: Annotated[int, typer.Option(min=1)] = 3000,
+    drafter_steps: Annotated[int, typer.Option(min=1)] = 14000,
     scorer_steps: Annotated[int, typer.Option(min=1)] = 1000,
     held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 1000,
     seed: Annotated[int, typer.Option(min=0)] = 0,
