@@ -26,7 +26,6 @@ from results import Pair, figures, show
 from rich.console import Console
 from shared import Completed, Request
 
-from outrider import LLM
 from outrider.errors import OutriderError
 from outrider.measure.prompts import Prompt, read_prompts
 from outrider.report.console import standard_output
@@ -91,26 +90,8 @@ def compare(args: argparse.Namespace, exports: Sequence[Exported]) -> dict[str, 
     prompts = read_prompts(args.prompts, limit=args.limit)
     results = []
     for draft in args.draft:
-        llm = LLM(
-            args.target,
-            dtype=args.dtype,
-            threads=args.threads,
-            max_num_seqs=1,
-            proposer=_proposer(draft, args.k),
-            planner=outrider_side.AfterFirstToken(args.k),
-        )
-        encoded = [_encode(llm, prompt) for prompt in prompts]
-        request = Request(
-            target=args.target,
-            speculations=[exported.speculation for exported in exports],
-            k=args.k,
-            dtype=args.dtype,
-            threads=args.threads,
-            max_tokens=args.max_tokens,
-            context=max(map(len, encoded)) + args.max_tokens + args.k + 1,
-            ends=sorted(llm.parts.end_ids),
-            prompts=encoded,
-        )
+        llm = outrider_side.load(args, _proposer(draft, args.k))
+        request = outrider_side.make_request(llm, args, prompts, [exported.speculation for exported in exports])
         results.append(outrider_side.run(llm, request))
     answer = _run_vllm(args.python, request)
     return {
@@ -170,10 +151,6 @@ def _run_vllm(python: str, request: Request) -> dict[str, Any]:
         raise OutriderError(f"{log_end}\nvLLM's process ended with exit code {process.returncode}; see its log above")
     answer: dict[str, Any] = json.loads(process.stdout)
     return answer
-
-
-def _encode(llm: LLM, prompt: Prompt) -> Sequence[int]:
-    return llm.encode_chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from shared import Completed, Counts, Request, cut
@@ -15,8 +17,9 @@ from outrider.core import tree
 from outrider.core.stats import Stats, StatsAccumulator
 from outrider.core.types import Batch, Draft, Needs, Round
 from outrider.core.types import Request as EngineRequest
+from outrider.measure.prompts import Prompt
 from outrider.plan.planner import FixedPlanner
-from outrider.propose.base import ProposerSetup
+from outrider.propose.base import Proposer, ProposerSetup
 from outrider.tools.vllm_suffix import VllmSuffix
 
 
@@ -60,6 +63,38 @@ class SuffixAsInVllm:
 
     def release(self, slot: int) -> None:
         pass
+
+
+def load(args: argparse.Namespace, proposer: str | Callable[[ProposerSetup], Proposer]) -> LLM:
+    """Load the target with a proposer that drafts as vLLM does, for one sequence at a time."""
+    return LLM(
+        args.target,
+        dtype=args.dtype,
+        threads=args.threads,
+        max_num_seqs=1,
+        proposer=proposer,
+        planner=AfterFirstToken(args.k),
+    )
+
+
+def make_request(
+    llm: LLM, args: argparse.Namespace, prompts: Sequence[Prompt], speculations: Sequence[Mapping[str, Any]]
+) -> Request:
+    """Return the request for both engines, with prompts as token ids."""
+    encoded = [
+        llm.encode_chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "") for prompt in prompts
+    ]
+    return Request(
+        target=args.target,
+        speculations=speculations,
+        k=args.k,
+        dtype=args.dtype,
+        threads=args.threads,
+        max_tokens=args.max_tokens,
+        context=max(map(len, encoded)) + args.max_tokens + args.k + 1,
+        ends=sorted(llm.parts.end_ids),
+        prompts=encoded,
+    )
 
 
 def run(llm: LLM, request: Request) -> list[Completed]:

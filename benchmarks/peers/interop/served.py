@@ -18,13 +18,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import outrider_side
-from shared import Counts, Request, total
+from shared import Counts, total
 
-from outrider import LLM
 from outrider.client.metrics import Speculation, read_speculation
 from outrider.client.server import Server, connect, find_model
 from outrider.errors import OutriderError
-from outrider.measure.prompts import Prompt, read_prompts
+from outrider.measure.prompts import read_prompts
 from outrider.system import machine
 
 
@@ -50,29 +49,11 @@ def main() -> None:
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run both engines, one after the other. Return the JSON document."""
     prompts = read_prompts(args.prompts, limit=args.limit)
-    llm = LLM(
-        args.target,
-        dtype=args.dtype,
-        threads=args.threads,
-        max_num_seqs=1,
-        proposer=f"draft:{args.draft}",
-        planner=outrider_side.AfterFirstToken(args.k),
-    )
-    encoded = [_encode(llm, prompt) for prompt in prompts]
-    request = Request(
-        target=args.target,
-        speculations=(),
-        k=args.k,
-        dtype=args.dtype,
-        threads=args.threads,
-        max_tokens=args.max_tokens,
-        context=max(map(len, encoded)) + args.max_tokens + args.k + 1,
-        ends=sorted(llm.parts.end_ids),
-        prompts=encoded,
-    )
+    llm = outrider_side.load(args, f"draft:{args.draft}")
+    request = outrider_side.make_request(llm, args, prompts, ())
     completions = outrider_side.run(llm, request)
     texts = [llm.parts.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in completions]
-    served_texts, speculation = asyncio.run(_ask(args.server, encoded, args.max_tokens))
+    served_texts, speculation = asyncio.run(_ask(args.server, request.prompts, args.max_tokens))
     if not speculation.drafts or not speculation.accepted_by_position:
         raise OutriderError(
             f"{args.server} has counted no drafts; start it with the draft, and with its metrics (llama.cpp: --metrics)"
@@ -114,10 +95,6 @@ async def _scrape(server: Server) -> Speculation:
     if text is None:
         raise OutriderError(f"{server.url} has no /metrics; start the server with them (llama.cpp: --metrics)")
     return read_speculation(text)
-
-
-def _encode(llm: LLM, prompt: Prompt) -> Sequence[int]:
-    return llm.encode_chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "")
 
 
 def _parser() -> argparse.ArgumentParser:
