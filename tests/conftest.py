@@ -1,4 +1,4 @@
-"""One torch thread a process, as the suite runs as many as there are cores; and what passes cost, without measuring."""
+"""Settings of all tests: one torch thread per process, seeds, and given costs of passes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ import torch
 torch.set_num_threads(1)  # the models are small
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Seed torch, so that random models do not depend on the tests that ran before in the same process."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def given_costs():
-    """Planners go by costs that are given: measuring takes seconds for every model, width and context."""
-    from outrider.plan.pass_cost import CostModel, PassCost  # not above: who only hands tests out loads this file too
+    """Give planners fixed costs: measuring takes seconds for each model, width and context."""
+    from outrider.plan.pass_cost import CostModel, PassCost  # here, so that collecting tests does not import it
 
-    # Of models like the embedded ones on one core: a pass over few columns costs little more than one over one.
+    # As of the embedded models on one core: a pass over a few tokens costs little more than a pass over one.
     columns = (1, 8, 16, 64, 512)
     target = PassCost(tokens=columns, seconds=(5e-3, 7e-3, 1e-2, 3e-2, 2e-1), entry=0.0, pair=0.0)
     draft = PassCost(tokens=columns, seconds=(5e-4, 7e-4, 1e-3, 3e-3, 2e-2), entry=0.0, pair=0.0)
@@ -26,7 +32,7 @@ def given_costs():
 
 @pytest.fixture
 def measured_costs(monkeypatch):
-    """What passes cost here, as anywhere else, for tests in which planners are to go by it."""
+    """Measure the costs of passes, as outside the tests."""
     from outrider.plan.calibrate import known_costs
 
     monkeypatch.setattr("outrider.engine.build.known_costs", known_costs)

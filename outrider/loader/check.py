@@ -21,7 +21,7 @@ from outrider.models.attention import NAME
 from outrider.models.base import ExpertCounter, Target
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.gguf_linear import block_types
-from outrider.models.rounding import TOLERANCE, TRIALS
+from outrider.models.rounding import BLOCK_TOLERANCE, TOLERANCE, TRIALS
 from outrider.models.routing import prescribed_experts
 from outrider.native.target import NativeTarget
 
@@ -69,9 +69,8 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
     """
     model_type = checkpoint.model.config.model_type
     errors = torch.full((1 + len(_PARENTS),), torch.inf)  # the smallest of all trials, by node
-    # The native kernels multiply quantized blocks with activations of 8 bits.
     blocks = target.kernels != "torch" and block_types(checkpoint.model)
-    tolerance = TOLERANCE[torch.bfloat16 if blocks else checkpoint.dtype]
+    tolerance = BLOCK_TOLERANCE if blocks else TOLERANCE[checkpoint.dtype]
     try:
         for trial in range(TRIALS):
             errors = errors.fmin(_errors(target, checkpoint, trial, tolerance).cpu())

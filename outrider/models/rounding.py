@@ -11,5 +11,8 @@ import torch
 TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
 )
+# The native kernels multiply quantized blocks with activations of 8 bits. A small random model amplifies their rounding
+# to 10% of the norm; another architecture differs by 50% or more.
+BLOCK_TOLERANCE = 0.2
 # Comparisons that must fail. Rounding may route a token to another expert, which changes its logits.
 TRIALS = 4
