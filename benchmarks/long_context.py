@@ -45,7 +45,7 @@ from outrider.llm import LLM
 from outrider.measure.prompts import read_prompts
 from outrider.models.base import SelfDraftTarget
 from outrider.propose.draft_model.window import find_window
-from outrider.propose.registry import draft_model
+from outrider.propose.leaves import draft_model
 from outrider.system import machine
 from outrider.train.data.prompts import encode_prompt
 

@@ -31,7 +31,7 @@ from outrider.plan.calibrate import known_costs
 from outrider.plan.pass_cost import CostModel
 from outrider.plan.planner import FixedPlanner
 from outrider.plan.speedup import expected_tau
-from outrider.propose.registry import draft_models
+from outrider.propose.leaves import draft_models
 from outrider.rl import RolloutBatch, RolloutEngine
 from outrider.rl.report import by_phase
 from recipes.arithmetic.word_problems import word_problems

@@ -52,7 +52,7 @@ from outrider.loadgen.settings import Settings
 from outrider.measure.prompts import Prompt, read_prompts
 from outrider.plan.calibrate import calibrate
 from outrider.plan.pass_cost import CostModel, PassCost
-from outrider.propose.registry import draft_models
+from outrider.propose.leaves import draft_models
 from outrider.system.machine import commit, hardware, versions
 
 _TICKS = os.sysconf("SC_CLK_TCK")

@@ -13,7 +13,7 @@ from outrider.bench.rates import measure_rates
 from outrider.llm import LLM
 from outrider.plan.calibrate import cost_file, known_costs
 from outrider.plan.pass_cost import PassCost
-from outrider.propose.registry import draft_model
+from outrider.propose.leaves import draft_model
 from outrider.system import machine
 
 

@@ -32,7 +32,8 @@ from outrider.native.target import NativeTarget
 from outrider.plan.planner import Planner
 from outrider.plan.store import PlanFile, restored
 from outrider.propose.expression import command_line_form
-from outrider.propose.registry import draft_model, parse
+from outrider.propose.leaves import draft_model
+from outrider.propose.registry import parse
 from outrider.system import machine
 
 

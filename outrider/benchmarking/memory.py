@@ -12,7 +12,7 @@ from outrider.benchmarking.jobs import Job
 from outrider.llm import LLM
 from outrider.plan.speedup import sequences_instead
 from outrider.propose.base import Proposer
-from outrider.propose.registry import draft_model
+from outrider.propose.leaves import draft_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,16 +35,8 @@ from outrider.plan.planner import FixedPlanner, Planner
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.combine import Switch
 from outrider.propose.isolate import IsolatedProposer, isolate
-from outrider.propose.registry import (
-    Maker,
-    alternatives,
-    check_window,
-    draft_model,
-    draft_models,
-    draft_sources,
-    find_proposer,
-    own_proposer,
-)
+from outrider.propose.leaves import draft_model, draft_models, model_sources
+from outrider.propose.registry import Maker, alternatives, check_window, draft_sources, find_proposer, own_proposer
 from outrider.system.machine import free_memory
 from outrider.verify.rules import Verifier
 
@@ -352,7 +344,8 @@ def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) ->
     `CostPlanner`).
     """
     alternatives = proposer.parts if isinstance(proposer, Switch) else (proposer,)
-    return CostPlanner(*(known_costs(target, draft_model(each)) for each in alternatives), replay=replay)
+    costs = (known_costs(target, draft_model(each)) for each in alternatives)
+    return CostPlanner(*costs, replay=replay, model_sources=model_sources(proposer))
 
 
 def full_dtype(dtype: str, bits: int) -> str:

@@ -22,7 +22,7 @@ from outrider.loader.checkpoint import read_weights
 from outrider.models.base import SleepingTarget, WeightSharer
 from outrider.models.weights import finite_weights
 from outrider.propose.base import WeightFollower
-from outrider.propose.registry import draft_models, leaves
+from outrider.propose.leaves import draft_models, leaves
 from outrider.propose.vocabulary.wrapped_target import unwrapped
 from outrider.verify.relaxed.registry import reads_embedding
 

@@ -122,11 +122,11 @@ def finalists(cases: Sequence[Mapping[str, Any]], head: str | None) -> tuple[str
         draft = command_line_form(f'draft:"{head}"')
         chosen.append(draft)
         lookups = [proposer for proposer in order if is_lookup(proposer)]
-        chosen += [f"merge({proposer},{draft})" for proposer in lookups[:1]]
+        chosen += [f"best({proposer},{draft})" for proposer in lookups[:1]]
     return tuple(chosen)
 
 
 def is_lookup(proposer: str) -> bool:
-    """Return whether a proposer can be a part of a merge with a head: it has no model, and is no combination."""
+    """Return whether a proposer can be combined with a head: it has no model, and is no combination."""
     expression = parse(proposer)
     return not expression.parts and expression.name not in SAMPLING_PROPOSERS | {"draft-text", "lookahead"}

@@ -253,6 +253,6 @@ def _untrained(settings: Settings, target: Path) -> tuple[str, ...]:
     device, kernels, quantize = settings.device, settings.kernels, settings.quantize
     names = ["ngram", "suffix", "suffix:100000", "recycle", "merge(suffix,recycle)"]
     if can_draft_for_itself(target, device=device, kernels=kernels, quantize=quantize):
-        names.append("quantized:int4")
+        names += ["quantized:int4", "best(suffix:100000,quantized:int4)"]
     default = default_proposer(settings.target, device=device, kernels=kernels, quantize=quantize)
     return tuple(dict.fromkeys([*names, default]))

@@ -67,8 +67,8 @@ class Settings:
         typer.Option(
             metavar="LIST",
             help="Proposers that need no training, separated by semicolons. Default: ngram, suffix, suffix:100000,"
-            " recycle, merge(suffix,recycle), quantized:int4 on a CPU, and the embedded draft model for the embedded"
-            " target.",
+            " recycle, merge(suffix,recycle), on a CPU quantized:int4 and best(suffix:100000,quantized:int4), and the"
+            " default proposer of the target.",
             rich_help_panel=_MODEL,
         ),
     ] = None

@@ -60,13 +60,18 @@ class CostPlanner:
     verified, but compared with the text that follows (`UnverifiedDrafts`).
     """
 
-    def __init__(self, *costs: CostModel, max_draft_tokens: int = 32, replay: bool = False) -> None:
+    def __init__(
+        self, *costs: CostModel, max_draft_tokens: int = 32, replay: bool = False, model_sources: int = -1
+    ) -> None:
         """Plan with the `costs` of each alternative of the proposer, up to `max_draft_tokens` per sequence.
+
+        `model_sources` are the bits of `Draft.source` that stand for draft models. The other bits stand for lookups.
 
         With `replay`, the same seed must give the same text although the text depends on the draft. A batch that has a
         request with its own seed then always gets the same draft length.
         """
         self._replay = replay
+        self._model_sources = model_sources
         self.proposers = tuple(ProposerStats(each, max_draft_tokens=max_draft_tokens) for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
         self._pricing = DraftPricing(self._clock)
@@ -122,7 +127,7 @@ class CostPlanner:
         window = self._window
         if self._observed >= 0:
             return self._drop(batch, draft)
-        window.depth += max(draft.depth)
+        window.depth += self._model_depth(draft)
         prefilling = 0 if window.has_fixed_alternatives else draft.num_prefilling
         window.drafting_seqs -= prefilling
         window.prefilling_seqs += prefilling
@@ -138,6 +143,13 @@ class CostPlanner:
         if draft.accept_prob is None or draft.q is not None or not any(draft.width):
             return draft
         return tree.cut(draft, self._pricing.profitable_widths(draft.accept_prob, self._window.load))
+
+    def _model_depth(self, draft: Draft) -> int:
+        """Return how many passes of a draft model the deepest draft took: one for each of its draft tokens."""
+        if draft.source is None:
+            return max(draft.depth)
+        from_model = (sum(bool(bits & self._model_sources) for bits in nodes) for nodes in draft.source)
+        return max(map(min, draft.depth, from_model))
 
     def state(self) -> dict[str, Any]:
         """Return what the planner has learned of the proposers, as JSON values. Pass costs are not included."""

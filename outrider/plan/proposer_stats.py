@@ -52,7 +52,7 @@ class Outcome:
     nodes: int  # verified draft tokens
     reached: tuple[int, ...]  # as in `Stats`
     accepted: tuple[int, ...]
-    depth: int  # depth of the deepest draft of each round
+    depth: int  # depth of the deepest draft of a draft model in each round
     draft_seconds: float | None  # without prefills of the draft model; None: not measured
 
 
@@ -172,7 +172,8 @@ class ProposerStats:
         drafted = min(max(outcome.draft_seconds / outcome.rounds / unit, low), high)
         for means in (self._means, self._recent):
             means.learn(outcome, drafted)
-        self._token_cost += outcome.rounds * _COST_RATE * (drafted / max(depth, 1.0) - self._token_cost)
+        if depth >= 1:  # in a combination, lookups may have drafted instead
+            self._token_cost += outcome.rounds * _COST_RATE * (drafted / depth - self._token_cost)
 
     def start_trial(self, *, new_texts: bool = False) -> None:
         """Measure again on a few sequences. Earlier means weigh less, and even less for `new_texts`."""

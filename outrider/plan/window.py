@@ -51,7 +51,7 @@ class PlanWindow:
     drafting_seqs: int = 0  # sequences with a draft budget
     prefilling_seqs: int = 0  # of these, sequences without a draft because the draft model was prefilling
     draft_tokens: int = 0  # verified draft tokens
-    depth: int = 0  # depth of the deepest draft
+    depth: int = 0  # depth of the deepest draft of a draft model
     prefill_seconds: float = 0.0  # expected time of prefills of the draft model
     # If some requests name their proposer: the other sequences, and their progress before the window.
     unassigned: dict[SequenceState, _Progress] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Draw, Needs, Request, Round
+from outrider.core.types import Batch, Draft, Draw, Needs, Request, Round, SequenceState
 from outrider.errors import OutriderError
 from outrider.models.base import Target
 from outrider.models.checkpoint import SourceRules
@@ -68,6 +68,15 @@ class WeightFollower(Protocol):
 
     def target_updated(self, version: int) -> None:
         """Note that the target has new weights from now on. No sequence has a slot."""
+
+
+def must_reproduce(seq: SequenceState, draw: Draw) -> bool:
+    """Return whether a request has its own seed and an output that depends on the draft.
+
+    The draft must then depend on nothing but the text: neither on other requests nor on what was learned from them.
+    """
+    params = seq.request.params
+    return params.seed is not None and params.temperature > 0 and draw is Draw.SAMPLE
 
 
 def check_budget(batch: Batch, draft: Draft) -> None:

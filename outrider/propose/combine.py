@@ -1,4 +1,4 @@
-"""Combine proposers: `first`, `switch` and `merge`."""
+"""Combine proposers: `first`, `switch` and `merge`. `best` has a file of its own."""
 
 from __future__ import annotations
 
@@ -361,6 +361,14 @@ def _join_distributions(drafts: Sequence[Draft]) -> tuple[torch.Tensor, list[tor
 
 def _first_nonempty(first: Draft, second: Draft) -> Draft:
     """Return for each sequence the first draft, or the second one if the first is empty."""
+    return choose_drafts(first, second, list(map(bool, first.width)))
+
+
+def choose_drafts(first: Draft, second: Draft, use_first: Sequence[bool]) -> Draft:
+    """Return the first draft of the sequences that `use_first` [B] names, and the second draft of the others.
+
+    An empty draft must not be chosen if the other one is not empty.
+    """
     if not second.size:
         return first
     if not first.size:
@@ -369,33 +377,36 @@ def _first_nonempty(first: Draft, second: Draft) -> Draft:
     device = first.tokens.device
     a = _widened(first, size)
     b = _widened(second, size)
-    use_first = tree.upload([bool(width) for width in first.width], device, torch.bool)
-    use_first_nodes = use_first[:, None]
+    choice = tree.upload(use_first, device, torch.bool)
+    choice_of_nodes = choice[:, None]
     q = None
     if a.q is not None or b.q is not None:
         values, (a_index, b_index) = _join_distributions((a, b))
-        q = Packed(values=values, at=torch.where(use_first_nodes, a_index, b_index))
+        q = Packed(values=values, at=torch.where(choice_of_nodes, a_index, b_index))
     return Draft(
-        tokens=torch.where(use_first_nodes, a.tokens, b.tokens),
-        parent=torch.where(use_first_nodes, a.parent, b.parent),
-        count=torch.where(use_first, a.count, b.count),
-        kind=torch.where(use_first_nodes, a.kind, b.kind),
+        tokens=torch.where(choice_of_nodes, a.tokens, b.tokens),
+        parent=torch.where(choice_of_nodes, a.parent, b.parent),
+        count=torch.where(choice, a.count, b.count),
+        kind=torch.where(choice_of_nodes, a.kind, b.kind),
         q=q,
-        width=tuple(x or y for x, y in zip(first.width, second.width, strict=True)),
-        depth=tuple(x or y for x, y in zip(first.depth, second.depth, strict=True)),
+        width=_choose_values(first.width, second.width, use_first),
+        depth=_choose_values(first.depth, second.depth, use_first),
         chain=first.chain and second.chain,
-        accept_prob=_first_nonempty_values(first.accept_prob, second.accept_prob),
-        source=_first_nonempty_values(first.source, second.source),
+        accept_prob=_choose_known(first.accept_prob, second.accept_prob, use_first),
+        source=_choose_known(first.source, second.source, use_first),
     )
 
 
-def _first_nonempty_values(
-    first: tuple[tuple[T, ...], ...] | None, second: tuple[tuple[T, ...], ...] | None
-) -> tuple[tuple[T, ...], ...] | None:
-    """Return for each sequence the first values, or the second ones if the first are empty; None if one is missing."""
-    if first is None or second is None:
-        return None
-    return tuple(x or y for x, y in zip(first, second, strict=True))
+def _choose_known(
+    first: Sequence[T] | None, second: Sequence[T] | None, use_first: Sequence[bool]
+) -> tuple[T, ...] | None:
+    """Return for each sequence its first or second value; None if the values of one draft are not known."""
+    return None if first is None or second is None else _choose_values(first, second, use_first)
+
+
+def _choose_values(first: Sequence[T], second: Sequence[T], use_first: Sequence[bool]) -> tuple[T, ...]:
+    """Return for each sequence its first or second value."""
+    return tuple(x if use else y for x, y, use in zip(first, second, use_first, strict=True))
 
 
 def _widened(draft: Draft, size: int) -> Draft:

@@ -14,10 +14,9 @@ from types import MappingProxyType
 from outrider.core.types import Needs
 from outrider.errors import OutriderError
 from outrider.loader.embedded import embedded
-from outrider.models.base import Target
 from outrider.propose.base import NoProposer, Proposer, ProposerSetup, parse_count
-from outrider.propose.combine import Combination, First, Merge, Switch, check_parts
-from outrider.propose.draft_model.chain import DraftModelProposer
+from outrider.propose.best import Best
+from outrider.propose.combine import First, Merge, Switch, check_parts
 from outrider.propose.draft_model.open import (
     cascade_proposer,
     check_draft,
@@ -41,7 +40,6 @@ from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.recycle import RecycleProposer
 from outrider.propose.lookup.retrieval import open_datastore, retrieval_proposer
 from outrider.propose.lookup.suffix import parse_history_size, suffix_proposer
-from outrider.propose.vocabulary.text_draft import TextProposer
 
 Maker = Callable[[ProposerSetup], Proposer]
 _MAX_NGRAM = 32  # longest n-gram of `ngram`; each length costs time and memory at every token
@@ -210,25 +208,6 @@ def forms() -> str:
     return ", ".join([*named, "pkg.module:Class", *(f"{name}(A,B)" for name in COMBINATIONS)])
 
 
-def draft_model(proposer: Proposer) -> Target | None:
-    """Return the first draft model of a proposer and its parts. None if there is none."""
-    if isinstance(proposer, Combination):
-        return next(filter(None, map(draft_model, proposer.parts)), None)
-    return proposer.model if isinstance(proposer, DraftModelProposer | TextProposer) else None
-
-
-def leaves(proposer: Proposer) -> list[Proposer]:
-    """Return the proposers that a proposer is combined from, or itself."""
-    return (
-        [leaf for part in proposer.parts for leaf in leaves(part)] if isinstance(proposer, Combination) else [proposer]
-    )
-
-
-def draft_models(proposer: Proposer) -> list[Target]:
-    """Return all draft models of a proposer and its parts."""
-    return [model for leaf in leaves(proposer) if (model := draft_model(leaf)) is not None]
-
-
 def _split(text: str, spec: str) -> list[str]:
     """Split at the commas that are outside of brackets and quotes."""
     parts = [""]
@@ -392,7 +371,7 @@ SAMPLING_PROPOSERS = frozenset({"draft", "draft-tokens", "mtp", "tree", "cascade
 # Proposers to which `draft_window` applies. The target as its own draft has the target's context.
 _WINDOW_PROPOSERS = frozenset({"draft", "draft-tokens", "draft-text", "mtp", "tree", "cascade"})
 # Proposers that draft chains, and combinations that make no tree of chains.
-CHAINS = (SAMPLING_PROPOSERS - {"tree"}) | {"draft-text", "none", "first", "switch"}
+CHAINS = (SAMPLING_PROPOSERS - {"tree"}) | {"draft-text", "none", "best", "first", "switch"}
 COMBINATIONS: Mapping[str, Callable[[ProposerSetup, Sequence[Proposer]], Proposer]] = MappingProxyType(
-    {"first": First, "merge": Merge, "switch": Switch}
+    {"best": Best, "first": First, "merge": Merge, "switch": Switch}
 )

@@ -20,7 +20,7 @@ from torch import nn
 from outrider.core.stats import Stats
 from outrider.errors import OutriderError
 from outrider.models.submodel import layer_stack
-from outrider.propose.registry import draft_models
+from outrider.propose.leaves import draft_models
 from outrider.rl.records import Rollout
 from outrider.rl.rollout import RolloutEngine
 from outrider.train.data.batches import Collator, micro_batches

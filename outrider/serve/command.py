@@ -20,7 +20,7 @@ from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
 from outrider.loader.gguf import is_gguf
 from outrider.parallel.ranks import Ranks
-from outrider.propose.registry import draft_models
+from outrider.propose.leaves import draft_models
 from outrider.serve.api_keys import read_keys
 from outrider.serve.ranks import Leader
 from outrider.serve.settings import Settings

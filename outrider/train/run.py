@@ -23,7 +23,8 @@ from outrider.parallel.processes import rank, world_size
 from outrider.plan.calibrate import known_costs
 from outrider.plan.pass_cost import CostModel
 from outrider.plan.store import model_print
-from outrider.propose.registry import check_proposer, draft_model
+from outrider.propose.leaves import draft_model
+from outrider.propose.registry import check_proposer
 from outrider.system import machine
 from outrider.system.atomic_files import check_folder
 from outrider.system.heap import Heap

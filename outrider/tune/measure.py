@@ -30,7 +30,7 @@ _WARMUP_TOKENS = 8
 _MIN_BATCHES = 2  # batches of prompts that are measured in spite of the time limit, so that there is an interval
 # Proposers without memory of finished outputs. Every other proposer is created again before it gets a prompt a second
 # time. Otherwise it would remember the output.
-_FORGETFUL = SAMPLING_PROPOSERS | {"draft-text", "ngram", "suffix", "retrieval", "first", "merge", "switch"}
+_FORGETFUL = SAMPLING_PROPOSERS | {"draft-text", "ngram", "suffix", "retrieval", "best", "first", "merge", "switch"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from outrider.llm import LLM
 from tests.helpers.gguf_files import SIZES, write_gguf
 from tests.helpers.tiny import compiles, make_config, save
 
+DEFAULT = "best(suffix:100000,quantized:int4)"
 pytestmark = pytest.mark.skipif(not compiles(), reason="no C++ compiler here")
 
 
@@ -21,8 +22,8 @@ def folder(tmp_path_factory):
 
 
 def test_target_drafts_for_itself_on_the_native_kernels(folder):
-    assert default_proposer(folder, device="cpu") == "quantized:int4"
-    assert default_proposer(folder, device="cpu", quantize="int8") == "quantized:int4"
+    assert default_proposer(folder, device="cpu") == DEFAULT
+    assert default_proposer(folder, device="cpu", quantize="int8") == DEFAULT
     assert default_proposer(folder, device="cpu", quantize="int4") == "ngram"
     assert default_proposer(folder, device="cpu", kernels="torch") == "ngram"
 
@@ -32,7 +33,7 @@ def test_target_does_not_draft_for_itself_if_memory_is_short(folder, monkeypatch
     monkeypatch.setattr(module, "free_memory", lambda: 3 * size)
     assert default_proposer(folder, device="cpu") == "ngram"
     monkeypatch.setattr(module, "free_memory", lambda: 3 * size + 1)
-    assert default_proposer(folder, device="cpu") == "quantized:int4"
+    assert default_proposer(folder, device="cpu") == DEFAULT
 
 
 def test_missing_or_damaged_target_gets_a_proposer(tmp_path):
@@ -57,7 +58,7 @@ def test_default_is_chosen_before_the_target_takes_its_memory(folder, monkeypatc
     answers = iter([4 * size, size])
     monkeypatch.setattr(module, "free_memory", lambda: next(answers))
     llm = LLM(folder, device="cpu", max_num_seqs=1, max_model_len=64)
-    assert llm.parts.proposer_spec == "quantized:int4"
+    assert llm.parts.proposer_spec == DEFAULT
     assert list(answers) == [size]
 
 
@@ -66,7 +67,7 @@ def test_default_drafts_and_keeps_the_text(folder):
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     prompts = [(5, 6, 7, 5, 6), (9, 8)]
     default, plain = (LLM(folder, proposer=proposer, **options) for proposer in (None, "none"))
-    assert default.parts.proposer_spec == "quantized:int4"
+    assert default.parts.proposer_spec == DEFAULT
     completions, expected = (llm.generate(prompts, params) for llm in (default, plain))
     assert [each.token_ids for each in completions] == [each.token_ids for each in expected]
     assert default.stats.draft_tokens

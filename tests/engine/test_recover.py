@@ -17,7 +17,19 @@ from tests.helpers.conformance import EVERY
 from tests.helpers.engines import make_engine, outputs, run
 
 COUNT, LIMIT, FAILING = 6, 24, 2
-PROPOSER_NAMES = ("none", "ngram", "model", "text draft", "suffix", "recycle", "lookahead", "switch", "merge", "tree")
+PROPOSER_NAMES = (
+    "none",
+    "ngram",
+    "model",
+    "text draft",
+    "suffix",
+    "recycle",
+    "lookahead",
+    "switch",
+    "merge",
+    "best",
+    "tree",
+)
 
 
 class FailingTarget(ToyTarget):

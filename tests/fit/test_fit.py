@@ -120,7 +120,7 @@ def test_whole_fit(finished):
         "ngram",
         "suffix",
         f"draft:{head}",
-        *(name for name in measured if "merge" in name),
+        *(name for name in measured if "best" in name),
     }
     assert len(measured) == 5
     assert json.loads((out / "fit.json").read_text()) == document

@@ -75,7 +75,7 @@ def test_second_measurement_has_three_proposers_and_head():
     cases.append(case("suffix", 2, 1.0))
     untrained = ("merge(suffix,recycle)", "recycle", "ngram")
     assert finalists(cases, None) == untrained
-    assert finalists(cases, "/x/head") == (*untrained, "draft:/x/head", "merge(recycle,draft:/x/head)")
+    assert finalists(cases, "/x/head") == (*untrained, "draft:/x/head", "best(recycle,draft:/x/head)")
     assert finalists(cases, "/x,y/head")[3] == 'draft:"/x,y/head"'
 
 

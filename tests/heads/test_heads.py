@@ -28,7 +28,7 @@ from outrider.models.base import ChainSampler, draft_by_scores
 from outrider.plan.calibrate import measure_pass
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
-from outrider.propose.registry import draft_model
+from outrider.propose.leaves import draft_model
 from outrider.testing import random_tree
 from outrider.train.loss.steps import Chains
 from outrider.train.loss.unroll import TrainingBatch, unrolled

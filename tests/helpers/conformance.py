@@ -10,6 +10,7 @@ from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.models.base import Target
 from outrider.propose.base import NoProposer, Proposer, ProposerSetup
+from outrider.propose.best import Best
 from outrider.propose.combine import First, Merge, Switch
 from outrider.propose.draft_model.cascade import Cascade
 from outrider.propose.draft_model.chain import DraftModelProposer
@@ -53,6 +54,10 @@ LEARNING: Mapping[str, Callable[[ProposerSetup], Proposer]] = {
     "group": lambda setup: GroupProposer(setup, history=90, versions=2),
     "recycle": RecycleProposer,
     "lookahead": lambda setup: LookaheadProposer(setup, Sizes(window=2, size=3, guesses=2)),
+    "best": lambda setup: Best(setup, [NgramProposer(setup), _toy_model(setup)]),
+    "best of three": lambda setup: Best(
+        setup, [NgramProposer(setup, shortest=3), SuffixProposer(setup, history=90), _toy_model(setup)]
+    ),
     "first": lambda setup: First(setup, [NgramProposer(setup, shortest=3), _toy_model(setup)]),
     "switch": lambda setup: Switch(setup, [NgramProposer(setup), _toy_model(setup)]),
     "retrieval": lambda setup: RetrievalProposer(setup, _toy_store(setup.vocab)),

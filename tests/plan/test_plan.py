@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from dataclasses import replace
@@ -46,7 +47,7 @@ def batch(rows, start=10, first=0):
     return Batch(seqs=seqs, start=(start,) * rows, feed=((0,),) * rows, draft_budget=(20,) * rows)
 
 
-def simulate(planner, rows, acceptance, rounds, *, took=lambda k: (1.0, 0.0), seed=0, waits=0, first=0):
+def simulate(planner, rows, acceptance, rounds, *, took=lambda k: (1.0, 0.0), seed=0, waits=0, first=0, source=None):
     """Simulate rounds, and return the draft length of each.
 
     Args:
@@ -58,6 +59,7 @@ def simulate(planner, rows, acceptance, rounds, *, took=lambda k: (1.0, 0.0), se
         seed: the seed of the accepted tokens.
         waits: number of rounds of prefill of the draft model, after rounds without a draft.
         first: number of the first request.
+        source: bits of `Draft.source` of all draft tokens, which then have estimates; None: neither.
     """
     rng = random.Random(seed)
     stats = Stats()
@@ -70,6 +72,10 @@ def simulate(planner, rows, acceptance, rounds, *, took=lambda k: (1.0, 0.0), se
             draft = replace(tree.empty(rows, torch.device("cpu")), num_prefilling=sum(map(bool, planned.draft_budget)))
         else:
             draft = tree.chain(torch.zeros(rows, max(planned.draft_budget)), planned.draft_budget)
+        if source is not None:
+            probs = tuple(math.prod(acceptance[: i + 1]) for i in range(draft.size))
+            draft = replace(draft, accept_prob=tuple(probs[:width] for width in draft.width))
+            draft = replace(draft, source=tuple((source,) * width for width in draft.width))
         ks = planner.trim(planned, draft).width
         chosen.append(max(ks))
         passes = []
@@ -88,6 +94,14 @@ def simulate(planner, rows, acceptance, rounds, *, took=lambda k: (1.0, 0.0), se
             draft_seconds=stats.draft_seconds + draft_seconds,
         )
     return chosen
+
+
+@pytest.mark.parametrize(("source", "speculates"), [(0b01, True), (0b10, False)])
+def test_draft_tokens_of_a_lookup_take_no_pass_of_the_draft_model(source, speculates):
+    """A draft token of the model takes 0.6 of a pass of the target, which its acceptance of 60% is not worth."""
+    planner = CostPlanner(costs(FLAT, replace(FLAT, seconds=(0.6, 0.6))), max_draft_tokens=12, model_sources=0b10)
+    chosen = simulate(planner, 1, [0.6] * 12, 600, took=lambda k: (1.0, 0.01 if speculates else 0.6 * k), source=source)
+    assert (sum(map(bool, chosen[300:])) > 250) is speculates
 
 
 def test_costs_are_interpolated_between_measurements():

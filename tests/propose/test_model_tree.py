@@ -19,7 +19,8 @@ from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
-from outrider.propose.registry import draft_model, find_proposer
+from outrider.propose.leaves import draft_model
+from outrider.propose.registry import find_proposer
 from outrider.testing import ToyTarget, joint_distribution, toy_setup
 from outrider.testing.drive import append, make_round, make_seq
 from outrider.verify.sampling import SamplingTensors, apply_sampling

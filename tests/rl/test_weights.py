@@ -13,7 +13,7 @@ import torch
 
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.loader.checkpoint import load_checkpoint
-from outrider.propose.registry import draft_models
+from outrider.propose.leaves import draft_models
 from outrider.propose.vocabulary.reduced import write_draft_vocabulary
 from outrider.propose.vocabulary.wrapped_target import unwrapped
 from tests.helpers import tiny

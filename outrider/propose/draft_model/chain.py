@@ -24,12 +24,11 @@ from outrider.core.types import (
     Packed,
     Request,
     Round,
-    SequenceState,
     StopRule,
 )
 from outrider.models.base import ChainSampler, Target
 from outrider.models.draft_chains import ChainBuilder
-from outrider.propose.base import ProposerSetup
+from outrider.propose.base import ProposerSetup, must_reproduce
 from outrider.propose.draft_model.confidence import Confidence
 from outrider.propose.draft_model.window import find_window
 from outrider.verify.sampling import SamplingTensors, apply_sampling, draw_params_of
@@ -144,7 +143,7 @@ class DraftModelProposer:
             if room < batch.draft_budget[b] and not self._has_warned:
                 self._has_warned = True
                 self._warn_of_room(room)
-            completely = end - start <= _SMALL_FEED or self._must_reproduce(seq)
+            completely = end - start <= _SMALL_FEED or must_reproduce(seq, self._setup.draw)
             stop = end if completely else min(end, start + chunk_left)
             if start < stop and end <= self._model.context and budget and seq.slot in fitting:
                 chunk_left -= 0 if completely else stop - start
@@ -180,11 +179,6 @@ class DraftModelProposer:
         else:
             _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
 
-    def _must_reproduce(self, seq: SequenceState) -> bool:
-        """Return whether the request has its own seed and an output that depends on the draft."""
-        params = seq.request.params
-        return params.seed is not None and params.temperature > 0 and self._setup.draw is Draw.SAMPLE
-
     def _fitting_slots(self, batch: Batch) -> frozenset[int]:
         """Return the slots for which the draft model's cache has memory."""
         ends = {}
@@ -202,7 +196,7 @@ class DraftModelProposer:
         sampling = self._sampling_of(batch)
         # If an output must be reproduced, the end tokens of another sequence must not stop its chain.
         ends = frozenset[int]()
-        if not any(self._must_reproduce(seq) for seq in batch.seqs):
+        if not any(must_reproduce(seq, self._setup.draw) for seq in batch.seqs):
             ends = frozenset.intersection(*(seq.request.end_ids for seq in batch.seqs))
         stop_rule = self._confidence.stop_rule(batch.min_path_prob, batch.min_draft_probs, tuple(ends))
         chains = self._draft_in_one_call(batch, sampling, stop_rule) if max(batch.draft_budget) else None
