@@ -32,7 +32,7 @@ from outrider.parallel.ranks import current, join
 from outrider.plan.calibrate import known_costs
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.planner import FixedPlanner, Planner
-from outrider.propose.base import Proposer, ProposerSetup
+from outrider.propose.base import NoProposer, Proposer, ProposerSetup
 from outrider.propose.combine import Switch
 from outrider.propose.isolate import IsolatedProposer, isolate
 from outrider.propose.leaves import draft_model, draft_models, model_sources
@@ -178,6 +178,8 @@ def build_engine(
     running = proposer
     if config.isolate_faults and current() is None:  # a fault in one rank only would let the ranks disagree
         running, guards = isolate(proposer, setup, names=names)
+    if planner is None and isinstance(proposer, NoProposer) and config.plan is None:
+        planner = FixedPlanner(min(config.k, 1) if isinstance(config.k, int) else 1)  # above 0, grammars force tokens
     planner = planner or make_planner(config.k, model, proposer, replay=rule.draw is Draw.SAMPLE or not rule.exact)
     engine = assemble(
         loaded,
