@@ -205,7 +205,10 @@ class CostPlanner:
                 draft_length=self._draft_length(alternative, load),
                 thresholds=self._pricing.thresholds(proposer, load, in_trial=bool(proposer.trial_passes_left)),
             )
-        self._window = PlanWindow.of(load, alternative, self._choice.trial_seqs, self._stats.rounds)
+        has_lookup = any(proposer.costs.draft is None for proposer in self.proposers)
+        self._window = PlanWindow.of(
+            load, alternative, self._choice.trial_seqs, self._stats.rounds, has_lookup=has_lookup
+        )
         if self._window.mode is Mode.SPECULATE and not load.prompt_tokens:
             # The more speculation gains, the more a probe costs and the less depends on it.
             gain = max(self._gain(alternative, load) - 1, _MIN_PROBE_GAIN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -154,7 +155,7 @@ class Clock:
         self._one_token = costs.target.base(1)
         self._one_token_round = costs.host + self._one_token
         self._factors = list(_DEFAULTS)  # a, g, b, c
-        self._information = _PRIOR.copy()  # inverse covariance of the factors, in rounds
+        self._information = [list(row) for row in _PRIOR]  # inverse covariance of the factors, in rounds
 
     @property
     def extra(self) -> float:
@@ -188,16 +189,20 @@ class Clock:
             self._use.learn(tokens, experts)
         unit = self._one_token_round
         wide, deep = self._added_seconds(tokens, seqs, cached)
-        terms = np.array((1.0, float(drafted), wide / unit, deep / unit))
-        expected = float(terms @ self._factors)
+        terms = [1.0, float(drafted), wide / unit, deep / unit]
+        expected = sum(map(operator.mul, terms, self._factors))
         error = min(max(took / unit, expected / 2), 2 * expected) - expected
         weight = 1 / max(expected, 1.0)  # the noise of a long round grows with its time
-        terms *= weight
-        prior = (1 - _DECAY) * _PRIOR  # the prior returns as fast as rounds are forgotten
-        self._information = _DECAY * self._information + prior + np.outer(terms, terms)
-        gradient = weight * error * terms + prior @ np.subtract(_DEFAULTS, self._factors)
-        step = np.linalg.solve(self._information, gradient)
-        self._factors = np.maximum(self._factors + step, _MINIMA).tolist()
+        terms = [weight * term for term in terms]
+        away = list(map(operator.sub, _DEFAULTS, self._factors))
+        gradient = []
+        for i, (row, prior) in enumerate(zip(self._information, _PRIOR, strict=True)):
+            # The prior returns as fast as rounds are forgotten.
+            for j in range(4):
+                row[j] = _DECAY * row[j] + (1 - _DECAY) * prior[j] + terms[i] * terms[j]
+            gradient.append(weight * error * terms[i] + (1 - _DECAY) * sum(map(operator.mul, prior, away)))
+        step = _solve(self._information, gradient)
+        self._factors = list(map(max, map(operator.add, self._factors, step), _MINIMA))
 
     def _added_seconds(self, tokens: float, seqs: int, cached: float) -> tuple[float, float]:
         """Return the measured seconds of the tokens after the first, and of the cached tokens."""
@@ -207,6 +212,22 @@ class Clock:
             saved = target.expert * (self._use.of_random(tokens) - self._use.of_text(tokens))
             wide = max(wide - saved, 0.0)
         return wide, target.deep(tokens, seqs=seqs, cached=cached)
+
+
+def _solve(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float]:
+    """Solve a small symmetric positive definite system by Gaussian elimination. It is faster than a call of numpy."""
+    rows = [[*row, value] for row, value in zip(matrix, vector, strict=True)]
+    size = len(rows)
+    for i, pivot in enumerate(rows):
+        for row in rows[i + 1 :]:
+            factor = row[i] / pivot[i]
+            for j in range(i, size + 1):
+                row[j] -= factor * pivot[j]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        rest = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (rows[i][size] - rest) / rows[i][i]
+    return solution
 
 
 def _pass_cost(fields: dict[str, Any]) -> PassCost:
@@ -244,6 +265,6 @@ _DEFAULTS = (1.0, 0.0, 1.0, 1.0)  # a, g, b, c
 # Standard deviations: of the time of a round, of a common factor of a, b and c, and of each factor alone.
 _NOISE, _COMMON, _SINGLE = 0.3, 0.3, 0.2
 # The prior: the inverse covariance of the factors, in rounds.
-_PRIOR = _NOISE**2 * np.linalg.inv(_SINGLE**2 * np.eye(4) + _COMMON**2 * np.outer(_DEFAULTS, _DEFAULTS))
+_PRIOR = (_NOISE**2 * np.linalg.inv(_SINGLE**2 * np.eye(4) + _COMMON**2 * np.outer(_DEFAULTS, _DEFAULTS))).tolist()
 _DECAY = 0.97  # weight of a round after one more round
 _MINIMA = (0.1, 0.0, 0.1, 0.1)  # of the factors

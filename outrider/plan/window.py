@@ -14,7 +14,8 @@ from outrider.verify.rules import EXACT
 
 FIXED_DRAFT_LENGTH = 4  # where a seed must reproduce the text, or a request names its proposer
 _ROUNDS_SPECULATING = 4  # length of a window with draft tokens
-_ROUNDS_PLAIN = 16  # length of a window of plain decoding
+_ROUNDS_PLAIN = 32  # length of a window of plain decoding
+_ROUNDS_BETWEEN_DRAFTS = 16  # the same if a lookup drafts in its first round, to compare the draft with the text
 _ROUNDS_AFTER_CHANGE = 8  # the same after sequences have come or gone
 
 
@@ -57,9 +58,10 @@ class PlanWindow:
     unassigned: dict[SequenceState, _Progress] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, load: RoundLoad, alternative: int, trial_seqs: int, rounds: int) -> PlanWindow:
-        """Open a window after a decision in round `rounds`."""
-        length = _ROUNDS_SPECULATING if alternative >= 0 else _ROUNDS_PLAIN
+    def of(cls, load: RoundLoad, alternative: int, trial_seqs: int, rounds: int, *, has_lookup: bool) -> PlanWindow:
+        """Open a window after a decision in round `rounds`. `has_lookup`: whether an alternative is a lookup."""
+        plain_rounds = _ROUNDS_BETWEEN_DRAFTS if has_lookup else _ROUNDS_PLAIN
+        length = _ROUNDS_SPECULATING if alternative >= 0 else plain_rounds
         if not load.seqs:  # no sequence decodes, so there was nothing to decide
             length = 1
         return cls(load, alternative, trial_seqs, first_round=rounds, end_round=rounds + length)
@@ -100,11 +102,14 @@ class PlanWindow:
     def can_skip_planning(self, batch: Batch, rounds: int) -> bool:
         """Return whether the next round is plain decoding of the same batch. It is the fast path of `plan`."""
         return (
-            self.is_resting(rounds)
+            self.alternative < 0
+            and rounds == self.first_round + self.rounds < self.end_round
+            and not self.has_fixed_alternatives
             and batch.seqs == self.seqs
             and len(batch.seqs) + batch.num_waiting == self.load.total_seqs
             and sum(map(len, batch.feed)) == len(batch.seqs)
             and not self.load.prompt_tokens
+            and not self.is_probe
         )
 
     def is_resting(self, rounds: int) -> bool:

@@ -68,6 +68,9 @@ class DraftModelProposer:
         self._model.cache.admit(slot, request.prompt_token_ids, request.params.scope)
 
     def propose(self, batch: Batch) -> Draft:
+        if not any(batch.draft_budget):
+            self._batch = None
+            return tree.empty(len(batch.seqs), self._setup.device)
         draft_batch, indices = self._catch_up(batch)
         self._batch = draft_batch
         num_prefilling = prefilling_seqs(batch, draft_batch)

@@ -163,8 +163,10 @@ class NgramProposer:
         self._offsets.pop(slot, None)
 
     def _draft_tree(self, slot: int, budget: int) -> TreeBuilder:
+        if not budget:
+            return TreeBuilder()
         growth = _TreeGrowth(self._acceptance)
-        for continuation in self._indexes[slot].continuations(budget) if budget else ():
+        for continuation in self._indexes[slot].continuations(budget):
             if not growth.add(*continuation):
                 break
         self._drafted[slot] = growth.best(budget)
