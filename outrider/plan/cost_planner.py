@@ -22,10 +22,10 @@ _CONTEXT_STEP = 128  # cached tokens that change the best draft length
 _LENGTH_RATE = 0.1  # weight of the last completion in the mean output length
 _START_GAIN = 1.05  # expected speedup from which speculation starts
 _FREE_GAIN = 0.99  # the same for a proposer without a draft model, whose draft costs almost nothing
-_CONTINUE_GAIN_TRIMMED = 0.95  # speedup from which a draft model continues, if it estimates acceptance probabilities
+_CONTINUE_GAIN_TRIMMED = 1.0  # speedup from which a draft model continues, if it estimates acceptance probabilities
 _CONTINUE_GAIN = 1.02  # the same for other draft models
 _TRIAL_DRAFT_LENGTH = 4  # draft tokens in a trial of a proposer without acceptance probabilities
-_PROBE_SHARE = 0.006  # share of the time for rounds without draft tokens, which measure plain decoding
+_PROBE_SHARE = 0.003  # share of the time for probes
 _MIN_PROBE_GAIN = 0.05  # the least gain that decides how often to probe
 
 
@@ -54,7 +54,7 @@ class CostPlanner:
     - PLAIN: plain decoding. Left when an alternative promises enough, or when a trial is due.
     - TRIAL: an alternative drafts for a few sequences, to learn its acceptance. `TrialBudget` limits the time of trials
       that fail.
-    - PROBE: one round without draft tokens while speculating, to measure what plain decoding costs.
+    - PROBE: two rounds without draft tokens while speculating. The second one measures what plain decoding costs.
 
     In the first round of a PLAIN window, a proposer without a draft model drafts for all sequences. The drafts are not
     verified, but compared with the text that follows (`UnverifiedDrafts`).
@@ -76,7 +76,9 @@ class CostPlanner:
         self._clock = Clock(costs[0])  # the target is the same for all
         self._pricing = DraftPricing(self._clock)
         self._budget = TrialBudget()
-        self._window = PlanWindow(RoundLoad(seqs=0, total_seqs=0, prompt_tokens=0, cached=0, remaining_tokens=0))
+        self._window = PlanWindow(
+            RoundLoad(seqs=0, total_seqs=0, prompt_tokens=0, cached=0, remaining_tokens=0, at_start=True)
+        )
         self._choice = _Choice()
         self._observed = -1  # alternative whose drafts of the next round are not verified; -1: none
         self._unverified: UnverifiedDrafts | None = None  # of the current window
@@ -105,6 +107,9 @@ class CostPlanner:
             self._close_window(stats.total)
             self._open_window(batch, load, stats.rounds, fixed=fixed)
         window = self._window
+        if window.warms_up:
+            window.measure_from(stats.rounds)
+            self._stats = stats.total
         window.rounds += 1
         if self._observed >= 0:
             return self._observation(batch, load)
@@ -127,6 +132,8 @@ class CostPlanner:
         window = self._window
         if self._observed >= 0:
             return self._drop(batch, draft)
+        if not draft.size and not draft.num_prefilling:
+            return draft
         window.depth += self._model_depth(draft)
         prefilling = 0 if window.has_fixed_alternatives else draft.num_prefilling
         window.drafting_seqs -= prefilling
@@ -289,14 +296,21 @@ class CostPlanner:
 
     def _pays(self, alternative: int, gain: float, batch: Batch, load: RoundLoad, *, in_use: bool) -> bool:
         """Return whether to speculate, and exclude requests that are not worth a prefill of the draft model."""
-        if gain < self._required_gain(alternative, in_use=in_use):
+        # The beginning of a text tells little about the rest of it.
+        holds = in_use and load.at_start and not self._mostly_new(self._drafted_ids)
+        if not holds and gain < self._required_gain(alternative, in_use=in_use):
             return False
         self._excluded_ids = self._not_worth_prefill(alternative, gain, batch, load, in_use=in_use)
         can_draft = {seq.request.id for seq, count in zip(batch.seqs, batch.draft_budget, strict=True) if count}
         return not can_draft <= self._excluded_ids
 
     def _gain(self, alternative: int, load: RoundLoad) -> float:
-        """Return the expected speedup, the lower one of now and of when all prompts are prefilled."""
+        """Return the expected speedup, the lower one of now and of when all prompts are prefilled.
+
+        At the start of a text it is that of whole texts.
+        """
+        if load.at_start and (text_gain := self.proposers[alternative].text_gain) is not None:
+            return text_gain
         return min(self._best_length(alternative, seqs, load.cached)[1] for seqs in {load.seqs, load.total_seqs})
 
     def _best_length(self, alternative: int, seqs: int, cached: float) -> tuple[int, float]:
@@ -402,6 +416,8 @@ class CostPlanner:
         new_texts = self._mostly_new(self._drafted_ids)
         if proposer.idle_rounds < ROUNDS_BEFORE_TRIAL and not (self._drafted_ids and new_texts):
             return False
+        if load.at_start and proposer.text_gain is not None:  # it has decided already
+            return False
         optimistic_gain = proposer.optimistic_gain(load.total_seqs, load.cached, self._clock)
         trial_load = replace(load, seqs=min(load.seqs, TRIAL_SEQS))
         if optimistic_gain < self._required_gain(alternative, in_use=False):
@@ -463,7 +479,8 @@ class CostPlanner:
         self._account_time(window, seconds, draft_seconds, stats.output_tokens - before.output_tokens)
         self._best_lengths.clear()
         if window.drafting_seqs and load.seqs:
-            self.proposers[window.alternative].learn(window.outcome(before, stats), load.cached)
+            outcome = window.outcome(before, stats)
+            self.proposers[window.alternative].learn(outcome, load.cached, at_start=load.at_start)
 
     def _account_time(self, window: PlanWindow, seconds: float, draft_seconds: float, output_tokens: int) -> None:
         """Compare the time of a window with what plain decoding would have taken for its tokens."""
@@ -482,7 +499,9 @@ class CostPlanner:
                 # Use expected pass times. Measured ones vary by more than a few draft tokens cost.
                 saved = decode * extra_tokens / seqs - (verify - with_prompts) * window.rounds - draft_seconds
                 self._budget.add_savings(saved)
-                self.proposers[window.alternative].saved_seconds += saved
+                proposer = self.proposers[window.alternative]
+                proposer.saved_seconds += saved
+                proposer.add_time(spent=spent, plain=plain, passes=window.drafting_seqs)
         self._budget.add_time(spent, has_saved=self._has_saved_time)
         self.spent_seconds += spent
         self.plain_seconds += plain

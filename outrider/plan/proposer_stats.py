@@ -24,6 +24,7 @@ class RoundLoad:
     prompt_tokens: int  # tokens of prompts in the pass
     cached: float  # mean number of cached tokens per sequence
     remaining_tokens: float  # mean number of tokens that a sequence can still emit
+    at_start: bool  # whether all sequences are at the beginning of their texts
 
     @classmethod
     def of(cls, batch: Batch) -> RoundLoad:
@@ -35,6 +36,7 @@ class RoundLoad:
             prompt_tokens=sum(map(len, batch.feed)) - decoding,
             cached=sum(batch.start) / len(batch.start),
             remaining_tokens=1 + sum(batch.draft_budget) / max(decoding, 1),
+            at_start=all(seq.num_output_tokens < START_TOKENS for seq in batch.seqs),
         )
 
     def same_size(self, other: RoundLoad) -> bool:
@@ -68,6 +70,10 @@ class ProposerStats:
         self.trial_passes_left = 0  # 0: no trial
         self.trial_seqs = TRIAL_SEQS
         self.saved_seconds = 0.0  # sum over all its rounds
+        # Decayed sums over its rounds.
+        self._passes = 0.0
+        self._spent_seconds = 0.0
+        self._plain_seconds = 0.0  # that plain decoding would have taken for the same tokens
         self.observations = 0  # rounds of drafts that were not verified
         # Decayed counts by position, as in `Stats`.
         later_positions = min(max_draft_tokens, _MAX_POSITIONS) - 1
@@ -96,6 +102,18 @@ class ProposerStats:
     def is_new(self) -> bool:
         """Whether few draft tokens have been verified."""
         return self._reached[0] < _NEW_BELOW
+
+    @property
+    def text_gain(self) -> float | None:
+        """The speedup over whole texts, with prefills of the draft model. None before enough passes."""
+        return self._plain_seconds / self._spent_seconds if self._passes >= _TEXT_PASSES else None
+
+    def add_time(self, *, spent: float, plain: float, passes: int) -> None:
+        """Count the seconds of rounds, and the seconds that plain decoding would have taken for their tokens."""
+        decay = _TEXT_DECAY**passes
+        self._passes = self._passes * decay + passes
+        self._spent_seconds = self._spent_seconds * decay + spent
+        self._plain_seconds = self._plain_seconds * decay + plain
 
     def gain(self, seqs: int, cached: float, clock: Clock) -> float:
         """Return the expected speedup over plain decoding. `clock` knows the pass times of the target.
@@ -155,23 +173,27 @@ class ProposerStats:
         feed = seqs * max(read - 1, 0.0)
         return self.costs.draft(seqs, seqs=seqs, cached=read / 2, feed=feed)
 
-    def learn(self, outcome: Outcome, cached: float) -> None:
-        """Learn from rounds in which this alternative drafted."""
+    def learn(self, outcome: Outcome, cached: float, *, at_start: bool = False) -> None:
+        """Learn from rounds in which this alternative drafted.
+
+        The beginning of a text is often harder to draft than the rest, so its rounds (`at_start`) weigh less.
+        """
+        weight = _START_WEIGHT if at_start and self.has_estimate else 1.0
         for i, reached, accepted in zip(range(len(self._reached)), outcome.reached, outcome.accepted, strict=False):
-            decay = _TOKEN_DECAY**reached
-            self._reached[i] = self._reached[i] * decay + reached
-            self._accepted[i] = self._accepted[i] * decay + accepted
+            decay = _TOKEN_DECAY ** (weight * reached)
+            self._reached[i] = self._reached[i] * decay + weight * reached
+            self._accepted[i] = self._accepted[i] * decay + weight * accepted
         depth = outcome.depth / outcome.rounds
         if outcome.draft_seconds is None:
             for means in (self._means, self._recent):
-                means.learn(outcome, means.drafted)
+                means.learn(outcome, means.drafted, weight)
             return
         # A draft token takes a pass of the draft model. Bound the time, since a round may include a prefill.
         low, high = (depth, 1 + depth * max(self._token_cost, 1.0) * 2) if self.costs.draft else (0.0, inf)
         unit = self._draft_unit(max(round(outcome.seqs / outcome.rounds), 1), cached)
         drafted = min(max(outcome.draft_seconds / outcome.rounds / unit, low), high)
         for means in (self._means, self._recent):
-            means.learn(outcome, drafted)
+            means.learn(outcome, drafted, weight)
         if depth >= 1:  # in a combination, lookups may have drafted instead
             self._token_cost += outcome.rounds * _COST_RATE * (drafted / depth - self._token_cost)
 
@@ -229,13 +251,14 @@ class _Means:
     nodes: float = 1.0  # draft tokens per pass
     drafted: float = 0.0  # drafting time per round, in `_draft_unit`s
 
-    def learn(self, outcome: Outcome, drafted: float) -> None:
+    def learn(self, outcome: Outcome, drafted: float, weight: float) -> None:
         """Add an outcome, whose rounds spent `drafted` units of time on drafting each."""
-        before = self.seen * _PASS_DECAY**outcome.seqs
-        self.seen = before + outcome.seqs
-        self.tau = (self.tau * before + outcome.output_tokens) / self.seen
-        self.nodes = (self.nodes * before + outcome.nodes) / self.seen
-        self.drafted = (self.drafted * before + drafted * outcome.seqs) / self.seen
+        passes = weight * outcome.seqs
+        before = self.seen * _PASS_DECAY**passes
+        self.seen = before + passes
+        self.tau = (self.tau * before + weight * outcome.output_tokens) / self.seen
+        self.nodes = (self.nodes * before + weight * outcome.nodes) / self.seen
+        self.drafted = (self.drafted * before + drafted * passes) / self.seen
 
 
 _STATE_FIELDS = ("estimates_acceptance", "idle_rounds", "_reached", "_accepted", "_token_cost")
@@ -248,6 +271,10 @@ _MIN_PASSES = 3.0  # passes from which a mean is used
 _NEW_BELOW = 39.0  # decayed draft tokens at position 0, which is about 75 draft tokens
 _CARRIED_PASSES, _CARRIED_PASSES_NEW_TEXTS = 8.0, 2.0  # weight of earlier means when a trial starts
 _COST_RATE = 0.05  # learning rate of the drafting time per token
+START_TOKENS = 16  # output tokens that are the beginning of a text
+_START_WEIGHT = 0.25  # weight of a pass at the beginning of a text
+_TEXT_DECAY = 0.995  # of the sums over whole texts, per pass
+_TEXT_PASSES = 50.0  # passes from which these sums are used
 ROUNDS_BEFORE_TRIAL = 32  # rounds without use before a trial
 TRIAL_SEQS = 2
 TRIAL_PASSES = 8

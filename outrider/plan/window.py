@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from outrider.core.stats import Stats
 from outrider.core.types import Batch, Draw, SequenceState
-from outrider.plan.proposer_stats import Outcome, RoundLoad
+from outrider.plan.proposer_stats import START_TOKENS, Outcome, RoundLoad
 from outrider.verify.rules import EXACT
 
 FIXED_DRAFT_LENGTH = 4  # where a seed must reproduce the text, or a request names its proposer
@@ -25,7 +25,7 @@ class Mode(StrEnum):
     PLAIN = "plain"  # plain decoding
     SPECULATE = "speculate"  # an alternative drafts for all sequences
     TRIAL = "trial"  # an alternative drafts for a few sequences
-    PROBE = "probe"  # one round without draft tokens, to measure plain decoding
+    PROBE = "probe"  # two rounds without draft tokens, of which the second one measures plain decoding
 
 
 class _Progress(NamedTuple):
@@ -64,6 +64,8 @@ class PlanWindow:
         length = _ROUNDS_SPECULATING if alternative >= 0 else plain_rounds
         if not load.seqs:  # no sequence decodes, so there was nothing to decide
             length = 1
+        elif load.at_start:
+            length = min(length, START_TOKENS)
         return cls(load, alternative, trial_seqs, first_round=rounds, end_round=rounds + length)
 
     @property
@@ -81,9 +83,23 @@ class PlanWindow:
         return PlanWindow(load, first_round=rounds, end_round=min(self.end_round, rounds + _ROUNDS_AFTER_CHANGE))
 
     def start_probe(self) -> None:
-        """Turn the window into one round without draft tokens."""
+        """Turn the window into two rounds without draft tokens.
+
+        The first one is not measured: draft and verification have put other data into the caches of the processor, so
+        it takes longer than plain decoding does.
+        """
         self.is_probe = True
-        self.end_round = self.first_round + 1
+        self.end_round = self.first_round + 2
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the next round is the second one of a probe."""
+        return self.is_probe and self.rounds == 1 and self.end_round - self.first_round == 2
+
+    def measure_from(self, round: int) -> None:
+        """Leave the rounds before this one out of the window."""
+        self.first_round = round
+        self.rounds = 0
 
     def assign_budgets(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
         """Return budgets in which requests that name their proposer always draft. Track the others separately."""

@@ -38,7 +38,7 @@ def costs(target, draft=FREE):
     return CostModel(target=target, draft=draft, host=0.0)
 
 
-def batch(rows, start=10, first=0):
+def batch(rows, start=40, first=0):
     """Return a batch of `rows` decoding sequences. Requests are numbered from `first` on."""
     fields = {"prompt_token_ids": (0,), "params": SamplingParams(), "seed": 0, "end_ids": frozenset(), "max_tokens": 99}
     seqs = tuple(
@@ -466,7 +466,7 @@ def test_trial_starts_at_once_for_new_requests():
 
 
 def test_sequences_of_a_trial_continue_if_other_prefills_do_not_pay():
-    expensive_prefill = PassCost(tokens=(1, 64), seconds=(0.01, 0.01), entry=0, pair=0, fed=0.08)
+    expensive_prefill = PassCost(tokens=(1, 64), seconds=(0.01, 0.01), entry=0, pair=0, fed=0.02)
     planner = CostPlanner(costs(FLAT, expensive_prefill), max_draft_tokens=12)
     simulate(planner, 8, [0.9] * 12, 9, took=lambda k: (1.0, 0.01 * k))
     assert not planner.proposers[0].trial_passes_left

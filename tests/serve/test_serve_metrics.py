@@ -171,9 +171,9 @@ class RecordingPlanner(CostPlanner):
             proposer.learn = self._recorded(proposer.learn, outcomes)
 
     def _recorded(self, learn, outcomes):
-        def record_and_learn(outcome, cached):
+        def record_and_learn(outcome, cached, **options):
             outcomes.append(outcome)
-            learn(outcome, cached)
+            learn(outcome, cached, **options)
 
         return record_and_learn
 

@@ -841,6 +841,9 @@ def test_state_has_every_learned_field():
         "recent",
         "means",
         "saved_seconds",
+        "spent_seconds",
+        "plain_seconds",
+        "passes",
         "observations",
     }
     means = {field.name for field in dataclasses.fields(stats._means)}
