@@ -113,6 +113,8 @@ def test_whole_fit(finished):
     assert document["fit"]["complete"]
     assert document["fit"]["training"]["trained"]
     assert document["fit"]["training"]["steps"] >= 1
+    arguments = json.loads((out / "head" / "training.json").read_text())["arguments"]
+    assert arguments["loss"] == "ce:0.1,tv:0.9"
     measured = [option["proposer"] for option in document["fit"]["options"]]
     head = (out / "head").resolve()
     assert set(measured) == {
