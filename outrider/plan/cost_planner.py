@@ -296,9 +296,10 @@ class CostPlanner:
 
     def _pays(self, alternative: int, gain: float, batch: Batch, load: RoundLoad, *, in_use: bool) -> bool:
         """Return whether to speculate, and exclude requests that are not worth a prefill of the draft model."""
+        new_texts = self._mostly_new(self._drafted_ids)
         # The beginning of a text tells little about the rest of it.
-        holds = in_use and load.at_start and not self._mostly_new(self._drafted_ids)
-        if not holds and gain < self._required_gain(alternative, in_use=in_use):
+        holds = in_use and load.at_start and not new_texts
+        if not holds and gain < self._required_gain(alternative, in_use=in_use and not (load.at_start and new_texts)):
             return False
         self._excluded_ids = self._not_worth_prefill(alternative, gain, batch, load, in_use=in_use)
         can_draft = {seq.request.id for seq, count in zip(batch.seqs, batch.draft_budget, strict=True) if count}
@@ -430,8 +431,8 @@ class CostPlanner:
 
     @property
     def _has_saved_time(self) -> bool:
-        """Whether any alternative has saved time so far."""
-        return any(proposer.saved_seconds > 0 for proposer in self.proposers)
+        """Whether any alternative has saved time so far, over whole texts."""
+        return any(proposer.saved_seconds > 0 and (proposer.text_gain or inf) > 1 for proposer in self.proposers)
 
     def _trial_seconds(self, proposer: ProposerStats, load: RoundLoad, plain: float, gain: float) -> float:
         """Return the time that a failed trial costs, where a plain round takes `plain` and the speedup is `gain`."""
@@ -473,6 +474,7 @@ class CostPlanner:
             seconds / window.rounds,
             drafted=bool(window.draft_tokens),
             experts=(stats.experts - before.experts) / window.rounds,
+            rounds=window.rounds,
         )
         self._rounds_since_plain = self._rounds_since_plain + window.rounds if window.draft_tokens else 0
         draft_seconds = stats.draft_seconds - before.draft_seconds

@@ -177,11 +177,20 @@ class Clock:
         return self._use.of_text(tokens)
 
     def learn(
-        self, tokens: float, seqs: int, cached: float, took: float, *, drafted: bool, experts: float = 0.0
+        self,
+        tokens: float,
+        seqs: int,
+        cached: float,
+        took: float,
+        *,
+        drafted: bool,
+        experts: float = 0.0,
+        rounds: int = 1,
     ) -> None:
-        """Learn from a round of `took` seconds whose pass used `experts` distinct ones (0: not counted).
+        """Learn from `rounds` alike, which took `took` seconds each.
 
-        Outliers are clipped to half and twice the expected time.
+        Their passes used `experts` distinct ones (0: not counted). Outliers are clipped to half and twice the expected
+        time.
         """
         if tokens > self._costs.target.tokens[-1]:
             return  # there is no measurement to compare with
@@ -199,8 +208,8 @@ class Clock:
         for i, (row, prior) in enumerate(zip(self._information, _PRIOR, strict=True)):
             # The prior returns as fast as rounds are forgotten.
             for j in range(4):
-                row[j] = _DECAY * row[j] + (1 - _DECAY) * prior[j] + terms[i] * terms[j]
-            gradient.append(weight * error * terms[i] + (1 - _DECAY) * sum(map(operator.mul, prior, away)))
+                row[j] = _DECAY * row[j] + (1 - _DECAY) * prior[j] + rounds * terms[i] * terms[j]
+            gradient.append(rounds * weight * error * terms[i] + (1 - _DECAY) * sum(map(operator.mul, prior, away)))
         step = _solve(self._information, gradient)
         self._factors = list(map(max, map(operator.add, self._factors, step), _MINIMA))
 
