@@ -38,7 +38,8 @@ Proposer = Annotated[
         " vocabulary: draft-tokens:DIR, draft-text:DIR. The target itself: mtp, quantized:int4, exit:LAYERS, skip:A+B."
         " Your own: pkg.module:Class. Combinations: best(A,B), merge(A,B), first(A,B), switch(A,B). See"
         " docs/how-to/choose-a-proposer.md. Default: the embedded draft model for the embedded target; for any"
-        " other, the first of mtp, best(suffix:100000,quantized:int4) and ngram that fits.",
+        " other, the first of best(suffix:100000,mtp),"
+        " best(suffix:100000,quantized:int4) and ngram that fits.",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -24,7 +24,7 @@ class EngineConfig:
     """Folder of a language model, or a GGUF file. None: the embedded model."""
     proposer: str | Callable[..., Any] | None = None
     """An expression such as "ngram" or "draft:DIR", or a callable that takes a setup and returns a proposer.
-    None: the embedded draft for the embedded target. For any other, the first of "mtp",
+    None: the embedded draft for the embedded target. For any other, the first of "best(suffix:100000,mtp)",
     "best(suffix:100000,quantized:int4)" and "ngram" that fits; see `outrider.engine.default_proposer`."""
     k: int | str = AUTO
     """Draft tokens per round. 0: plain decoding. "auto": chosen in each round from measured costs, and 4 for a request

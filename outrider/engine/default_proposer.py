@@ -23,9 +23,9 @@ def default_proposer(
 ) -> str:
     """Return the proposer of a target for which none was chosen.
 
-    It is the first of these that fits: the embedded draft model for the embedded target; `mtp` if the target's
-    checkpoint has a module for it; `best(suffix:100000,quantized:int4)` on the native kernels of a CPU, if memory is
-    free for the copy; and `ngram`, which needs no model.
+    It is the first of these that fits: the embedded draft model for the embedded target; `best(suffix:100000,mtp)` if
+    the target's checkpoint has a module for multi-token prediction; `best(suffix:100000,quantized:int4)` on the native
+    kernels of a CPU, if memory is free for the copy; and `ngram`, which needs no model.
 
     Args:
         target: folder of the target, or a GGUF file. None: the embedded target.
@@ -37,7 +37,7 @@ def default_proposer(
     if folder == embedded("mini"):
         return f"draft:{embedded('nano')}"
     if has_mtp(folder):
-        return "mtp"
+        return "best(suffix:100000,mtp)"
     if can_draft_for_itself(folder, device=device, kernels=kernels, quantize=quantize) and _copy_fits(folder):
         return "best(suffix:100000,quantized:int4)"
     return "ngram"

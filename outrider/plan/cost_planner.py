@@ -351,8 +351,14 @@ class CostPlanner:
     # Prefills of a draft model. It must process all tokens of a sequence before it can draft.
 
     def _has_new_requests(self, alternative: int, load: RoundLoad, known: frozenset[int]) -> bool:
-        """Return whether the draft model in use has not prefilled most requests. Their texts may differ in kind."""
-        uses_model = self.proposers[alternative].costs.draft is not None and load.seqs > TRIAL_SEQS
+        """Return whether the draft model in use has not prefilled most requests, whose texts may differ in kind.
+
+        Not if it gains enough over whole texts, which includes its prefills.
+        """
+        proposer = self.proposers[alternative]
+        if (proposer.text_gain or 0.0) >= _START_GAIN:
+            return False
+        uses_model = proposer.costs.draft is not None and load.seqs > TRIAL_SEQS
         in_use = alternative == self._window.alternative and not self._window.trial_seqs
         return uses_model and in_use and self._mostly_new(known)
 

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from outrider.core.types import Batch
+from outrider.plan.draft_cost import DraftCost
 from outrider.plan.pass_cost import Clock, CostModel
 
 # Prior acceptance and its weight in draft tokens. Position 0 is measured soon, so its prior weighs less.
@@ -81,7 +82,7 @@ class ProposerStats:
         self._accepted = [_PRIOR_WEIGHT_0 * _PRIOR_0, *[_PRIOR_WEIGHT * _PRIOR] * later_positions]
         self._means = _Means()
         self._recent = _Means()  # since the last trial began
-        self._token_cost = 1.0  # drafting time per draft token, in `_draft_unit`s
+        self._draft_cost = DraftCost()  # in `_draft_unit`s
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -140,7 +141,7 @@ class ProposerStats:
         if self.costs.draft is None:  # a lookup takes the same time for any draft length
             fixed, per_token = self._means.drafted * unit, 0.0
         else:
-            fixed, per_token = 0.0, self._token_cost * unit
+            fixed, per_token = self._draft_cost.per_round * unit, self._draft_cost.per_token * unit
         best = (0, 1.0)
         tau = path_prob = 1.0
         for k, rate in enumerate(self.acceptance, 1):
@@ -158,11 +159,12 @@ class ProposerStats:
         """Return the speedup if the first draft tokens were always accepted. Below 1, a trial cannot succeed."""
         plain = clock.verify(seqs, 0, cached=cached)
         step = self._pass_seconds(seqs, cached)
-        return max((1 + k) * plain / (clock.verify(seqs, k, cached=cached) + k * step) for k in (1, 2, 4))
+        fixed = self._draft_cost.per_round * step
+        return max((1 + k) * plain / (clock.verify(seqs, k, cached=cached) + fixed + k * step) for k in (1, 2, 4))
 
     def draft_seconds(self, seqs: int, cached: float) -> float:
         """Return the drafting time of one more draft token, per sequence."""
-        return self._token_cost * self._pass_seconds(seqs, cached) / seqs
+        return self._draft_cost.per_token * self._pass_seconds(seqs, cached) / seqs
 
     def prefill_seconds(self, seqs: int, cached: float) -> float:
         """Return the time in which a draft model prefills `seqs` sequences of `cached` tokens."""
@@ -189,13 +191,13 @@ class ProposerStats:
                 means.learn(outcome, means.drafted, weight)
             return
         # A draft token takes a pass of the draft model. Bound the time, since a round may include a prefill.
-        low, high = (depth, 1 + depth * max(self._token_cost, 1.0) * 2) if self.costs.draft else (0.0, inf)
+        low, high = (depth, 1 + 2 * max(self._draft_cost.of(depth), depth)) if self.costs.draft else (0.0, inf)
         unit = self._draft_unit(max(round(outcome.seqs / outcome.rounds), 1), cached)
         drafted = min(max(outcome.draft_seconds / outcome.rounds / unit, low), high)
         for means in (self._means, self._recent):
             means.learn(outcome, drafted, weight)
-        if depth >= 1:  # in a combination, lookups may have drafted instead
-            self._token_cost += outcome.rounds * _COST_RATE * (drafted / depth - self._token_cost)
+        if self.costs.draft is not None:
+            self._draft_cost.learn(depth, drafted, outcome.rounds)
 
     def start_trial(self, *, new_texts: bool = False) -> None:
         """Measure again on a few sequences. Earlier means weigh less, and even less for `new_texts`."""
@@ -215,7 +217,8 @@ class ProposerStats:
     def state(self) -> dict[str, Any]:
         """Return what has been learned, as JSON values. Costs are not part of it."""
         fields = {name.strip("_"): getattr(self, name) for name in _STATE_FIELDS}
-        return fields | {name: getattr(self._means, name) for name in _Means.__slots__}
+        cost = {"round_cost": self._draft_cost.per_round, "token_cost": self._draft_cost.per_token}
+        return fields | cost | {name: getattr(self._means, name) for name in _Means.__slots__}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of `state`. Raises KeyError, TypeError or ValueError for other values."""
@@ -223,14 +226,16 @@ class ProposerStats:
         means = _Means(**{name: state[name] for name in _Means.__slots__})
         if any(type(value) is not type(getattr(self, name)) for name, value in fields.items()):
             raise TypeError("a value has another type")
+        draft_cost = DraftCost(state["round_cost"], state["token_cost"])
         rates = list(zip(fields["_reached"], fields["_accepted"], strict=True))
         numbers = [number for pair in rates for number in pair]
-        numbers += [fields["idle_rounds"], fields["_token_cost"], *asdict(means).values()]
+        numbers += [fields["idle_rounds"], draft_cost.per_round, draft_cost.per_token, *asdict(means).values()]
         if not all(type(number) in (int, float) and 0 <= number <= _MAX_STATE_VALUE for number in numbers):
             raise ValueError("a number is out of range")
         if len(rates) != len(self._reached) or not all(accepted <= reached and reached for reached, accepted in rates):
             raise ValueError("the acceptance has another number of positions, or is not a rate")
         self._means = means
+        self._draft_cost = draft_cost
         for name, value in fields.items():
             setattr(self, name, value)
 
@@ -261,7 +266,7 @@ class _Means:
         self.drafted = (self.drafted * before + drafted * passes) / self.seen
 
 
-_STATE_FIELDS = ("estimates_acceptance", "idle_rounds", "_reached", "_accepted", "_token_cost")
+_STATE_FIELDS = ("estimates_acceptance", "idle_rounds", "_reached", "_accepted")
 _MAX_STATE_VALUE = 1e15  # larger values in a plan file are damaged
 _MIN_PATH_PROB = 0.01  # draft tokens below this acceptance probability are never worth it
 _MAX_POSITIONS = 16  # longest draft of a proposer without acceptance probabilities
@@ -270,7 +275,6 @@ _PASS_DECAY = 0.97  # of means, per pass
 _MIN_PASSES = 3.0  # passes from which a mean is used
 _NEW_BELOW = 39.0  # decayed draft tokens at position 0, which is about 75 draft tokens
 _CARRIED_PASSES, _CARRIED_PASSES_NEW_TEXTS = 8.0, 2.0  # weight of earlier means when a trial starts
-_COST_RATE = 0.05  # learning rate of the drafting time per token
 START_TOKENS = 16  # output tokens that are the beginning of a text
 _START_WEIGHT = 0.25  # weight of a pass at the beginning of a text
 _TEXT_DECAY = 0.995  # of the sums over whole texts, per pass

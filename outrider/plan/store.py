@@ -18,7 +18,7 @@ from outrider.propose.expression import folder_of
 from outrider.propose.registry import Expression, Maker, parse
 from outrider.system.atomic_files import check_writable, write_whole
 
-_FORMAT, _VERSION = "outrider plan", 1
+_FORMAT, _VERSION = "outrider plan", 2
 _BLOCKS, _BLOCK = 16, 4096  # number and bytes of the samples of a weight file that are hashed
 
 

@@ -20,6 +20,7 @@ from tests.helpers import tiny
 
 VOCAB = 64  # few tokens, so that a random module is often accepted
 NAMINGS = {"bamba": "mtp-qwen", "lfm2": "mtp-qwen", "nemotron_h": "mtp-nemotron"}  # by architecture
+DEFAULT = "best(suffix:100000,mtp)"  # of a checkpoint with a module
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_model_len": 320, "verifier": "coupled"}
 
 
@@ -86,9 +87,9 @@ def test_outputs_equal_plain_decoding(name, folders):
     plain = LLM(folders[name], proposer="none", prefix_caching=False, max_num_seqs=4, **OPTIONS)
     expected = outputs(plain, prompts, params)
     assert len({tuple(tokens) for tokens in expected}) > len(prompts) // 4
-    for k, chunk, slots in ((1, 32, 2), (3, 512, 5), (7, 32, 5)):
-        llm = LLM(folders[name], proposer="mtp", k=k, max_num_seqs=slots, max_num_batched_tokens=chunk, **OPTIONS)
-        assert outputs(llm, prompts, params) == expected, (k, chunk, slots)
+    for proposer, k, chunk, slots in (("mtp", 1, 32, 2), ("mtp", 3, 512, 5), ("mtp", 7, 32, 5), (DEFAULT, 4, 32, 5)):
+        llm = LLM(folders[name], proposer=proposer, k=k, max_num_seqs=slots, max_num_batched_tokens=chunk, **OPTIONS)
+        assert outputs(llm, prompts, params) == expected, (proposer, k, chunk, slots)
         assert sum(llm.stats.accepted) > 0
         assert llm.engine.cache_usage().hit_tokens >= CHUNK  # prefixes were shared
         # Conversations go on: each prompt is an earlier one with its answer.
@@ -133,7 +134,7 @@ def test_preempted_requests_continue(folders, monkeypatch):
 
 
 def test_module_in_the_checkpoint_is_the_default(folders, tmp_path):
-    assert default_proposer(folders["bamba"]) == "mtp"
+    assert default_proposer(folders["bamba"]) == DEFAULT
     without = tiny.save(tmp_path / "without", tiny.RECURRENT["bamba"]())
     assert default_proposer(without) == "ngram"
     with pytest.raises(OutriderError, match="no module for multi-token prediction; use ngram"):

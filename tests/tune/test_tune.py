@@ -722,7 +722,7 @@ def test_plan_is_only_for_its_models(tmp_path):
         (b"{", "is not a plan file"),
         (b"[]", "is not a plan file"),
         (b"[" * 100_000, "is not a plan file"),
-        (b'{"format": "outrider plan", "version": 0}', "has version 0, and this program reads version 1"),
+        (b'{"format": "outrider plan", "version": 0}', "has version 0, and this program reads version 2"),
     ],
 )
 def test_file_that_is_not_a_plan(tmp_path, content, message):
@@ -845,9 +845,12 @@ def test_state_has_every_learned_field():
         "plain_seconds",
         "passes",
         "observations",
+        "draft_cost",
     }
     means = {field.name for field in dataclasses.fields(stats._means)}
-    assert {name.strip("_") for name in vars(stats)} - fixed | means == set(stats.state())
+    assert {name.strip("_") for name in vars(stats)} - fixed | means | {"round_cost", "token_cost"} == set(
+        stats.state()
+    )
 
 
 def test_model_options_are_fields_of_the_engine_config():
