@@ -22,7 +22,11 @@ def server(tmp_path_factory):
     shutil.copytree(embedded("nano"), root / "step-1")
     outside = tmp_path_factory.mktemp("elsewhere")
     (root / "link").symlink_to(outside)
-    with serving(weight_updates=str(root)) as (url, async_llm), httpx.Client(base_url=url, timeout=60) as client:
+    options = {"max_model_len": 2048, "proposer": "none"}  # completions that run until the next request arrives
+    with (
+        serving(options, weight_updates=str(root)) as (url, async_llm),
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
         yield client, async_llm
 
 
@@ -77,7 +81,7 @@ def test_pause_and_resume(server, mode):
     def run(name, tokens):
         responses[name] = complete(client, max_tokens=tokens, ignore_eos=True)
 
-    first = threading.Thread(target=run, args=("first", 150))
+    first = threading.Thread(target=run, args=("first", 1500))
     first.start()
     while not async_llm.running:
         time.sleep(0.005)
