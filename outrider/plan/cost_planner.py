@@ -73,6 +73,7 @@ class CostPlanner:
         self._replay = replay
         self._model_sources = model_sources
         self.proposers = tuple(ProposerStats(each, max_draft_tokens=max_draft_tokens) for each in costs)
+        self._has_lookup = any(each.draft is None for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
         self._pricing = DraftPricing(self._clock)
         self._budget = TrialBudget()
@@ -212,9 +213,8 @@ class CostPlanner:
                 draft_length=self._draft_length(alternative, load),
                 thresholds=self._pricing.thresholds(proposer, load, in_trial=bool(proposer.trial_passes_left)),
             )
-        has_lookup = any(proposer.costs.draft is None for proposer in self.proposers)
         self._window = PlanWindow.of(
-            load, alternative, self._choice.trial_seqs, self._stats.rounds, has_lookup=has_lookup
+            load, alternative, self._choice.trial_seqs, self._stats.rounds, has_lookup=self._has_lookup
         )
         if self._window.mode is Mode.SPECULATE and not load.prompt_tokens:
             # The more speculation gains, the more a probe costs and the less depends on it.

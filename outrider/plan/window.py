@@ -118,19 +118,16 @@ class PlanWindow:
     def can_skip_planning(self, batch: Batch, rounds: int) -> bool:
         """Return whether the next round is plain decoding of the same batch. It is the fast path of `plan`."""
         return (
-            self.alternative < 0
-            and rounds == self.first_round + self.rounds < self.end_round
-            and not self.has_fixed_alternatives
+            self.is_resting(rounds)
             and batch.seqs == self.seqs
             and len(batch.seqs) + batch.num_waiting == self.load.total_seqs
             and sum(map(len, batch.feed)) == len(batch.seqs)
             and not self.load.prompt_tokens
-            and not self.is_probe
         )
 
     def is_resting(self, rounds: int) -> bool:
         """Return whether plain decoding continues, even if sequences come or go."""
-        return self.mode is Mode.PLAIN and not self.has_fixed_alternatives and self._is_valid(rounds)
+        return self.alternative < 0 and not self.has_fixed_alternatives and self._is_valid(rounds)
 
     def continues(self, load: RoundLoad, rounds: int) -> bool:
         """Return whether round number `rounds` belongs to this window."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from outrider.propose.tree_builder import TreeBuilder
+from outrider.propose.tree_builder import TreeBuilder, depths
 
 MIN_ACCEPT_PROB = 0.02  # draft tokens with a lower estimated acceptance are left out
 _PRIOR_WEIGHT = 4.0  # weight of the prior, in draft tokens
@@ -31,6 +31,21 @@ class AcceptanceEstimator:
         """
         verified, accepted = self._counts.get(kind, (0.0, 0.0))
         return (accepted + self._prior_weight * prior) / (verified + self._prior_weight)
+
+    def by_depth(
+        self, part: int, tokens: Sequence[int], parents: Sequence[int], *, prior: float
+    ) -> tuple[TreeBuilder, list[Hashable]]:
+        """Estimate the tree of a proposer that estimates nothing itself, from the acceptance at each depth.
+
+        Returns:
+            The tree with the acceptance probabilities of its paths, and the kinds of its nodes, for `learn`.
+        """
+        kinds: list[Hashable] = [(part, depth) for depth in depths(parents)]
+        accept_prob: list[float] = []
+        for kind, parent in zip(kinds, parents, strict=True):
+            parent_prob = accept_prob[parent] if parent >= 0 else 1.0
+            accept_prob.append(self.accept_prob(kind, prior) * parent_prob)
+        return TreeBuilder(list(tokens), list(parents), accept_prob), kinds
 
     def learn(self, drafted: TreeBuilder, kinds: Sequence[Hashable], emitted: Sequence[int]) -> None:
         """Learn from the draft of a sequence, with `kinds` [N], after the tokens `emitted` were committed."""

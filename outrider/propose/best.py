@@ -11,11 +11,9 @@ from outrider.core import tree
 from outrider.core.types import Batch, Draft, Round
 from outrider.propose.acceptance import AcceptanceEstimator
 from outrider.propose.base import Proposer, ProposerSetup, must_reproduce
-from outrider.propose.combine import Combination, choose_drafts
+from outrider.propose.combine import PRIOR, Combination, Drafted, choose_drafts
 from outrider.propose.leaves import draft_model
-from outrider.propose.tree_builder import TreeBuilder, depths
 
-_PRIOR = 0.6  # prior acceptance of a draft token that a part gives no estimate for
 _DECAY = 0.97  # of the means of a part, per round
 _PRIOR_TOKENS = 4.0  # weight of the prior that estimates are right, in draft tokens
 _MIN_ROUNDS = 3.0  # rounds from which the means of a part are used
@@ -44,7 +42,7 @@ class Best(Combination):
         self._records = [_Record() for _ in parts]
         self._has_model = [draft_model(part) is not None for part in parts]
         self._acceptance = AcceptanceEstimator()  # by part and depth, for parts that give no estimate
-        self._pending: list[tuple[int, TreeBuilder, list[tuple[int, int]]]] = []  # what it learns from in this round
+        self._pending: list[Drafted] = []  # of this round
         self._used: list[int] = []  # [B] part whose draft is used in this round; -1: no draft
         self._width: tuple[int, ...] = ()  # [B] draft tokens before the planner cuts the draft
         self._estimates: list[Sequence[float]] = []  # [B] acceptance probabilities of the used draft; (): not estimated
@@ -110,12 +108,8 @@ class Best(Combination):
         for b, (tokens, parents, width) in enumerate(
             zip(draft.host_tokens(), draft.parent.tolist(), draft.width, strict=True)
         ):
-            builder = TreeBuilder(tokens[:width], parents[:width], [])
-            kinds = [(part, depth) for depth in depths(builder.parent)]
-            for kind, parent in zip(kinds, builder.parent, strict=True):
-                parent_prob = builder.accept_prob[parent] if parent >= 0 else 1.0
-                builder.accept_prob.append(parent_prob * self._acceptance.accept_prob(kind, _PRIOR))
-            self._pending.append((b, builder, kinds))
+            builder, kinds = self._acceptance.by_depth(part, tokens[:width], parents[:width], prior=PRIOR)
+            self._pending.append(Drafted(b, builder, kinds))
             estimates.append(tuple(accumulate(builder.accept_prob, min)))
         return tuple(estimates)
 

@@ -21,7 +21,7 @@ from outrider.verify.verdict import normalize
 
 T = TypeVar("T")
 _LEVELS = 8  # levels of the acceptance probability that a part estimates
-_PRIOR = 0.6  # prior acceptance if a part estimates none
+PRIOR = 0.6  # prior acceptance if a part estimates none
 
 
 def check_parts(count: int, *, switches: bool) -> None:
@@ -122,7 +122,7 @@ class Merge(Combination):
         super().__init__(setup, parts)
         # By the parts that drafted a token and by the probability that they estimated.
         self._acceptance = AcceptanceEstimator()
-        self._pending: list[_Drafted] = []  # of this round
+        self._pending: list[Drafted] = []  # of this round
 
     def propose(self, batch: Batch) -> Draft:
         self._pending = []
@@ -160,7 +160,7 @@ class Merge(Combination):
             parent_prob = accept_prob[parent] if parent >= 0 else 1.0
             accept_prob.append(parent_prob * self._acceptance.accept_prob(kinds[-1], given_parent))
         builder = TreeBuilder(union.builder.tokens, union.builder.parent, accept_prob)
-        self._pending.append(_Drafted(b, builder, kinds))
+        self._pending.append(Drafted(b, builder, kinds))
         return _Union(builder, union.kinds, union.origin, union.source)
 
     def _part_budget(self, request: Request, budget: int) -> int:
@@ -187,17 +187,12 @@ class Merge(Combination):
 
     def _estimate(self, b: int, part: int, tokens: list[int], parents: list[int]) -> TreeBuilder:
         """Return a part's tree of sequence b with acceptance probabilities by depth."""
-        kinds: list[Hashable] = [(part, depth) for depth in depths(parents)]
-        accept_prob: list[float] = []
-        for kind, parent in zip(kinds, parents, strict=True):
-            parent_prob = accept_prob[parent] if parent >= 0 else 1.0
-            accept_prob.append(self._acceptance.accept_prob(kind, _PRIOR) * parent_prob)
-        builder = TreeBuilder(tokens, parents, accept_prob)
-        self._pending.append(_Drafted(b, builder, kinds))
+        builder, kinds = self._acceptance.by_depth(part, tokens, parents, prior=PRIOR)
+        self._pending.append(Drafted(b, builder, kinds))
         return builder
 
 
-class _Drafted(NamedTuple):
+class Drafted(NamedTuple):
     """A tree whose acceptance is learned from at commit."""
 
     b: int  # index of the sequence in the batch
