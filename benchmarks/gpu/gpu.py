@@ -36,7 +36,7 @@ from outrider.bench.pass_work import bytes_per_pass, cache_bytes_per_token
 from outrider.bench.peer import load_peers
 from outrider.bench.rates import read_bandwidth
 from outrider.bench.variants import OutriderRunner, SwitchPlanner, Variant
-from outrider.benchmarking.jobs import Job
+from outrider.benchmarking.jobs import Job, encode_prompt
 from outrider.core import tree
 from outrider.core.types import Batch, Request, SequenceState
 from outrider.loader.embedded import embedded
@@ -147,7 +147,7 @@ def _load(folders: Sequence[Path], device: str, dtype: str, planner: SwitchPlann
 
 def _jobs(llm: LLM, file: Path | None, max_tokens: int) -> tuple[Job, ...]:
     prompts = read_prompts(file, limit=None if file else 1)
-    token_lists = [llm.encode_chat(p.messages) if p.messages else llm.encode(p.prompt or "") for p in prompts]
+    token_lists = [encode_prompt(llm, prompt) for prompt in prompts]
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return tuple(Job(prompt=tokens[max_tokens - llm.parts.context :], params=params) for tokens in token_lists)
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import SamplingParams
+from outrider.benchmarking.jobs import encode_prompt
 from outrider.loader.embedded import embedded
 from outrider.measure.prompts import read_prompts
 from outrider.rl import RolloutBatch, RolloutEngine
@@ -57,10 +58,7 @@ def main(
         for name in proposers.split(";")
     }
     first = next(iter(engines.values()))
-    chats = [
-        first.llm.encode_chat(prompt.messages) if prompt.messages else first.llm.encode(prompt.prompt or "")
-        for prompt in prompts
-    ]
+    chats = [encode_prompt(first.llm, prompt) for prompt in prompts]
     params = SamplingParams(temperature=1.0, max_tokens=max_tokens)
     model = first.llm.parts.loaded.checkpoint.model
     weights = {name: value.detach().float().clone() for name, value in model.state_dict().items()}

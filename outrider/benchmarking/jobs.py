@@ -66,7 +66,7 @@ def make_batches(
     Raises:
         OutriderError: a prompt does not fit into the context.
     """
-    token_lists = [_tokens(llm, prompt) for prompt in prompts]
+    token_lists = [encode_prompt(llm, prompt) for prompt in prompts]
     if condition.context is not None:
         token_lists = _lengthen(token_lists, condition.context - max_tokens)
     for prompt, tokens in zip(prompts, token_lists, strict=True):
@@ -89,7 +89,8 @@ def make_batches(
     return tuple(batches)
 
 
-def _tokens(llm: LLM, prompt: Prompt) -> tuple[int, ...]:
+def encode_prompt(llm: LLM, prompt: Prompt) -> tuple[int, ...]:
+    """Return the tokens of a prompt, which is a text or a chat."""
     return llm.encode_chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "")
 
 

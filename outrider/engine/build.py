@@ -178,9 +178,8 @@ def build_engine(
     running = proposer
     if config.isolate_faults and current() is None:  # a fault in one rank only would let the ranks disagree
         running, guards = isolate(proposer, setup, names=names)
-    if planner is None and isinstance(proposer, NoProposer) and config.plan is None:
-        planner = FixedPlanner(min(config.k, 1) if isinstance(config.k, int) else 1)  # above 0, grammars force tokens
-    planner = planner or make_planner(config.k, model, proposer, replay=rule.draw is Draw.SAMPLE or not rule.exact)
+    replay = rule.draw is Draw.SAMPLE or not rule.exact
+    planner = planner or make_planner(config.k, model, proposer, replay=replay, has_plan=config.plan is not None)
     engine = assemble(
         loaded,
         proposer=running,
@@ -260,10 +259,20 @@ def make_proposer(spec: str | Maker, setup: ProposerSetup) -> Proposer:
     return find_proposer(spec, setup) if isinstance(spec, str) else own_proposer(spec, setup)
 
 
-def make_planner(k: int | str, target: Target, proposer: Proposer, *, replay: bool = False) -> Planner:
-    """A fixed number of draft tokens, or for "auto" a planner that uses measured costs."""
+def make_planner(k: int | str, target: Target, proposer: Proposer, *, replay: bool, has_plan: bool) -> Planner:
+    """A fixed number of draft tokens, or for "auto" a planner that uses measured costs.
+
+    Args:
+        k: draft tokens per round, or "auto".
+        target: the target.
+        proposer: the proposer. Plain decoding needs no measured costs.
+        replay: as in `auto_planner`.
+        has_plan: whether a plan file keeps what the planner learns.
+    """
     if isinstance(k, int):
         return FixedPlanner(k)
+    if isinstance(proposer, NoProposer) and not has_plan:
+        return FixedPlanner(1)  # there are no drafts, but above 0 grammars force tokens
     return auto_planner(target, proposer, replay=replay)
 
 

@@ -15,6 +15,7 @@ from time import perf_counter
 
 import torch
 
+from outrider.benchmarking.jobs import encode_prompt
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, SequenceState
@@ -82,9 +83,7 @@ def rounds(agree: Sequence[bool], k: int) -> int:
 
 def generate_texts(llm: LLM, prompts: Iterable[Prompt], max_tokens: int) -> list[Text]:
     """Generate greedy outputs of the target. Prompts without output are left out."""
-    encoded = []
-    for prompt in prompts:
-        encoded.append(llm.encode_chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or ""))
+    encoded = [encode_prompt(llm, prompt) for prompt in prompts]
     completions = llm.generate(encoded, SamplingParams(max_tokens=max_tokens))
     return [Text(prompt=done.prompt_token_ids, tokens=done.token_ids) for done in completions if done.token_ids]
 

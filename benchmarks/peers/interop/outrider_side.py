@@ -13,6 +13,7 @@ import numpy as np
 from shared import Completed, Counts, Request, cut
 
 from outrider import LLM, SamplingParams
+from outrider.benchmarking.jobs import encode_prompt
 from outrider.core import tree
 from outrider.core.stats import Stats, StatsAccumulator
 from outrider.core.types import Batch, Draft, Needs, Round
@@ -81,9 +82,7 @@ def make_request(
     llm: LLM, args: argparse.Namespace, prompts: Sequence[Prompt], speculations: Sequence[Mapping[str, Any]]
 ) -> Request:
     """Return the request for both engines, with prompts as token ids."""
-    encoded = [
-        llm.encode_chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "") for prompt in prompts
-    ]
+    encoded = [encode_prompt(llm, prompt) for prompt in prompts]
     return Request(
         target=args.target,
         speculations=speculations,
