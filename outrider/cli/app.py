@@ -486,10 +486,13 @@ def _tune_server(
     """Measure a running server."""
     from outrider.tune.server.run import run_server_tune, show
 
+    temperatures = parse_real("--temperature", asked.temperature)
+    if len(temperatures) > 1:
+        raise OutriderError(f"--temperature is {asked.temperature}, and --server measures one temperature; give one")
     document = run_server_tune(
         server,
         batches=parse_whole("--batch", asked.batch),
-        temperature=parse_real("--temperature", asked.temperature)[0],
+        temperature=temperatures[0],
         prompts=prompts,
         limit=limit,
         max_tokens=max_tokens,
