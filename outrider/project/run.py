@@ -100,7 +100,7 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
     layout = find_layout(options, target, hardware, ks, given_k=bool(lists.k))
     if layout.filled and not lists.k:
         ks = tuple(k for k in ks if k < layout.pipeline)
-    draft_devices = find_draft_devices(options, drafting, layout, lists.shares)
+    draft_devices = find_draft_devices(options, drafting, lists.shares)
     pairs = [
         Pair(
             target=target,
@@ -136,7 +136,7 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
         "draft_machine": None if draft_devices[0] is None else asdict(draft_devices[0]),
         "free_tokens": {case.name: _free_tokens(target, hardware, case) for case in cases},
         "memory": [_memory(pairs[0], context, lists.batch) for context in lists.context],
-        **({"separate": separate_prefill(options, pairs, lists.batch, ks)} if options.rate is not None else {}),
+        **separate_prefill(options, pairs, lists.batch, ks),
         **({"rl": training} if training else {}),
         "results": results,
         "stops_paying": stops_paying,
