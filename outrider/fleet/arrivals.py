@@ -142,9 +142,7 @@ def is_trace(text: str) -> bool:
     return text.partition(":")[0] not in _RANDOM
 
 
-def parse_arrivals(
-    text: str, *, seconds: float, lengths: Lengths, seed: int, replicas: int = 1
-) -> list[Arrival]:
+def parse_arrivals(text: str, *, seconds: float, lengths: Lengths, seed: int, replicas: int = 1) -> list[Arrival]:
     """Return the requests of "poisson:RATE", "bursts:RATE:PEAK:PERIOD" or the name of a trace.
 
     Args:

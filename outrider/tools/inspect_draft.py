@@ -32,7 +32,7 @@ _PROMPTS = (
     "import os\nimport sys\n\n",
     "The first thing to know about the weather is",
 )
-_NAMES = {
+KIND_TEXTS = {
     Kind.EAGLE: "EAGLE-1 or 2: decoder layers on the last hidden state of the target",
     Kind.EAGLE3: "EAGLE-3: decoder layers on the fused hidden states of several layers",
     Kind.PEAGLE: "P-EAGLE: decoder layers on fused hidden states, with mask tokens; all draft tokens in one pass",
@@ -203,7 +203,7 @@ def describe(description: HeadDescription) -> list[tuple[str, str]]:
         f" {description.vocab} tokens"
     )
     lines = [
-        ("draft", _NAMES[description.kind]),
+        ("draft", KIND_TEXTS[description.kind]),
         ("inputs", f"output{plural} of layer{plural} {layers}, counted from 0, of {target}"),
     ]
     if description.aux_states.final:

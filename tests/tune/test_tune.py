@@ -627,10 +627,10 @@ def test_config_with_gguf_files(tmp_path):
     options = configured(EngineOptions(), advice, given=())
     assert (options.target, options.proposer) == (str(target), f"draft:{draft}")
     draft.write_bytes(b"GGUF of another model")
-    with pytest.raises(OutriderError, match="draft.gguf has changed since"):
+    with pytest.raises(OutriderError, match=r"draft.gguf has changed since"):
         configured(EngineOptions(), advice, given=())
     target.unlink()
-    with pytest.raises(OutriderError, match="target.gguf, a model of .*, is missing; give the model with --target"):
+    with pytest.raises(OutriderError, match=r"target.gguf, a model of .*, is missing; give the model with --target"):
         configured(EngineOptions(), advice, given=())
 
 
