@@ -382,7 +382,7 @@ class LLM:
             raise InvalidParam("prompt", "the prompt is empty; give at least one token")
         if len(tokens) >= parts.context:
             checkpoint = parts.loaded.checkpoint
-            remedy = " or raise context"
+            remedy = " or raise max_model_len"
             if checkpoint.context_reason and parts.context == checkpoint.context:
                 remedy = f" ({checkpoint.context_reason})"
             raise InvalidParam(
