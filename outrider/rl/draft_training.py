@@ -153,7 +153,7 @@ class DraftTraining:
         collator = Collator(self._trainee.aux_states, self._layers, tables, self._trainee.ids)
         groups = micro_batches(samples, _MICRO_BATCH_TOKENS)
         self._previous = _copied(self._trainee.module)
-        batches = (collator.collate(group, everything=False) for group in groups)
+        batches = (collator.collate(group, train_on_prompts=False) for group in groups)
         stats = self._trainer.train(batches, progress=_PEAK)
         self.acceptance = tuple(stats.acceptance) or self.acceptance
         self.engine.update_draft(_copied(self._trainee.module))
