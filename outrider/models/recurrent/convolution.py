@@ -28,7 +28,12 @@ def advance(
         bias: [C].
     """
     add_entries(staged, {NAME: inputs})
-    window = _windows(staged, rows.taps(weight.shape[-1]))  # [B, L, K, C]
+    size = weight.shape[-1]
+    if rows.is_chain:
+        begin = rows.num_entries - rows.num_new
+        window = _inputs(staged)[:, begin:].unfold(1, size, 1).transpose(2, 3)  # a view [B, L, K, C]
+    else:
+        window = _windows(staged, rows.taps(size))
     out = (window * weight[:, 0].T).sum(2)
     return out if bias is None else out + bias
 
@@ -41,6 +46,11 @@ def state_after(staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:
 
 def _windows(staged: Staged, taps: torch.Tensor) -> torch.Tensor:
     """Return the inputs [B, L, K, C] at the taps [B, L, K] (see `Rows.taps`)."""
-    inputs = torch.cat([staged.base[NAME], staged.entries[NAME]], 1)  # [B, K - 1 + E, C]
+    inputs = _inputs(staged)
     batch = torch.arange(len(inputs), device=inputs.device)[:, None, None]
     return inputs[batch, taps]
+
+
+def _inputs(staged: Staged) -> torch.Tensor:
+    """Return the inputs [B, K - 1 + E, C] of the state and of the entries."""
+    return torch.cat([staged.base[NAME], staged.entries[NAME]], 1)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from outrider.models.recurrent.rows import CHUNK, PassRows, Rows, chain_rows
+from outrider.models.recurrent.rows import CHUNK, Chunk, Part, PassRows, Rows, chain_rows
 
 Tensors = dict[str, torch.Tensor]
 
@@ -25,10 +25,10 @@ class StateReader(Protocol):
         The caller may change it in place if the pass has chunks.
         """
 
-    def staged(self, layer: int) -> Staged | None:
-        """Return what an earlier pass of this round has staged in a layer."""
+    def staged(self, layer: int) -> tuple[Staged, ...] | None:
+        """Return what an earlier pass of this round has staged in a layer, for each part of the pass."""
 
-    def stage(self, layer: int, staged: Staged) -> None:
+    def stage(self, layer: int, staged: tuple[Staged, ...]) -> None:
         """Keep what the pass has staged until the commit."""
 
     def snapshot(self, layer: int, row: int, position: int, state: Tensors) -> None:
@@ -37,7 +37,7 @@ class StateReader(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Staged:
-    """What a layer keeps of a round until the commit."""
+    """What a layer keeps of a part of a pass until the commit."""
 
     base: Tensors  # [B, ...] the state before the entries
     entries: Tensors = field(default_factory=dict)  # [B, E, ...] inputs of the entries, or the states after them
@@ -65,25 +65,31 @@ class RecurrentLayer(ABC):
             return self._original(hidden_states, *args, **kwargs)
         inputs = self.project(hidden_states[0], rows.positions)
         staged = self._states.staged(self.layer)
-        if staged is None:
-            staged = Staged(base=self._states.base(self.layer, self.fresh(inputs)))
         mixed = self.empty_output(inputs)
-        for chunk in rows.chunks:
-            state = {name: value[chunk.row : chunk.row + 1] for name, value in staged.base.items()}
-            chain = chain_rows(1, chunk.end - chunk.begin, hidden_states.device)
-            part = Staged(base=state)
-            part_inputs = {name: value[None, chunk.begin : chunk.end] for name, value in inputs.items()}
-            mixed[chunk.begin : chunk.end] = self.advance(part, part_inputs, chain)[0]
-            last = torch.full((1,), chain.num_entries - 1, device=hidden_states.device)
-            state = self.state_after(part, chain, last)
-            for name, value in state.items():
-                staged.base[name][chunk.row] = value[0]
-            if chunk.position % CHUNK == 0:
-                self._states.snapshot(self.layer, chunk.row, chunk.position, state)
-        new = {name: rows.gather(value) for name, value in inputs.items()}
-        rows.scatter(self.advance(staged, new, rows.rows), mixed)
+        if staged is None:
+            base = self._states.base(self.layer, self.fresh(inputs))
+            for chunk in rows.chunks:
+                self._fold(chunk, base, inputs, mixed)
+            staged = tuple(Staged(base=_of_part(base, part)) for part in rows.parts)
+        for part, kept in zip(rows.parts, staged, strict=True):
+            if not part.rows.num_new:
+                continue
+            new = {name: part.gather(value) for name, value in inputs.items()}
+            part.scatter(self.advance(kept, new, part.rows), mixed)
         self._states.stage(self.layer, staged)
         return self.wrap(self.finish(mixed, inputs)[None])
+
+    def _fold(self, chunk: Chunk, base: Tensors, inputs: Tensors, mixed: torch.Tensor) -> None:
+        """Compute the outputs of a chunk, and advance the state of its sequence in `base`."""
+        part = Staged(base={name: value[chunk.row : chunk.row + 1] for name, value in base.items()})
+        chain = chain_rows(1, chunk.end - chunk.begin, mixed.device)
+        part_inputs = {name: value[None, chunk.begin : chunk.end] for name, value in inputs.items()}
+        mixed[chunk.begin : chunk.end] = self.advance(part, part_inputs, chain)[0]
+        state = self.state_after(part, chain, torch.full((1,), chain.num_entries - 1, device=mixed.device))
+        for name, value in state.items():
+            base[name][chunk.row] = value[0]
+        if chunk.position % CHUNK == 0:
+            self._states.snapshot(self.layer, chunk.row, chunk.position, state)
 
     @abstractmethod
     def project(self, hidden: torch.Tensor, positions: torch.Tensor) -> Tensors:
@@ -112,6 +118,13 @@ class RecurrentLayer(ABC):
     def wrap(self, output: torch.Tensor) -> Any:
         """Return what the layer of transformers returns: the output [1, T, H], or a tuple that begins with it."""
         return output
+
+
+def _of_part(base: Tensors, part: Part) -> Tensors:
+    """Return the states of the sequences of a part."""
+    if part.sequences is None:
+        return base
+    return {name: value[list(part.sequences)] for name, value in base.items()}
 
 
 def split_heads(values: torch.Tensor, heads: int) -> torch.Tensor:

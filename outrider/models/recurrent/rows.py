@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -13,8 +13,11 @@ from outrider.cache.base import Layout, SequenceSpan
 from outrider.core import tree
 from outrider.core.types import Draft
 
+T = TypeVar("T")
+
 CHUNK = 64  # tokens of a prompt that are processed at once; chunks end at multiples of it
 _MAX_FEED = 16  # tokens of a feed that are staged; longer feeds are folded into the state first
+_MIN_SAVED = 24  # entries of padding that a second part must save; more operations take about as long
 
 
 class Chunk(NamedTuple):
@@ -76,32 +79,49 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PassRows:
-    """All tokens of one pass: chunks of prompts, which come first, and the staged entries of all sequences."""
+class Part:
+    """The staged entries of B sequences of a pass, padded to the same number of new entries L."""
 
-    slots: tuple[int, ...]  # [B]
-    positions: torch.Tensor  # [T] int64
-    chunks: tuple[Chunk, ...]
+    sequences: tuple[int, ...] | None  # [B] their indices in the batch; None: all of the batch
     rows: Rows
-    columns: torch.Tensor | None  # [B, L] column of each new entry, 0 for padding; None: columns are [B, L] already
-    is_entry: torch.Tensor | None  # [B, L] bool, False for padding; None: there is none
-    feed_end: tuple[int, ...]  # [B] the last entry of the feed
-    nodes: tuple[tuple[int, ...], ...]  # [B][N] the entry of each draft token
+    columns: torch.Tensor | None  # [B * L] column of each new entry, 0 for padding; None: columns are [B, L] already
+    entries: torch.Tensor | None  # [N] the indices in `columns` that are not padding; None: all
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Rearrange [T, ...] of the columns to [B, L, ...] of the new entries."""
-        if self.columns is None:
-            return values.view(len(self.slots), -1, *values.shape[1:])
-        return values[self.columns]
+        if self.columns is not None:
+            values = values.index_select(0, self.columns)
+        return values.view(len(self.rows.parent), -1, *values.shape[1:])
 
     def scatter(self, values: torch.Tensor, into: torch.Tensor) -> None:
         """Write [B, L, ...] of the new entries into [T, ...] of the columns."""
         if self.columns is None:
             into.view_as(values)[:] = values
-        elif self.is_entry is None:
-            into[self.columns.flatten()] = values.flatten(0, 1)
-        else:
-            into[self.columns[self.is_entry]] = values[self.is_entry]
+            return
+        values, columns = values.flatten(0, 1), self.columns
+        if self.entries is not None:
+            values, columns = values.index_select(0, self.entries), columns.index_select(0, self.entries)
+        into.index_copy_(0, columns, values)
+
+    def pick(self, of_batch: Sequence[T]) -> tuple[T, ...]:
+        """Return the values of the sequences of this part, from those of the batch."""
+        return tuple(of_batch) if self.sequences is None else tuple(of_batch[b] for b in self.sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassRows:
+    """All tokens of one pass: chunks of prompts, which come first, and the staged entries of all sequences.
+
+    If few sequences have much longer drafts than the others, they are a part of their own. The others then need no
+    padding to that length.
+    """
+
+    slots: tuple[int, ...]  # [B]
+    positions: torch.Tensor  # [T] int64
+    chunks: tuple[Chunk, ...]
+    parts: tuple[Part, ...]
+    feed_end: tuple[int, ...]  # [B] the last entry of the feed
+    nodes: tuple[tuple[int, ...], ...]  # [B][N] the entry of each draft token
 
     def last_entry(self, paths: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Return [B]: the entry of the last committed token, given the accepted path of each sequence."""
@@ -120,50 +140,75 @@ def arrange(layout: Layout, draft: Draft) -> PassRows:
         begins.append(folded[-1].end if folded else span.begin)
     sizes = tuple(span.end - begin for span, begin in zip(layout.spans, begins, strict=True))
     feeds = tuple(size - span.nodes for span, size in zip(layout.spans, sizes, strict=True))
-    columns, is_entry = _columns(begins, sizes, len(layout.positions), device)
-    if layout.ancestors is None:
-        rows = _chains(sizes, max(sizes), device)
-    else:
-        rows = _trees(layout.ancestors, draft, feeds, max(sizes))
+    parts = []
+    for sequences in _split(sizes):
+        index = range(len(sizes)) if sequences is None else sequences
+        own_sizes = tuple(sizes[b] for b in index)
+        columns, entries = _columns([begins[b] for b in index], own_sizes, len(layout.positions), device)
+        if layout.ancestors is None:
+            rows = _chains(own_sizes, max(own_sizes), device)
+        else:
+            keep = slice(None) if sequences is None else list(sequences)
+            own_feeds = [feeds[b] for b in index]
+            rows = _trees(layout.ancestors[keep], draft.parent[keep], own_feeds, max(own_sizes))
+        parts.append(Part(sequences=sequences, rows=rows, columns=columns, entries=entries))
     return PassRows(
         slots=tuple(span.slot for span in layout.spans),
         positions=layout.positions,
         chunks=tuple(chunks),
-        rows=rows,
-        columns=columns,
-        is_entry=is_entry,
+        parts=tuple(parts),
         feed_end=tuple(feed - 1 for feed in feeds),
         nodes=tuple(tuple(range(feed, size)) for feed, size in zip(feeds, sizes, strict=True)),
     )
 
 
+def _split(sizes: Sequence[int]) -> tuple[tuple[int, ...] | None, ...]:
+    """Return which sequences form each part of a pass. None stands for all of them."""
+    order = sorted(range(len(sizes)), key=lambda b: sizes[b])
+    longest = sizes[order[-1]]
+    saved = [count * (longest - sizes[order[count - 1]]) for count in range(1, len(sizes))]
+    if max(saved, default=0) < _MIN_SAVED:
+        return (None,)
+    count = 1 + saved.index(max(saved))
+    return tuple(sorted(order[:count])), tuple(sorted(order[count:]))
+
+
 def extend(earlier: PassRows, layout: Layout, draft: Draft) -> PassRows:
     """Arrange the columns of a pass that adds draft tokens to those of an earlier pass."""
+    nodes = list(earlier.nodes)
+    parts = []
+    for part in earlier.parts:
+        staged = part.rows.num_entries
+        for b in part.pick(range(len(nodes))):
+            span = layout.spans[b]
+            nodes[b] = nodes[b][: span.first] + tuple(range(staged, staged + span.end - span.begin))
+        parts.append(_extend_part(part, layout, draft, part.pick(nodes), part.pick(earlier.feed_end)))
+    return replace(earlier, positions=layout.positions, chunks=(), parts=tuple(parts), nodes=tuple(nodes))
+
+
+def _extend_part(
+    part: Part, layout: Layout, draft: Draft, nodes: Sequence[Sequence[int]], feed_end: Sequence[int]
+) -> Part:
+    """Add the new draft tokens of the sequences of a part, whose entries are `nodes`."""
+    spans = part.pick(layout.spans)
+    sizes = tuple(span.end - span.begin for span in spans)
+    length = max(sizes)
+    if not length:
+        return replace(part, rows=replace(part.rows, num_new=0))
     device = layout.positions.device
-    sizes = tuple(span.end - span.begin for span in layout.spans)
-    columns, is_entry = _columns([span.begin for span in layout.spans], sizes, len(layout.positions), device)
-    staged, length = earlier.rows.num_entries, max(sizes)
-    nodes = []
-    for kept, span, size in zip(earlier.nodes, layout.spans, sizes, strict=True):
-        nodes.append(kept[: span.first] + tuple(range(staged, staged + size)))
-    in_order = earlier.rows.is_chain and all(
-        not size or (entries[span.first - 1] if span.first else end) == staged - 1
-        for entries, size, span, end in zip(nodes, sizes, layout.spans, earlier.feed_end, strict=True)
+    last = part.rows.num_entries - 1
+    in_order = part.rows.is_chain and all(
+        not size or (entries[span.first - 1] if span.first else end) == last
+        for entries, size, span, end in zip(nodes, sizes, spans, feed_end, strict=True)
     )
     if draft.chain and in_order:
-        rows = _chains((staged + length,) * len(sizes), length, device)
+        rows = _chains((last + 1 + length,) * len(sizes), length, device)
     else:
-        rows = _add_nodes(earlier.rows, _parent_entries(nodes, earlier.feed_end, layout, draft, length))
-    return PassRows(
-        slots=earlier.slots,
-        positions=layout.positions,
-        chunks=(),
-        rows=rows,
-        columns=columns,
-        is_entry=is_entry,
-        feed_end=earlier.feed_end,
-        nodes=tuple(nodes),
-    )
+        parents = draft.parent if part.sequences is None else draft.parent[list(part.sequences)]
+        first = [span.first for span in spans]
+        rows = _add_nodes(part.rows, _parent_entries(nodes, feed_end, first, parents, length))
+    columns, entries = _columns([span.begin for span in spans], sizes, len(layout.positions), device)
+    return Part(sequences=part.sequences, rows=rows, columns=columns, entries=entries)
 
 
 def chain_rows(batch_size: int, size: int, device: torch.device) -> Rows:
@@ -186,16 +231,15 @@ def _chunks(row: int, span: SequenceSpan) -> list[Chunk]:
 def _columns(
     begins: Sequence[int], sizes: Sequence[int], total: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return `PassRows.columns` and `PassRows.is_entry`."""
+    """Return `Part.columns` and `Part.entries`."""
     length = max(sizes)
     is_padded = min(sizes) < length
     if not is_padded and length * len(sizes) == total:
         return None, None
     columns = [[*range(begin, begin + size), *[0] * (length - size)] for begin, size in zip(begins, sizes, strict=True)]
-    if not is_padded:
-        return tree.upload(columns, device), None
-    counts = tree.upload(sizes, device)
-    return tree.upload(columns, device), torch.arange(length, device=device) < counts[:, None]
+    entries = [b * length + entry for b, size in enumerate(sizes) for entry in range(size)]
+    flat = tree.upload([column for row in columns for column in row], device)
+    return flat, tree.upload(entries, device) if is_padded else None
 
 
 @lru_cache(256)
@@ -212,17 +256,17 @@ def _chains(sizes: tuple[int, ...], num_new: int, device: torch.device) -> Rows:
     )
 
 
-def _trees(ancestors: torch.Tensor, draft: Draft, feeds: Sequence[int], length: int) -> Rows:
+def _trees(ancestors: torch.Tensor, parents: torch.Tensor, feeds: Sequence[int], length: int) -> Rows:
     """Return the rows of trees of draft tokens, each after a feed."""
-    batch_size = len(feeds)
-    device = draft.parent.device
+    batch_size, nodes = parents.shape
+    device = parents.device
     ends = tree.upload(feeds, device)[:, None]
     order = torch.arange(length, device=device)
     in_feed = order < ends  # [B, E]
-    node = (order - ends).clamp(0, max(draft.size - 1, 0))  # [B, E] draft token of each entry
-    if draft.size:
-        parent = torch.where(in_feed, order - 1, draft.parent.gather(1, node) + ends)
-        among_nodes = ancestors.gather(1, node[..., None].expand(-1, -1, draft.size))
+    node = (order - ends).clamp(0, max(nodes - 1, 0))  # [B, E] draft token of each entry
+    if nodes:
+        parent = torch.where(in_feed, order - 1, parents.gather(1, node) + ends)
+        among_nodes = ancestors.gather(1, node[..., None].expand(-1, -1, nodes))
         among_nodes = among_nodes.gather(2, node[:, None].expand(-1, length, -1))
     else:
         parent = (order - 1).expand(batch_size, -1)
@@ -239,16 +283,19 @@ def _trees(ancestors: torch.Tensor, draft: Draft, feeds: Sequence[int], length: 
 
 
 def _parent_entries(
-    nodes: Sequence[Sequence[int]], feed_end: Sequence[int], layout: Layout, draft: Draft, length: int
+    nodes: Sequence[Sequence[int]],
+    feed_end: Sequence[int],
+    first: Sequence[int],
+    parents: torch.Tensor,
+    length: int,
 ) -> torch.Tensor:
-    """Return [B, L]: the entry before each new draft token."""
-    device = draft.parent.device
-    entries = tree.upload([[*row, *[0] * (draft.size - len(row))] for row in nodes], device)  # [B, N]
+    """Return [B, L]: the entry before each new draft token. `first` is the first new one of each sequence."""
+    device, size = parents.device, parents.shape[1]
+    entries = tree.upload([[*row, *[0] * (size - len(row))] for row in nodes], device)  # [B, N]
     ends = tree.upload(feed_end, device)[:, None]
-    before = torch.where(draft.parent < 0, ends, entries.gather(1, draft.parent.clamp(min=0)))  # [B, N]
-    first = tree.upload([span.first for span in layout.spans], device)[:, None]
-    index = first + torch.arange(length, device=device)
-    return before.gather(1, index.clamp(max=draft.size - 1))
+    before = torch.where(parents < 0, ends, entries.gather(1, parents.clamp(min=0)))  # [B, N]
+    index = tree.upload(first, device)[:, None] + torch.arange(length, device=device)
+    return before.gather(1, index.clamp(max=size - 1))
 
 
 def _add_nodes(rows: Rows, parents: torch.Tensor) -> Rows:

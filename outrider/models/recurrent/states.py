@@ -31,7 +31,7 @@ class RecurrentStates:
         self._states: dict[int, Tensors] = {}  # by layer: [slots, ...]
         self._fresh: dict[int, Tensors] = {}  # by layer: the state [1, ...] of a sequence without tokens
         self._pass: PassRows | None = None  # the last pass of this round
-        self._staged: dict[int, Staged] = {}  # by layer
+        self._staged: dict[int, tuple[Staged, ...]] = {}  # by layer, for each part of the pass
         self._new_snapshots: dict[int, Snapshots] = {}  # by slot: those of this round
         self._snapshots: list[Snapshots] = [{} for _ in range(slots)]
         self.keeps_snapshots = False
@@ -60,12 +60,14 @@ class RecurrentStates:
         staged_pass = self._pass
         assert staged_pass is not None
         assert tuple(slots) == staged_pass.slots, "another batch is staged"
-        rows = staged_pass.rows
-        last = tree.upload(staged_pass.last_entry(paths), rows.parent.device)
-        index = _index(slots)
-        for layer in self.layers:
-            for name, value in layer.state_after(self._staged[layer.layer], rows, last).items():
-                self._states[layer.layer][name][index] = value
+        last_entries = staged_pass.last_entry(paths)
+        for number, part in enumerate(staged_pass.parts):
+            last = tree.upload(part.pick(last_entries), part.rows.parent.device)
+            index = _index(part.pick(slots))
+            for layer in self.layers:
+                staged = self._staged[layer.layer][number]
+                for name, value in layer.state_after(staged, part.rows, last).items():
+                    self._states[layer.layer][name][index] = value
         for slot, snapshots in self._new_snapshots.items():
             self._snapshots[slot] = _thin(self._snapshots[slot] | snapshots)
         self._staged.clear()
@@ -116,10 +118,10 @@ class RecurrentStates:
             return {name: value.clone() for name, value in base.items()}
         return base
 
-    def staged(self, layer: int) -> Staged | None:
+    def staged(self, layer: int) -> tuple[Staged, ...] | None:
         return self._staged.get(layer)
 
-    def stage(self, layer: int, staged: Staged) -> None:
+    def stage(self, layer: int, staged: tuple[Staged, ...]) -> None:
         self._staged[layer] = staged
 
     def snapshot(self, layer: int, row: int, position: int, state: Tensors) -> None:
