@@ -146,14 +146,16 @@ def run(
     given = read_source(source)
     from outrider.cli.output import Output
     from outrider.cli.ranks import joined
-    from outrider.cli.run import ROWS, Beginning, converse, load
+    from outrider.cli.run import ROWS, converse, load
 
     models, others = _merge(ctx, models, config)
     with joined(models.tp, models.device):
         llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
         output = Output(llm, show=show, as_json=as_json)
-        begin = Beginning(prompt=prompt, language=source.language, task=source.task)
-        if not converse(llm, params, begin=begin, given=given, chat=chat, output=output):
+        rules = llm.parts.source_rules
+        if rules is not None and rules.speech is not None and "max_tokens" not in _given(ctx):
+            params = replace(params, max_tokens=None)  # a transcript is as long as the audio
+        if not converse(llm, params, prompt=prompt, options=source, given=given, chat=chat, output=output):
             raise typer.Exit(1)
 
 

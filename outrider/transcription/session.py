@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.core.noise import derive_seed
@@ -63,7 +63,9 @@ class Session:
         self._task = self._rules.default_task(options.task, options.language)
         self._completions: list[Completion] = []
         self._done = False
-        if not self._detects:
+        if self._detects:
+            self._rules.start_tokens(next(iter(self._rules.languages)), self._task)  # checks the task
+        else:
             self._start = self._start_tokens(options.task)
 
     def step(self) -> Step | None:
@@ -102,25 +104,30 @@ class Session:
         else:
             self._done = True
 
+    def text(self) -> str:
+        """Return the text so far. It only grows."""
+        if self._audio.timestamps:
+            return "".join(segment.text for segment in self._segments())
+        return "".join(completion.text for completion in self._completions)
+
     def transcript(self) -> Transcript:
         """Return the transcript of a complete session."""
-        segments = tuple(self._segment(segment) for segment in self._windows.segments)
-        if self._audio.timestamps:
-            text = "".join(segment.text for segment in segments)
-        else:
-            text = self._completions[0].text
         return Transcript(
-            text=text,
-            segments=segments,
+            text=self.text(),
+            segments=tuple(self._segments()),
             language=self._rules.language_of(self._start),
             language_detected=self._rules.needs_detection(self._options.language, self._options.task),
             task=self._task,
             seconds=self._audio.seconds,
+            temperature=self._params.temperature,
             completions=tuple(self._completions),
         )
 
     def _start_tokens(self, task: str | None) -> tuple[int, ...]:
         return self._rules.start_tokens(self._language, task, timestamps=self._audio.timestamps)
+
+    def _segments(self) -> Iterator[Segment]:
+        return map(self._segment, self._windows.segments)
 
     def _segment(self, segment: TokenSegment) -> Segment:
         begin = self._rules.check_timestamps().begin

@@ -31,6 +31,7 @@ class Transcript:
     language_detected: bool  # whether the model has detected it
     task: str  # transcribe or translate
     seconds: float  # of the recording
+    temperature: float  # of sampling; 0: greedy
     completions: tuple[Completion, ...]  # by window; the end of one may be dropped, because the next window repeats it
 
     @property

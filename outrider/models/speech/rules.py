@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
 
+from outrider.core.params import InvalidParam
 from outrider.core.types import AudioFeatures
 from outrider.errors import OutriderError
 from outrider.models.speech.timestamps import TimestampRules
@@ -130,25 +131,36 @@ class SpeechRules:
         known = sorted(self.languages)
         if language is None:
             some = ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
-            raise OutriderError(
+            raise InvalidParam(
+                "language",
                 f"this model transcribes several languages; give the language of the audio: {some}; outrider.transcribe"
-                " detects it"
+                " detects it",
             )
         code = language_code(language)
         if code not in self.languages:
-            raise OutriderError(f"language {language!r} is unknown to this model; use one of {', '.join(known)}")
-        if self.tasks and task not in self.tasks:
-            raise OutriderError(f"task {task!r} is unknown to this model; use {' or '.join(sorted(self.tasks))}")
+            raise InvalidParam(
+                "language", f"language {language!r} is unknown to this model; use one of {', '.join(known)}"
+            )
+        if task not in (self.tasks or (TRANSCRIBE,)):
+            names = " or ".join(sorted(self.tasks)) or TRANSCRIBE
+            raise InvalidParam("task", f"task {task!r} is unknown to this model; use {names}")
         return [self.languages[code], *([self.tasks[task]] if self.tasks else ())]
 
     def _check_english(self, language: str | None, task: str | None) -> None:
         if language is not None and language_code(language) != ENGLISH:
-            raise OutriderError(f"language is {language!r}, and this model transcribes English only; leave it out")
+            raise InvalidParam(
+                "language", f"language is {language!r}, and this model transcribes English only; leave it out"
+            )
         if task not in (None, TRANSCRIBE):
-            raise OutriderError(f"task is {task!r}, and this model transcribes English only; leave it out")
+            raise InvalidParam("task", f"task is {task!r}, and this model transcribes English only; leave it out")
 
 
 def language_code(language: str) -> str:
     """Return the code of a language: "de" for "de", "German" or "<|de|>"."""
     name = language.lower().removeprefix("<|").removesuffix("|>")
     return str(TO_LANGUAGE_CODE.get(name, name))
+
+
+def language_name(code: str) -> str:
+    """Return the English name of a language in small letters: "german" for "de". An unknown code is its own name."""
+    return str(LANGUAGES.get(code, code))
