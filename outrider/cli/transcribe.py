@@ -52,9 +52,7 @@ def refuse_transcript_options(options: SourceOptions) -> None:
             raise OutriderError(f"{name} is for speech targets, and this target is none; leave it out")
 
 
-def print_transcript(
-    llm: LLM, source: Source, params: SamplingParams, options: SourceOptions, output: Output
-) -> bool:
+def print_transcript(llm: LLM, source: Source, params: SamplingParams, options: SourceOptions, output: Output) -> bool:
     """Transcribe a source, print the transcript, and return whether that succeeded."""
     name = options.response_format or "text"
     before = llm.stats

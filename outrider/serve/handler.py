@@ -191,9 +191,7 @@ class RequestHandler:
         encoded = EncodedInput(prompt=step.prompt, source=step.source, speech_output=step.output)
         return self._submit([encoded], step.params, StreamContent.END)
 
-    async def _run_session(
-        self, session: Session, streams: list[RequestStream], log_entry: Entry
-    ) -> list[StreamChunk]:
+    async def _run_session(self, session: Session, streams: list[RequestStream], log_entry: Entry) -> list[StreamChunk]:
         """Complete a session whose first request is submitted. Add its later streams to `streams`.
 
         Return the last chunk of each request, up to the first error.

@@ -104,7 +104,5 @@ def _submit(llm: LLM, session: Session, running: dict[Session, SequenceState]) -
     step = session.step()
     if step is not None:
         seed = of_first_rank(secrets.randbits(63))
-        (request,) = llm.requests_of_tokens(
-            step.prompt, step.params, step.source, seed=seed, speech_output=step.output
-        )
+        (request,) = llm.requests_of_tokens(step.prompt, step.params, step.source, seed=seed, speech_output=step.output)
         running[session] = llm.add(request)

@@ -30,9 +30,7 @@ from tests.helpers.speech import (
     save_with_timestamps,
 )
 
-RULES = TimestampRules(
-    begin=FIRST_TIMESTAMP, end_of_text=END, no_timestamps=NO_TIMESTAMPS, max_initial=MAX_INITIAL
-)
+RULES = TimestampRules(begin=FIRST_TIMESTAMP, end_of_text=END, no_timestamps=NO_TIMESTAMPS, max_initial=MAX_INITIAL)
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_model_len": 128}
 
 
@@ -67,9 +65,7 @@ def random_output(rng, length):
 
 @pytest.mark.parametrize("max_initial", [None, MAX_INITIAL, 1000])
 def test_masks_equal_those_of_transformers(max_initial):
-    rules = TimestampRules(
-        begin=FIRST_TIMESTAMP, end_of_text=END, no_timestamps=NO_TIMESTAMPS, max_initial=max_initial
-    )
+    rules = TimestampRules(begin=FIRST_TIMESTAMP, end_of_text=END, no_timestamps=NO_TIMESTAMPS, max_initial=max_initial)
     rng = random.Random(0)
     generator = torch.Generator().manual_seed(0)
     prompt = [0, 240, 243]

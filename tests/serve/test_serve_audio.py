@@ -13,9 +13,9 @@ from outrider.llm import LLM
 from outrider.serve.app import make_app
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.settings import Settings
-from tests.helpers import tiny
 from outrider.transcription.formats import to_srt, to_verbose_document, to_vtt
 from outrider.transcription.run import transcribe
+from tests.helpers import tiny
 from tests.helpers.speech import MULTILINGUAL, recording, save_with_timestamps, set_generation, write_wav
 
 pytest.importorskip("python_multipart")

@@ -154,7 +154,9 @@ def test_short_recording_without_timestamps_equals_generate_of_llm(llm):
 
 
 def test_very_short_recording(llm):
-    (transcript,) = transcribe(llm, np.zeros(1, np.float32), SamplingParams(max_tokens=8), language="en", timestamps=True)
+    (transcript,) = transcribe(
+        llm, np.zeros(1, np.float32), SamplingParams(max_tokens=8), language="en", timestamps=True
+    )
     assert len(transcript.completions) == 1
     assert transcript.segments
 

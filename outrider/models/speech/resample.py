@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from outrider.errors import OutriderError
 from outrider.models.speech.wav import Recording
 
+_Samples = npt.NDArray[np.float32]
 _MAX_CHANNELS = 32  # more are taken for an array whose axes are swapped
 
 
@@ -38,7 +40,7 @@ def at_rate(recording: Recording, rate: int) -> Recording:
     return Recording(samples=_resample(samples, recording.rate, rate), rate=rate)
 
 
-def _resample(samples: np.ndarray, old: int, new: int) -> np.ndarray:
+def _resample(samples: _Samples, old: int, new: int) -> _Samples:
     """Resample [n] with soxr at its default quality, which has no audible aliasing."""
     try:
         import soxr
@@ -47,7 +49,7 @@ def _resample(samples: np.ndarray, old: int, new: int) -> np.ndarray:
             f"the audio has {old} samples per second and the model takes {new}; run pip install"
             f' "outrider[speech]", which resamples, or convert it: ffmpeg -i FILE -ac 1 -ar {new} OUT.wav'
         ) from error
-    resampled = soxr.resample(samples, old, new).astype(np.float32)
+    resampled: _Samples = np.asarray(soxr.resample(samples, old, new), dtype=np.float32)
     if not resampled.size:
         raise OutriderError(f"the audio has {samples.size} samples, too few to resample; give a longer recording")
     return resampled

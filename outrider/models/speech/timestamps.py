@@ -1,4 +1,4 @@
-"""The rules of timestamps in a transcript (Radford et al. 2022, section 2.3), for every node of a tree of draft tokens."""
+"""The rules of timestamps in a transcript (Radford et al. 2022, section 2.3), for every node of a draft tree."""
 
 from __future__ import annotations
 

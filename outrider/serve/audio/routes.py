@@ -49,9 +49,7 @@ def add_audio_routes(app: FastAPI, handler: RequestHandler) -> None:
         """Transcribe a WAV file."""
         return await _transcribe(handler, request, TranscriptionFields)
 
-    @app.post(
-        TRANSLATIONS, responses=_TEXT_RESPONSES, response_class=Response, openapi_extra=_body(TranslationFields)
-    )
+    @app.post(TRANSLATIONS, responses=_TEXT_RESPONSES, response_class=Response, openapi_extra=_body(TranslationFields))
     async def translate(request: Request) -> Response:
         """Translate the speech of a WAV file to English."""
         return await _transcribe(handler, request, TranslationFields)

@@ -95,8 +95,8 @@ class TranscriptionFields(AudioFields):
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise InvalidParam(
                 GRANULARITIES,
-                f"{GRANULARITIES} needs response_format verbose_json, and it is {self.response_format}; set it, or leave"
-                f" {GRANULARITIES} out",
+                f"{GRANULARITIES} needs response_format verbose_json, and it is {self.response_format}; set it, or"
+                f" leave {GRANULARITIES} out",
             )
         return super().options()
 
