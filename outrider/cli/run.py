@@ -27,6 +27,7 @@ from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt, Source
 from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, with_times
+from outrider.models.speech.source import recording_of
 from outrider.models.speech.wav import read_wav
 from outrider.parallel.ranks import current, of_first_rank
 
@@ -80,13 +81,15 @@ def converse(
     rules = llm.parts.source_rules
     if rules is None or rules.speech is None:
         refuse_transcript_options(options)
-    elif source is not None and (reason := needs_transcript(llm, source, options)):
-        if prompt is not None:
-            raise OutriderError(
-                f"a prompt begins one completion, and {reason} needs a transcript; leave the prompt out, or use"
-                " --previous-text"
-            )
-        return print_transcript(llm, source, params, options, output)
+    elif source is not None:
+        source = recording_of(source, rules.speech)
+        if reason := needs_transcript(rules.speech, source, options):
+            if prompt is not None:
+                raise OutriderError(
+                    f"a prompt begins one completion, and {reason} needs a transcript; leave the prompt out, or use"
+                    " --previous-text"
+                )
+            return print_transcript(llm, source, params, options, output)
     messages: list[dict[str, str]] = []
     succeeded = True
     interactive = prompt is None and source is None and of_first_rank(sys.stdin.isatty())

@@ -9,26 +9,25 @@ from outrider.cli.output import Outcome, Output
 from outrider.cli.source import SourceOptions
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
-from outrider.llm import LLM, Source
+from outrider.llm import LLM
 from outrider.measure.clock import DecodeSpeed, with_times
 from outrider.models.speech.rules import SpeechRules
-from outrider.models.speech.source import recording_of, too_long
+from outrider.models.speech.source import too_long
+from outrider.models.speech.wav import Recording
 from outrider.transcription.formats import FORMATS, WITH_SEGMENTS, to_document, to_srt, to_verbose_document, to_vtt
 from outrider.transcription.options import TranscriptionOptions
 from outrider.transcription.run import open_session, run_sessions
-from outrider.transcription.session import speech_rules
 from outrider.transcription.transcript import Transcript
 
 
-def needs_transcript(llm: LLM, source: Source, options: SourceOptions) -> str:
-    """Return why a source needs a transcript, and not one completion; "": it does not.
+def needs_transcript(rules: SpeechRules, recording: Recording, options: SourceOptions) -> str:
+    """Return why a recording needs a transcript, and not one completion; "": it does not.
 
     A single completion is printed while it is generated, and a prompt may begin it.
 
     Raises:
-        OutriderError: the format is unknown, or the source cannot be read.
+        OutriderError: the format is unknown.
     """
-    rules = speech_rules(llm)
     if options.response_format not in (None, *FORMATS):
         raise OutriderError(f"--response-format is {options.response_format!r}; use {' or '.join(FORMATS)}")
     reasons = {
@@ -36,7 +35,7 @@ def needs_transcript(llm: LLM, source: Source, options: SourceOptions) -> str:
         "--previous-text": options.previous_text is not None,
         "--condition-on-previous-text": options.condition_on_previous_text,
         "detection of the language": rules.needs_detection(options.language, options.task),
-        f"audio of more than {rules.seconds} s": _is_long(source, rules),
+        f"audio of more than {rules.seconds} s": too_long(recording, rules),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -52,8 +51,8 @@ def refuse_transcript_options(options: SourceOptions) -> None:
             raise OutriderError(f"{name} is for speech targets, and this target is none; leave it out")
 
 
-def print_transcript(llm: LLM, source: Source, params: SamplingParams, options: SourceOptions, output: Output) -> bool:
-    """Transcribe a source, print the transcript, and return whether that succeeded."""
+def print_transcript(llm: LLM, recording: Recording, params: SamplingParams, options: SourceOptions, output: Output) -> bool:
+    """Transcribe a recording, print the transcript, and return whether that succeeded."""
     name = options.response_format or "text"
     before = llm.stats
     began = perf_counter()
@@ -64,7 +63,7 @@ def print_transcript(llm: LLM, source: Source, params: SamplingParams, options: 
         timestamps=name in WITH_SEGMENTS,
         condition_on_previous_text=options.condition_on_previous_text,
     )
-    session = open_session(llm, source, asked, params)
+    session = open_session(llm, recording, asked, params)
     printed = 0  # characters
     for _ in run_sessions(llm, [session]):
         if name == "text":
@@ -98,6 +97,3 @@ def _format(transcript: Transcript, name: str) -> str:
     document = to_verbose_document(transcript) if name == "verbose_json" else to_document(transcript)
     return json.dumps(document, ensure_ascii=False)
 
-
-def _is_long(source: Source, rules: SpeechRules) -> bool:
-    return too_long(recording_of(source, rules), rules)

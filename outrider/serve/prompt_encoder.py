@@ -43,6 +43,7 @@ class PromptEncoder:
         self._frontend = frontend
         self._thread_llm = with_own_tokenizer(frontend)  # for long prompts
         self._thread_lock = asyncio.Lock()
+        self._audio_lock = asyncio.Lock()  # one recording at a time, because long ones take memory
 
     async def encode(self, prompt: Prompt) -> _Tokens:
         """Return the tokens of a prompt."""
@@ -70,7 +71,7 @@ class PromptEncoder:
             OutriderError: it is no WAV file, or does not fit the model.
         """
         rules = speech_rules(self._frontend)
-        async with self._thread_lock:
+        async with self._audio_lock:
             return await asyncio.to_thread(lambda: hear(read_wav(data, name), rules, timestamps=timestamps))
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> _Tokens:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from outrider.core.params import InvalidParam, SamplingParams
 
 _UNSUPPORTED = ("stop", "stop_token_ids", "constraint", "ignore_eos", "min_tokens")
+_COLD = 0.5  # below this temperature, the text of a window is good enough to go before the next one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +21,18 @@ class TranscriptionOptions:
     condition_on_previous_text: bool = False  # whether the text of earlier windows goes before the next one
 
 
-def check_params(params: SamplingParams) -> None:
-    """Raise InvalidParam for a sampling parameter that transcripts do not support."""
+def check_options(options: TranscriptionOptions, params: SamplingParams) -> None:
+    """Raise InvalidParam for an option or a sampling parameter that transcripts do not support."""
+    for name in ("language", "task", "prompt"):
+        value = getattr(options, name)
+        if not isinstance(value, str | None):
+            raise InvalidParam(name, f"{name} is {value!r}; give a string, or None")
+    if options.condition_on_previous_text and params.temperature >= _COLD:
+        raise InvalidParam(
+            "condition_on_previous_text",
+            f"condition_on_previous_text needs a temperature below {_COLD}, because errors go on, and it is"
+            f" {params.temperature}; lower it, or leave condition_on_previous_text out",
+        )
     if params.n != 1:
         raise InvalidParam("n", f"n is {params.n}, and a recording has one transcript; use 1, or give it several times")
     default = SamplingParams()

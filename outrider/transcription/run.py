@@ -41,8 +41,8 @@ def transcribe(
         prompt: text before each window, such as names and their spelling. Its last tokens count, as many as fit into
             half of the context.
         timestamps: return segments with their times for short recordings as well.
-        condition_on_previous_text: put the text so far before the next window, if the temperature is below 0.5. The
-            text is more consistent, but an error may go on.
+        condition_on_previous_text: put the text so far before the next window. The text is more consistent, but an
+            error may go on, so the temperature must be below 0.5.
 
     Returns:
         One transcript per source, in their order.

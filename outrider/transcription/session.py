@@ -15,11 +15,10 @@ from outrider.models.speech.audio import Audio
 from outrider.models.speech.rules import SpeechRules
 from outrider.models.speech.segments import TokenSegment
 from outrider.models.speech.windows import PreviousText, Windows
-from outrider.transcription.options import TranscriptionOptions, check_params
+from outrider.transcription.options import TranscriptionOptions, check_options
 from outrider.transcription.transcript import Segment, Transcript
 
 _PREVIOUS = "<|startofprev|>"  # in tokenizers of checkpoints without a prev_sot_token_id
-_COLD = 0.5  # below this temperature, a window's text is good enough to go before the next window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,7 @@ class Session:
         Raises:
             OutriderError: an option does not fit the model.
         """
-        check_params(params)
+        check_options(options, params)
         self._llm = llm
         self._rules = speech_rules(llm)
         self._audio = audio
@@ -145,15 +144,15 @@ class Session:
 
     def _previous_text(self) -> PreviousText:
         options = self._options
-        condition = options.condition_on_previous_text and self._params.temperature < _COLD
-        if not options.prompt and not options.condition_on_previous_text:
+        prompt = (options.prompt or "").strip()
+        if not prompt and not options.condition_on_previous_text:
             return PreviousText(token=None)
         # Half of the context is for the output. The other half begins with the token before previous text.
         limit = min(self._rules.positions, self._llm.parts.context) // 2 - 1
         return PreviousText(
             token=_previous_token(self._llm, self._rules),
-            prompt=_prompt_tokens(self._llm, options.prompt) if options.prompt else (),
-            condition=condition,
+            prompt=_prompt_tokens(self._llm, prompt) if prompt else (),
+            condition=options.condition_on_previous_text,
             limit=max(limit, 1),
         )
 
@@ -186,7 +185,7 @@ def _previous_token(llm: LLM, rules: SpeechRules) -> int:
 
 def _prompt_tokens(llm: LLM, prompt: str) -> tuple[int, ...]:
     """Return the tokens of a prompt. They begin with a space, as words within a text do."""
-    tokens = text_tokens(llm.parts.tokenizer, " " + prompt.strip(), special=False)
+    tokens = text_tokens(llm.parts.tokenizer, " " + prompt, special=False)
     special = set(llm.parts.tokenizer.all_special_ids)
     found = next((token for token in tokens if token in special), None)
     if found is not None:

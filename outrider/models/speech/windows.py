@@ -72,7 +72,7 @@ class Windows:
 
     def _previous_text(self) -> list[int]:
         text = [*self._previous.prompt]
-        if self._previous.condition:
+        if self._previous.condition and self.segments:
             begin = self._rules.check_timestamps().begin
             for segment in self.segments:
                 tokens = segment.token_ids
