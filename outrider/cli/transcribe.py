@@ -51,7 +51,9 @@ def refuse_transcript_options(options: SourceOptions) -> None:
             raise OutriderError(f"{name} is for speech targets, and this target is none; leave it out")
 
 
-def print_transcript(llm: LLM, recording: Recording, params: SamplingParams, options: SourceOptions, output: Output) -> bool:
+def print_transcript(
+    llm: LLM, recording: Recording, params: SamplingParams, options: SourceOptions, output: Output
+) -> bool:
     """Transcribe a recording, print the transcript, and return whether that succeeded."""
     name = options.response_format or "text"
     before = llm.stats
@@ -96,4 +98,3 @@ def _format(transcript: Transcript, name: str) -> str:
         return to_vtt(transcript)
     document = to_verbose_document(transcript) if name == "verbose_json" else to_document(transcript)
     return json.dumps(document, ensure_ascii=False)
-

@@ -186,8 +186,8 @@ def _previous_token(llm: LLM, rules: SpeechRules) -> int:
 def _prompt_tokens(llm: LLM, prompt: str) -> tuple[int, ...]:
     """Return the tokens of a prompt. They begin with a space, as words within a text do."""
     tokens = text_tokens(llm.parts.tokenizer, " " + prompt, special=False)
-    special = set(llm.parts.tokenizer.all_special_ids)
-    found = next((token for token in tokens if token in special), None)
+    added = llm.parts.tokenizer.added_tokens_decoder
+    found = next((token for token in tokens if token in added), None)
     if found is not None:
         name = llm.parts.tokenizer.convert_ids_to_tokens(found)
         raise InvalidParam("prompt", f"prompt has the special token {name}; leave it out")

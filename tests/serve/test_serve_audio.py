@@ -112,7 +112,7 @@ INVALID = {
         GRANULARITIES,
         "timestamps of words are not supported; use segment",
     ),
-    "granularity": ({GRANULARITIES: "line"}, GRANULARITIES, "Input should be 'segment' or 'word'"),
+    "granularity": ({GRANULARITIES: "line"}, GRANULARITIES, "is 'line'; use segment"),
     "granularity without segments": ({GRANULARITIES: "segment"}, GRANULARITIES, "needs response_format verbose_json"),
     "no previous text": ({"prompt": "a"}, "prompt", "has no prev_sot_token_id"),
 }
@@ -206,10 +206,7 @@ def test_translations(timed_client, timed_llm, long):
     reply = timed_client.post(TRANSLATIONS, files=files, data=fields).json()
     assert reply["segments"] == to_verbose_document(expected)["segments"]
     assert (reply["task"], reply["language"], reply["source_language"]) == ("translate", "english", "german")
-    api = openai.OpenAI(base_url="http://testserver/v1", api_key="any", http_client=timed_client, max_retries=0)
-    text = api.audio.translations.create(
-        file=("a.wav", long.read_bytes()), model="tiny", prompt="Mia", extra_body={"max_tokens": 12}
-    ).text
+    text = timed_client.post(TRANSLATIONS, files=files, data={"prompt": "Mia", "max_tokens": "12"}).json()["text"]
     (prompted,) = transcribe(timed_llm, long, SamplingParams(max_tokens=12), task="translate", prompt="Mia")
     assert text == prompted.text.strip()
     for field, value in (("task", "transcribe"), (GRANULARITIES, "segment")):
@@ -228,7 +225,7 @@ def test_client_of_openai_reads_segments(timed_client, long):
         extra_body={"max_tokens": 12},
     )
     assert reply.duration == 2.5
-    assert reply.segments[0].start < reply.segments[-1].end <= 2.6
+    assert reply.segments[0].seek == 0 < reply.segments[-1].seek < 250
 
 
 def test_files_of_the_server_are_not_read(client, tmp_path):

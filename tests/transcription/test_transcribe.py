@@ -73,7 +73,7 @@ def test_long_recordings_equal_generate(proposer, folder, sibling, model):
     transcripts = transcribe(llm, recordings, SamplingParams(max_tokens=TOKENS), language="de")
     for samples, transcript in zip(recordings, transcripts, strict=True):
         expected = expected_segments(model, whole_features(samples), language="de")
-        assert len(transcript.completions) > 2
+        assert len(transcript.completions) > 1
         check_equal(transcript, expected)
         assert transcript.text == "".join(segment.text for segment in transcript.segments)
         assert transcript.seconds == pytest.approx(samples.size / RATE)
@@ -112,15 +112,19 @@ def test_previous_text_equals_generate(llm, model):
     assert prompted.completions[0].prompt_token_ids == (*words, 0, 241, 243)
 
 
-def test_language_detection_equals_generate(llm, model):
+def test_language_detection_equals_generate(tmp_path):
+    codes = {4: "de", 2: "en"}  # tokens between which this model decides by what it hears
+    folder = save_with_timestamps(tmp_path, lang_to_id={f"<|{code}|>": token for token, code in codes.items()})
+    model = AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    llm = LLM(folder, proposer="ngram", k=4, **OPTIONS)
     found = set()
-    for seed in range(8):
+    for seed in range(5):
         samples = recording(seed, 20000)
         features = whole_features(samples)
-        expected = model.detect_language(features, num_segment_frames=100)
+        expected = int(model.detect_language(features, num_segment_frames=100)[0])
         (transcript,) = transcribe(llm, samples, SamplingParams(max_tokens=TOKENS))
         assert transcript.language_detected
-        assert transcript.language == {240: "en", 241: "de"}[int(expected[0])]
+        assert transcript.language == codes[expected]
         check_equal(transcript, expected_segments(model, features))
         (short,) = transcribe(llm, samples[:16000], SamplingParams(max_tokens=4))
         padded = llm.encode_source(samples[:16000]).values[None]

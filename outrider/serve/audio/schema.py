@@ -76,9 +76,9 @@ class TranslationFields(AudioFields):
 class TranscriptionFields(AudioFields):
     """The form of `POST /v1/audio/transcriptions`."""
 
-    timestamp_granularities: list[Literal["segment", "word"]] = Field(
+    timestamp_granularities: list[str] = Field(
         default_factory=list,
-        alias=GRANULARITIES,
+        alias="timestamp_granularities[]",  # GRANULARITIES
         description="segment, with response_format verbose_json, which has segments in any case.",
     )
     stream: Literal["false", "False", ""] | None = Field(None, description="Only false is accepted.")
@@ -92,6 +92,8 @@ class TranscriptionFields(AudioFields):
         """Return what the transcript should be. Raises as `AudioFields.options` does."""
         if "word" in self.timestamp_granularities:
             raise InvalidParam(GRANULARITIES, "timestamps of words are not supported; use segment")
+        if unknown := set(self.timestamp_granularities) - {"segment"}:
+            raise InvalidParam(GRANULARITIES, f"{GRANULARITIES} is {min(unknown)!r}; use segment")
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise InvalidParam(
                 GRANULARITIES,
