@@ -50,8 +50,8 @@ class SpeechTarget(EncoderDecoderTarget):
             if first < 0 and seq.num_output_tokens == 0:
                 logits[0, self._suppressed_first] = -torch.inf
             if seq.request.speech_output is SpeechOutput.TIMESTAMPS and self._timestamps is not None:
-                if ends := _node_ends(self._timestamps, seq, draft, b)[1 + first :]:  # nodes that are no padding
-                    logits[: len(ends)] = self._timestamps.mask(logits[: len(ends)], ends)
+                ends = _node_ends(self._timestamps, seq, draft, b)[1 + first :]  # of the nodes that are no padding
+                logits[: len(ends)] = self._timestamps.mask(logits[: len(ends)], ends)
         return scores
 
     def _ids(self, tokens: Iterable[int]) -> torch.Tensor:

@@ -81,8 +81,10 @@ class TimestampRules:
 
         Args:
             logits: [K, V], in which the tokens that the model suppresses have -inf.
-            ends: [K] the outputs that the logits follow.
+            ends: [K] the outputs that the logits follow; K may be 0.
         """
+        if not ends:
+            return logits
         vocab = logits.shape[-1]
         allowed = torch.tensor([self.allowed(end, vocab) for end in ends], device=logits.device)
         text, first, stop = allowed[:, :, None].unbind(1)
