@@ -106,7 +106,7 @@ INVALID = {
     "format": ({"response_format": "xml"}, "response_format", "Input should be 'json', 'text', 'srt'"),
     "stream": ({"stream": "true"}, "stream", "Input should be"),
     "temperature": ({"temperature": "-1"}, "temperature", "greater than or equal to 0"),
-    "unknown field": ({"logprobs": "1"}, "logprobs", "Extra inputs are not permitted"),
+    "unknown field": ({"logprobs": "1"}, "logprobs", "logprobs is no field of this route; leave it out"),
     "words": (
         {GRANULARITIES: ["segment", "word"], "response_format": "verbose_json"},
         GRANULARITIES,

@@ -119,9 +119,10 @@ async def parse_form(form: FormData, model: type[Fields]) -> AudioRequest[Fields
     """Return the request in a form with the fields of `model`.
 
     Raises:
-        RequestValidationError: a field is unknown or invalid.
-        InvalidParam: the file is missing.
+        RequestValidationError: a field is invalid.
+        InvalidParam: a field is unknown, or the file is missing.
     """
+    known = {field.alias or name for name, field in model.model_fields.items()}
     fields: dict[str, Any] = {}
     file: UploadFile | None = None
     for name, value in form.multi_items():
@@ -129,6 +130,8 @@ async def parse_form(form: FormData, model: type[Fields]) -> AudioRequest[Fields
             if name != "file":
                 raise InvalidParam(name, f"{name} is a file; send the audio as file, and nothing else as a file")
             file = value
+        elif name not in known:
+            raise InvalidParam(name, f"{name} is no field of this route; leave it out")
         elif name == GRANULARITIES:
             fields.setdefault(name, []).append(value)
         else:
