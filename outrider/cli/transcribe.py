@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from time import perf_counter
 
 from outrider.cli.output import Outcome, Output
@@ -18,6 +19,12 @@ from outrider.transcription.formats import FORMATS, WITH_SEGMENTS, to_document, 
 from outrider.transcription.options import TranscriptionOptions
 from outrider.transcription.run import open_session, run_sessions
 from outrider.transcription.transcript import Transcript
+
+
+def with_default_length(llm: LLM, params: SamplingParams) -> SamplingParams:
+    """Return parameters without a limit for a speech target, because a transcript is as long as the audio."""
+    rules = llm.parts.source_rules
+    return params if rules is None or rules.speech is None else replace(params, max_tokens=None)
 
 
 def needs_transcript(rules: SpeechRules, recording: Recording, options: SourceOptions) -> str:
