@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from outrider.core.stats import Stats
     from outrider.core.types import Completion, FinishReason, TokenLogprobs
     from outrider.llm import LLM, Chunk
+    from outrider.models.speech.wav import Recording
+    from outrider.transcription.run import transcribe
+    from outrider.transcription.transcript import Segment, Transcript
 
 __all__ = [
     "Chunk",
@@ -32,11 +35,15 @@ __all__ = [
     "FinishReason",
     "LLM",
     "OutriderError",
+    "Recording",
     "SamplingParams",
+    "Segment",
     "Stats",
     "TokenLogprobs",
+    "Transcript",
     "UnsupportedModel",
     "__version__",
+    "transcribe",
 ]
 
 _HOMES = {
@@ -49,6 +56,10 @@ _HOMES = {
     "SamplingParams": "outrider.core.params",
     "Stats": "outrider.core.stats",
     "TokenLogprobs": "outrider.core.types",
+    "Recording": "outrider.models.speech.wav",
+    "Segment": "outrider.transcription.transcript",
+    "Transcript": "outrider.transcription.transcript",
+    "transcribe": "outrider.transcription.run",
 }
 
 

@@ -21,7 +21,7 @@ from outrider.core.noise import derive_seed
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
-from outrider.core.types import AudioFeatures, Completion, FinishReason, Request, SequenceState
+from outrider.core.types import AudioFeatures, Completion, FinishReason, Request, SequenceState, SpeechOutput
 from outrider.engine.build import EngineParts, build
 from outrider.engine.engine import Engine
 from outrider.engine.weights import EngineWeights, NewWeights
@@ -145,7 +145,8 @@ class LLM:
     def encode_source(self, source: Source) -> EncodedSource:
         """Return the tokens of a source, with the special tokens that the tokenizer adds, or the features of audio.
 
-        A speech model takes the path of a WAV file, or samples in [-1, 1] at its rate, which is 16000 for Whisper.
+        A speech model takes the path of a WAV file, a `Recording`, or samples [n] or [n, channels] in [-1, 1] at its
+        rate, which is 16000 for Whisper.
 
         Raises:
             OutriderError: the source is neither a string nor a list of token ids, or is no audio that the model takes.
@@ -367,11 +368,12 @@ class LLM:
         source: EncodedSource | None = None,
         *,
         seed: int | None = None,
+        speech_output: SpeechOutput = SpeechOutput.TEXT,
     ) -> list[Request]:
         """Return the `n` requests of a prompt that `encode` or `encode_chat` has turned into tokens.
 
         `source` is what `encode_source` returns, for encoder-decoder targets. `seed` is for parameters without one;
-        None: a random seed.
+        None: a random seed. `speech_output` is for speech models.
 
         Raises:
             InvalidParam: the prompt, the source or a parameter does not fit the model.
@@ -425,6 +427,7 @@ class LLM:
                 grammar=grammar,
                 source_token_ids=source if isinstance(source, tuple) else (),
                 source_features=source if isinstance(source, AudioFeatures) else None,
+                speech_output=speech_output,
             )
             for i in range(params.n)
         ]
@@ -522,8 +525,8 @@ def _pair(
     """Return prompts and their sources as lists of equal length."""
     if prompts is None and sources is None:
         raise OutriderError("there is no prompt; give prompts, or sources for an encoder-decoder model")
-    many: list[Prompt | None] = [] if prompts is None else [*_as_list(prompts)]
-    many_sources: list[Source | None] = [] if sources is None else [*_as_list(sources)]
+    many: list[Prompt | None] = [] if prompts is None else [*as_list(prompts)]
+    many_sources: list[Source | None] = [] if sources is None else [*as_list(sources)]
     if prompts is None:
         many = [None] * len(many_sources)
     elif sources is None:
@@ -533,7 +536,7 @@ def _pair(
     return many, many_sources
 
 
-def _as_list(prompts: Any) -> list[Any]:
+def as_list(prompts: Any) -> list[Any]:
     """Return prompts or sources as a list. A single one is a list of numbers, or no list."""
     if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes | bytearray | memoryview):
         return [prompts]

@@ -147,14 +147,16 @@ def run(
     given = read_source(source)
     from outrider.cli.output import Output
     from outrider.cli.ranks import joined
-    from outrider.cli.run import ROWS, Beginning, converse, load
+    from outrider.cli.run import ROWS, converse, load
+    from outrider.cli.transcribe import with_default_length
 
     models, others = _merge(ctx, models, config)
     with joined(models.tp, models.device):
         llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
         output = Output(llm, show=show, as_json=as_json)
-        begin = Beginning(prompt=prompt, language=source.language, task=source.task)
-        if not converse(llm, params, begin=begin, given=given, chat=chat, output=output):
+        if "max_tokens" not in _given(ctx):
+            params = with_default_length(llm, params)
+        if not converse(llm, params, prompt=prompt, options=source, given=given, chat=chat, output=output):
             raise typer.Exit(1)
 
 

@@ -23,6 +23,8 @@ from outrider.measure.clock import DecodeSpeed
 from outrider.plan.store import proposer_name
 from outrider.report.console import count_text
 from outrider.system import machine
+from outrider.transcription.formats import to_verbose_document
+from outrider.transcription.transcript import Transcript
 
 _DRAFT, _TARGET = Style(color="cyan"), Style(color="yellow", bold=True)
 
@@ -37,6 +39,7 @@ class Outcome:
     first: float | None  # seconds to the first token; None: not measured
     speed: DecodeSpeed
     stats: Stats
+    transcript: Transcript | None = None  # of which the completions are the windows
 
 
 class Painter:
@@ -152,11 +155,20 @@ def _summary(outcome: Outcome) -> list[str]:
         document = stats.as_dict()
         times = (f"{name} {document[key]:.2f} ms" for name, key in _TIMES.items())
         lines.append(f"a round: {', '.join(times)}")
-    last = [f"finish {' '.join(completion.finish_reason for completion in outcome.completions)}"]
+    reasons = [str(completion.finish_reason) for completion in outcome.completions]
+    if outcome.transcript:
+        last = [_languages(outcome.transcript), f"{count_text(len(reasons), 'window')}, finish {' '.join({*reasons})}"]
+    else:
+        last = [f"finish {' '.join(reasons)}"]
     if outcome.sampled:
         last.append(f"seed {outcome.completions[0].seed}")
     last.append(_exactness(stats))
     return [*lines, "; ".join(last)]
+
+
+def _languages(transcript: Transcript) -> str:
+    """Return the language of the audio, and whether the model has detected it."""
+    return f"language {transcript.language or 'unknown'}" + (" (detected)" if transcript.language_detected else "")
 
 
 def _exactness(stats: Stats) -> str:
@@ -184,8 +196,10 @@ def _quoted(llm: LLM, token: int) -> str:
 
 def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
     first = outcome.completions[0]
+    transcript = outcome.transcript
     return {
         **_completion(first),
+        **({"text": transcript.text, "transcript": _transcript(transcript)} if transcript else {}),
         "completions": [_completion(completion) for completion in outcome.completions],
         "prompt_tokens": list(first.prompt_token_ids),
         "seed": first.seed if outcome.sampled else None,  # of the request; each completion has its own
@@ -199,6 +213,11 @@ def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
         "kernels": llm.parts.target.kernels,
         "versions": machine.versions(),
     }
+
+
+def _transcript(transcript: Transcript) -> dict[str, Any]:
+    document = to_verbose_document(transcript)
+    return {**document, "language_detected": transcript.language_detected}
 
 
 def _logprob_entry(entry: TokenLogprobs) -> dict[str, Any]:

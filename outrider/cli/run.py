@@ -6,7 +6,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import reduce
 from itertools import islice
 from operator import add
@@ -19,13 +19,15 @@ from rich.console import Console
 
 from outrider.cli.options import ModelOptions
 from outrider.cli.output import Outcome, Output
-from outrider.cli.source import GivenSource
+from outrider.cli.source import GivenSource, SourceOptions
+from outrider.cli.transcribe import needs_transcript, print_transcript, refuse_transcript_options
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt, Source
 from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, with_times
+from outrider.models.speech.source import recording_of
 from outrider.models.speech.wav import read_wav
 from outrider.parallel.ranks import current, of_first_rank
 
@@ -38,28 +40,21 @@ def load(models: ModelOptions, **others: Any) -> LLM:
         return LLM(config=EngineConfig(**asdict(models), **others))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
-    """What the output of one prompt begins with."""
-
-    prompt: str | None = None  # None: read standard input, or begin as the model does if there is a source
-    language: str | None = None  # of a speech target, as in `LLM.start_tokens`
-    task: str | None = None  # of a speech target
-
-    def encode(self, llm: LLM, text: str | None) -> Prompt | None:
-        """Return the tokens of a text, or None for the default prompt of the target."""
-        if self.language is None and self.task is None:
-            return text
-        if text is None:
-            return llm.start_tokens(self.language, self.task)
-        return llm.encode(text, language=self.language, task=self.task)
+def _encode(llm: LLM, text: str | None, options: SourceOptions) -> Prompt | None:
+    """Return the tokens of a text, or None for the default prompt of the target."""
+    if options.language is None and options.task is None:
+        return text
+    if text is None:
+        return llm.start_tokens(options.language, options.task)
+    return llm.encode(text, language=options.language, task=options.task)
 
 
 def converse(
     llm: LLM,
     params: SamplingParams,
     *,
-    begin: Beginning,
+    prompt: str | None,
+    options: SourceOptions,
     given: GivenSource | None = None,
     chat: bool,
     output: Output,
@@ -69,7 +64,8 @@ def converse(
     Args:
         llm: the models.
         params: the sampling parameters.
-        begin: the prompt.
+        prompt: the prompt. None: read standard input, or begin as the model does if there is a source.
+        options: the options of speech targets.
         given: what the encoder of an encoder-decoder target reads.
         chat: use the chat template, with all messages so far.
         output: prints the completions.
@@ -80,18 +76,29 @@ def converse(
     source = _source_for(llm, given)
     if source is not None and chat:
         raise OutriderError("--chat does not support encoder-decoder targets; leave it out")
-    if chat and (begin.language or begin.task):
+    if chat and (options.language or options.task):
         raise OutriderError("--language and --task are for speech targets, which take no --chat; leave them out")
+    rules = llm.parts.source_rules
+    if rules is None or rules.speech is None:
+        refuse_transcript_options(options)
+    elif source is not None:
+        source = recording_of(source, rules.speech)
+        if reason := needs_transcript(rules.speech, source, options):
+            if prompt is not None:
+                raise OutriderError(
+                    f"a prompt begins one completion, and {reason} needs a transcript; leave the prompt out, or use"
+                    " --previous-text"
+                )
+            return print_transcript(llm, source, params, options, output)
     messages: list[dict[str, str]] = []
     succeeded = True
-    prompt = begin.prompt
     interactive = prompt is None and source is None and of_first_rank(sys.stdin.isatty())
     texts: Iterator[str | None] = iter([prompt]) if source is not None else _prompts(prompt)
     for text in _of_first_rank(texts):
         if text is not None and not is_utf8(text):
             raise OutriderError("the prompt is not UTF-8 text; give UTF-8 text")
         messages.append({"role": "user", "content": text or ""})
-        encoded = llm.encode_chat(messages) if chat else begin.encode(llm, text)
+        encoded = llm.encode_chat(messages) if chat else _encode(llm, text, options)
         # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
         seeded = params if params.seed is not None else replace(params, seed=of_first_rank(secrets.randbits(63)))
         complete = _complete_one if params.n == 1 else _complete_several

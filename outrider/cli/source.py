@@ -40,7 +40,7 @@ class SourceOptions:
         typer.Option(
             metavar="CODE",
             help="For a speech target that knows several languages: that of the audio, such as en. Default: as the"
-            " checkpoint says.",
+            " checkpoint says, or the model detects it.",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -53,6 +53,31 @@ class SourceOptions:
             rich_help_panel=_PANEL,
         ),
     ] = None
+    response_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="For a speech target: print the transcript as text, srt, vtt, json or verbose_json, with the names of"
+            " OpenAI's API. Default: text.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    previous_text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="For a speech target: text before the audio, such as names and their spelling.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    condition_on_previous_text: Annotated[
+        bool,
+        typer.Option(
+            "--condition-on-previous-text",
+            help="For a speech target and long audio: put the text so far before each window.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

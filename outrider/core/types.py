@@ -56,6 +56,14 @@ class AudioFeatures:
     values: torch.Tensor  # [bins, frames] float32, on the host
 
 
+class SpeechOutput(StrEnum):
+    """What a speech model writes. Only targets of speech read it."""
+
+    TEXT = "text"  # no rules beside the tokens that the checkpoint suppresses
+    TIMESTAMPS = "timestamps"  # text between timestamps
+    LANGUAGE = "language"  # the token of a language
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One completion to generate."""
@@ -70,6 +78,7 @@ class Request:
     grammar: Grammar | None = None  # compiled from its constraint
     source_token_ids: tuple[int, ...] = ()  # what the encoder reads; (): the target reads no text
     source_features: AudioFeatures | None = None  # what the encoder of a speech model reads
+    speech_output: SpeechOutput = SpeechOutput.TEXT  # what a speech model writes
     group: str = ""  # requests of a group have the same prompt, so that proposers expect similar outputs
 
 

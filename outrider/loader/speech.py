@@ -9,6 +9,7 @@ from transformers import AutoFeatureExtractor
 
 from outrider.errors import OutriderError
 from outrider.models.speech.rules import SpeechRules, language_code
+from outrider.models.speech.timestamps import TimestampRules
 
 SPEECH = ("whisper",)  # encoder-decoder models that read speech, which the tests show to be exact
 
@@ -36,6 +37,7 @@ def read_speech_rules(path: Path, config: Any, generation: Any) -> SpeechRules:
         extractor=extractor,
         bins=config.num_mel_bins,
         frames=frames,
+        positions=config.max_target_positions,
         start=start,
         forced=_forced(_setting(generation, config, "forced_decoder_ids") or ()),
         languages={
@@ -43,6 +45,8 @@ def read_speech_rules(path: Path, config: Any, generation: Any) -> SpeechRules:
         },
         tasks={name: int(token) for name, token in (getattr(generation, "task_to_id", None) or {}).items()},
         no_timestamps=getattr(generation, "no_timestamps_token_id", None),
+        timestamps=_timestamps(generation, config),
+        previous=getattr(generation, "prev_sot_token_id", None),
         language=getattr(generation, "language", None),
         task=getattr(generation, "task", None),
         suppressed=tuple(_setting(generation, config, "suppress_tokens") or ()),
@@ -63,6 +67,24 @@ def _setting(generation: Any, config: Any, name: str) -> Any:
     """Return a setting of the generation config, or that of the model config if it has none."""
     value = getattr(generation, name, None)
     return getattr(config, name, None) if value is None else value
+
+
+def _timestamps(generation: Any, config: Any) -> TimestampRules | None:
+    """Return the rules of timestamps, whose tokens follow the one that switches them off."""
+    no_timestamps = getattr(generation, "no_timestamps_token_id", None)
+    end_of_text = _setting(generation, config, "eos_token_id")
+    if isinstance(end_of_text, list):
+        end_of_text = min(end_of_text)
+    if end_of_text is None:
+        end_of_text = _setting(generation, config, "bos_token_id")
+    if no_timestamps is None or end_of_text is None:
+        return None
+    return TimestampRules(
+        begin=no_timestamps + 1,
+        end_of_text=end_of_text,
+        no_timestamps=no_timestamps,
+        max_initial=getattr(generation, "max_initial_timestamp_index", None),
+    )
 
 
 def _forced(pairs: Any) -> tuple[int | None, ...]:

@@ -15,7 +15,7 @@ from outrider._version import __version__
 from outrider.errors import OutriderError
 from outrider.serve.api_keys import all_keys
 from outrider.serve.async_llm import AsyncLLM
-from outrider.serve.audio.routes import add_audio_routes, add_missing_audio_route
+from outrider.serve.audio.routes import add_audio_routes, add_missing_audio_routes
 from outrider.serve.handler import RequestHandler
 from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from outrider.serve.monitoring.metrics import EngineMetrics, exposition
@@ -79,7 +79,7 @@ def make_app(
     if rules is not None and rules.speech is not None:
         add_audio_routes(app, handler)
     else:
-        add_missing_audio_route(app)
+        add_missing_audio_routes(app)
     if videos is None:
         add_missing_routes(app)
     else:

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.stats import Stats
-from outrider.core.types import Request, Round, SequenceState
+from outrider.core.types import Request, Round, SequenceState, SpeechOutput
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
 from outrider.llm import LLM, EncodedSource
@@ -113,6 +113,11 @@ class AsyncLLM:
         return "" if works else "the engine thread has ended; restart the server"
 
     @property
+    def stopping(self) -> bool:
+        """Whether the server accepts no more requests."""
+        return self._stopping or self._thread_ended
+
+    @property
     def degraded(self) -> tuple[str, ...]:
         """Why errors reduce speculation; () if they do not. Outputs are correct in either case."""
         reasons = tuple(
@@ -153,10 +158,11 @@ class AsyncLLM:
         params: SamplingParams,
         content: StreamContent,
         source: EncodedSource | None = None,
+        speech_output: SpeechOutput = SpeechOutput.TEXT,
     ) -> list[RequestStream]:
         """Queue a prompt and the source of an encoder-decoder model, given as the tokens of `prompt_encoder`.
 
-        Return a stream with this content for each of its `n` completions.
+        `speech_output` is for speech models. Return a stream with this content for each of its `n` completions.
 
         Raises:
             QueueFull: the queue is full, or the server stops.
@@ -169,7 +175,7 @@ class AsyncLLM:
             raise QueueFull(
                 f"{num_open} completions run or wait, and at most {self._max_requests} may; try again later"
             )
-        requests = self.frontend.requests_of_tokens(tokens, params, source)
+        requests = self.frontend.requests_of_tokens(tokens, params, source, speech_output=speech_output)
         context = self.frontend.parts.context
         if (params.max_tokens or 0) > context:
             raise InvalidParam(

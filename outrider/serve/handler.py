@@ -14,7 +14,7 @@ from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.types import Completion
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.serve.async_llm import AsyncLLM
+from outrider.serve.async_llm import AsyncLLM, QueueFull
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.errors import UnknownModel, attribute_errors, rename_param
 from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
@@ -24,8 +24,11 @@ from outrider.serve.prompt_encoder import EncodedInput, PromptEncoder
 from outrider.serve.settings import Settings
 from outrider.serve.stream.request_stream import RequestStream, StreamChunk, StreamContent
 from outrider.serve.stream.smoothing import smooth_chunks
+from outrider.transcription.session import Session
+from outrider.transcription.transcript import Transcript
 
 Respond = Callable[[list[Completion]], Response]
+_QUEUE_CHECK_INTERVAL = 0.05  # seconds
 _CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a closed connection; the client does not receive it
 
 
@@ -162,15 +165,57 @@ class RequestHandler:
         def respond(completions: list[Completion]) -> Response:
             return JSONResponse(builder.response(completions, len(inputs)))
 
-        return await self._full_response(streams, respond, request=request, disconnected=disconnected)
+        finished = asyncio.create_task(_last_chunks(streams, entry_of(request.scope)))
+        return await self._full_response(streams, finished, respond, request=request, disconnected=disconnected)
 
-    async def complete(
-        self, encoded: EncodedInput, params: SamplingParams, request: Request, respond: Respond
+    async def transcribe(
+        self, session: Session, request: Request, respond: Callable[[Transcript], Response]
     ) -> Response:
-        """Submit one prompt and return the response that `respond` makes of its completion."""
-        streams = self._submit([encoded], params, StreamContent.END)
+        """Submit the requests of a session one after the other, and return the response to its transcript."""
+        streams = self._submit_step(session)
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
-        return await self._full_response(streams, respond, request=request, disconnected=disconnected)
+        finished = asyncio.create_task(self._run_session(session, streams, entry_of(request.scope)))
+        return await self._full_response(
+            streams,
+            finished,
+            lambda _: respond(session.transcript()),
+            request=request,
+            disconnected=disconnected,
+        )
+
+    def _submit_step(self, session: Session) -> list[RequestStream]:
+        """Submit the next request of a session, if there is one."""
+        step = session.step()
+        if step is None:
+            return []
+        encoded = EncodedInput(prompt=step.prompt, source=step.source, speech_output=step.output)
+        return self._submit([encoded], step.params, StreamContent.END)
+
+    async def _run_session(self, session: Session, streams: list[RequestStream], log_entry: Entry) -> list[StreamChunk]:
+        """Complete a session whose first request is submitted. Add its later streams to `streams`.
+
+        Return the last chunk of each request, up to the first error.
+        """
+        chunks = []
+        while True:
+            chunk = await _last_chunk(streams[-1], log_entry)
+            chunks.append(chunk)
+            if chunk.completion is None:
+                return chunks
+            session.add(chunk.completion)
+            if not (following := await self._submit_when_free(session)):
+                return chunks
+            streams += following
+
+    async def _submit_when_free(self, session: Session) -> list[RequestStream]:
+        """Submit the next request of a session. If the queue is full, wait, so that what is done is not lost."""
+        while True:
+            try:
+                return self._submit_step(session)
+            except QueueFull:
+                if self._async_llm.stopping:
+                    raise
+                await asyncio.sleep(_QUEUE_CHECK_INTERVAL)
 
     async def _cancel_on_disconnect(self, request: Request, streams: Sequence[RequestStream]) -> None:
         """Wait until the client disconnects, and cancel its requests."""
@@ -185,7 +230,9 @@ class RequestHandler:
         streams: list[RequestStream] = []
         try:
             for each in inputs:
-                streams += self._async_llm.submit(each.prompt, params, content, each.source)
+                streams += self._async_llm.submit(
+                    each.prompt, params, content, each.source, speech_output=each.speech_output
+                )
         except OutriderError:
             self._async_llm.cancel(streams)
             raise
@@ -194,14 +241,14 @@ class RequestHandler:
     async def _full_response(
         self,
         streams: Sequence[RequestStream],
+        finished: asyncio.Task[list[StreamChunk]],
         respond: Respond,
         *,
         request: Request,
         disconnected: asyncio.Task[None],
     ) -> Response:
-        """Wait for all completions and return them in one response."""
+        """Wait for the last chunks of all completions and return them in one response."""
         log_entry = entry_of(request.scope)
-        finished = asyncio.create_task(_last_chunks(streams, log_entry))
         tasks: list[asyncio.Task[Any]] = [finished, disconnected]
         log_entry.finish_reason = "cancelled"  # replaced below, unless the client disconnects
         try:

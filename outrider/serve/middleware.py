@@ -14,7 +14,7 @@ from outrider.serve.openai.responses import error_response
 
 _PUBLIC_PATHS = frozenset({"/health", "/"})  # paths that need no API key
 _CHARGED_PATHS = frozenset(  # paths whose tokens count for a quota
-    {"/v1/completions", "/v1/chat/completions", "/v1/audio/transcriptions"}
+    {"/v1/completions", "/v1/chat/completions", "/v1/audio/transcriptions", "/v1/audio/translations"}
 )
 
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from outrider.core.params import InvalidParam
-from outrider.core.types import AudioFeatures
+from outrider.core.types import SpeechOutput
 from outrider.llm import LLM, EncodedSource, Prompt
+from outrider.models.speech.audio import Audio, hear
 from outrider.models.speech.wav import read_wav
+from outrider.transcription.session import speech_rules
 
 _LONG_PROMPT = 20_000  # characters; encoding them takes some milliseconds
 _Tokens = tuple[int, ...]
@@ -24,6 +26,7 @@ class EncodedInput:
 
     prompt: _Tokens
     source: EncodedSource | None = None
+    speech_output: SpeechOutput = SpeechOutput.TEXT  # of a speech model
 
 
 def with_own_tokenizer(llm: LLM) -> LLM:
@@ -40,6 +43,7 @@ class PromptEncoder:
         self._frontend = frontend
         self._thread_llm = with_own_tokenizer(frontend)  # for long prompts
         self._thread_lock = asyncio.Lock()
+        self._audio_lock = asyncio.Lock()  # one recording at a time, because long ones take memory
 
     async def encode(self, prompt: Prompt) -> _Tokens:
         """Return the tokens of a prompt."""
@@ -60,20 +64,15 @@ class PromptEncoder:
         assert isinstance(encoded, tuple)
         return encoded
 
-    async def encode_recording(self, data: bytes, name: str) -> AudioFeatures:
-        """Return the features of a WAV file, for a speech model.
+    async def hear(self, data: bytes, name: str, *, timestamps: bool) -> Audio:
+        """Return the features of a WAV file, for a speech model. See `outrider.models.speech.audio.hear`.
 
         Raises:
             OutriderError: it is no WAV file, or does not fit the model.
         """
-
-        def encode(llm: LLM) -> EncodedSource:
-            return llm.encode_source(read_wav(data, name))
-
-        async with self._thread_lock:
-            features = await asyncio.to_thread(encode, self._thread_llm)
-        assert isinstance(features, AudioFeatures)
-        return features
+        rules = speech_rules(self._frontend)
+        async with self._audio_lock:
+            return await asyncio.to_thread(lambda: hear(read_wav(data, name), rules, timestamps=timestamps))
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> _Tokens:
         """Return the tokens of a conversation. Raises as `LLM.encode_chat` does."""

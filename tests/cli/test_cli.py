@@ -23,8 +23,9 @@ from outrider.cli import options
 from outrider.cli.app import app
 from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.output import Output
-from outrider.cli.run import Beginning, converse
+from outrider.cli.run import converse
 from outrider.cli.sampling_options import SamplingOptions
+from outrider.cli.source import SourceOptions
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded
 from outrider.report.console import print_document
@@ -415,7 +416,8 @@ def test_interrupt_ends_the_answer_but_not_the_program(n, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("outrider.cli.run._ask", lambda: next(inputs, ""))
     params = SamplingParams(n=n, max_tokens=8, ignore_eos=True, temperature=1.0, seed=1)
-    assert converse(llm, params, begin=Beginning(), chat=False, output=Output(llm, show=False, as_json=False))
+    output = Output(llm, show=False, as_json=False)
+    assert converse(llm, params, prompt=None, options=SourceOptions(), chat=False, output=output)
     printed = capsys.readouterr()
     assert printed.err.count("tokens in") == 1  # only the second answer is complete
     assert printed.err.count(f"1 of {n}") == 2 * (n > 1)

@@ -1,4 +1,4 @@
-"""Recordings, and the generation configs of small speech models."""
+"""Recordings, and small speech models with their generation configs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 from transformers import GenerationConfig
+
+from tests.helpers import tiny
 
 RATE = 16000
 LANGUAGES = {"<|de|>": 241, "<|en|>": 240}
@@ -23,6 +25,16 @@ MULTILINGUAL = {
     "suppress_tokens": SUPPRESSED,
     "begin_suppress_tokens": SUPPRESSED_FIRST,
 }
+END, PREVIOUS, MAX_INITIAL = 239, 245, 10
+TIMESTAMPS = {
+    **MULTILINGUAL,
+    "eos_token_id": END,
+    "pad_token_id": END,
+    "prev_sot_token_id": PREVIOUS,
+    "max_initial_timestamp_index": MAX_INITIAL,
+}
+FIRST_TIMESTAMP = NO_TIMESTAMPS + 1
+SIZE = 310  # of a vocabulary with 63 timestamps, beyond those of a window of one second
 
 
 def recording(seed: int, samples: int = 9000) -> Any:
@@ -58,3 +70,13 @@ def set_generation(folder: Path, **settings: Any) -> Path:
         setattr(config, name, value)
     config.save_pretrained(folder)
     return folder
+
+
+def save_with_timestamps(folder: Path, *, seed: int = 0, layers: int = tiny.LAYERS, **settings: Any) -> Path:
+    """Write a small random model whose vocabulary has timestamps."""
+    config = tiny.SPEECH["whisper"]()
+    config.decoder_layers = layers
+    config.vocab_size = SIZE
+    config.eos_token_id = END
+    config.pad_token_id = END
+    return set_generation(tiny.save(folder, config, seed=seed, size=SIZE), **{**TIMESTAMPS, **settings})

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import AudioFeatures, Batch, Draft, Request, SequenceState
+from outrider.core.types import AudioFeatures, Batch, Draft, Request, SequenceState, SpeechOutput
 from outrider.errors import UnsupportedModel
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
@@ -154,7 +154,11 @@ def text(rng: random.Random, length: int) -> list[int]:
 
 
 def admit(
-    target: Target, slot: int, tokens: Sequence[int], source: Sequence[int] | AudioFeatures = ()
+    target: Target,
+    slot: int,
+    tokens: Sequence[int],
+    source: Sequence[int] | AudioFeatures = (),
+    speech_output: SpeechOutput = SpeechOutput.TEXT,
 ) -> SequenceState:
     request = Request(
         id=slot,
@@ -165,6 +169,7 @@ def admit(
         max_tokens=10**6,
         source_token_ids=() if isinstance(source, AudioFeatures) else tuple(source),
         source_features=source if isinstance(source, AudioFeatures) else None,
+        speech_output=speech_output,
     )
     row = SequenceState(request=request, slot=slot, token_ids=list(tokens))
     row.num_cached_tokens = target.cache.admit(slot, tokens)

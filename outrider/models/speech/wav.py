@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from outrider.errors import OutriderError
 
-_FIX = "convert it, for example with: ffmpeg -i FILE -ac 1 -ar 16000 -c:a pcm_s16le OUT.wav"
+_FIX = "convert it, for example with: ffmpeg -i FILE -c:a pcm_s16le OUT.wav"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recording:
-    """A recording with one channel."""
+    """A recording."""
 
-    samples: npt.NDArray[np.float32]  # [n] in [-1, 1]
+    samples: npt.NDArray[np.float32]  # [n] or [n, channels], in [-1, 1]
     rate: int  # samples per second
 
 
