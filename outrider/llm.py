@@ -131,12 +131,15 @@ class LLM:
         """Return the tokens of a prompt, with the special tokens that the tokenizer adds.
 
         The prompt of an encoder-decoder target begins its output: a text has the model's start tokens before it and no
-        other special tokens. `language` and `task` are those of `start_tokens`.
+        other special tokens. `language` and `task` are those of `start_tokens`, for a text only.
 
         Raises:
-            OutriderError: the prompt is neither a string nor a list of token ids.
+            OutriderError: the prompt is neither a string nor a list of token ids, or token ids come with a language or
+                a task.
         """
         self._check_speech(language, task)
+        if not isinstance(prompt, str) and (name := _first_given(language=language, task=task)):
+            raise OutriderError(f"{name} is for a prompt of text; put its token among the ids, or leave {name} out")
         if isinstance(prompt, str) and self._parts.source_rules is not None:
             start = self.start_tokens(language, task)
             return start + text_tokens(self._parts.tokenizer, prompt, special=False)
@@ -178,7 +181,7 @@ class LLM:
     def _check_speech(self, language: str | None, task: str | None) -> None:
         """Check that a language and a task are for a speech model."""
         if self._speech_rules() is None and (language is not None or task is not None):
-            name = "language" if language is not None else "task"
+            name = _first_given(language=language, task=task)
             raise OutriderError(f"{name} is for speech models, and this target is none; leave it out")
 
     def _speech_rules(self) -> SpeechRules | None:
@@ -382,7 +385,7 @@ class LLM:
             raise InvalidParam("prompt", "the prompt is empty; give at least one token")
         if len(tokens) >= parts.context:
             checkpoint = parts.loaded.checkpoint
-            remedy = " or raise context"
+            remedy = " or raise max_model_len"
             if checkpoint.context_reason and parts.context == checkpoint.context:
                 remedy = f" ({checkpoint.context_reason})"
             raise InvalidParam(
@@ -480,6 +483,11 @@ class LLM:
             exact=total.exact,
             bound=total.bound,
         )
+
+
+def _first_given(**arguments: str | None) -> str | None:
+    """Return the name of the first argument that is not None."""
+    return next((name for name, value in arguments.items() if value is not None), None)
 
 
 def _whole_ids(what: str, tokens: Iterable[Any]) -> tuple[int, ...]:

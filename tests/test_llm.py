@@ -345,6 +345,8 @@ def test_what_is_no_constraint_cannot_be_prepared(llm):
         ({"planner": 3}, "planner is 3; use what has plan and trim"),
         ({"planner": FixedPlanner}, "use what has plan and trim"),
         ({"cache_gb": 0}, "cache_gb is 0; use a number above 0"),
+        ({"plan": 5}, "plan is 5; give the path of a file"),
+        ({"plan": "plan.json", "k": 4}, "plan plan.json needs k auto, and k is 4"),
         ({"max_seqs": 4}, "did you mean max_num_seqs"),
         ({"dtype": ["float32"]}, "dtype is .*; use a name"),
         ({"quantize": ["int8"]}, "use int8, int4"),

@@ -90,10 +90,10 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise OutriderError(f"{name} is {value!r}; use True or False")
+        if self.plan is not None and not isinstance(self.plan, str | Path):
+            raise OutriderError(f"plan is {self.plan!r}; give the path of a file, or leave it out")
         if self.plan is not None and self.k != AUTO:
-            raise OutriderError(
-                f"plan {self.plan} is what k auto has learned, and k is {self.k}; use k auto, or no plan"
-            )
+            raise OutriderError(f"plan {self.plan} needs k auto, and k is {self.k}; use k auto, or no plan")
 
     @classmethod
     def from_options(cls, target: str | Path | None = None, **options: Any) -> EngineConfig:

@@ -47,6 +47,9 @@ class Constraint:
     source: str
 
     def __post_init__(self) -> None:
+        if self.kind not in tuple(Kind):
+            raise OutriderError(f"a constraint's kind is {self.kind!r}; use {', '.join(Kind)}")
+        object.__setattr__(self, "kind", Kind(self.kind))  # "regex" means Kind.REGEX
         if not isinstance(self.source, str) or not self.source:
             raise OutriderError(f"a constraint's source is {self.source!r}; use a string of at least one character")
         if len(self.source) > _MAX_LENGTH:

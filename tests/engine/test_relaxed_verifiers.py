@@ -203,6 +203,8 @@ def test_trees_are_refused_by_rules_for_chains():
         ("t.json", {"vocab": 6, "groups": [[0, 1], [1, 2]]}, "gsd:table=", "groups overlap; use pcg"),
         ("t.json", {"vocab": 6, "groups": [[0, 1]]}, "gsd:clusters=2,table=", "its table has groups; give one of them"),
         ("t.json", {"vocab": 6, "bins": [0, 9]}, "bins:distance=1,table=", "names token 9"),
+        ("t.json", {"vocab": 6, "bins": [0, 1]}, "bins:distance=1,first=0,table=", "leave them out"),
+        ("t.json", {"vocab": 6, "bins": [0, 1]}, "bins:distance=1,last=5,table=", "leave them out"),
         ("t.json", {"vocab": 6, "neighbours": {"9": [0]}}, "lantern:delta=0.1,table=", "names token 9"),
         ("t.json", {"vocab": 6, "neighbours": {"x": [0]}}, "lantern:delta=0.1,table=", "not by token id"),
         ("t.json", "{", "pcg:table=", "cannot be read"),

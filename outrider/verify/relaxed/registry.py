@@ -165,7 +165,10 @@ def _pcg(options: RuleOptions) -> tuple[Bound, Bind]:
 def _bins(options: RuleOptions) -> tuple[Bound, Bind]:
     distance = options.count("distance", least=0)
     path = options.path("table")
-    if (path is None) != (options.has("first") and options.has("last")):
+    ends_given = [options.has("first"), options.has("last")]
+    if path is not None and any(ends_given):
+        raise options.error("has first or last, and its table names the tokens; leave them out")
+    if path is None and not all(ends_given):
         raise options.error("needs a table of bins, or first and last token of the bins")
     table = None if path is None else Table.read(path, ("bins",))
     first, last = options.count("first", least=0, default=0), options.optional_count("last", least=0)
