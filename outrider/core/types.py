@@ -344,7 +344,7 @@ class Round:
     draft: Draft
     scores: Scores
     path: tuple[tuple[int, ...], ...]  # [B] accepted draft nodes, in order
-    emitted: tuple[tuple[int, ...], ...]  # [B] their tokens and the bonus token; () during prefill
+    emitted: tuple[tuple[int, ...], ...]  # [B] tokens of the accepted nodes, then the bonus token; () during prefill
     sampled_logprob: tuple[tuple[float, ...], ...]  # [B] under p, for each emitted token
     failed: tuple[bool, ...]  # [B] whether the sequence fails: its logits are not finite, or see `reasons`
     reasons: Mapping[int, str] = field(default_factory=dict)  # other reasons for a failure, by index in the batch

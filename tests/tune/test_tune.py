@@ -805,7 +805,7 @@ def test_output_is_the_same_with_a_plan(tmp_path):
 
 
 def test_plan_needs_k_auto(tmp_path):
-    with pytest.raises(OutriderError, match="is what k auto has learned, and k is 4; use k auto, or no plan"):
+    with pytest.raises(OutriderError, match="needs k auto, and k is 4; use k auto, or no plan"):
         make_llm(plan=tmp_path / "plan.json", k=4)
     with pytest.raises(OutriderError, match="needs the planner of k auto, and another planner was given"):
         make_llm(plan=tmp_path / "plan.json", planner=FixedPlanner(2))
