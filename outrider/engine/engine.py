@@ -57,7 +57,7 @@ class RoundTimes(NamedTuple):
     drafted: float
     verified: float
     committed: float
-    draft_tokens: int  # verified ones, of all sequences
+    draft_tokens: int  # verified draft tokens of all sequences
 
 
 class Engine:
@@ -71,17 +71,21 @@ class Engine:
         verifier: Verifier,
         planner: Planner,
         scheduler: Scheduler,
-        shape: ProbsFunction = target_probs,
+        probs_function: ProbsFunction = target_probs,
         ranks: Ranks | None = None,
     ) -> None:
-        """Connect the parts. `ranks`: other processes run the same rounds, each with a part of the target."""
+        """Connect the parts.
+
+        `probs_function` computes target probabilities from logits. `ranks` are the processes that run the same rounds,
+        each with a part of the target; None: this process has the whole target.
+        """
         self._target = target
         self._expert_counter = target if isinstance(target, ExpertCounter) else None
         self._proposer = proposer
         self._verifier = verifier
         self._planner = planner
         self._scheduler = scheduler
-        self._probs_function = shape
+        self._probs_function = probs_function
         self._accounting = Accounting(
             alternatives=proposer.needs.alternatives, exact=verifier.exact, bound=verifier.bound
         )
@@ -323,11 +327,11 @@ class Engine:
         packed = scores.packed
         if packed is None:
             logits = scores.logits if masks is None else masks.apply(scores.logits)
-            p = apply_sampling(logits, sampling, draft, shape=self._probs_function)
+            p = apply_sampling(logits, sampling, draft, probs_function=self._probs_function)
             verdicts = {name: self._verifier_of(name).rule(draft, p, noise) for name in set(names)}
         else:
             packed = packed if masks is None else masks.apply_packed(packed)
-            probs = apply_sampling_packed(packed, sampling, draft, shape=self._probs_function)
+            probs = apply_sampling_packed(packed, sampling, draft, probs_function=self._probs_function)
             verdicts = {name: self._verifier_of(name).verify(draft, probs, noise) for name in set(names)}
         return constrained.drop_failed(read_verdict(batch, draft, scores, select_by_name(verdicts, names))), seconds
 

@@ -32,9 +32,10 @@ class Scheduler:
     """
 
     def __init__(self, *, slots: int, chunk: int | PrefillBudget, context: int, first: int = 0) -> None:
-        """Run at most `slots` sequences at once and feed about `chunk` tokens per round, or a `PrefillBudget`.
+        """Schedule at most `slots` sequences at once, of at most `context` tokens each.
 
-        Engines that share a target use different slots, each from `first` on.
+        `chunk` limits the tokens that a round feeds: a number, or a `PrefillBudget`. Engines that share a target use
+        different slots, each from `first` on.
         """
         if slots < 1:
             raise OutriderError(f"max_num_seqs is {slots}; use at least 1")

@@ -118,7 +118,7 @@ def apply_sampling(
     draft: Draft,
     *,
     last: bool = False,
-    shape: ProbsFunction = target_probs,
+    probs_function: ProbsFunction = target_probs,
 ) -> torch.Tensor:
     """Compute the target distribution at each node of `draft`, the root first.
 
@@ -127,7 +127,7 @@ def apply_sampling(
         sampling: the parameters of the same sequences.
         draft: the draft. The penalties of a node count the tokens on its path.
         last: `logits` has only the last node.
-        shape: computes probabilities from modified logits.
+        probs_function: computes probabilities from the logits after bias and penalties.
 
     Returns:
         p, with the shape of `logits`. It sums to 1 over V.
@@ -143,11 +143,11 @@ def apply_sampling(
     if sampling.any_minimum:
         depth = tokens_before(draft)[:, -1:] if last else tokens_before(draft)
         logits = _forbid_ends(logits.flatten(0, 1), sampling, depth, _node_indices(depth)).view_as(logits)
-    return shape(logits, sampling, _ALL)
+    return probs_function(logits, sampling, _ALL)
 
 
 def apply_sampling_packed(
-    logits: Packed, sampling: SamplingTensors, draft: Draft, *, shape: ProbsFunction = target_probs
+    logits: Packed, sampling: SamplingTensors, draft: Draft, *, probs_function: ProbsFunction = target_probs
 ) -> Packed:
     """Do what `apply_sampling` does, for packed logits without padding."""
     values = logits.values[:, None]  # as if they were T sequences of one node
@@ -163,7 +163,7 @@ def apply_sampling_packed(
             values = _penalize(values, sampling, of, output[:-1, None], prompt)
         if sampling.any_minimum:
             values = _forbid_ends(values[:, 0], sampling, tokens_before(draft), at)[:, None]
-    return replace(logits, values=shape(values, sampling, of)[:, 0])
+    return replace(logits, values=probs_function(values, sampling, of)[:, 0])
 
 
 def has_finite_max(logits: torch.Tensor) -> torch.Tensor:
