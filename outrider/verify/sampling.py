@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from outrider.core import tree
+from outrider.core.noise import PositionNoise
 from outrider.core.types import Draft, DrawParams, Packed, SequenceState
 from outrider.verify.verdict import tokens_before
 
@@ -86,6 +87,29 @@ class SamplingTensors:
             any_minimum=any(p.min_tokens for p in params),
             sampled=tuple(p.temperature > 0 for p in params),
         )
+
+
+class BatchSampling:
+    """The sampling parameters and the noise of the current batch. Most rounds run the sequences of the round before."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        """Prepare for logits of `vocab` ids on a device."""
+        self._vocab = vocab
+        self._device = device
+        self._sampling: SamplingTensors | None = None  # of the last batch
+        self._noise: PositionNoise | None = None  # of the same sequences
+
+    def of(self, seqs: tuple[SequenceState, ...]) -> SamplingTensors:
+        """Return the sampling parameters of a batch. They are rebuilt only if its sequences have changed."""
+        if self._sampling is None or self._sampling.seqs != seqs:
+            self._sampling = SamplingTensors.of(seqs, self._vocab, self._device)
+            self._noise = PositionNoise(self._sampling.seed, self._sampling.seed)
+        return self._sampling
+
+    def noise(self, seqs: tuple[SequenceState, ...]) -> PositionNoise:
+        """Return the noise of this round for the sequences that `of` was called with."""
+        assert self._noise is not None
+        return self._noise.at(tree.upload([len(seq.token_ids) for seq in seqs], self._device))
 
 
 def draw_params_of(seq: SequenceState, vocab: int) -> DrawParams:
