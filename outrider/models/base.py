@@ -183,7 +183,7 @@ def draft_by_scores(target: Target, batch: Batch, vocab: int, stop_rule: StopRul
         scores = target.score(batch, draft, first=builder.depth - 1)
         logits = scores.logits[:, -1, :vocab]
         tokens = torch.cat([draft.tokens, logits.argmax(-1, keepdim=True)], 1)
-        builder.look(logits, tokens[:, -1], None if scores.confidence is None else scores.confidence[:, -1])
+        builder.process(logits, tokens[:, -1], None if scores.confidence is None else scores.confidence[:, -1])
         draft = tree.chain(tokens, tuple(min(count, builder.depth) for count in builder.count))
     return DraftChains(
         tokens=draft.tokens, count=tuple(builder.count), margin=builder.margins, accept_prob=builder.accept_probs

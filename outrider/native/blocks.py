@@ -1,4 +1,4 @@
-"""Packs the quantized blocks of GGUF files for the kernels, without loss.
+"""Pack the quantized blocks of GGUF files for the kernels, without loss.
 
 A block type becomes integers of 8 or 4 bits with a scale, and for some types a minimum, for each group of 32 or 16
 inputs: weight = (integer - offset) * scale + minimum. In types of two levels, scale and minimum are a half float of 256

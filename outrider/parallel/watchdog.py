@@ -1,4 +1,4 @@
-"""Notices that another process has died or stopped, also while this one waits for it."""
+"""Notice that another process has died or stopped, also while this one waits for it."""
 
 from __future__ import annotations
 

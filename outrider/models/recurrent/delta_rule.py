@@ -1,8 +1,8 @@
 """The gated delta rule: a state matrix per head that replaces the value of a key (Yang et al. 2025).
 
 S_t = exp(a_t) S_{t-1} + k_t u_t^T with u_t = beta_t (v_t - exp(a_t) S_{t-1}^T k_t), and o_t = S_t^T q_t. A few
-tokens are processed by the state after each, or by their inputs (see `ways`). Then the corrected values u of all tokens
-solve a triangular system.
+tokens are processed by the state after each, or by their inputs (see `ways`). By inputs, the corrected values u of all
+tokens are the solution of a triangular system.
 """
 
 from __future__ import annotations

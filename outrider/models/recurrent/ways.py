@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 _MAX_ENTRIES = 3
-_MAX_NUMBERS = 1 << 17  # numbers of all states, of all sequences
+_MAX_NUMBERS = 1 << 17  # of the states after all entries of all sequences, which is 512 KB
 
 
 def keeps_states(base: torch.Tensor, entries: int) -> bool:

@@ -72,7 +72,7 @@ class SpeechRules:
         return AudioFeatures(torch.from_numpy(np.asarray(extracted["input_features"][0], dtype=np.float32)))
 
     def silence(self) -> AudioFeatures:
-        """Return features that no recording was needed for, for measurements."""
+        """Return features without a recording, for measurements."""
         return AudioFeatures(torch.zeros(self.bins, self.frames))
 
     def start_tokens(self, language: str | None = None, task: str | None = None) -> tuple[int, ...]:

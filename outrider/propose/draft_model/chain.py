@@ -252,7 +252,7 @@ class DraftModelProposer:
             chosen = q.argmax(-1) if sampling.all_greedy else self._choose_token(q, noise, uniform, builder.depth)
             tokens = torch.cat([draft.tokens, chosen[:, None]], 1)
             distributions.append(q)
-            builder.look(logits[:, -1], chosen, None if scores.confidence is None else scores.confidence[:, -1])
+            builder.process(logits[:, -1], chosen, None if scores.confidence is None else scores.confidence[:, -1])
             draft = tree.chain(tokens, tuple(min(count, builder.depth) for count in builder.count))
         self._margins = builder.margins
         if self._setup.draw is Draw.ARGMAX or sampling.all_greedy or not distributions:
