@@ -72,7 +72,7 @@ class Places {
 };
 
 // A barrier that spins briefly and then sleeps. A pass waits at about a hundred barriers, each for a short time. If
-// another process has taken the processor of a thread, the others must not burn theirs while they wait for it.
+// another process has taken the processor of a thread, the other threads must not keep theirs busy while they wait.
 class Barrier {
  public:
   explicit Barrier(int threads) : places_(threads) {}
