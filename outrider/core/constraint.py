@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -99,7 +99,8 @@ class Constraint:
         Raises:
             OutriderError: the list is empty, or an item is not a non-empty string.
         """
-        if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
+        is_list = isinstance(texts, Collection) and not isinstance(texts, str)
+        if not is_list or not texts or not all(isinstance(text, str) and text for text in texts):
             raise OutriderError(f"choice is {texts!r}; use a list of non-empty strings")
         return cls(kind=Kind.CHOICE, source=json.dumps(list(texts)))
 

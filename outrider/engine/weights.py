@@ -185,6 +185,9 @@ class EngineWeights:
         dtype = self._parts.dtype
         if isinstance(weights, str | Path):
             new = read_weights(weights, dtype)
+        elif not isinstance(weights, Iterable):
+            kind = type(weights).__name__
+            raise OutriderError(f"the weights are of type {kind}; give a mapping, pairs or a folder")
         else:
             new = dict(weights.items() if isinstance(weights, Mapping) else weights)
         for name, value in new.items():

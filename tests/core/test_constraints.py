@@ -428,6 +428,8 @@ INVALID = {
     "an unknown kind": lambda: Constraint(kind="json", source="{}"),
     "no choice": lambda: Constraint.choice([]),
     "one text for choices": lambda: Constraint.choice("abc"),
+    "a number for choices": lambda: Constraint.choice(5),
+    "a generator of choices": lambda: Constraint.choice(text for text in ("a", "b")),
     "an empty choice": lambda: Constraint.choice(["a", ""]),
     "an unknown type": lambda: Constraint.json_schema({"type": "thing"}),
     "an unknown keyword": lambda: Constraint.json_schema({"not": {"type": "string"}}),
