@@ -64,7 +64,7 @@ class ChainSampler(Protocol):
     """A target that can sample the tokens of a chain, if only temperature and filters shape their distribution."""
 
     def draft_sampled(self, batch: Batch, vocab: int, draws: Draws, stop_rule: StopRule | None = None) -> DraftChains:
-        """As `Target.draft_greedy`, with tokens sampled by `draws`."""
+        """Do what `Target.draft_greedy` does, with tokens sampled by `draws`."""
 
 
 @runtime_checkable
@@ -103,7 +103,7 @@ class SelfDraftTarget(Protocol):
 class ExpertCounter(Protocol):
     """A target that counts the routed experts that a pass uses.
 
-    It also has them without experts, so that one class can serve both kinds of models.
+    A target may have these methods without experts, so that one class serves both kinds of models.
     """
 
     def touched_experts(self) -> float | None:
@@ -115,7 +115,8 @@ class ExpertCounter(Protocol):
     def chosen_experts(self) -> list[torch.Tensor]:
         """Return the experts [T, K] of the T tokens of the last `score`, for each layer with experts.
 
-        The tokens of a sequence are its feed, followed by its draft tokens. []: as None of `touched_experts`.
+        The tokens of a sequence are its feed, followed by its draft tokens. []: the model has no experts, or they are
+        not counted on this device.
         """
 
     def expert_bytes(self) -> int:
