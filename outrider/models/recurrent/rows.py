@@ -142,7 +142,8 @@ def extend(earlier: PassRows, layout: Layout, draft: Draft) -> PassRows:
     device = layout.positions.device
     sizes = tuple(span.end - span.begin for span in layout.spans)
     columns, is_entry = _columns([span.begin for span in layout.spans], sizes, len(layout.positions), device)
-    staged, length = earlier.rows.num_entries, max(sizes)
+    staged = earlier.rows.num_entries
+    length = max(sizes)
     nodes = []
     for kept, span, size in zip(earlier.nodes, layout.spans, sizes, strict=True):
         nodes.append(kept[: span.first] + tuple(range(staged, staged + size)))

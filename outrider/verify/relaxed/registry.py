@@ -171,7 +171,8 @@ def _bins(options: RuleOptions) -> tuple[Bound, Bind]:
     if path is None and not all(ends_given):
         raise options.error("needs a table of bins, or first and last token of the bins")
     table = None if path is None else Table.read(path, ("bins",))
-    first, last = options.count("first", least=0, default=0), options.optional_count("last", least=0)
+    first = options.count("first", least=0, default=0)
+    last = options.optional_count("last", least=0)
 
     def bind(facts: TargetFacts) -> VerifyFunction:
         if table is None:
