@@ -219,7 +219,7 @@ def test_64_rows_at_once():
         ([5] * 256, SamplingParams(), "shorten the prompt"),
         ([12288], SamplingParams(), "vocabulary of 12288; use smaller ids"),
         ([-1], SamplingParams(), "vocabulary of 12288; ids begin at 0"),
-        ("a", SamplingParams(max_tokens=None, min_tokens=256), "min_tokens is 256, and beside the prompt the context"),
+        ("a", SamplingParams(max_tokens=None, min_tokens=256), "min_tokens is 256, and after the prompt the context"),
         ("a\ud800", SamplingParams(), "half of a surrogate pair.*character 1; leave it out"),
         (b"abc", SamplingParams(), "a prompt is a bytes; give a string"),
         (None, SamplingParams(), "has no default prompt; give a prompt"),
