@@ -1,4 +1,4 @@
-"""Test that speculation leaves the output of a target and a proposer unchanged."""
+"""Test that speculation leaves the output of a target unchanged, for one proposer. See `outrider audit`."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory

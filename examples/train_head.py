@@ -26,8 +26,9 @@ with TemporaryDirectory() as folder:
         max_tokens=16,
         eval_every=0,
     )
+    # The same as: outrider train mtp --target ... --data prompts.jsonl --out head
     Training("mtp", settings).run(Console(stderr=True))
     llm = LLM(embedded("nano"), proposer=f"draft:{head}", k=2)
     completion = llm.generate("def add(a, b):", SamplingParams(max_tokens=24))[0]
     print(completion.text)
-    print(f"-- {completion.stats.tau:.2f} tokens per forward pass after a training of seconds")
+    print(f"-- {completion.stats.tau:.2f} tokens per forward pass after a few seconds of training")

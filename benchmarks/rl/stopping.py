@@ -96,7 +96,7 @@ def generate(
         if stop is None:
             continue
         for id in list(waiting):
-            logprobs = engine._pending[id].row.logprobs
+            logprobs = engine._pending[id].seq.logprobs
             if len(logprobs) >= seen[id]:
                 seen[id] = len(logprobs) + _EVERY
                 if stop([each.logprob for each in logprobs]):

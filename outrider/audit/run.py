@@ -51,8 +51,7 @@ def run_audit(
 
     Args:
         target: folder of the model; None: the embedded model.
-        proposer: none, ngram, draft:DIR or pkg.module:Class; None: the embedded draft for the embedded target, and
-            ngram for other targets.
+        proposer: an expression, as in `EngineConfig`; None: the default proposer of the target.
         k: draft tokens per round that users will run.
         prompts: a JSONL file with `prompt` or `messages` in each line; None: a small built-in set.
         samples: samples per distribution test.

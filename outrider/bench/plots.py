@@ -41,7 +41,7 @@ def _limit(document: Document) -> Figure | None:
             axes.barh(y, limit, height=0.4, color=svg.TRACK)
             axes.vlines(limit, y - 0.28, y + 0.28, color=svg.LIMIT)
             text += f", {100 * limits['share_of_limit']:.0f}% of at most {limit:.0f}"
-        axes.barh(y, rate, height=0.4, color=_colour(name, list(variants)))
+        axes.barh(y, rate, height=0.4, color=_color(name, list(variants)))
         axes.text(0, y - 0.27, text, va="bottom")
     axes.set_ylim(len(variants) - 0.65, -0.75)
     axes.set_yticks([])
@@ -93,8 +93,8 @@ def _acceptance_by_temperature(document: Document) -> Figure | None:
         return None
     figure, axes = svg.canvas(_LINE_PLOT_HEIGHT)
     for i, (temperature, acceptance) in enumerate(by_temperature.items()):
-        colour = svg.SERIES[i % len(svg.SERIES)]
-        axes.plot(range(1, len(acceptance) + 1), acceptance, color=colour, marker="o", label=f"T = {temperature:g}")
+        color = svg.SERIES[i % len(svg.SERIES)]
+        axes.plot(range(1, len(acceptance) + 1), acceptance, color=color, marker="o", label=f"T = {temperature:g}")
     _acceptance_axes(axes, max(map(len, by_temperature.values())))
     return figure
 
@@ -109,8 +109,8 @@ def _latency(document: Document) -> Figure | None:
     for i, (name, percentiles) in enumerate(latencies.items()):
         offset = (i - (len(latencies) - 1) / 2) * width
         xs = [x + offset for x in range(len(percentiles))]
-        colour = _colour(name, list(overall))
-        bars = axes.bar(xs, percentiles.values(), width=0.9 * width, color=colour, label=_label(name))
+        color = _color(name, list(overall))
+        bars = axes.bar(xs, percentiles.values(), width=0.9 * width, color=color, label=_label(name))
         axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
     axes.set_xticks(range(3), ["p50", "p95", "p99"])
     axes.set_ylabel("ms between tokens")
@@ -130,9 +130,9 @@ def _round(document: Document) -> Figure | None:
     figure, axes = svg.canvas(0.8 + _BAR_HEIGHT * len(variants), grid="x")
     ends = [0.0] * len(variants)
     parts = {"draft_ms": ("draft", svg.DRAFT), "target_ms": ("target", svg.TARGET), "host_ms": ("host", svg.HOST)}
-    for part, (name, colour) in parts.items():
+    for part, (name, color) in parts.items():
         widths = [stats[part] for stats in variants.values()]
-        axes.barh(range(len(variants)), widths, left=ends, height=0.62, color=colour, label=name)
+        axes.barh(range(len(variants)), widths, left=ends, height=0.62, color=color, label=name)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for y, total in enumerate(ends):
         axes.text(total + 0.015 * max(ends), y, f"{total:.1f}", va="center")
@@ -166,16 +166,16 @@ def _rates(entries: Sequence[Document], label: str, *, doubling: bool = False) -
         return None
     figure, axes = svg.canvas(_LINE_PLOT_HEIGHT + 0.2)
     values = [entry["value"] for entry in known]
-    for name, colour in ((SPECULATIVE, svg.FAST), (PLAIN, svg.PLAIN)):
+    for name, color in ((SPECULATIVE, svg.FAST), (PLAIN, svg.PLAIN)):
         spreads = [entry[name]["tokens_per_s"] for entry in known]
         lowest = [spread["min"] for spread in spreads]
         highest = [spread["max"] for spread in spreads]
-        axes.fill_between(values, lowest, highest, color=colour, alpha=0.16, lw=0)
-        axes.plot(values, [spread["median"] for spread in spreads], color=colour, marker="o", label=name)
+        axes.fill_between(values, lowest, highest, color=color, alpha=0.16, lw=0)
+        axes.plot(values, [spread["median"] for spread in spreads], color=color, marker="o", label=name)
         limits = [entry["limits"][name]["limit_tokens_per_s"] for entry in known]
         limit_label = "limit" if name == PLAIN else "limit × tau"
-        limit_colour = svg.LIMIT if name == PLAIN else colour
-        axes.plot(values, limits, color=limit_colour, linestyle=_DASHED, lw=1.5, label=limit_label)
+        limit_color = svg.LIMIT if name == PLAIN else color
+        axes.plot(values, limits, color=limit_color, linestyle=_DASHED, lw=1.5, label=limit_label)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -204,7 +204,7 @@ def _label_bars(axes: Axes, names: Iterable[str]) -> None:
     axes.set_ylim(len(labels) - 0.5, -0.5)
 
 
-def _colour(name: str, names: Sequence[str]) -> str:
+def _color(name: str, names: Sequence[str]) -> str:
     fixed = {PLAIN: svg.PLAIN, SPECULATIVE: svg.FAST}
     return fixed.get(name) or svg.SERIES[(names.index(name) - len(fixed) + 1) % len(svg.SERIES)]
 

@@ -111,5 +111,5 @@ def _check_length(prompt: Prompt, length: int, max_tokens: int, context: int) ->
     if length + max_tokens > context:
         raise OutriderError(
             f"prompt {prompt.id} has {length} tokens, and with max_tokens {max_tokens} the context of {context} tokens"
-            " is too small; remove the prompt, lower max_tokens or raise max_model_len"
+            " is too small; remove the prompt, lower max_tokens, or raise --context of bench or --max-model-len of tune"
         )

@@ -23,8 +23,9 @@ from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.source import SourceOptions, read_source
 from outrider.errors import OutriderError
 from outrider.fleet.options import FleetOptions
+from outrider.fleet.options import check_given as check_fleet_given
 from outrider.loadgen.settings import Settings as LoadSettings
-from outrider.measure.number_lists import parse_real, parse_whole, sweep_values
+from outrider.measure.number_lists import parse_figures, parse_real, parse_whole, sweep_values
 from outrider.project.options import ProjectOptions
 from outrider.propose.options import DraftWindow
 from outrider.report.console import print_document
@@ -382,9 +383,9 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
             batch=parse_whole("--batch", asked.batch),
             context=parse_whole("--context", asked.context),
             k=parse_whole("--k", asked.k) if asked.k else (),
-            alpha=parse_real("--alpha", asked.alpha) if asked.alpha else (),
+            alpha=parse_figures("--alpha", asked.alpha) if asked.alpha else (),
             shares={
-                name.removesuffix("_share"): parse_real(f"--{name.replace('_', '-')}", text)
+                name.removesuffix("_share"): parse_figures(f"--{name.replace('_', '-')}", text)
                 for name, text in given.items()
                 if text
             },
@@ -395,13 +396,15 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
 
 @app.command()
 @options.spread
-def fleet(*, asked: FleetOptions, as_json: options.BenchJson = False) -> None:
+def fleet(ctx: typer.Context, *, asked: FleetOptions, as_json: options.BenchJson = False) -> None:
     """Simulate a fleet of servers: arrivals, routing, continuous batching, and speculation by load."""
     from outrider.fleet.command import run_fleet
     from outrider.fleet.report import show
 
+    check_fleet_given(asked, _given(ctx))
+
     document = run_fleet(
-        asked, alpha=parse_real("--alpha", asked.alpha), replicas=parse_whole("--replicas", asked.replicas)
+        asked, alpha=parse_figures("--alpha", asked.alpha), replicas=parse_whole("--replicas", asked.replicas)
     )
     print_document(document, show, as_json=as_json)
 
@@ -486,10 +489,13 @@ def _tune_server(
     """Measure a running server."""
     from outrider.tune.server.run import run_server_tune, show
 
+    temperatures = parse_real("--temperature", asked.temperature)
+    if len(temperatures) > 1:
+        raise OutriderError(f"--temperature is {asked.temperature}, and --server measures one temperature; give one")
     document = run_server_tune(
         server,
         batches=parse_whole("--batch", asked.batch),
-        temperature=parse_real("--temperature", asked.temperature)[0],
+        temperature=temperatures[0],
         prompts=prompts,
         limit=limit,
         max_tokens=max_tokens,

@@ -110,12 +110,15 @@ def export(
         str | None,
         typer.Option(metavar="FILE", help="Take the k that `outrider tune --out FILE` found to be the fastest."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="With --advice: sequences at once on the engine.")] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="With --advice: sequences at once on the engine. Default: 1."),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Write a draft as another engine reads it, with the command that runs it there.
 
-    Drafts that the engine does not run are refused. What was not run with an engine is labelled unproven.
+    Drafts that the engine does not run are refused. What was not run with an engine is labeled unproven.
     """
     from outrider.tools.export.run import run_export
 

@@ -42,13 +42,12 @@ class Outcome:
 class Painter:
     """Writes text as it is generated. Accepted draft tokens and tokens of the target have different colors."""
 
-    def __init__(self, llm: LLM, console: Console, *, colour: bool) -> None:
+    def __init__(self, llm: LLM, console: Console, *, use_color: bool) -> None:
         self._llm = llm
         self._console = console
-        self._use_color = colour
-        self._pieces: deque[tuple[int, bool]] = (
-            deque()
-        )  # by token: number of characters, and whether it is a draft token
+        self._use_color = use_color
+        # By token: the number of its characters, and whether it is a draft token.
+        self._pieces: deque[tuple[int, bool]] = deque()
         self._stream = TextStream(llm.decode)
         self._last_char = ""
 
@@ -96,7 +95,7 @@ class Output:
         self._stderr = Console(stderr=True, highlight=False)
         console = self._stderr if as_json else Console()
         use_color = show and console.is_terminal and not console.no_color
-        self._painter = Painter(llm, console, colour=use_color)
+        self._painter = Painter(llm, console, use_color=use_color)
         if use_color:
             self._stderr.print(_legend())
 

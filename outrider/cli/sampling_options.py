@@ -35,7 +35,7 @@ LogitBias = Annotated[
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option(help="Most output tokens. 0: until the context is full.", rich_help_panel=SAMPLING)
+    int, typer.Option(min=0, help="Most output tokens. 0: until the context is full.", rich_help_panel=SAMPLING)
 ]
 MinTokens = Annotated[int, typer.Option(help="Fewest output tokens.", rich_help_panel=SAMPLING)]
 Stop = Annotated[

@@ -43,8 +43,8 @@ class Server:
     """A connection to one server."""
 
     def __init__(self, http: ClientSession, url: str) -> None:
-        self._http = http
-        self.url = url
+        self.http = http  # with the key and the timeout
+        self.url = url  # base URL of the API
 
     async def models(self) -> tuple[str, ...]:
         """Return the names of the models.
@@ -70,7 +70,7 @@ class Server:
 
         url = f"{self.url}/{path}"
         try:
-            async with self._http.post(url, json=body) as response:
+            async with self.http.post(url, json=body) as response:
                 text = await response.text(errors="replace")
                 status = response.status
         except (ClientError, TimeoutError, OSError) as error:
@@ -92,7 +92,7 @@ class Server:
 
         url = self.url.removesuffix(_API) + "/metrics"
         try:
-            async with self._http.get(url) as response:
+            async with self.http.get(url) as response:
                 return await response.text(errors="replace") if response.ok else None
         except (ClientError, TimeoutError, OSError) as error:
             raise _unreachable(url, error) from error
@@ -101,7 +101,7 @@ class Server:
         from aiohttp import ClientError
 
         try:
-            async with self._http.get(url) as response:
+            async with self.http.get(url) as response:
                 text = await response.text(errors="replace")
                 status = response.status
         except (ClientError, TimeoutError, OSError) as error:

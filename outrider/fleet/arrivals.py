@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from outrider.errors import OutriderError
 
 _MAX_TOKENS = 10**7
+_MAX_RATE = 1e6
 _BURST_SHARE = 0.2  # share of the time that is a burst
+_RANDOM: Mapping[str, int] = MappingProxyType({"poisson": 1, "bursts": 3})  # numbers of each kind of random arrivals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +108,11 @@ def read_trace(file: str) -> list[Arrival]:
     try:
         lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise OutriderError(f"the trace {file} cannot be read ({error}); give a file of JSON lines") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise OutriderError(
+            f"the trace {file} cannot be read ({reason}); give a file of JSON lines, or poisson:RATE or"
+            " bursts:RATE:PEAK:PERIOD"
+        ) from None
     arrivals = [_parse(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not arrivals:
         raise OutriderError(f"the trace {file} has no requests; write one JSON object per line")
@@ -130,25 +137,37 @@ def _parse(file: str, number: int, line: str) -> Arrival:
         ) from None
 
 
-def parse_arrivals(text: str, *, seconds: float, lengths: Lengths, seed: int) -> list[Arrival]:
+def is_trace(text: str) -> bool:
+    """Return whether `--arrivals` names a file."""
+    return text.partition(":")[0] not in _RANDOM
+
+
+def parse_arrivals(text: str, *, seconds: float, lengths: Lengths, seed: int, replicas: int = 1) -> list[Arrival]:
     """Return the requests of "poisson:RATE", "bursts:RATE:PEAK:PERIOD" or the name of a trace.
+
+    Args:
+        text: the value of `--arrivals`. RATE is that of one replica.
+        seconds: in which random requests arrive.
+        lengths: of random requests.
+        seed: of random requests.
+        replicas: multiplies the rate; a trace is not multiplied.
 
     Raises:
         OutriderError: the text is none of them, or a number is out of range.
     """
-    name, *numbers = text.split(":")
-    counts = {"poisson": 1, "bursts": 3}
-    if name not in counts:
+    if is_trace(text):
         return read_trace(text)
+    name, *numbers = text.split(":")
     try:
         values = [float(number) for number in numbers]
     except ValueError:
         values = []
-    if len(values) != counts[name] or not all(0 < value < 1e6 for value in values):
+    if len(values) != _RANDOM[name] or not all(0 < value < _MAX_RATE for value in values):
         raise OutriderError(f"--arrivals is {text!r}; write poisson:RATE, bursts:RATE:PEAK:PERIOD, or a trace's file")
+    rate = values[0] * replicas
     if name == "poisson":
-        return list(poisson(values[0], seconds, lengths, seed=seed))
-    rate, peak, period = values
+        return list(poisson(rate, seconds, lengths, seed=seed))
+    _, peak, period = values
     if not 1 <= peak <= 1 / _BURST_SHARE:
         raise OutriderError(f"the peak of the bursts is {peak:g} times the mean; use 1 to {1 / _BURST_SHARE:g}")
     return list(bursts(rate, peak, seconds, lengths, period=period, seed=seed))

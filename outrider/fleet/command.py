@@ -75,21 +75,16 @@ def _costs(options: FleetOptions) -> ServerCosts:
 
 
 def _arrivals(options: FleetOptions, replicas: int) -> list[Arrival]:
-    """Return the requests for so many replicas. A rate is that of one replica; a trace is not multiplied."""
-    name, *numbers = options.arrivals.split(":")
-    text = options.arrivals
-    if name in ("poisson", "bursts") and numbers:
-        try:
-            text = ":".join([name, str(float(numbers[0]) * replicas), *numbers[1:]])
-        except ValueError:
-            text = options.arrivals  # `parse_arrivals` explains the mistake
+    """Return the requests for so many replicas."""
     lengths = Lengths(
         prompt=options.prompt_tokens,
         output=options.output_tokens,
         prefixes=options.prefixes * replicas,
         prefix_tokens=options.prefix_tokens,
     )
-    arrivals = parse_arrivals(text, seconds=options.seconds, lengths=lengths, seed=options.seed)
+    arrivals = parse_arrivals(
+        options.arrivals, seconds=options.seconds, lengths=lengths, seed=options.seed, replicas=replicas
+    )
     if not arrivals:
         raise OutriderError("no request arrives; use a higher rate in --arrivals, or more --seconds")
     return arrivals

@@ -49,8 +49,9 @@ def read_costs(file: str) -> ServerCosts:
             **{name: float(server.get(name, 0.0)) for name in _SERVER},
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else repr(error)
         raise OutriderError(
-            f"{file} has no cost model ({error!r}); give a file that benchmarks/server/fleet.py --out wrote, or"
+            f"{file} has no cost model ({reason}); give a file that benchmarks/server/fleet.py --out wrote, or"
             " --target and --machine"
         ) from None
 

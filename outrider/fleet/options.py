@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
+from outrider.errors import OutriderError
+from outrider.fleet.arrivals import is_trace
+
+# Options of random arrivals. A trace has its own times, lengths and prefixes.
+_NOT_FOR_TRACE = ("seconds", "prompt_tokens", "output_tokens", "prefixes", "prefix_tokens")
 _REPLICA = "Replica"
 _LOAD = "Load"
 _FLEET = "Fleet"
@@ -87,3 +93,25 @@ class FleetOptions:
         "load"
     )
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.", rich_help_panel=_FLEET)] = 0
+
+
+def check_given(options: FleetOptions, given: Collection[str]) -> None:
+    """Refuse options that would have no effect.
+
+    Args:
+        options: the options.
+        given: names of those that the user has set.
+
+    Raises:
+        OutriderError: an option is for random arrivals and there is a trace, or a prefix has a length and no number.
+    """
+    for name in _NOT_FOR_TRACE:
+        if name in given and is_trace(options.arrivals):
+            raise OutriderError(
+                f"--{name.replace('_', '-')} is for random arrivals, and the trace {options.arrivals} has its own;"
+                " leave it out"
+            )
+    if "prefix_tokens" in given and not options.prefixes:
+        raise OutriderError(
+            "--prefix-tokens is the length of shared prefixes; give --prefixes as well, or leave it out"
+        )

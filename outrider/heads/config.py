@@ -8,8 +8,8 @@ from typing import Any
 from outrider.errors import OutriderError
 
 
-class Settings:
-    """A config.json or an object inside one. null counts as missing.
+class ConfigReader:
+    """Reads the values of a config.json, or of an object inside one. null counts as missing.
 
     Without a default a missing value raises OutriderError, and so does a value of the wrong type.
     """
@@ -21,34 +21,34 @@ class Settings:
     def __contains__(self, name: str) -> bool:
         return self._data.get(name) is not None
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None) -> int:
         """Return an integer."""
         return int(self._get(name, default, (int,)))
 
     def size(self, name: str, default: int | None = None) -> int:
         """Return a positive integer."""
-        value = self.whole(name, default)
+        value = self.integer(name, default)
         if value < 1:
             raise OutriderError(f"{self._where} has {value} for {name!r}; correct it to a positive integer")
         return value
 
-    def real(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         """Return a number."""
         return float(self._get(name, default, (int, float)))
 
-    def flag(self, name: str, default: bool | None = None) -> bool:
+    def boolean(self, name: str, default: bool | None = None) -> bool:
         """Return a boolean."""
         return bool(self._get(name, default, (bool,)))
 
-    def text(self, name: str, default: str | None = None) -> str:
+    def string(self, name: str, default: str | None = None) -> str:
         """Return a string."""
         return str(self._get(name, default, (str,)))
 
-    def texts(self, name: str) -> tuple[str, ...]:
+    def strings(self, name: str) -> tuple[str, ...]:
         """Return a list of strings, or () if it is missing."""
         return tuple(str(item) for item in self._get(name, [], (list, tuple)))
 
-    def wholes(self, name: str) -> tuple[int, ...] | None:
+    def integers(self, name: str) -> tuple[int, ...] | None:
         """Return a list of integers, or None if it is missing."""
         value = self._data.get(name)
         if value is None:
@@ -57,16 +57,16 @@ class Settings:
             raise OutriderError(f"{self._where} has {value!r} for {name!r}; correct it to a list of integers")
         return tuple(value)
 
-    def table(self, name: str) -> Settings:
+    def object(self, name: str) -> ConfigReader:
         """Return a nested object, or an empty one if it is missing."""
-        return Settings(self._get(name, {}, (dict,)), f"{self._where}: {name}")
+        return ConfigReader(self._get(name, {}, (dict,)), f"{self._where}: {name}")
 
-    def tables(self, name: str) -> list[Settings]:
+    def objects(self, name: str) -> list[ConfigReader]:
         """Return a list of nested objects, or an empty list if it is missing."""
         value = self._get(name, [], (list, tuple))
         if not all(isinstance(item, Mapping) for item in value):
             raise OutriderError(f"{self._where} has {value!r} for {name!r}; correct it to a list of objects")
-        return [Settings(item, f"{self._where}: {name}") for item in value]
+        return [ConfigReader(item, f"{self._where}: {name}") for item in value]
 
     def _get(self, name: str, default: Any, types: tuple[type, ...]) -> Any:
         value = self._data.get(name)

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+from aiohttp import ClientError, ClientSession
 
-from outrider.client.server import base_url
-from outrider.errors import OutriderError
+from outrider.client.server import connect as connect_server
+from outrider.client.server import find_model
 from outrider.loadgen.response import MAX_ERROR_LENGTH, RequestResult, ResponseRecorder
 from outrider.loadgen.settings import Settings
 from outrider.loadgen.workload import PlannedRequest, plan_requests
@@ -66,13 +66,9 @@ async def connect(settings: Settings) -> AsyncIterator[tuple[Client, str]]:
     Raises:
         OutriderError: the server cannot be reached, or it lists no model.
     """
-    headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    timeout = ClientTimeout(total=settings.timeout)
-    connector = TCPConnector(limit=0)  # no limit of connections
-    async with ClientSession(headers=headers, timeout=timeout, connector=connector, trust_env=True) as http:
-        url = base_url(settings.base_url)
-        model = settings.model or await _first_model(http, url)
-        yield Client(http, url), model
+    async with connect_server(settings.base_url, api_key=settings.api_key, timeout=settings.timeout) as server:
+        model = settings.model or await find_model(server, None)
+        yield Client(server.http, server.url), model
 
 
 async def run_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[RequestResult], float]:
@@ -125,12 +121,3 @@ async def _open_loop(
         await asyncio.sleep(max(send_time - client.seconds, 0))
         tasks.append(asyncio.create_task(client.send(planned, number)))
     return await asyncio.gather(*tasks)
-
-
-async def _first_model(http: ClientSession, url: str) -> str:
-    """Return the name of the first model of the server."""
-    try:
-        async with http.get(f"{url}/models", raise_for_status=True) as response:
-            return str((await response.json(content_type=None))["data"][0]["id"])
-    except (ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise OutriderError(f"{url} does not list a model ({error}); check --base-url, or give --model") from error

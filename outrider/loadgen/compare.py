@@ -77,7 +77,7 @@ async def run_both(settings: Settings, prompts: Sequence[Prompt]) -> tuple[Serve
 def comparison(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the rates of the first server over those of the second, and the second's latencies over the first's.
 
-    A ratio above 1 is in favour of the first server. None: one of the two is missing.
+    A ratio above 1 is in favor of the first server. None: one of the two is missing.
     """
     ratios: dict[str, float | None] = {name: _ratio(first[name], second[name]) for name in _RATES}
     for name in _LATENCIES:
@@ -108,7 +108,7 @@ def _headings(document: Mapping[str, Any]) -> list[str]:
 
 
 _NOTE = (
-    "Latencies are p50 / p95 / p99. A ratio above 1 is in favour of the first server. Both servers got the same"
+    "Latencies are p50 / p95 / p99. A ratio above 1 is in favor of the first server. Both servers got the same"
     " requests, in the order A, B, B, A."
 )
 

@@ -1,6 +1,6 @@
 """What the engine expects of models: block generators, a streaming decoder, a scorer and a router.
 
-The protocols know no pictures and no sound. A block is a latent of a fixed shape. The decoder turns it into content:
+The protocols are the same for video and audio. A block is a latent of a fixed shape. The decoder turns it into content:
 frames of a video, or samples of a recording. The scorer gives one score for each unit of content: a frame, or a window.
 """
 

@@ -96,7 +96,7 @@ class MediaResult:
         return sum((block.seconds for block in self.blocks), Seconds())
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but latents and content."""
+        """Return the result for a JSON document, without latents and content."""
         return {
             "exact": self.exact,
             "prompt": self.prompt,

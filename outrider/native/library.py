@@ -23,7 +23,18 @@ from outrider.errors import UnsupportedModel
 _log = logging.getLogger("outrider")
 _SOURCE_FOLDER = Path(__file__).parent / "csrc"
 _UNITS = ("decoder.cpp", "rules.cpp", "suffix.cpp")
-_SOURCES = (*_UNITS, "simd.h", "matrix.h", "sampling.h", "threads.h", "linear.h", "experts.h", "attention.h")
+_HEADERS = (
+    "simd.h",
+    "matrix.h",
+    "sampling.h",
+    "places.h",
+    "threads.h",
+    "team_size.h",
+    "linear.h",
+    "experts.h",
+    "attention.h",
+)
+_SOURCES = (*_UNITS, *_HEADERS)
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 _TIMEOUT = 600  # seconds for one call of the compiler
 

@@ -25,22 +25,6 @@ def mean_ttft(prefill: float, rate: float) -> float:
     return prefill + rate * prefill**2 / (2 * (1 - rate * prefill))
 
 
-def mean_ttft_pipeline(prefill: float, rate: float) -> float:
-    """Return D + R D^2 / (4 (2 - R D)): a prefill in a pipeline of two stages (DistServe, eq. 2)."""
-    if rate * prefill >= 2:
-        raise OutriderError(f"{rate:g} prompts/s of {prefill:.3g} s are more than two stages can do; use a lower rate")
-    return prefill + rate * prefill**2 / (4 * (2 - rate * prefill))
-
-
-def mean_ttft_tensor(prefill: float, rate: float, speedup: float) -> float:
-    """Return D / K + R D^2 / (2 K (K - R D)): two tensor-parallel devices, K times as fast (DistServe, eq. 3)."""
-    if not 1 <= speedup <= 2:
-        raise OutriderError(f"the speedup of two devices is {speedup}; use a number from 1 to 2")
-    if rate * prefill >= speedup:
-        raise OutriderError(f"{rate:g} prompts/s of {prefill:.3g} s are more than two devices can do; use a lower rate")
-    return prefill / speedup + rate * prefill**2 / (2 * speedup * (speedup - rate * prefill))
-
-
 def transfer_bandwidth(cache_bytes: float, rate: float) -> float:
     """Return the bytes/s that R requests per second move from prefill to decode devices (DistServe, section 3.3)."""
     return cache_bytes * rate

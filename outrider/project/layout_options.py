@@ -64,7 +64,7 @@ def find_layout(
 
 
 def find_draft_devices(
-    options: ProjectOptions, drafting: Drafting, layout: Layout, shares: Mapping[str, Sequence[float]]
+    options: ProjectOptions, drafting: Drafting, shares: Mapping[str, Sequence[float]]
 ) -> tuple[DraftDevice | None, ...]:
     """Return the machine of the draft in each case; None: the draft has no machine of its own.
 

@@ -193,8 +193,12 @@ Rate = Annotated[
     float | None,
     typer.Option(metavar="RATE", help="Requests/s. Adds prefill on its own devices.", rich_help_panel=_SEPARATE),
 ]
-PromptTokens = Annotated[int, typer.Option(help="Tokens of a prompt.", rich_help_panel=_SEPARATE)]
-OutputTokens = Annotated[int, typer.Option(help="Tokens of an output.", rich_help_panel=_SEPARATE)]
+PromptTokens = Annotated[
+    int | None, typer.Option(help="With --rate: tokens of a prompt. Default: 1024.", rich_help_panel=_SEPARATE)
+]
+OutputTokens = Annotated[
+    int | None, typer.Option(help="With --rate: tokens of an output. Default: 256.", rich_help_panel=_SEPARATE)
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,5 +240,5 @@ class ProjectOptions:
     draft_machine: DraftMachine = None
     overlap: OverlapOption = "none"
     rate: Rate = None
-    prompt_tokens: PromptTokens = 1024
-    output_tokens: OutputTokens = 256
+    prompt_tokens: PromptTokens = None
+    output_tokens: OutputTokens = None

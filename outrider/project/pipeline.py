@@ -8,11 +8,6 @@ from outrider.errors import OutriderError
 from outrider.project.equations import Model
 
 
-def bubble_share(stages: int, groups: float) -> float:
-    """Return (p - 1) / (m + p - 1), the idle share of p stages that m groups pass once (GPipe, Huang et al. 2019)."""
-    return (stages - 1) / (groups + stages - 1)
-
-
 def pipeline_round(stage_seconds: float, *, stages: int, groups: float, imbalance: float = 1.0) -> float:
     """Return max(p t, m b t), the seconds until all groups of sequences have passed a full pipeline once.
 

@@ -100,7 +100,7 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
     layout = find_layout(options, target, hardware, ks, given_k=bool(lists.k))
     if layout.filled and not lists.k:
         ks = tuple(k for k in ks if k < layout.pipeline)
-    draft_devices = find_draft_devices(options, drafting, layout, lists.shares)
+    draft_devices = find_draft_devices(options, drafting, lists.shares)
     pairs = [
         Pair(
             target=target,
@@ -114,15 +114,6 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
         for case, draft_device in zip(cases, draft_devices, strict=True)
     ]
     training = _training(options)
-    results = []
-    for context in lists.context:
-        results += [_result(pairs, batch, context, ks, drafting) for batch in lists.batch]
-    for result in results:
-        _add_step_speedup(result, training)
-    stops_paying = []
-    for context in lists.context:
-        by_case = {pair.efficiency.name: pair.stops_paying(context, ks) for pair in pairs}
-        stops_paying.append({"context": context, **by_case})
     return {
         "benchmark": "outrider project",
         "projection": NOTE,
@@ -136,14 +127,31 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
         "draft_machine": None if draft_devices[0] is None else asdict(draft_devices[0]),
         "free_tokens": {case.name: _free_tokens(target, hardware, case) for case in cases},
         "memory": [_memory(pairs[0], context, lists.batch) for context in lists.context],
-        **({"separate": separate_prefill(options, pairs, lists.batch, ks)} if options.rate is not None else {}),
+        **separate_prefill(options, pairs, lists.batch, ks),
         **({"rl": training} if training else {}),
-        "results": results,
-        "stops_paying": stops_paying,
+        "results": _results(pairs, lists, ks, training),
+        "stops_paying": [_stops_paying(pairs, context, ks) for context in lists.context],
         "versions": {"outrider": __version__},
         "commit": machine.commit(),
         "definitions": dict(DEFINITIONS),
     }
+
+
+def _results(
+    pairs: Sequence[Pair], lists: ParsedLists, ks: Sequence[int], training: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the entries of all contexts and batch sizes."""
+    results = []
+    for context in lists.context:
+        results += [_result(pairs, batch, context, ks) for batch in lists.batch]
+    for result in results:
+        _add_step_speedup(result, training)
+    return results
+
+
+def _stops_paying(pairs: Sequence[Pair], context: int, ks: Sequence[int]) -> dict[str, int | None]:
+    """Return the batch size from which no k gains at a context, in each case."""
+    return {"context": context, **{pair.efficiency.name: pair.stops_paying(context, ks) for pair in pairs}}
 
 
 def _training(options: ProjectOptions) -> dict[str, Any]:
@@ -224,8 +232,9 @@ def _draft_lengths(ks: Sequence[int], acceptance: Acceptance) -> tuple[int, ...]
     return tuple(ks) or tuple(range(1, (known or _DEFAULT_MAX_K) + 1))
 
 
-def _result(pairs: Sequence[Pair], batch: int, context: int, ks: Sequence[int], drafting: Drafting) -> dict[str, Any]:
+def _result(pairs: Sequence[Pair], batch: int, context: int, ks: Sequence[int]) -> dict[str, Any]:
     """Return the entry of one batch size and context, with all cases."""
+    drafting = pairs[0].drafting  # the same in all cases
     best = {pair.efficiency.name: pair.best(batch, context, ks) for pair in pairs}
     return {
         "batch": batch,

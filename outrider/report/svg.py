@@ -1,4 +1,4 @@
-"""Renders matplotlib figures as SVG with the colours, the font and the width of the page around them."""
+"""Renders matplotlib figures as SVG with the colors, the font and the width of the page around them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Placeholder colours. `_to_svg` replaces them by CSS variables, which differ between light and dark mode.
+# Placeholder colors. `_to_svg` replaces them by CSS variables, which differ between light and dark mode.
 INK, MUTED, GRID, TRACK = "#000101", "#000102", "#000103", "#000104"
 PLAIN, FAST, LIMIT = "#000105", "#000106", "#000107"
 DRAFT, TARGET, HOST = "#000108", "#000109", "#000110"
@@ -30,7 +30,7 @@ _CSS_NAMES: Mapping[str, str] = MappingProxyType(
         DRAFT: "draft",
         TARGET: "target",
         HOST: "host",
-        **{colour: f"series-{i}" for i, colour in enumerate(SERIES)},
+        **{color: f"series-{i}" for i, color in enumerate(SERIES)},
     }
 )
 _WIDTH = 4.0  # inches of 72 units: about the width of a phone, so that text is not scaled there

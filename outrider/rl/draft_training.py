@@ -1,4 +1,4 @@
-"""Train the draft together with the policy, on hidden states that the policy computes anyway.
+"""Train the draft together with the policy, on hidden states that the policy has computed already.
 
 The pass that computes the log-probabilities of the rollouts also records the hidden states of the policy. They are
 detached and belong to no graph, and the draft has its own optimizer and its own clipping of gradients. So the policy's
@@ -77,9 +77,9 @@ class DraftTraining:
             kind: draft for a draft model; the kind of a draft head, such as mtp or eagle3.
             lr: learning rate.
             loss: as of `outrider train --loss`.
-            max_tokens: tokens of rollouts that one step of the draft trains on at most.
-            tolerance: the share of the acceptance that an update may cost. If it costs more, and the difference is
-                larger than chance explains, it is taken back.
+            max_tokens: the most tokens of rollouts that one step of the draft trains on.
+            tolerance: the share of the acceptance that an update may cost. An update that costs more is taken back, if
+                the difference is larger than chance explains.
 
         Raises:
             OutriderError: the draft cannot be trained, or an option is out of range.
@@ -153,7 +153,7 @@ class DraftTraining:
         collator = Collator(self._trainee.aux_states, self._layers, tables, self._trainee.ids)
         groups = micro_batches(samples, _MICRO_BATCH_TOKENS)
         self._previous = _copied(self._trainee.module)
-        batches = (collator.collate(group, everything=False) for group in groups)
+        batches = (collator.collate(group, train_on_prompts=False) for group in groups)
         stats = self._trainer.train(batches, progress=_PEAK)
         self.acceptance = tuple(stats.acceptance) or self.acceptance
         self.engine.update_draft(_copied(self._trainee.module))

@@ -8,19 +8,21 @@ answers, plus a KL penalty against the first policy.
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
+from outrider.heads.files import save_tensors
 from outrider.rl.draft_training import DraftTraining
 from outrider.rl.records import Rollout, RolloutTensors, rollout_tensors
 from outrider.rl.report import Speculation, StepReport, StepSeconds, by_draft_age, by_phase, by_version
@@ -28,6 +30,7 @@ from outrider.rl.rewards import Problem, RewardFunction, compute_rewards
 from outrider.rl.rollout import RolloutEngine
 
 _CHECKPOINT = "grpo.pt"
+_CHECKPOINT_KEYS = frozenset({"policy", "optimizer", "steps", "version", "settings", "draft"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,26 @@ class GRPOSettings:
             raise OutriderError(f"beta is {self.beta}; use 0 for no KL penalty, or a number above 0")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MicroBatch:
+    """Rollouts of one forward pass, with the values that are the same in all updates of a step."""
+
+    tensors: RolloutTensors
+    advantages: torch.Tensor  # [B]
+    old: torch.Tensor  # [B, S] log-probabilities under the policy before the updates
+    reference: torch.Tensor | None  # [B, S] log-probabilities under the reference model; None: no KL penalty
+    weights: torch.Tensor | None  # [B, S] importance weights; None: all are 1
+
+
+class _Update(NamedTuple):
+    """The figures of the updates of a step."""
+
+    loss: float = 0.0
+    kl: float = 0.0  # estimate of the divergence from the reference model
+    grad_norm: float = 0.0
+    logprob_error: float = 0.0  # largest difference between the log-probabilities of engine and trainer
+
+
 class GRPO:
     """Trains a policy on rollouts of an engine that follows its weights."""
 
@@ -108,7 +131,14 @@ class GRPO:
         """Run steps until `steps` are finished, with those of a restored checkpoint. Yield the report of each.
 
         `checkpoint` is a folder that gets a checkpoint after every `every` steps.
+
+        Raises:
+            OutriderError: there are no problems, `every` is below 1, or a checkpoint cannot be written.
         """
+        if not problems:
+            raise OutriderError("there are no problems to train on; give at least one")
+        if every < 1:
+            raise OutriderError(f"every is {every}; use a number of steps above 0")
         while self.steps < steps:
             yield self.step(self.problems_of(problems, self.steps))
             if checkpoint is not None and self.steps % every == 0:
@@ -124,7 +154,7 @@ class GRPO:
         return chosen
 
     def step(self, problems: Sequence[Problem]) -> StepReport:
-        """Sample answers, judge them, update the policy, and give its weights to the engine."""
+        """Sample answers, reward them, update the policy, and give its weights to the engine."""
         settings = self.settings
         seconds = StepSeconds()
         version = self.engine.version
@@ -147,7 +177,7 @@ class GRPO:
         used = (~values.isnan()).flatten().tolist()
         # Without a KL penalty, an answer as good as the mean of its group has no gradient.
         learned = [b for b in range(len(rewards)) if used[b] and (settings.beta or advantages[b] != 0)]
-        loss, kl, norm, error = self._update(batch.rollouts, advantages.float(), learned, seconds)
+        update = self._update(batch.rollouts, advantages.float(), learned, seconds)
         self.steps += 1
         if self.draft is not None:
             with _timed(seconds, "draft"):
@@ -160,10 +190,10 @@ class GRPO:
             seconds=seconds,
             rewards=tuple(None if reward.failed else reward.value for reward in rewards),
             errors=tuple(reward.error for reward in rewards if reward.failed),
-            loss=loss,
-            kl=kl,
-            grad_norm=norm,
-            logprob_error=error,
+            loss=update.loss,
+            kl=update.kl,
+            grad_norm=update.grad_norm,
+            logprob_error=update.logprob_error,
             speculation=Speculation.of(batch.rollouts),
             by_version=by_version(batch.rollouts),
             by_draft_age=by_draft_age(batch.rollouts),
@@ -182,9 +212,13 @@ class GRPO:
         return torch.nn.functional.pad(chosen, (1, 0)) * tensors.completion_mask.to(device)
 
     def save(self, folder: str | Path) -> None:
-        """Write a checkpoint of policy, optimizer and step. An existing one stays intact if this fails."""
+        """Write a checkpoint of policy, optimizer and step. An existing one stays intact if this fails.
+
+        Raises:
+            OutriderError: the disk is full, or the folder cannot be written.
+        """
         path = Path(folder).expanduser()
-        path.mkdir(parents=True, exist_ok=True)
+        temporary = path / f"{_CHECKPOINT}.new"
         state = {
             "policy": self.policy.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -193,19 +227,27 @@ class GRPO:
             "settings": asdict(self.settings),
             "draft": None if self.draft is None else self.draft.state_dict(),
         }
-        torch.save(state, path / f"{_CHECKPOINT}.new")
-        (path / f"{_CHECKPOINT}.new").replace(path / _CHECKPOINT)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            save_tensors(state, temporary)
+            temporary.replace(path / _CHECKPOINT)
+        except (OSError, RuntimeError) as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise OutriderError(
+                f"{path / _CHECKPOINT} cannot be written ({error}); free some space, or give another folder"
+            ) from error
 
     def restore(self, folder: str | Path) -> None:
         """Go on from a checkpoint, with the tokens that the run would have sampled without the interruption.
 
         Raises:
-            OutriderError: there is no checkpoint, or it has other settings.
+            OutriderError: there is no checkpoint, it is damaged, or it has other settings.
         """
         path = Path(folder).expanduser() / _CHECKPOINT
         if not path.is_file():
             raise OutriderError(f"{path} does not exist; give the folder of a checkpoint, or start a new run")
-        state = torch.load(path, weights_only=True)
+        state = _read_checkpoint(path)
         own = asdict(self.settings)
         if changed := [name for name, value in own.items() if state["settings"].get(name) != value]:
             name = changed[0]
@@ -239,53 +281,87 @@ class GRPO:
 
     def _update(
         self, rollouts: Sequence[Rollout], advantages: torch.Tensor, learned: Sequence[int], seconds: StepSeconds
-    ) -> tuple[float, float, float, float]:
+    ) -> _Update:
         """Update the policy on the rollouts with the indices `learned`.
 
-        Returns:
-            The loss, the KL estimate, the gradient norm and the log-probability error.
+        Raises:
+            OutriderError: the gradient is not finite.
         """
         if not learned:
-            return 0.0, 0.0, 0.0, 0.0
+            return _Update()
+        settings = self.settings
         tokens = sum(len(rollouts[b].token_ids) for b in learned)
-        size = self.settings.micro_batch
-        parts = [list(learned[begin : begin + size]) for begin in range(0, len(learned), size)]
-        tensors = [rollout_tensors([rollouts[b] for b in part], pad_token_id=0) for part in parts]
-        with _timed(seconds, "logprobs"), torch.no_grad():
-            old = [
-                self._recorded_logprobs(part, [rollouts[b] for b in indices])
-                for part, indices in zip(tensors, parts, strict=True)
-            ]
-            reference = [self.logprobs(self._reference, part) for part in tensors] if self._reference else None
-        weights = [self._importance(own, part) for own, part in zip(old, tensors, strict=True)]
+        groups = [
+            list(learned[begin : begin + settings.micro_batch])
+            for begin in range(0, len(learned), settings.micro_batch)
+        ]
+        batches = [
+            self._micro_batch([rollouts[b] for b in indices], advantages[indices], seconds) for indices in groups
+        ]
         error = max(
-            float((own - part.sampled_logprobs.to(own.device)).abs().max())
-            for own, part in zip(old, tensors, strict=True)
+            float((batch.old - batch.tensors.sampled_logprobs.to(batch.old.device)).abs().max()) for batch in batches
         )
         loss, kl, norm = 0.0, 0.0, 0.0
         with _timed(seconds, "training"):
-            for _ in range(self.settings.updates):
+            for _ in range(settings.updates):
                 self.optimizer.zero_grad()
                 loss, kl = 0.0, 0.0
-                for i, (part, indices) in enumerate(zip(tensors, parts, strict=True)):
-                    new = self.logprobs(self.policy, part)
-                    mask = part.completion_mask.to(new.device)
-                    advantage = advantages[indices].to(new.device)[:, None]
-                    objective = clipped_objective(new, old[i], advantage, self.settings.clip)
-                    if (weight := weights[i]) is not None:
-                        objective = objective * weight
-                    total = objective[mask].sum()
-                    if reference is not None:
-                        divergence = kl_estimate(new, reference[i])[mask].sum()
-                        total = total + self.settings.beta * divergence
-                        kl += float(divergence.detach()) / tokens
-                    (total / tokens).backward()  # type: ignore[no-untyped-call]
-                    loss += float(total.detach()) / tokens
-                norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.max_grad_norm))
+                for batch in batches:
+                    batch_loss, batch_kl = self._backward(batch, tokens)
+                    loss += batch_loss
+                    kl += batch_kl
+                norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), settings.max_grad_norm))
                 if not math.isfinite(norm):
                     raise OutriderError(f"the gradient of step {self.steps + 1} is not finite; lower lr")
                 self.optimizer.step()
-        return loss, kl, norm, error
+        return _Update(loss, kl, norm, error)
+
+    def _micro_batch(self, rollouts: Sequence[Rollout], advantages: torch.Tensor, seconds: StepSeconds) -> _MicroBatch:
+        """Compute the log-probabilities of rollouts under the policy and the reference model."""
+        tensors = rollout_tensors(rollouts, pad_token_id=0)
+        with _timed(seconds, "logprobs"), torch.no_grad():
+            old = self._recorded_logprobs(tensors, rollouts)
+            reference = None if self._reference is None else self.logprobs(self._reference, tensors)
+        return _MicroBatch(
+            tensors=tensors,
+            advantages=advantages,
+            old=old,
+            reference=reference,
+            weights=self._importance(old, tensors),
+        )
+
+    def _backward(self, batch: _MicroBatch, tokens: int) -> tuple[float, float]:
+        """Add the gradient of a micro-batch. Return its loss and KL estimate, each divided by `tokens`."""
+        settings = self.settings
+        new = self.logprobs(self.policy, batch.tensors)
+        mask = batch.tensors.completion_mask.to(new.device)
+        objective = clipped_objective(new, batch.old, batch.advantages.to(new.device)[:, None], settings.clip)
+        if batch.weights is not None:
+            objective = objective * batch.weights
+        loss = objective[mask].sum()
+        kl = 0.0
+        if batch.reference is not None:
+            divergence = kl_estimate(new, batch.reference)[mask].sum()
+            loss = loss + settings.beta * divergence
+            kl = float(divergence.detach()) / tokens
+        (loss / tokens).backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach()) / tokens, kl
+
+
+def _read_checkpoint(file: Path) -> dict[str, Any]:
+    """Return the state in a checkpoint.
+
+    Raises:
+        OutriderError: the file cannot be read, or it is not a checkpoint of `GRPO`.
+    """
+    try:
+        state = torch.load(file, weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise OutriderError(f"{file} cannot be read ({reason}); give another checkpoint, or start a new run") from error
+    if not isinstance(state, dict) or not state.keys() >= _CHECKPOINT_KEYS:
+        raise OutriderError(f"{file} is not a checkpoint of GRPO; give another checkpoint, or start a new run")
+    return state
 
 
 def group_advantages(rewards: torch.Tensor, *, scale: bool = True) -> torch.Tensor:

@@ -94,7 +94,7 @@ class _Call:
         self._thread.join(max(self._deadline - monotonic(), 0.0))
 
     def runs(self) -> bool:
-        """Return whether the call has neither ended nor used its time up. Fix the reward if it has not."""
+        """Return whether the call still runs and has time left. If its time is up, the reward is an error."""
         if self._thread.is_alive() and monotonic() < self._deadline:
             return True
         self._result = self._result or Reward(error=f"the reward function took more than {self._timeout:g} s")

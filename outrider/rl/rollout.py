@@ -45,7 +45,7 @@ class Sample:
 class _Pending:
     """A rollout that is not finished."""
 
-    row: SequenceState
+    seq: SequenceState
     prompt: int
     sample: int
     group: str
@@ -64,9 +64,9 @@ class RolloutEngine:
 
         Args:
             llm: the policy and its proposer.
-            allow_lossy: the name of the engine's lossy verification rule, to use it in spite of what it does: the
-                tokens are then not samples of the policy. Importance weights correct that for `blend` only, whose
-                `sampled_logprobs` are those of the distribution that the tokens were sampled from.
+            allow_lossy: the name of the engine's lossy verification rule, to use it although its tokens are not samples
+                of the policy. Importance weights correct that for `blend` only, whose `sampled_logprobs` are those of
+                the distribution that the tokens were sampled from.
 
         Raises:
             OutriderError: the engine has a lossy rule that is not allowed by name.
@@ -218,8 +218,8 @@ class RolloutEngine:
         pairs = zip(requests, samples, strict=True)
         # Groups whose rollouts were long start first, so that they do not run alone at the end. New groups may be long.
         for request, sample in sorted(pairs, key=lambda pair: -self._mean_length.get(pair[0].group, inf)):
-            row = self.llm.add(request)
-            self._pending[request.id] = _Pending(row, sample.prompt, sample.sample, request.group)
+            seq = self.llm.add(request)
+            self._pending[request.id] = _Pending(seq, sample.prompt, sample.sample, request.group)
         return [request.id for request in requests]
 
     def completed(self) -> Iterator[Rollout]:
@@ -242,7 +242,7 @@ class RolloutEngine:
 
     def lengths(self) -> dict[int, int]:
         """Return the output tokens so far of the unfinished rollouts, by id."""
-        return {id: entry.row.num_output_tokens for id, entry in self._pending.items()}
+        return {id: entry.seq.num_output_tokens for id, entry in self._pending.items()}
 
     def step(self) -> dict[int, Rollout]:
         """Run one round and return the rollouts that it has finished, by id.
@@ -255,21 +255,21 @@ class RolloutEngine:
         done = {}
         before = self.llm.stats
         began = perf_counter()
-        rows = self.llm.engine.step()
+        seqs = self.llm.engine.step()
         self.regimes.add(before, self.llm.stats, perf_counter() - began)
-        for row in rows:
-            entry = self._pending.get(row.request.id)
-            if row.finish_reason and entry:
-                del self._pending[row.request.id]
-                mean = self._mean_length.setdefault(entry.group, float(row.num_output_tokens))
-                self._mean_length[entry.group] = mean + (row.num_output_tokens - mean) * _LENGTH_RATE
-                done[row.request.id] = Rollout.of(
-                    self.llm.completion(row),
+        for seq in seqs:
+            entry = self._pending.get(seq.request.id)
+            if seq.finish_reason and entry:
+                del self._pending[seq.request.id]
+                mean = self._mean_length.setdefault(entry.group, float(seq.num_output_tokens))
+                self._mean_length[entry.group] = mean + (seq.num_output_tokens - mean) * _LENGTH_RATE
+                done[seq.request.id] = Rollout.of(
+                    self.llm.completion(seq),
                     prompt=entry.prompt,
                     sample=entry.sample,
                     group=entry.group,
                     draft_version=self.draft_version,
-                    rounds=row.rounds,
+                    rounds=seq.rounds,
                 )
         return done
 

@@ -32,7 +32,7 @@ class TRLRollouts:
     """
 
     def __init__(self, engine: RolloutEngine, *, statistics: bool = True) -> None:
-        """Use an engine whose model has the weights' names of the trainer's model.
+        """Use an engine for the model that the trainer trains. The names of their weights must be the same.
 
         Args:
             engine: a rollout engine with an exact verifier.

@@ -15,6 +15,7 @@ from outrider.core.config import EngineConfig
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import check_model
 from outrider.loader.embedded import model_folder
+from outrider.report.console import count_text
 from outrider.scale.application import APP, build_application
 from outrider.scale.cluster import connect
 from outrider.scale.package import import_ray, import_serve
@@ -86,5 +87,5 @@ def _handle_signals(stopped: threading.Event) -> None:
 
 def _replicas(scale: ScaleSettings) -> str:
     if not scale.autoscales:
-        return f"{scale.replicas} replicas"
+        return count_text(scale.replicas, "replica")
     return f"{scale.replicas} to {scale.max_replicas} replicas"

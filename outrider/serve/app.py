@@ -87,10 +87,15 @@ def make_app(
     if settings.weight_updates is not None:
         add_weight_routes(app, async_llm, weight_root(settings.weight_updates))
     add_handlers(app)
-    # A middleware that is added later runs earlier.
+    async_llm.tracer = tracer
+    _add_middleware(app, settings, tracer)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: Settings, tracer: Tracer | None) -> None:
+    """Add the middleware. What is added later runs earlier."""
     app.add_middleware(BodyLimitMiddleware, max_bytes=1024 * settings.max_body_kb)
     if tracer:
-        async_llm.tracer = tracer
         app.add_middleware(TraceMiddleware, tracer=tracer)
     if keys := all_keys(settings):
         app.add_middleware(ApiKeyMiddleware, keys=keys)
@@ -103,7 +108,6 @@ def make_app(
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(RequestLog)
-    return app
 
 
 def _add_routes(

@@ -21,6 +21,7 @@ from outrider.loader.embedded import model_folder
 from outrider.loader.gguf import is_gguf
 from outrider.parallel.ranks import Ranks
 from outrider.propose.leaves import draft_models
+from outrider.report.console import count_text
 from outrider.serve.api_keys import read_keys
 from outrider.serve.ranks import Leader
 from outrider.serve.settings import Settings
@@ -56,17 +57,15 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         from outrider.serve.monitoring.tracing import make_tracer
     except ImportError as error:
         raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
-    check_tls(settings.tls_cert, settings.tls_key)
-    if settings.api_keys:
-        read_keys(settings.api_keys)  # a mistake is reported before the models are loaded
+    _check_files(settings)
     tracer = make_tracer() if settings.otel else None
     configure_logging(settings.log_format)
     name = settings.served_model_name or model_name(model_folder(target).resolve())
     with ExitStack() as stack:
         sockets = [stack.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
+        videos = load_videos(settings)  # first, because these models are small, and a mistake is reported early
         llm = load()
         typer.echo(_cache_summary(llm), err=True)
-        videos = load_videos(settings)
         async_llm = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs)
         leader = None
         if ranks is not None:
@@ -87,7 +86,8 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         if videos is not None:
             typer.echo(f"{videos.served.name} makes videos, which are not exact", err=True)
         typer.echo(
-            f"{name} at {base_url(settings, sockets[0].getsockname()[1])}, {settings.max_num_seqs} sequences at once",
+            f"{name} at {base_url(settings, sockets[0].getsockname()[1])},"
+            f" {count_text(settings.max_num_seqs, 'sequence')} at once",
             err=True,
         )
         with _clean_exit(server):
@@ -96,6 +96,21 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
             leader.stop()
     if not server.started:
         raise typer.Exit(1)
+
+
+def _check_files(settings: Settings) -> None:
+    """Check the files and folders of the settings, so that a mistake is reported before the models are loaded.
+
+    Raises:
+        OutriderError: one of them cannot be used.
+    """
+    from outrider.serve.weight_routes import weight_root
+
+    check_tls(settings.tls_cert, settings.tls_key)
+    if settings.api_keys:
+        read_keys(settings.api_keys)
+    if settings.weight_updates is not None:
+        weight_root(settings.weight_updates)
 
 
 def load_videos(settings: Settings) -> VideoService | None:

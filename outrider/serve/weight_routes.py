@@ -100,8 +100,8 @@ def add_weight_routes(app: FastAPI, async_llm: AsyncLLM, root: Path) -> None:
 
     @app.post("/wake_up", responses=RESPONSES)
     async def wake_up() -> dict[str, Any]:
-        with attribute_errors("level"):
-            await async_llm.call(lambda llm: llm.weights.wake())
+        """Load what `/sleep` has freed. Requests go on."""
+        await async_llm.call(lambda llm: llm.weights.wake())
         return {"status": "awake"}
 
     @app.get("/is_sleeping", responses=RESPONSES)

@@ -13,11 +13,11 @@ import torch
 
 from outrider.core.types import DraftKind
 from outrider.testing.drive import expect
-from outrider.testing.enumeration import Instance, round_laws
+from outrider.testing.enumeration import Instance, round_distributions
 from outrider.verify.relaxed.groups import Groups
 from outrider.verify.rules import VerifyFunction
 
-Distance = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (law [N, V], p [N, V]) -> [N]
+Distance = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (emitted [N, V], p [N, V]) -> [N]
 
 _CASES: tuple[dict[str, float], ...] = (
     {},
@@ -30,12 +30,12 @@ _CASES: tuple[dict[str, float], ...] = (
 )
 
 
-def total_variation(law: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def total_variation(emitted: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Return [N], half the sum of the differences."""
-    return (law - p).abs().sum(-1) / 2
+    return (emitted - p).abs().sum(-1) / 2
 
 
-def bin_distance(law: torch.Tensor, p: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def bin_distance(emitted: torch.Tensor, p: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return [N], the smallest r such that tokens of both distributions can be paired at most r bins apart.
 
     It is the Wasserstein distance of infinite order between the bins. It is infinite if tokens that are no bins, which
@@ -44,40 +44,40 @@ def bin_distance(law: torch.Tensor, p: torch.Tensor, order: torch.Tensor) -> tor
     tolerance = 1e-12
     is_bin = order >= 0
     sequence = order.masked_fill(~is_bin, len(order)).argsort()[: int(is_bin.sum())]
-    one, two = law[:, sequence].cumsum(-1), p[:, sequence].cumsum(-1)
-    result = torch.full_like(law[:, 0], torch.inf)
+    one, two = emitted[:, sequence].cumsum(-1), p[:, sequence].cumsum(-1)
+    result = torch.full_like(emitted[:, 0], torch.inf)
     for r in reversed(range(one.shape[1])):
         width = one.shape[1] - r
         fits = (one[:, :width] <= two[:, r:] + tolerance) & (two[:, :width] <= one[:, r:] + tolerance)
         result = torch.where(fits.all(-1), float(r), result)
-    others_equal = ((law - p).abs() <= tolerance)[:, ~is_bin].all(-1)
+    others_equal = ((emitted - p).abs() <= tolerance)[:, ~is_bin].all(-1)
     return torch.where(others_equal, result, torch.inf)
 
 
-def group_distance(law: torch.Tensor, p: torch.Tensor, groups: Groups) -> torch.Tensor:
+def group_distance(emitted: torch.Tensor, p: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Return [N], the smallest total variation distance from p of the groups that emitted tokens can stand for.
 
     An emitted token stands for one of its groups. The distance is 0 if the groups can be chosen so that they have the
     target's distribution. By Strassen's theorem it is the largest excess, over sets of tokens, of their probability
     over that of all groups with one of them. There are 2**V sets, so the vocabulary must be small.
     """
-    vocab = law.shape[-1]
+    vocab = emitted.shape[-1]
     mass = groups.mass(p)
-    excess = torch.zeros_like(law[:, 0])
+    excess = torch.zeros_like(emitted[:, 0])
     for chosen in product((0.0, 1.0), repeat=vocab):
-        tokens = law.new_tensor(chosen).expand_as(law)
+        tokens = emitted.new_tensor(chosen).expand_as(emitted)
         touched = groups.mass(tokens) > 0
-        excess = torch.maximum(excess, (law * tokens).sum(-1) - (mass * touched).sum(-1))
+        excess = torch.maximum(excess, (emitted * tokens).sum(-1) - (mass * touched).sum(-1))
     return excess
 
 
 def measure(rule: VerifyFunction, instance: Instance, distance: Distance) -> float:
     """Return the largest distance, over all prefixes, of the tokens that a rule emits in a round of an instance."""
     largest = 0.0
-    for law, p in zip(round_laws(rule, instance), instance.target, strict=True):
-        emitted = law.sum(-1) > 0
-        if bool(emitted.any()):
-            largest = max(largest, float(distance(law[emitted], p[emitted]).max()))
+    for emitted, p in zip(round_distributions(rule, instance), instance.target, strict=True):
+        is_emitted = emitted.sum(-1) > 0
+        if bool(is_emitted.any()):
+            largest = max(largest, float(distance(emitted[is_emitted], p[is_emitted]).max()))
     return largest
 
 

@@ -33,20 +33,20 @@ def expect(condition: bool, message: str) -> None:
         raise ConformanceError(message)
 
 
-def random_tree(rows: Sequence[int], vocab: int, chance: random.Random, *, chain: bool = False) -> Draft:
+def random_tree(rows: Sequence[int], vocab: int, rng: random.Random, *, chain: bool = False) -> Draft:
     """Return a draft of random shape and tokens, with `rows[b]` one-hot nodes for sequence b.
 
     Args:
         rows: the number of nodes of each sequence.
         vocab: the vocabulary size.
-        chance: the random number generator.
+        rng: the random number generator.
         chain: make chains instead of trees.
     """
     size = max(rows)
-    tokens = torch.tensor([[chance.randrange(vocab) for _ in range(size)] for _ in rows], dtype=torch.int64)
+    tokens = torch.tensor([[rng.randrange(vocab) for _ in range(size)] for _ in rows], dtype=torch.int64)
     if chain:
         return tree.chain(tokens, tuple(rows))
-    parents = [[chance.randint(-1, node - 1) for node in range(size)] for _ in rows]
+    parents = [[rng.randint(-1, node - 1) for node in range(size)] for _ in rows]
     return tree.one_hot_tree(tokens, torch.tensor(parents, dtype=torch.int64), tuple(rows))
 
 
@@ -57,11 +57,6 @@ class FuzzedRun:
     target: ToyTarget
     proposer: Proposer
     rng: random.Random
-
-    @classmethod
-    def fresh(cls, target: ToyTarget, proposer: Proposer, rng: random.Random) -> FuzzedRun:
-        """Return a run in which nothing is committed yet."""
-        return cls(target, proposer, rng)
 
     def propose_after(
         self, text: Sequence[int], length: int, params: SamplingParams, *, slots: Sequence[int], budget: int

@@ -124,7 +124,9 @@ def prove(rule: Callable[[Draft, torch.Tensor, Noise], Verdict], instance: Insta
     return _compare(*_enumerate(rule, instance))
 
 
-def round_laws(rule: Callable[[Draft, torch.Tensor, Noise], Verdict], instance: Instance) -> tuple[torch.Tensor, ...]:
+def round_distributions(
+    rule: Callable[[Draft, torch.Tensor, Noise], Verdict], instance: Instance
+) -> tuple[torch.Tensor, ...]:
     """Return the distributions of the tokens that a rule emits in a round, also of a rule that is not exact.
 
     Returns:
@@ -138,15 +140,15 @@ def round_laws(rule: Callable[[Draft, torch.Tensor, Noise], Verdict], instance: 
     emitted = _emitted(cases, verdict, p)
     if not bool(emitted.legal.all()):
         raise OutriderError("the rule accepts nodes that are no path of the draft; fix its path, accepted and bonus")
-    laws = []
+    distributions = []
     for depth in range(len(instance.target)):
         reaches = verdict.accepted >= depth
         prefix = emitted.tokens[reaches, : depth + 1]
         mass = torch.zeros(instance.vocab ** (depth + 1), dtype=torch.float64)
         mass.index_add_(0, _number(prefix, instance.vocab), cases.weight[reaches])
         mass = mass.view(-1, instance.vocab)
-        laws.append(_normalize(mass, torch.zeros_like(mass)))
-    return tuple(laws)
+        distributions.append(_normalize(mass, torch.zeros_like(mass)))
+    return tuple(distributions)
 
 
 def _enumerate(

@@ -69,7 +69,7 @@ def check_proposer(
         setup = toy_setup(target, draw=rng.choice(list(Draw)))
         run_seed = rng.randrange(2**32)  # the two runs of a proposer that learns must have the same rounds
         rngs = [random.Random(run_seed), random.Random(run_seed)] if learns else [rng, rng]
-        first_run, second_run, batch_run = (FuzzedRun.fresh(target, make(setup), run_rng) for run_rng in (*rngs, rng))
+        first_run, second_run, batch_run = (FuzzedRun(target, make(setup), run_rng) for run_rng in (*rngs, rng))
         params = SamplingParams(temperature=rng.choice([0.0, 0.8]))
         text = random_text(target, rng.randint(30, 60), rng)
         length = rng.randint(20, len(text) - 8)

@@ -32,7 +32,7 @@ _PROMPTS = (
     "import os\nimport sys\n\n",
     "The first thing to know about the weather is",
 )
-_NAMES = {
+KIND_TEXTS = {
     Kind.EAGLE: "EAGLE-1 or 2: decoder layers on the last hidden state of the target",
     Kind.EAGLE3: "EAGLE-3: decoder layers on the fused hidden states of several layers",
     Kind.PEAGLE: "P-EAGLE: decoder layers on fused hidden states, with mask tokens; all draft tokens in one pass",
@@ -41,6 +41,7 @@ _NAMES = {
     Kind.HYDRA: "Hydra: heads that also use the draft tokens before them",
     Kind.DFLASH: "DFlash: a block of tokens in one pass",
     Kind.DSPARK: "DSpark: a block of tokens in one pass, corrected token by token",
+    Kind.XPRESS: "XPress: a block of tokens in one pass, corrected by all draft tokens before each one",
     Kind.KV_SHARING: "kv-sharing: layers that attend to the keys and values of the target, as Gemma 4 assistants do",
 }
 
@@ -202,7 +203,7 @@ def describe(description: HeadDescription) -> list[tuple[str, str]]:
         f" {description.vocab} tokens"
     )
     lines = [
-        ("draft", _NAMES.get(description.kind, str(description.kind))),
+        ("draft", KIND_TEXTS[description.kind]),
         ("inputs", f"output{plural} of layer{plural} {layers}, counted from 0, of {target}"),
     ]
     if description.aux_states.final:

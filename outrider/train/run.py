@@ -72,16 +72,7 @@ class Training:
         check_proposer(settings.proposer)
         if settings.max_minutes is not None and world_size() > 1:
             raise OutriderError("--max-minutes works with one process; use --epochs with several")
-        prompts = read_prompts(settings.data, limit=settings.limit)
-        train_prompts, eval_prompts = split(prompts, settings.eval_data, seed=settings.seed)
-        self._num_repeated = count_repeated(train_prompts, eval_prompts)
-        if self._num_repeated and not rank():
-            _log.warning(
-                "%d of the %d evaluation prompts are also training prompts, so tau will be too high; give other"
-                " prompts with --eval-data",
-                self._num_repeated,
-                len(eval_prompts),
-            )
+        train_prompts, eval_prompts = self._read_prompts()
         self._out = Path(settings.out).expanduser()
         self._target = model_folder(settings.target)
         self._identity = _identity(kind, settings, self._target)
@@ -100,13 +91,14 @@ class Training:
         lr = settings.lr or trainee.lr
         self._trainer = Trainer(trainee, losses=losses, steps=steps, decay=settings.loss_decay, lr=lr)
         self._cycle = 0  # generation cycles that are done
+        seconds = 0.0  # of earlier runs
         if state:
             self._trainer.load(state)
             self._cycle = state["cycle"]
+            seconds = state.get("seconds", 0.0)
         self._budget: TimeBudget | None = None
         if settings.max_minutes is not None:
-            used = state.get("seconds", 0.0) if state else 0.0
-            self._budget = TimeBudget(60 * settings.max_minutes, used=used)
+            self._budget = TimeBudget(60 * settings.max_minutes, used=seconds)
         self._cycle_seconds = 0.0  # duration of the last generation cycle of this run
         self._evaluation_seconds = 0.0  # duration of the last evaluation of this run
         self._evaluator = Evaluator(
@@ -226,12 +218,33 @@ class Training:
         stats = []
         steps = self._schedule.steps(samples, self._cycle)
         for i, micro_batches in enumerate(steps):
-            batches = (self._collator.collate(group, everything=settings.train_on_prompts) for group in micro_batches)
+            batches = (
+                self._collator.collate(group, train_on_prompts=settings.train_on_prompts) for group in micro_batches
+            )
             stats.append(self._trainer.train(batches, progress=self._share(i / len(steps))))
             self._heap.tidy()
         self._cycle += 1
         self._cycle_seconds = perf_counter() - start
         return stats, {"answers": answered - start, "steps": perf_counter() - answered}
+
+    def _read_prompts(self) -> tuple[list[Prompt], list[Prompt]]:
+        """Return the prompts for training and those for the evaluation. Warn about prompts that are in both.
+
+        Raises:
+            OutriderError: a file cannot be read, or there are too few prompts.
+        """
+        settings = self._settings
+        prompts = read_prompts(settings.data, limit=settings.limit)
+        train_prompts, eval_prompts = split(prompts, settings.eval_data, seed=settings.seed)
+        self._num_repeated = count_repeated(train_prompts, eval_prompts)
+        if self._num_repeated and not rank():
+            _log.warning(
+                "%d of the %d evaluation prompts are also training prompts, so tau will be too high; give other"
+                " prompts with --eval-data",
+                self._num_repeated,
+                len(eval_prompts),
+            )
+        return train_prompts, eval_prompts
 
     def _prepare_data(self, prompts: Sequence[Prompt]) -> tuple[PromptSchedule, Collator | DatasetCollator]:
         """Encode the prompts of this process. Return the schedule of samples, and the collator that batches them.

@@ -79,14 +79,18 @@ def _read(file: str) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise OutriderError(
-            f"config {file} cannot be read ({reason}); write one with: outrider tune --out {file}"
+            f"config {file} cannot be read ({reason}); write one with: outrider tune --out {file}, or write fields of"
+            ' EngineConfig, such as {"target": "DIR", "k": 4}'
         ) from None
     try:
         document = json.loads(text)
     except ValueError:
         document = None
     if not isinstance(document, dict) or document.get("benchmark") not in (BENCHMARK, FIT):
-        raise OutriderError(f"{file} is not a file of outrider tune; write it with: outrider tune --out {file}")
+        raise OutriderError(
+            f"{file} is not a JSON object with fields of EngineConfig, and not a file of outrider tune or outrider fit;"
+            f" write it with: outrider tune --out {file}"
+        )
     if document.get("version") != VERSION:
         raise OutriderError(
             f"{file} has version {document.get('version')}, and this program reads version {VERSION}; write it again"
@@ -125,9 +129,9 @@ def _check_models(file: str, settings: Mapping[str, Any], values: Mapping[str, A
         used += [Path(folder) for folder in hashes if folder != settings["target"]]
         used += model_folders(values["proposer"])  # existing folders only; `hashes` also names missing ones
     for folder in dict.fromkeys(used):
-        if not folder.is_dir():
+        if not folder.exists():
             raise OutriderError(
-                f"{folder}, a model of {file}, is missing; give its folder with --target or --proposer, or tune again"
+                f"{folder}, a model of {file}, is missing; give the model with --target or --proposer, or tune again"
             )
         if str(folder) not in hashes:
             raise OutriderError(

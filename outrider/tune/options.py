@@ -13,8 +13,8 @@ Proposers = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="Proposers to compare, separated by semicolons: 'ngram;suffix;draft:DIR'. Default: ngram and suffix, and"
-        " the embedded draft model for the embedded target.",
+        help="Proposers to compare, separated by semicolons: 'ngram;suffix;draft:DIR'. Default: ngram, suffix and the"
+        " default proposer of the target.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -39,7 +39,7 @@ Out = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="Write the advice, for --config of `outrider run` and `outrider bench`.",
+        help="Write the advice, for --config of `outrider run`, `serve` and `bench`.",
         rich_help_panel=_OUTPUT,
     ),
 ]

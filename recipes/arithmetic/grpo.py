@@ -1,6 +1,6 @@
 """Train a model to add with the GRPO loop of Outrider. Prints a line of JSON for each step.
 
-    python -m recipes.arithmetic.grpo --steps 30 --checkpoint /tmp/adder
+    python -m recipes.arithmetic.grpo --steps 30 --checkpoint adder
 
 The same command goes on from the checkpoint, with the tokens that it would have sampled without the interruption.
 """

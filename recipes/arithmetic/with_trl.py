@@ -1,7 +1,7 @@
 """Train a model to add with `GRPOTrainer` of TRL, whose rollouts come from Outrider.
 
 pip install "outrider[rl]"
-python -m recipes.arithmetic.with_trl --steps 30
+python -m recipes.arithmetic.with_trl --steps 30 --out adder-trl
 """
 
 from __future__ import annotations

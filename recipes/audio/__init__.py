@@ -1,0 +1,1 @@
+"""Trains small audio models for `outrider media` on sounds that it makes itself."""

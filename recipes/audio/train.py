@@ -32,11 +32,11 @@ HELD_OUT_SCORER = SoundScorerConfig(width=40, window=12, step=6)
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
     sounds: Annotated[int, typer.Option(min=64, help="Training sounds.")] = 2000,
-    target_steps: Annotated[int, typer.Option(min=1)] = 2500,
-    drafter_steps: Annotated[int, typer.Option(min=1)] = 14000,
-    scorer_steps: Annotated[int, typer.Option(min=1)] = 1000,
-    held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 1000,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    target_steps: Annotated[int, typer.Option(min=1, help="Training steps of the target.")] = 2500,
+    drafter_steps: Annotated[int, typer.Option(min=1, help="Training steps of the drafter.")] = 14000,
+    scorer_steps: Annotated[int, typer.Option(min=1, help="Training steps of the scorer.")] = 1000,
+    held_out_scorer_steps: Annotated[int, typer.Option(min=1, help="Training steps of the held-out scorer.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
 ) -> None:
     """Train all models, and write them to OUT/models."""
     out.mkdir(parents=True, exist_ok=True)

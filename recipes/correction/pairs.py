@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.family.corpus import is_aside, read_texts
+from recipes.family.corpus import is_for_validation, read_texts
 
 _SHORTEST = 40  # characters
 _LONGEST = 160  # characters
@@ -39,7 +39,7 @@ def read_sentences(folder: Path, suffixes: Sequence[str] = ()) -> Sentences:
     train: dict[str, None] = {}  # a set that keeps the order
     validation: dict[str, None] = {}
     for path, document in read_texts(folder, suffixes):
-        lines = validation if is_aside(path) else train
+        lines = validation if is_for_validation(path) else train
         lines.update(dict.fromkeys(prose_lines(document)))
     return Sentences(list(train), [line for line in validation if line not in train])
 

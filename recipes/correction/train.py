@@ -23,9 +23,11 @@ from transformers import BartConfig, BartForConditionalGeneration, GenerationCon
 from recipes.correction.pairs import Pair, read_sentences, with_typos
 from recipes.family.corpus import END_OF_TEXT, END_OF_TURN, PAD, train_tokenizer
 from recipes.family.train import lr_factor, say
+from recipes.sizes import Size, parse_size
 
 _TOKENIZER_SENTENCES = 20_000  # sentences that the tokenizer is trained on
 _POSITIONS = 256  # most tokens of a source and of an output
+_HEAD_SIZE = 48  # least dimensions of an attention head
 _BUCKET = 16  # batches whose pairs are sorted by length together
 _VALIDATION_PAIRS = 256
 _HELD_OUT = 64  # pairs that are written for measurements
@@ -62,6 +64,7 @@ def main(
     A model ends after `--steps` steps or `--max-minutes` minutes, and its learning rate falls towards that end. A model
     that OUT holds already is kept.
     """
+    sizes = {"draft": parse_size("--draft", draft), "target": parse_size("--target", target)}
     sentences = read_sentences(texts, suffix or ())
     if not sentences.train or not sentences.validation:
         raise typer.BadParameter(f"{texts} has too few lines of prose to train on; give more documents")
@@ -74,7 +77,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     held_out = [{"source": pair.source, "text": pair.text} for pair in validation[:_HELD_OUT]]
     (out / "held.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out), "utf-8")
-    for role, size in (("draft", draft), ("target", target)):
+    for role, size in sizes.items():
         start = perf_counter()
         if (out / role / "config.json").is_file():
             say(f"{out / role} is kept")
@@ -85,7 +88,7 @@ def main(
             save(model, tokenizer, out / role)
         model.eval()
         report[role] = {
-            "size": size,
+            "size": str(size),
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "validation_nats": round(validate(model, tokenizer, validation[:_VALIDATION_PAIRS]), 4),
             "seconds": round(perf_counter() - start, 1),
@@ -93,11 +96,11 @@ def main(
     typer.echo(json.dumps(report))
 
 
-def make_model(size: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> BartForConditionalGeneration:
-    """Return a new BART model of LAYERSxWIDTH, with as many layers in the encoder as in the decoder."""
-    layers, width = (int(number) for number in size.split("x"))
+def make_model(size: Size, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> BartForConditionalGeneration:
+    """Return a new BART model with as many layers in the encoder as in the decoder."""
+    layers, width = size
     torch.manual_seed(seed)
-    heads = max(width // 48, 1)
+    heads = next(heads for heads in range(max(width // _HEAD_SIZE, 1), 0, -1) if width % heads == 0)
     start, end, pad = tokenizer.convert_tokens_to_ids([END_OF_TEXT, END_OF_TURN, PAD])
     config = BartConfig(
         vocab_size=len(tokenizer),

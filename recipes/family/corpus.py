@@ -42,7 +42,7 @@ def read_texts(folder: Path, suffixes: Sequence[str] = ()) -> Iterator[tuple[Pat
                 yield path.relative_to(folder), text
 
 
-def is_aside(path: Path) -> bool:
+def is_for_validation(path: Path) -> bool:
     """Return whether a document is for validation. This depends only on its path, so all parts of the recipe agree."""
     return int(hashlib.sha256(path.as_posix().encode()).hexdigest(), 16) % _VALIDATION_INTERVAL == 0
 

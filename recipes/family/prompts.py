@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from recipes.family.corpus import END_OF_TEXT, USER, is_aside, read_texts
+from recipes.family.corpus import END_OF_TEXT, USER, is_for_validation, read_texts
 
 
 def main(
@@ -41,7 +41,7 @@ def main(
     train_lines: list[dict[str, str]] = []
     held_out_lines: list[dict[str, str]] = []
     for path, text in documents:
-        lines = held_out_lines if is_aside(path) else train_lines
+        lines = held_out_lines if is_for_validation(path) else train_lines
         category = path.suffix.lstrip(".") or "text"
         for position, piece in pieces(text, rng, each=each, shortest=shortest, longest=longest):
             lines.append({"category": category, "prompt": piece if position else begin + piece})

@@ -19,11 +19,13 @@ import typer
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from recipes.family.corpus import END_OF_TEXT, EOS_TOKENS, PAD, encode, is_aside, read_texts, train_tokenizer
+from recipes.family.corpus import END_OF_TEXT, EOS_TOKENS, PAD, encode, is_for_validation, read_texts, train_tokenizer
+from recipes.sizes import Size, parse_size
 
 _WARMUP = 0.05  # share of the steps in which the learning rate rises
 _FINAL_LR = 0.1  # learning rate at the end, as a share of its peak
 _VALIDATION_BATCHES = 16
+_HEAD_SIZES = (64, 32, 16)  # dimensions of an attention head, the first that divides the width
 _VALIDATION_ROWS = 4  # most rows of a validation batch
 
 
@@ -55,12 +57,16 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
 ) -> None:
     """Train a tokenizer, a target and a draft model. The last line of output is one JSON document."""
+    sizes = {
+        "target": parse_size("--target", target, multiple=_HEAD_SIZES[-1]),
+        "draft": parse_size("--draft", draft, multiple=_HEAD_SIZES[-1]),
+    }
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     plan = Plan(tokens=tokens, batch=batch, sequence=sequence, lr=lr, seed=seed, device=torch.device(device))
     documents = list(read_texts(texts, suffix or ()))
-    train_texts = [text for path, text in documents if not is_aside(path)]
-    validation_texts = [text for path, text in documents if is_aside(path)] or train_texts[-1:]
+    train_texts = [text for path, text in documents if not is_for_validation(path)]
+    validation_texts = [text for path, text in documents if is_for_validation(path)] or train_texts[-1:]
     if not train_texts:
         raise typer.BadParameter(f"{texts} holds no text to train on; give more documents")
     tokenizer = train_tokenizer(train_texts, vocab)
@@ -72,12 +78,12 @@ def main(
     )
     report: dict[str, Any] = {"texts": len(documents), "tokens": len(train_ids), "vocab": len(tokenizer)}
     family = {}
-    for role, size in (("target", target), ("draft", draft)):
+    for role, size in sizes.items():
         model = make_model(size, tokenizer, context, seed=seed).to(plan.device)
         start = perf_counter()
         train_model(model, train_ids, plan, role)
         report[role] = {
-            "size": size,
+            "size": str(size),
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "validation_nats": round(validate(model, validation_ids, plan), 4),
             "seconds": round(perf_counter() - start, 1),
@@ -88,18 +94,18 @@ def main(
     typer.echo(json.dumps(report))
 
 
-def make_model(size: str, tokenizer: PreTrainedTokenizerFast, context: int, *, seed: int) -> LlamaForCausalLM:
+def make_model(size: Size, tokenizer: PreTrainedTokenizerFast, context: int, *, seed: int) -> LlamaForCausalLM:
     """Return a new Llama model.
 
     Args:
-        size: LAYERSxWIDTH. Attention heads have 64 dimensions, and three query heads share a key head, if the width
+        size: layers and width. Attention heads have 64 dimensions, and three query heads share a key head, if the width
             allows it.
         tokenizer: its tokenizer.
         context: its context length.
         seed: seed of the initial weights.
     """
-    layers, width = (int(number) for number in size.split("x"))
-    dim = next(dim for dim in (64, 32, 16) if width % dim == 0)
+    layers, width = size
+    dim = next(dim for dim in _HEAD_SIZES if width % dim == 0)
     heads = width // dim
     torch.manual_seed(seed)
     config = LlamaConfig(

@@ -41,16 +41,18 @@ def main(
     answers: Annotated[int, typer.Option(min=1, help="Prompts that are answered.")] = 2000,
     sequence: Annotated[int, typer.Option(min=16, help="Tokens per row.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 8,
-    layer_minutes: Annotated[float, typer.Option(help="Time for training each Mamba-2 layer on its own.")] = 10.0,
-    minutes: Annotated[float, typer.Option(help="Time for training the whole model.")] = 20.0,
+    layer_minutes: Annotated[
+        float, typer.Option(min=0, help="Time for training each Mamba-2 layer on its own. 0: not at all.")
+    ] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Time for training the whole model.")] = 20.0,
     lr: Annotated[float, typer.Option(help="Peak learning rate of new weights. Copied ones have a tenth.")] = 2e-3,
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
     """Train a hybrid on the source's answers. The last line of output is one JSON document."""
     folder = model_folder(source)
-    rows = cut_rows(answer_prompts(folder, data, answers, sequence, seed), sequence)
     teacher = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-    kept = [int(number) for number in attention.split(",")]
+    kept = _layers(attention, teacher.config.num_hidden_layers)
+    rows = cut_rows(answer_prompts(folder, data, answers, sequence, seed), sequence)
     hybrid = make_hybrid(teacher, kept, state=state, seed=seed)
     module = make_mtp(teacher.config, seed)
     if start:
@@ -73,6 +75,14 @@ def main(
             }
         )
     )
+
+
+def _layers(text: str, count: int) -> list[int]:
+    """Return the layers that --attention names, of a model with `count` layers."""
+    numbers = text.split(",")
+    if not all(number.strip().isdecimal() and int(number) < count for number in numbers):
+        raise typer.BadParameter(f"--attention is {text!r}; use layers from 0 to {count - 1}, such as 1,4,7")
+    return [int(number) for number in numbers]
 
 
 def train_layers(

@@ -24,6 +24,7 @@ from recipes.family.train import say
 from recipes.image_tokens import codebook as codes
 from recipes.image_tokens.classifier import Classifier
 from recipes.image_tokens.images import COLOURS, SHAPES, SIZES, draw, random_captions
+from recipes.sizes import Size, parse_size
 
 START = "<start>"
 END = "<end>"
@@ -50,6 +51,10 @@ def main(
 
     A time of 0 leaves a model as it is.
     """
+    sizes = {
+        "draft": parse_size("--draft", draft, multiple=_HEAD_SIZES[-1]),
+        "target": parse_size("--target", target, multiple=_HEAD_SIZES[-1]),
+    }
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
@@ -78,8 +83,8 @@ def main(
 
     tokenizer = make_tokenizer(size)
     rows = as_rows(tokens, captions, tokenizer)
-    for role, shape, minutes in (("draft", draft, draft_minutes), ("target", target, target_minutes)):
-        model = make_model(shape, tokenizer, seed=seed)
+    for role, minutes in (("draft", draft_minutes), ("target", target_minutes)):
+        model = make_model(sizes[role], tokenizer, seed=seed)
         if resume:
             model = LlamaForCausalLM.from_pretrained(out / role).float()
         start = perf_counter()
@@ -87,7 +92,7 @@ def main(
             model, rows[:-_VALIDATION_IMAGES], minutes=minutes, batch=batch, lr=lr, seed=seed, name=role
         )
         report[role] = {
-            "size": shape,
+            "size": str(sizes[role]),
             "parameters": sum(weight.numel() for weight in model.parameters()),
             "steps": steps,
             "validation_nats": round(validate(model, rows[-_VALIDATION_IMAGES:]), 4),
@@ -117,9 +122,9 @@ def as_rows(tokens: torch.Tensor, captions: torch.Tensor, tokenizer: PreTrainedT
     return torch.cat([first, torch.stack(columns, 1), tokens, torch.full_like(first, end)], 1)
 
 
-def make_model(shape: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> LlamaForCausalLM:
-    """Return a new Llama model of LAYERSxWIDTH."""
-    layers, width = (int(number) for number in shape.split("x"))
+def make_model(size: Size, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> LlamaForCausalLM:
+    """Return a new Llama model."""
+    layers, width = size
     heads = width // next(dim for dim in _HEAD_SIZES if width % dim == 0)
     torch.manual_seed(seed)
     start, end = tokenizer.convert_tokens_to_ids([START, END])

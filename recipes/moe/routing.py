@@ -49,8 +49,8 @@ def usage(moe: Any, rows: torch.Tensor) -> dict[str, Any]:
 
     Returns:
         `largest` and `smallest`: the largest and the smallest share of an expert in the assignments of a layer, by
-        layer. `distinct`: the mean number of distinct experts of a layer that so many adjacent tokens use, and what it
-        were if each token chose uniformly at random.
+        layer. `distinct`: the mean number of distinct experts of a layer that so many adjacent tokens use, and the same
+        number if each token chose uniformly at random.
     """
     config = moe.config
     count, top = config.num_local_experts, config.num_experts_per_tok

@@ -37,8 +37,10 @@ def main(
     answers: Annotated[int, typer.Option(min=1, help="Prompts that are answered.")] = 2000,
     sequence: Annotated[int, typer.Option(min=16, help="Tokens per row.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 8,
-    layer_minutes: Annotated[float, typer.Option(help="Time for training each block of experts on its own.")] = 5.0,
-    minutes: Annotated[float, typer.Option(help="Time for training the whole model.")] = 15.0,
+    layer_minutes: Annotated[
+        float, typer.Option(min=0.01, help="Time for training each block of experts on its own.")
+    ] = 5.0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Time for training the whole model.")] = 15.0,
     lr: Annotated[float, typer.Option(help="Peak learning rate of the experts. Other weights have a tenth.")] = 1e-3,
     balance: Annotated[float, typer.Option(min=0, help="Weight of the loss that balances the experts.")] = 0.02,
     seed: Annotated[int, typer.Option()] = 0,

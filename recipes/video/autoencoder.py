@@ -40,7 +40,7 @@ class Autoencoder(nn.Module):
         self.decoder = Decoder(config, video)
 
     def loss(self, generator: torch.Generator) -> Tensor:
-        """Return the error of reconstructed random clips, and the divergence of the latents from a normal law."""
+        """Return the error of reconstructed random clips plus the weighted divergence of latents from N(0, 1)."""
         rng = random.Random(int(torch.randint(2**31, (), generator=generator)))
         error = torch.zeros(())
         for _ in range(_CLIPS):

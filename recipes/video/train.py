@@ -29,12 +29,12 @@ HELD_OUT_SCORER = ScorerConfig(width=24, frames=2)
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
     clips: Annotated[int, typer.Option(min=64, help="Training videos.")] = 4000,
-    autoencoder_steps: Annotated[int, typer.Option(min=1)] = 3000,
-    target_steps: Annotated[int, typer.Option(min=1)] = 6000,
-    drafter_steps: Annotated[int, typer.Option(min=1)] = 7000,
-    scorer_steps: Annotated[int, typer.Option(min=1)] = 2000,
-    held_out_scorer_steps: Annotated[int, typer.Option(min=1)] = 2000,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    autoencoder_steps: Annotated[int, typer.Option(min=1, help="Training steps of the autoencoder.")] = 3000,
+    target_steps: Annotated[int, typer.Option(min=1, help="Training steps of the target.")] = 6000,
+    drafter_steps: Annotated[int, typer.Option(min=1, help="Training steps of the drafter.")] = 7000,
+    scorer_steps: Annotated[int, typer.Option(min=1, help="Training steps of the scorer.")] = 2000,
+    held_out_scorer_steps: Annotated[int, typer.Option(min=1, help="Training steps of the held-out scorer.")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
 ) -> None:
     """Train all models, and write them to OUT/models."""
     out.mkdir(parents=True, exist_ok=True)

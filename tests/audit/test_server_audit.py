@@ -297,5 +297,11 @@ def test_mistakes_have_one_line(fake, folders):
             assert message in result.output
     with pytest.raises(OutriderError, match="--proposer does not go with --server"):
         check_given("http://a", {"proposer"})
+    with pytest.raises(OutriderError, match="--k is the draft length of --draft with --server"):
+        check_given("http://a", {"k"})
+    check_given("http://a", {"k", "draft"})
+    check_given(None, {"k"})
+    result = CliRunner().invoke(app, ["audit", "--server", "http://127.0.0.1:9", "--draft", "@nano", "--k", "0"])
+    assert "k is 0; use at least 1" in result.output
     with pytest.raises(OutriderError, match="--draft needs --server"):
         check_given(None, {"draft"})

@@ -16,7 +16,7 @@ from outrider.bench.sweep import conditions, default_condition, speculative_vari
 from outrider.bench.table import show
 from outrider.benchmarking.jobs import Condition, make_batches
 from outrider.cli.app import app
-from outrider.measure.number_lists import parse_real, parse_whole, sweep_values
+from outrider.measure.number_lists import parse_figures, parse_real, parse_whole, sweep_values
 from outrider.measure.prompts import read_prompts
 
 PROMPTS = [
@@ -48,7 +48,8 @@ def test_parse_whole_numbers(text, values):
 
 
 def test_parse_real_numbers():
-    assert parse_real("--temperature", "0,0.7,1") == (0.0, 0.7, 1.0)
+    assert parse_real("--temperature", "0,0.7,1,0.7") == (0.0, 0.7, 1.0)
+    assert parse_figures("--alpha", "0.8,0.8,0.7") == (0.8, 0.8, 0.7)
     assert sweep_values((1,)) == ()
     assert sweep_values((1, 2)) == (1, 2)
 

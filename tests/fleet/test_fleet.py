@@ -351,7 +351,10 @@ def test_document_and_table():
         ("--target 8B --machine H100 --seconds 0", "no request arrives"),
         ("--target 8B --machine H100 --alpha 2", "use a share from 0 to 1"),
         ("--costs /none --target 8B", "leave --target"),
-        ("--costs /none", "has no cost model"),
+        ("--costs /none", "has no cost model (No such file or directory)"),
+        ("--target 8B --machine H100 --arrivals poisson:-1", "--arrivals is 'poisson:-1'; write poisson:RATE"),
+        ("--target 8B --machine H100 --arrivals trace.jsonl --seconds 9", "--seconds is for random arrivals"),
+        ("--target 8B --machine H100 --prefix-tokens 64", "give --prefixes as well"),
     ],
 )
 def test_impossible_inputs_get_one_line(words, message):

@@ -375,7 +375,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(kind, nano):
     tables = target.share_weights()
     module = make_module(description)
     module.share_weights(tables.embedding.float(), tables.head.float())
-    texts = Collator(description.aux_states, range(2), tables, module.ids).collate(samples, everything=False)
+    texts = Collator(description.aux_states, range(2), tables, module.ids).collate(samples, train_on_prompts=False)
     trainee = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
     trainer = Trainer(trainee, losses=parse("ce:0.1,tv:1.8"), steps=4, decay=0.8, lr=3e-3)
     tau_before = measure_tau(module, target, prompts)

@@ -782,6 +782,10 @@ def test_convert_needs_an_output_folder(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+def test_inspect_describes_every_kind():
+    assert set(inspect_draft.KIND_TEXTS) == set(Kind)
+
+
 def test_inspect_describes_a_draft_head(tmp_path):
     export_case(tmp_path / "a", "mimo")
     result = invoke("inspect", tmp_path / "a")

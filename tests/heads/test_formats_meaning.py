@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
 
 from outrider.core import tree
-from outrider.heads.config import Settings
+from outrider.heads.config import ConfigReader
 from outrider.heads.description import Body, Rope, Scaling
 from outrider.heads.formats.base import Source, TargetInfo
 from outrider.heads.formats.llama import read_rope, write_body
@@ -495,13 +495,13 @@ def test_rotary_frequencies_agree_with_transformers(rope, rotary):
     """The config of a scaling is read back in the format of transformers before version 5, and in the current one."""
     body = Body(layers=1, hidden=256, heads=4, key_heads=2, dim=64, ffn=64, theta=5e5, rope=rope, rotary=rotary)
     config = write_body(body, 96, None)
-    assert read_rope(Settings(config)) == (5e5, rope, rotary)
+    assert read_rope(ConfigReader(config)) == (5e5, rope, rotary)
     rope_parameters = {
         "rope_theta": 5e5,
         **(config["rope_scaling"] or {"rope_type": "default"}),
         "partial_rotary_factor": rotary,
     }
-    assert read_rope(Settings({"rope_parameters": rope_parameters})) == (5e5, rope, rotary)
+    assert read_rope(ConfigReader({"rope_parameters": rope_parameters})) == (5e5, rope, rotary)
     if rope is None:
         size = int(64 * rotary)
         expected = 5e5 ** -(torch.arange(0, size, 2) / size)

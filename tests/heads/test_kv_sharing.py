@@ -226,7 +226,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(centroids, nano):
         target.cache.release(0)
     collator = Collator(trainee.aux_states, (1,), tables, trainee.ids, views=trainee.shared_kv)
     trainee.begin(lambda: samples)
-    texts = collator.collate(samples, everything=False)
+    texts = collator.collate(samples, train_on_prompts=False)
     assert texts.shared_kv[1][0].shape[:2] == (2, 1)
     trainer = Trainer(trainee, losses=parse("ce"), steps=3, decay=0.8, lr=3e-3)
 

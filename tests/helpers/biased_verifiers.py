@@ -1,4 +1,4 @@
-"""Rules that look right and are not. A proof that lets one of them pass proves nothing."""
+"""Verification rules with a bias that is easy to overlook. Each test of exactness must reject the biased ones."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +12,7 @@ from outrider.verify.verdict import accept_prefix, continue_prob, draft_probs, m
 
 
 def drops_unlikely(rule: VerifyFunction, bar: float = 0.35) -> VerifyFunction:
-    """Ends the draft before the first sampled guess of little q: the guess decides whether it is looked at."""
+    """End the draft before the first sampled token with small q. The token then decides whether it is verified."""
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         likely = _own_q(draft) >= bar
@@ -22,7 +22,7 @@ def drops_unlikely(rule: VerifyFunction, bar: float = 0.35) -> VerifyFunction:
 
 
 def stops_after_unlikely(rule: VerifyFunction, bar: float = 0.35) -> VerifyFunction:
-    """The exact cousin of `drops_unlikely`: ends the draft behind that guess."""
+    """End the draft after that token instead of before it. This rule is exact."""
 
     def exact(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         likely = _own_q(draft) >= bar
@@ -32,7 +32,7 @@ def stops_after_unlikely(rule: VerifyFunction, bar: float = 0.35) -> VerifyFunct
 
 
 def looks_ahead(rule: VerifyFunction, bar: float = 0.35) -> VerifyFunction:
-    """A budget that depends on the last sampled guess, and is applied to the first."""
+    """Verify the draft only if its last sampled token has large q. The budget of the first depends on the last."""
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         return rule(replace(draft, count=draft.count * (_own_q(draft)[:, -1] >= bar)), p, noise)
@@ -41,17 +41,17 @@ def looks_ahead(rule: VerifyFunction, bar: float = 0.35) -> VerifyFunction:
 
 
 def scores_softmax(rule: VerifyFunction, q: torch.Tensor) -> VerifyFunction:
-    """Chosen guesses, judged as if they had been sampled from q [V]."""
+    """Verify chosen draft tokens as if they had been sampled from q [V]."""
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
-        law = torch.full_like(draft.kind, int(DraftKind.SAMPLED))
-        return rule(replace(draft, kind=law, q=Packed.of(q.expand(*draft.tokens.shape, -1))), p, noise)
+        sampled = torch.full_like(draft.kind, int(DraftKind.SAMPLED))
+        return rule(replace(draft, kind=sampled, q=Packed.of(q.expand(*draft.tokens.shape, -1))), p, noise)
 
     return biased
 
 
 def recomputes_q(rule: VerifyFunction) -> VerifyFunction:
-    """q in another precision than it was drawn in."""
+    """Verify with q in a lower precision than the one that the tokens were sampled in."""
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         assert draft.q is not None
@@ -63,15 +63,15 @@ def recomputes_q(rule: VerifyFunction) -> VerifyFunction:
 
 
 def accepts_at_zero(rule: VerifyFunction) -> VerifyFunction:
-    """u <= ratio instead of u < ratio, and a u that is 0."""
+    """Accept if u <= ratio instead of u < ratio, with u = 0: a token with probability 0 is accepted."""
 
     class Weak:
         def __init__(self, noise: Noise) -> None:
             self.noise = noise
             self.sample, self.sample_race = noise.sample, noise.sample_race
 
-        def bernoulli(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-            return self.noise.bernoulli(chance, index) | (chance == 0)
+        def bernoulli(self, prob: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return self.noise.bernoulli(prob, index) | (prob == 0)
 
     return lambda draft, p, noise: rule(draft, p, Weak(noise))
 
@@ -87,7 +87,7 @@ def block_uncapped(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
 
 
 def greedy_bonus(rule: VerifyFunction) -> VerifyFunction:
-    """The likeliest token in place of a drawn one."""
+    """Take the most probable token as the bonus, instead of a sampled one."""
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         verdict = rule(draft, p, noise)
@@ -125,7 +125,7 @@ def _block(
         keep = noise.bernoulli(masked_prob(chance, torch.ones_like(chance, dtype=torch.bool)), torch.full_like(kept, i))
         kept, stands = torch.where(keep, i, kept), torch.where(keep, share[i], stands)
     each = torch.arange(len(p))
-    law = p[each, kept]
+    probs = p[each, kept]
     scale = torch.ones_like(stands) if token_residual else stands
-    rest = normalize((scale[:, None] * law - q[each, kept.clamp(max=size - 1)]).clamp(min=0), law)
-    return accept_prefix(draft, p, kept, torch.where((kept < size)[:, None], rest, law), noise)
+    rest = normalize((scale[:, None] * probs - q[each, kept.clamp(max=size - 1)]).clamp(min=0), probs)
+    return accept_prefix(draft, p, kept, torch.where((kept < size)[:, None], rest, probs), noise)

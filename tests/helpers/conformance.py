@@ -1,4 +1,4 @@
-"""Every implementation of a protocol, once. A new one is tested by adding its name here."""
+"""All implementations of each protocol, for the conformance tests. Add a new implementation here to test it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PROPOSERS: Mapping[str, Callable[[ProposerSetup], Proposer]] = {
     ),
 }
 
-# Those who learn from rounds how good their guesses are.
+# Proposers that learn from past rounds how good their draft tokens are.
 LEARNING: Mapping[str, Callable[[ProposerSetup], Proposer]] = {
     "ngram": NgramProposer,
     "suffix": SuffixProposer,
@@ -70,19 +70,19 @@ EVERY = {**PROPOSERS, **LEARNING}
 
 
 def _toy_store(vocab: int) -> Datastore:
-    chance = random.Random(6)
-    return Datastore.of([[chance.randrange(vocab) for _ in range(80)] for _ in range(8)], vocab)
+    rng = random.Random(6)
+    return Datastore.of([[rng.randrange(vocab) for _ in range(80)] for _ in range(8)], vocab)
 
 
 def _foreign(setup: ProposerSetup) -> Target:
-    """A draft that lacks the target's last token, has more of its own, and counts the others backwards."""
+    """A draft without the target's last token, with tokens of its own, and with the shared ids in reverse order."""
     others = [*range(setup.vocab, 1, -1)]
     draft = ToyTarget(vocab=setup.vocab + 2, slots=setup.slots, seed=97)
     return SharedVocabulary(draft, VocabularyMap([*others, -1], [*others, 1]))
 
 
 def letters(vocab: int, *words: str) -> TokenText:
-    """The spelling of a space, of `vocab` - 1 letters, and of some words of them; texts are cut into the longest."""
+    """The texts of tokens: a space, `vocab` - 1 letters, and `words`. A text is cut into the longest tokens."""
     pieces = [" ", *(chr(ord("b") + i) for i in range(vocab - 1)), *words]
     longest = sorted(pieces, key=len, reverse=True)
 
@@ -110,7 +110,7 @@ def nano(dtype: str = "float32", kernels: str = "auto") -> Target:
 
 
 def tight() -> Target:
-    """With hardly more memory than its rows need."""
+    """A target with hardly more cache memory than its sequences need."""
     target = nano("bfloat16")
     target.cache.resize(10)
     return target

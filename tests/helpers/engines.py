@@ -46,7 +46,7 @@ def make_engine(
 
 
 def tightened(target: ToyTarget, room: int) -> ToyTarget:
-    """The toy with memory for so many tokens in all."""
+    """Return the toy target with cache memory for `room` tokens in all."""
     text = target.cache.text
 
     def fits(ends: Mapping[int, int]) -> bool:
@@ -64,7 +64,7 @@ def run(
     limit: int,
     ends: frozenset[int] = frozenset({0}),
 ) -> list[SequenceState]:
-    """Run all prompts together, each with a seed of its own; the finished rows in the order of the prompts."""
+    """Run all prompts together, each with its own seed. Return the finished rows in the order of the prompts."""
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     for i, (prompt, want) in enumerate(zip(prompts, wanted, strict=True)):
         seed = derive_seed(want.seed or 0, i)

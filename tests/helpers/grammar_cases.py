@@ -1,4 +1,4 @@
-"""Schemas by the hundred, and a target that speaks words of a small tokenizer."""
+"""Random JSON schemas, small tokenizers, and a toy target that samples their tokens."""
 
 from __future__ import annotations
 
@@ -25,72 +25,72 @@ _NAMES = ["name", "age", "kind", "tags", "a b", "größe", 'say "so"', "x", "ite
 _PATTERNS = ["^[a-z]{2,4}$", "^(ab|cd)+$", "^[A-Z][0-9]{1,3}$", "^\\d{3}-\\d{2}$"]
 
 
-def schema(chance: random.Random, depth: int = 3) -> dict[str, Any]:
-    """A random schema whose values are not endless, of up to `depth` levels."""
-    makers = [_string, _integer, _number, _choice, lambda _: {"type": chance.choice(["boolean", "null"])}]
+def schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
+    """A random schema with up to `depth` levels, whose values have a bounded length."""
+    makers = [_string, _integer, _number, _choice, lambda _: {"type": rng.choice(["boolean", "null"])}]
     if depth:
         makers += 2 * [
-            lambda chance: _object(chance, depth),
-            lambda chance: _array(chance, depth),
-            lambda chance: {"anyOf": [schema(chance, depth - 1) for _ in range(2)]},
+            lambda rng: _object(rng, depth),
+            lambda rng: _array(rng, depth),
+            lambda rng: {"anyOf": [schema(rng, depth - 1) for _ in range(2)]},
         ]
-    return chance.choice(makers)(chance)
+    return rng.choice(makers)(rng)
 
 
-def whole(chance: random.Random) -> dict[str, Any]:
+def whole(rng: random.Random) -> dict[str, Any]:
     """A random schema of an object, with a part that it names."""
-    out = _object(chance, 3)
-    if chance.random() < 0.3:
-        out["$defs"] = {"part": schema(chance, 1)}
+    out = _object(rng, 3)
+    if rng.random() < 0.3:
+        out["$defs"] = {"part": schema(rng, 1)}
         out["properties"]["part"] = {"$ref": "#/$defs/part"}
     return out
 
 
-def _string(chance: random.Random) -> dict[str, Any]:
-    kind = chance.randrange(4)
+def _string(rng: random.Random) -> dict[str, Any]:
+    kind = rng.randrange(4)
     if kind == 0:
-        return {"type": "string", "pattern": chance.choice(_PATTERNS)}
+        return {"type": "string", "pattern": rng.choice(_PATTERNS)}
     if kind == 1:
-        return {"type": "string", "format": chance.choice(["date", "uuid", "time"])}
-    least = chance.randint(0, 3)
-    return {"type": "string", "minLength": least, "maxLength": least + chance.randint(0, 5)}
+        return {"type": "string", "format": rng.choice(["date", "uuid", "time"])}
+    least = rng.randint(0, 3)
+    return {"type": "string", "minLength": least, "maxLength": least + rng.randint(0, 5)}
 
 
-def _integer(chance: random.Random) -> dict[str, Any]:
-    least = chance.randint(-500, 500)
-    return {"type": "integer", "minimum": least, "maximum": least + chance.randint(0, 3000)}
+def _integer(rng: random.Random) -> dict[str, Any]:
+    least = rng.randint(-500, 500)
+    return {"type": "integer", "minimum": least, "maximum": least + rng.randint(0, 3000)}
 
 
-def _number(chance: random.Random) -> dict[str, Any]:
-    least = round(chance.uniform(-5, 5), 2)
-    return {"type": "number", "minimum": least, "exclusiveMaximum": least + chance.randint(1, 9)}
+def _number(rng: random.Random) -> dict[str, Any]:
+    least = round(rng.uniform(-5, 5), 2)
+    return {"type": "number", "minimum": least, "exclusiveMaximum": least + rng.randint(1, 9)}
 
 
-def _choice(chance: random.Random) -> dict[str, Any]:
+def _choice(rng: random.Random) -> dict[str, Any]:
     some = ["red", "redder", "green", "", 5, -1.5, True, None, ["a", 1], {"k": "v"}]
-    return {"const": chance.choice(some)} if chance.random() < 0.3 else {"enum": chance.sample(some, 3)}
+    return {"const": rng.choice(some)} if rng.random() < 0.3 else {"enum": rng.sample(some, 3)}
 
 
-def _object(chance: random.Random, depth: int) -> dict[str, Any]:
-    names = chance.sample(_NAMES, chance.randint(0, 4))
+def _object(rng: random.Random, depth: int) -> dict[str, Any]:
+    names = rng.sample(_NAMES, rng.randint(0, 4))
     return {
         "type": "object",
-        "properties": {name: schema(chance, depth - 1) for name in names},
-        "required": [name for name in names if chance.random() < 0.7],
+        "properties": {name: schema(rng, depth - 1) for name in names},
+        "required": [name for name in names if rng.random() < 0.7],
         "additionalProperties": False,
     }
 
 
-def _array(chance: random.Random, depth: int) -> dict[str, Any]:
-    least = chance.randint(0, 2)
-    return {"type": "array", "items": schema(chance, depth - 1), "minItems": least, "maxItems": least + 2}
+def _array(rng: random.Random, depth: int) -> dict[str, Any]:
+    least = rng.randint(0, 2)
+    return {"type": "array", "items": schema(rng, depth - 1), "minItems": least, "maxItems": least + 2}
 
 
 @cache
 def words() -> PreTrainedTokenizerFast:
     """Bytes, and some dozens of the pieces that JSON is made of; id 0 ends a text."""
-    chance = random.Random(5)
-    texts = [json.dumps({name: chance.choice(_NAMES) for name in chance.sample(_NAMES, 4)}) for _ in range(200)]
+    rng = random.Random(5)
+    texts = [json.dumps({name: rng.choice(_NAMES) for name in rng.sample(_NAMES, 4)}) for _ in range(200)]
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -115,8 +115,8 @@ class _Sum:
     """A table over two tokens as the sum of two tables over one."""
 
     def __init__(self, vocab: int, seed: int, *, like: _Sum | None = None) -> None:
-        chance = torch.Generator().manual_seed(seed)
-        self.parts = [torch.randn(vocab, vocab, generator=chance) for _ in range(2)]
+        rng = torch.Generator().manual_seed(seed)
+        self.parts = [torch.randn(vocab, vocab, generator=rng) for _ in range(2)]
         if like:
             self.parts = [0.3 * own + other for own, other in zip(self.parts, like.parts, strict=True)]
 
@@ -168,5 +168,5 @@ def nested(depth: int) -> dict[str, Any]:
 
 def forms(count: int, seed: int = 0) -> list[Constraint]:
     """Random schemas that can be compiled, as constraints."""
-    chance = random.Random(seed)
-    return [Constraint.json_schema(whole(chance)) for _ in range(count)]
+    rng = random.Random(seed)
+    return [Constraint.json_schema(whole(rng)) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Trained drafts of every kind that some format can hold, small and random; and what is asked of any draft."""
+"""Small random draft heads of every kind that a format can hold, and the checks that each draft must pass."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _LAST = AuxStates(layers=(7,), final=True)
 
 
 def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, HeadDescription]]:
-    """By a name: a format, and a draft that it can hold, for a target with 8 layers."""
+    """Return formats and heads that they can hold, by a name, for a target with 8 layers."""
     body = Body(layers=1, hidden=hidden, heads=4, key_heads=2, dim=16, ffn=2 * hidden, epsilon=1e-5)
     common = {"target_hidden": hidden, "target_layers": 8, "vocab": vocab}
 
     def eagle3(**more):
-        taps = AuxStates(layers=(1, 3, 4), fused=True, norm=more.pop("norm", FuseNorm.NONE))
+        aux_states = AuxStates(layers=(1, 3, 4), fused=True, norm=more.pop("norm", FuseNorm.NONE))
         given = {
-            "aux_states": taps,
+            "aux_states": aux_states,
             "input_fusion": InputFusion(at=FusionPoint.ATTENTION),
             "body": body,
             "own_lm_head": True,
@@ -204,7 +204,7 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, HeadDesc
 
 
 def random_draft(description: HeadDescription, *, seed: int = 0, table: torch.Tensor = TABLE) -> HeadModule:
-    """A module in which every weight says something; `table` is its target's."""
+    """A module in which each weight has an effect. `table` is the embedding table of its target."""
     torch.manual_seed(seed)
     module = make_module(description).eval().requires_grad_(False)
     for name, weight in module.named_parameters():
@@ -222,15 +222,15 @@ def random_draft(description: HeadDescription, *, seed: int = 0, table: torch.Te
     return module
 
 
-def feed(head, description, text, taps):
-    """Let a head know of a text: the states [n, taps, H] before each of its tokens but the first."""
+def feed(head, description, text, states):
+    """Give a head a text and the states [n, layers, H] of its target before each token but the first."""
     request = Request(
         id=0, prompt_token_ids=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), max_tokens=9
     )
     row = SequenceState(request=request, slot=0, token_ids=list(text))
     head.cache.admit(0, request.prompt_token_ids)
     batch = Batch(seqs=(row,), start=(0,), feed=(tuple(text[:-1]),), draft_budget=(0,))
-    width = taps.shape[-1]
+    width = states.shape[-1]
     head.record_states(
         Round(
             batch=batch,
@@ -238,7 +238,7 @@ def feed(head, description, text, taps):
             scores=Scores(
                 logits=torch.zeros(1, 1, 1),
                 hidden_states={at: torch.zeros(1, 1, width) for at in description.aux_states.layers},
-                feed_hidden_states={at: (taps[:, i],) for i, at in enumerate(description.aux_states.layers)},
+                feed_hidden_states={at: (states[:, i],) for i, at in enumerate(description.aux_states.layers)},
             ),
             path=((),),
             emitted=((),),
@@ -250,7 +250,7 @@ def feed(head, description, text, taps):
 
 
 def far(ours, theirs):
-    """How far logits are from others, of their size; what cannot be guessed is the same in both."""
+    """Return the relative difference of logits. Both must have the same tokens at minus infinity."""
     known = ours.isfinite()
     assert torch.equal(known, theirs.isfinite())
     return (ours[known] - theirs[known]).norm() / theirs[known].norm()
@@ -261,25 +261,25 @@ PROMPTS = ["def add(a, b):", "x", "The cat sat on the mat and the"]
 
 @cache
 def _standing() -> LoadedTarget:
-    """The embedded target, loaded, packed and checked once for the drafts of a whole module."""
+    """The embedded target, loaded once for all drafts of a test module."""
     return load_target(EngineConfig(dtype="float32", device="cpu", max_num_seqs=3, max_model_len=128))
 
 
 def guessed_by(proposer: str, *, k: int, chunk: int = 512) -> LLM:
-    """The embedded target with another proposer before it; what it was with until then cannot be used any more."""
+    """Return the embedded target with another proposer. The `LLM` of the call before cannot be used any more."""
     config = EngineConfig(proposer=proposer, k=k, verifier="walk", max_num_batched_tokens=chunk)
     return LLM.from_parts(build_engine(_standing(), config))
 
 
 @cache
 def plain_text(temperature: float) -> list[tuple[int, ...]]:
-    """What the embedded target says to `PROMPTS` without any draft."""
+    """Return the outputs of the embedded target for `PROMPTS` without a draft."""
     params = SamplingParams(temperature=temperature, max_tokens=24, seed=5)
     return [each.token_ids for each in guessed_by("none", k=0).generate(PROMPTS, params)]
 
 
 def check_text(folder, make, *, temperature, k):
-    """What a draft proposes, as a chain or as a tree, leaves the embedded target's text as it is."""
+    """Check that a draft, used as a chain or a tree, does not change the outputs of the embedded target."""
     wanted = plain_text(temperature)
     llm = guessed_by(f"{'draft' if make is HeadProposer else 'tree'}:{folder}", k=k)
     assert isinstance(llm.parts.proposer, make)

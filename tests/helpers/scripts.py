@@ -1,4 +1,4 @@
-"""Scripts run as a shell would run them, and without a new process, whose imports alone take seconds."""
+"""Run scripts as a shell does, but in this process: the imports of a new process take seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """What `subprocess.run` would tell of it."""
+    """The result of a script, as `subprocess.run` returns it."""
 
     returncode: int
     stdout: str
@@ -21,7 +21,7 @@ class Done:
 
 
 def run_script(script: Path, *arguments: object) -> Done:
-    """Run a script to its end; what it raises but SystemExit goes through. Modules beside it are forgotten again."""
+    """Run a script. An exception other than SystemExit is raised. Modules beside the script are unloaded afterwards."""
     out, err, code = StringIO(), StringIO(), 0
     before = set(sys.modules)
     with (

@@ -49,7 +49,7 @@ _LOUDER = {"decoder.embed": 5, "encoder_attn": 4, "conv": 4}  # factors of weigh
 
 
 def save(folder: Path, config: PreTrainedConfig, *, seed: int = 0, size: int = VOCAB) -> Path:
-    """Write a random model of a configuration, and a tokenizer of `size` tokens; every weight says something."""
+    """Write a random model of a configuration, and a tokenizer of `size` tokens. Each weight has an effect."""
     torch.manual_seed(seed)
     model_class = _model_class(config)
     model = model_class.from_config(config).eval()
@@ -109,7 +109,7 @@ class Shelf:
         return path if path.exists() else save(path, EVERY[name]())
 
     def model(self, name: str) -> Any:
-        """transformers' own, whose attention is the plain one."""
+        """The model of transformers, with eager attention."""
         if name not in self._models:
             folder = self.folder(name)
             config = AutoConfig.from_pretrained(folder)
@@ -147,10 +147,10 @@ def greedy_of_source(model: Any, source: Sequence[int], count: int) -> list[int]
     return out[0, 1:].tolist()
 
 
-def text(chance: random.Random, length: int) -> list[int]:
+def text(rng: random.Random, length: int) -> list[int]:
     """Random tokens, of which some repeat."""
-    fresh = [chance.randrange(VOCAB) for _ in range(length)]
-    return [fresh[i % 5] if chance.random() < 0.7 else token for i, token in enumerate(fresh)]
+    fresh = [rng.randrange(VOCAB) for _ in range(length)]
+    return [fresh[i % 5] if rng.random() < 0.7 else token for i, token in enumerate(fresh)]
 
 
 def admit(
@@ -172,7 +172,7 @@ def admit(
 
 
 def everything(rows: Sequence[SequenceState]) -> Batch:
-    """A batch in which each row feeds all that is missing."""
+    """A batch in which each row feeds all tokens that are not in the cache."""
     feeds = tuple(tuple(row.token_ids[row.num_cached_tokens :]) for row in rows)
     return Batch(
         seqs=tuple(rows), start=tuple(row.num_cached_tokens for row in rows), feed=feeds, draft_budget=(6,) * len(rows)
@@ -188,22 +188,20 @@ def branch(draft: Draft, b: int, node: int) -> list[int]:
     return path
 
 
-def grow(target: Target, rows: Sequence[SequenceState], chance: random.Random) -> None:
-    """One round: random trees, of which the branch of a random node is kept, and a random bonus."""
+def grow(target: Target, rows: Sequence[SequenceState], rng: random.Random) -> None:
+    """Run one round: draft random trees, accept the branch of a random node, and append a random bonus."""
     batch = everything(rows)
-    draft = random_tree([chance.randint(1, 6), *(chance.randint(0, 6) for _ in rows[1:])], VOCAB, chance)
+    draft = random_tree([rng.randint(1, 6), *(rng.randint(0, 6) for _ in rows[1:])], VOCAB, rng)
     scores = target.score(batch, draft)
-    paths = [branch(draft, b, chance.randint(-1, width - 1)) for b, width in enumerate(draft.width)]
-    emitted = [
-        (*(int(draft.tokens[b, node]) for node in path), chance.randrange(VOCAB)) for b, path in enumerate(paths)
-    ]
+    paths = [branch(draft, b, rng.randint(-1, width - 1)) for b, width in enumerate(draft.width)]
+    emitted = [(*(int(draft.tokens[b, node]) for node in path), rng.randrange(VOCAB)) for b, path in enumerate(paths)]
     done = make_round(batch, draft, scores, [tuple(path) for path in paths], emitted)
     target.cache.commit(done)
     append(done)
 
 
 def compiles() -> bool:
-    """Whether the native kernels can be had here."""
+    """Return whether the native kernels can be compiled or loaded here."""
     try:
         return bool(load_library())
     except UnsupportedModel:

@@ -1,4 +1,4 @@
-"""What trainings are tested on: a small target, random batches, and a trainee whose logits are its weights."""
+"""For tests of trainings: a small target, random batches, and a trainee whose logits are its weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def load_target(folder=NANO):
-    """A target whose last states can be read; the embedded draft has two layers."""
+    """Load a target that exports the hidden states of its last layer."""
     checkpoint = load_checkpoint(folder, dtype="float32", device="cpu")
     target = make_target(checkpoint, slots=2, context=64)
     target.export_hidden_states((target.layers - 1,))
@@ -56,13 +56,13 @@ def make_sample(tokens, *, prompt=1, id=0, states=None):
 
 
 def make_batch(*, lengths=(9, 6, 4), seed=0, hidden=128, vocab=12288):
-    chance = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     size, rows = max(lengths), len(lengths)
-    probs = (torch.randn(rows, size, vocab, generator=chance) * 3).softmax(-1)
+    probs = (torch.randn(rows, size, vocab, generator=generator) * 3).softmax(-1)
     loss_mask = torch.arange(size) < torch.tensor(lengths)[:, None]
     return TrainingBatch(
-        tokens=torch.randint(0, vocab, (rows, size + 1), generator=chance),
-        aux_states=torch.randn(rows, size, 1, hidden, generator=chance),
+        tokens=torch.randint(0, vocab, (rows, size + 1), generator=generator),
+        aux_states=torch.randn(rows, size, 1, hidden, generator=generator),
         target_probs=probs[loss_mask],
         loss_mask=loss_mask,
     )

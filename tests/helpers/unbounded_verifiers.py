@@ -1,4 +1,4 @@
-"""Relaxed rules that do not keep their bound. A measurement that lets one of them pass measures nothing."""
+"""Relaxed rules that break their bound. Each test of a bound must reject them."""
 
 import torch
 
@@ -43,7 +43,7 @@ def gsd_with_token_residual(labels):
 
 
 def pcg_without_shares(lists, vocab):
-    """Groups whose tokens count in full for every group of theirs."""
+    """Groups in which a token counts with its whole probability in each of its groups."""
     groups = OverlappingGroups.of(lists, vocab, torch.device("cpu"))
 
     def sums(probs):

@@ -78,12 +78,12 @@ def test_stream_formats_of_other_servers():
 
 
 @contextmanager
-def fake_server(status, content):
-    """Run a server that gives every completion the same response. Yield its base URL."""
+def fake_server(status, content, *, models=(200, b'{"data": [{"id": "m"}]}')):
+    """Run a server that gives every completion the same response, and lists `models`. Yield its base URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self._respond(200, b'{"data": [{"id": "m"}]}')
+            self._respond(*models)
 
         def do_POST(self):
             self.rfile.read(int(self.headers["content-length"]))
@@ -131,8 +131,17 @@ def test_result_has_error_of_response(status, content, error):
 def test_unreachable_server_is_an_error():
     with fake_server(200, b"") as url:
         pass  # the server has stopped after this block
-    with pytest.raises(OutriderError, match="does not list a model"):
+    with pytest.raises(OutriderError, match=r"/v1/models cannot be reached .*; check the URL"):
         asyncio.run(client.run_load(Settings(base_url=url, num_requests=1), read_prompts()))
+
+
+def test_server_without_a_model_or_with_a_key_is_an_error():
+    for status, content, message in (
+        (200, b'{"data": []}', "lists no model; check the URL, or give --model"),
+        (401, b"{}", "answered 401; give the key of the server with --api-key"),
+    ):
+        with fake_server(200, b"", models=(status, content)) as url, pytest.raises(OutriderError, match=message):
+            asyncio.run(client.run_load(Settings(base_url=url, num_requests=1), read_prompts()))
 
 
 def test_cancelled_requests_are_counted_separately():

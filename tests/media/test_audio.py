@@ -241,7 +241,7 @@ def test_bench_and_tune(folder, tmp_path):
     ("words", "message"),
     [
         ("--fps 10", "--fps belongs to video"),
-        ("--out a.mp4", "is no name of a sound; end it with .wav"),
+        ("--out a.mp4", "is not the name of a sound file; end it with .wav"),
         ("--prompt cat", "has another form than the models know; use: a TIMBRE"),
     ],
 )

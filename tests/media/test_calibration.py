@@ -9,7 +9,7 @@ import pytest
 from outrider.errors import OutriderError
 from outrider.media import Calibration, DriftWatch, MediaEngine, QualityGate, load_models, tune
 from outrider.media.evaluation.bootstrap import Interval
-from outrider.media.models.captions import random_captions
+from outrider.media.models.captions import LANGUAGE
 from tests.media.made_up import Adder, Numbers, Scores, write_models
 
 
@@ -30,7 +30,7 @@ def calibration(share=0.8, drafts=500):
 
 def test_tune_keeps_the_quality_on_the_prompts_that_choose(tmp_path):
     models = load_models(write_models(tmp_path))
-    prompts = random_captions(12, 0)
+    prompts = LANGUAGE.random_captions(12, 0)
     done = []
     tuned = tune(models.engine, models.held_out_scorer, prompts, quality=0.99, advance=lambda: done.append(1))
     reference, *candidates = tuned.candidates

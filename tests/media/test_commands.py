@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app
 from outrider.media import DrafterOnly, QualityGate, TargetOnly, load_models
-from outrider.media.models.captions import random_captions
+from outrider.media.models.captions import LANGUAGE
 from tests.media.made_up import write_models
 
 
@@ -93,12 +93,12 @@ def test_bench_with_given_thresholds(folder):
         ("demo --calibration none.json", "calibration none.json cannot be read"),
         ("demo --threshold 0.5 --fps 0", "--fps is 0"),
         ("demo --threshold 0.5 --budget 0", "budget is 0"),
-        ("demo --threshold 0.5 --out a.txt", "is no name of a video"),
+        ("demo --threshold 0.5 --out a.txt", "is not the name of a video file"),
         ("bench --prompts 1", "--prompts is 1; use at least"),
         ("bench --prompts 4 --rounds 5", "--prompts is 4; use at least 5"),
         ("bench --thresholds a", "--thresholds"),
         ("bench --thresholds 3", "threshold is 3, but"),
-        ("bench --plot a.txt", "is no name of a plot"),
+        ("bench --plot a.txt", "is not the name of a plot"),
         ("tune --quality 2", "--quality is 2"),
         ("tune --prompts 3", "--prompts is 3"),
         ("tune --aggregate best", "aggregate is 'best'"),
@@ -136,7 +136,7 @@ def test_the_embedded_models_make_what_the_captions_say():
         """The mean over frames of a scorer that never decides."""
         blocks = [
             (caption, block)
-            for caption in random_captions(6, seed=3)
+            for caption in LANGUAGE.random_captions(6, seed=3)
             for block in models.engine.stream(caption, router)
         ]
         return float(torch.cat([scorer.score(caption, block.content) for caption, block in blocks]).mean())

@@ -15,7 +15,7 @@ from outrider.media.evaluation.summary import summarize
 from outrider.media.evaluation.table import summary_table
 from outrider.media.evaluation.thresholds import draft_scores, thresholds_at
 from outrider.media.evaluation.trials import Quality, Trial, run_trials
-from outrider.media.models.captions import random_captions
+from outrider.media.models.captions import LANGUAGE
 from outrider.media.results import Seconds
 from outrider.report.console import standard_output
 from tests.media.made_up import write_models
@@ -121,7 +121,7 @@ def test_the_share_of_the_first_block(summaries):
 
 def test_trials_table_and_plot(tmp_path):
     models = load_models(write_models(tmp_path))
-    prompts = random_captions(3, 0)
+    prompts = LANGUAGE.random_captions(3, 0)
     scores = draft_scores(models.engine, prompts, aggregate="min")
     assert len(scores) == 3 * (models.video.blocks - 1)
     (threshold,) = thresholds_at(scores, [0.5])

@@ -10,8 +10,8 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.media import QualityGate, TargetOnly, load_models
-from outrider.media.models.captions import parse_caption, random_captions, random_scene
-from outrider.media.models.generator import VideoGenerator
+from outrider.media.models.captions import LANGUAGE, parse_caption, random_scene
+from outrider.media.models.generator import TransformerGenerator
 from outrider.media.models.scorer import MatchScorer, stack_frames
 from outrider.media.models.transformer import CLEAN
 from outrider.media.models.vae import StreamingDecoder
@@ -30,7 +30,7 @@ def clean_blocks(count, seed=0):
 def full_pass(network, latents, caption):
     """The keys and values of all layers, layer after layer over all blocks: the plain reference of a cache.
 
-    A block's products have the shape of a block, as in `VideoGenerator`, but no cache is used.
+    A block's products have the shape of a block, as in `TransformerGenerator`, but no cache is used.
     """
     condition, text = network.read_text(torch.tensor(parse_caption(caption).tokens()))
     modulations = network.modulations(torch.tensor(CLEAN))
@@ -63,7 +63,7 @@ def assert_cache(cache, network, latents, caption):
 
 @pytest.mark.parametrize("network", [NETWORKS.target, NETWORKS.drafter], ids=["target", "drafter"])
 def test_commits_give_the_cache_of_a_full_pass(network):
-    generator = VideoGenerator(network)
+    generator = TransformerGenerator(network)
     latents = clean_blocks(4)
     cache = generator.open(CAPTION)
     for number, latent in enumerate(latents, start=1):
@@ -84,7 +84,7 @@ def test_accepted_blocks_give_the_cache_of_a_full_pass(tmp_path, eager):
 
 
 def test_generating_leaves_the_cache_as_it_is():
-    generator = VideoGenerator(NETWORKS.target)
+    generator = TransformerGenerator(NETWORKS.target)
     cache = generator.open(CAPTION)
     for latent in clean_blocks(2):
         generator.commit(latent, cache)
@@ -99,7 +99,7 @@ def test_generating_leaves_the_cache_as_it_is():
 
 
 def test_blocks_are_in_order():
-    generator = VideoGenerator(NETWORKS.target)
+    generator = TransformerGenerator(NETWORKS.target)
     cache = generator.open(CAPTION)
     with pytest.raises(OutriderError, match="block 1 follows 0 committed blocks"):
         generator.generate(1, clean_blocks(1)[0], cache)
@@ -120,7 +120,7 @@ def test_training_and_generating_compute_the_same():
         blocks, rough = network.to_tokens(latents)[None], network.to_tokens(noisy)[None]
         # teacher_forced rounds attention to the type of the values, which is float32 without autocast.
         trained = teacher_forced(network, blocks[:, :-1], rough, levels, tokens)[0]
-    generator = VideoGenerator(network)
+    generator = TransformerGenerator(network)
     cache = generator.open(CAPTION)
     for block in range(VIDEO.blocks):
         with torch.inference_mode():
@@ -180,12 +180,12 @@ def test_captions():
     scene = random_scene(random.Random(1))
     assert parse_caption(scene.caption()) == scene
     assert parse_caption("Red circle, right, top left, black.") == parse_caption(CAPTION)
-    captions = random_captions(50, 3)
+    captions = LANGUAGE.random_captions(50, 3)
     assert len(set(captions)) == 50
-    assert captions == random_captions(50, 3)
+    assert captions == LANGUAGE.random_captions(50, 3)
     assert parse_caption(CAPTION).tokens() == [0, 6, 10, 14, 17, 20]
     with pytest.raises(OutriderError, match="but there are 2592"):
-        random_captions(2593, 0)
+        LANGUAGE.random_captions(2593, 0)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +215,9 @@ def test_a_set_of_models_is_written_and_read(tmp_path):
 
 
 def test_broken_sets_of_models(tmp_path):
+    with pytest.raises(OutriderError, match=r"has no readable config\.json"):
+        load_models(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
     with pytest.raises(OutriderError, match=r"has no readable config\.json"):
         load_models(tmp_path)
     write_models(tmp_path)

@@ -1,4 +1,4 @@
-"""The team of threads: its barrier, and its size while other processes take processors away."""
+"""The team of threads: its phases, and its size while other processes take processors away."""
 
 from __future__ import annotations
 
@@ -11,32 +11,61 @@ from outrider.native import library
 
 INCLUDES = """
 #include <cstdio>
+#include "team_size.h"
 #include "threads.h"
 using namespace outrider;
 #define CHECK(condition) if (!(condition)) return std::printf("line %d: %s\\n", __LINE__, #condition), 1
 """
 
-BARRIER = """
+# Every item runs once, and no item of a phase runs before those of the phase before it have.
+PHASES = """
 #include <omp.h>
+// How often item i has run before a round.
+int expected_runs(int i, int round) { return round / 101 * (100 - i) + std::max(0, round % 101 - i - 1); }
 int main() {
-  Barrier barrier(4);
-  int count[4] = {}, wrong = 0;
+  Phases phases(4);
+  std::vector<std::atomic<int>> runs(100);
+  std::atomic<int> wrong{0};
+  for (int pass = 0; pass < 50; pass++) {
+    for (auto& each : runs) each = 0;
+    const uint32_t first = phases.current();
 #pragma omp parallel num_threads(4)
-  {
-    const Team team{barrier, omp_get_thread_num(), omp_get_num_threads()};
-    barrier.enter(team.thread);
-    for (int round = 1; round <= 20000; round++) {
-      count[team.thread]++;
-      barrier.wait(team.thread, team.threads);
-      for (int t = 0; t < team.threads; t++)
-        if (count[t] != round) {
-#pragma omp atomic
-          wrong++;
-        }
-      barrier.wait(team.thread, team.threads);
+    {
+      Team team{phases, omp_get_thread_num(), omp_get_num_threads(), first};
+      for (int round = 0; round < 300; round++) {
+        const int count = round % 101;  // also none, and fewer than threads
+        const auto work = [&](int i) { wrong += runs[i]++ != expected_runs(i, round); };
+        if (round % 3 == 0) team.share(count, work);
+        if (round % 3 == 1) team.share(count, work, 1);
+        if (round % 3 == 2) team.share_interleaved(count, work);
+      }
+      team.join();
     }
+    for (int i = 0; i < 100; i++) CHECK(runs[i] == expected_runs(i, 300));
   }
   CHECK(!wrong);
+  return 0;
+}
+"""
+
+# The others finish all phases of a thread that does not come, then it finds its phases finished.
+LATE = """
+#include <omp.h>
+int main() {
+  constexpr int rounds = 1000;
+  Phases phases(4);
+  std::atomic<int> items{0}, late_items{0};
+  const uint32_t first = phases.current();
+#pragma omp parallel num_threads(4)
+  {
+    Team team{phases, omp_get_thread_num(), omp_get_num_threads(), first};
+    while (team.thread == 3 && phases.current() != first + rounds) std::this_thread::yield();
+    for (int round = 0; round < rounds; round++)
+      team.share(10, [&](int) { items++; if (team.thread == 3) late_items++; });
+    team.join();
+  }
+  CHECK(items == 10 * rounds);
+  CHECK(late_items == 0);
   return 0;
 }
 """
@@ -78,7 +107,7 @@ int main() {
 """
 
 
-@pytest.mark.parametrize("program", [BARRIER, SIZE], ids=["barrier", "size"])
+@pytest.mark.parametrize("program", [PHASES, LATE, SIZE], ids=["phases", "late", "size"])
 def test_program(program, tmp_path):
     source = tmp_path / "test.cpp"
     source.write_text(INCLUDES + program)

@@ -467,6 +467,12 @@ def test_document_and_tables():
     assert "pessimistic " + str(stops[0]["pessimistic"]) in " ".join(text.split())
 
 
+def test_equal_figures_keep_their_places():
+    document, _ = projected("--target", "8B", "--machine", "h100", "--alpha", "0.8,0.8,0.7", "--exposed", "0.5,0.2,0.2")
+    assert document["acceptance"]["rates"] == [0.8, 0.8, 0.7]
+    assert [case["exposed"] for case in document["efficiency"]] == [0.5, 0.2, 0.2]
+
+
 def test_every_option_reaches_the_document():
     words = "--devices 2 --bandwidth 1000 --flops 100 --memory 20 --weight-bits 8 --cache-bits 8 --draft-bits 4"
     words += " --bandwidth-share 0.5 --arithmetic-share 0.1,0.2,0.3 --exposed 1 --round-ms 2 --layer-us 3"
@@ -666,6 +672,8 @@ def test_errors_of_unreadable_benchmark_files(tmp_path):
         (["--target", "0B"], "0B is not the size of a model"),
         (["--category", "code"], "--category is a category of a benchmark"),
         (["--from", "nowhere.json"], "give the acceptance once"),
+        (["--prompt-tokens", "9"], "--prompt-tokens is for prefill on its own devices; give --rate as well"),
+        (["--output-tokens", "0", "--rate", "1"], "--output-tokens is 0"),
     ],
 )
 def test_error_messages_are_one_line(words, message):

@@ -334,7 +334,7 @@ def test_draft_depends_only_on_the_text(name, draw, folders):
 
     def fresh_run():
         target = load(folders["llama"], "torch")
-        return FuzzedRun.fresh(target, make(name)(setup_of(target, draw=draw)), rng)
+        return FuzzedRun(target, make(name)(setup_of(target, draw=draw)), rng)
 
     text = tiny.text(rng, 40)
     with torch.inference_mode():

@@ -19,10 +19,11 @@ from recipes.arithmetic.problems import is_right, pairs_below, split
 from recipes.correction import measure, pairs
 from recipes.correction import train as train_correction
 from recipes.family import prompts, train
-from recipes.family.corpus import is_aside, read_texts
+from recipes.family.corpus import is_for_validation, read_texts
 from recipes.moe import train as train_moe
 from recipes.moe.model import cluster
 from recipes.moe.routing import balance_loss
+from recipes.sizes import Size, parse_size
 
 WORDS = ["the", "cat", "and", "a", "dog", "sat", "on", "one", "red", "mat", "while", "two", "men", "went", "home"]
 
@@ -65,7 +66,7 @@ def test_arithmetic(tmp_path):
 def test_texts_are_those_that_can_be_read(texts):
     found = dict(read_texts(texts))
     assert len(found) == 41
-    assert 0 < sum(map(is_aside, found)) < 10
+    assert 0 < sum(map(is_for_validation, found)) < 10
     assert [path.name for path, _ in read_texts(texts, [".md"])] == ["talk.md"]
 
 
@@ -113,7 +114,7 @@ def test_texts_become_prompts(texts, tmp_path):
     for some, is_held in ((found, False), (aside, True)):
         cut = [each for each in some if each.category != "dialogue"]
         assert len(cut) > 2
-        homes = [text for path, text in said.items() if is_aside(path) is is_held]
+        homes = [text for path, text in said.items() if is_for_validation(path) is is_held]
         assert all(any(each.prompt in text and not text.endswith(each.prompt) for text in homes) for each in cut)
         assert {each.category for each in cut} <= {"txt", "md"}
         assert all(40 <= len(each.prompt.removeprefix("<|endoftext|>")) <= 200 for each in cut)
@@ -242,3 +243,16 @@ def test_balance_loss_is_one_for_even_use():
     assert float(balance_loss([even], 2)) == pytest.approx(1, abs=1e-3)
     collapsed = torch.tensor([[20.0, 20.0, 0.0, 0.0]]).repeat(20, 1)
     assert float(balance_loss([collapsed], 2)) == pytest.approx(2, abs=1e-3)
+
+
+def test_sizes_are_checked_before_a_training(texts, tmp_path):
+    assert parse_size("--target", "8x384", multiple=16) == Size(layers=8, width=384)
+    for words, message in (
+        ("--target 8", "use LAYERSxWIDTH, such as 8x384"),
+        ("--draft 2x0", "use LAYERSxWIDTH, such as 8x384"),
+        ("--draft 2x100", "--draft has width 100; use a multiple of 16"),
+    ):
+        result = _run(train.main, texts, "--out", tmp_path / "family", *words.split())
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "family").exists()

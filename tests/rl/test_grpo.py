@@ -186,6 +186,27 @@ def test_objective_and_divergence():
     assert (kl_estimate(new, old) >= 0).all()
 
 
+def test_a_damaged_checkpoint_is_one_clear_error(shelf, tmp_path):
+    run = make(shelf / "policy")
+    (tmp_path / "grpo.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(OutriderError, match=r"grpo.pt cannot be read .*start a new run"):
+        run.restore(tmp_path)
+    torch.save({"policy": {}}, tmp_path / "grpo.pt")
+    with pytest.raises(OutriderError, match="is not a checkpoint of GRPO; give another checkpoint"):
+        run.restore(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutriderError, match=r"grpo.pt cannot be written .*give another folder"):
+        run.save(tmp_path / "file")
+
+
+def test_a_run_needs_problems_and_steps_between_checkpoints(shelf, tmp_path):
+    run = make(shelf / "policy")
+    with pytest.raises(OutriderError, match="there are no problems to train on; give at least one"):
+        next(run.train([], 1))
+    with pytest.raises(OutriderError, match="every is 0; use a number of steps above 0"):
+        next(run.train(PROBLEMS, 1, checkpoint=tmp_path, every=0))
+
+
 def test_bad_settings():
     for setting, message in (
         ({"samples": 1}, "has no advantage"),

@@ -440,7 +440,7 @@ def test_load_generator_reports_errors(server):
     url = server[0] + "/v1"
     results, _ = asyncio.run(run_load(LoadSettings(base_url=url, num_requests=2, model="other"), read_prompts()))
     assert all("404" in result.error for result in results)
-    with pytest.raises(OutriderError, match="does not list a model"):
+    with pytest.raises(OutriderError, match="cannot be reached"):
         asyncio.run(run_load(LoadSettings(base_url="http://127.0.0.1:9/v1"), read_prompts()))
     with pytest.raises(OutriderError, match="give one of them"):
         LoadSettings(request_rate=1.0, max_concurrency=2)

@@ -84,7 +84,7 @@ def test_token_metrics_are_consistent(server_metrics):
     drafts = value(samples, "outrider_drafts_total")
     assert drafts == sum(value(samples, "outrider_proposer_drafts_total", proposer=n) for n in ("ngram", "recycle"))
     assert value(samples, "outrider_tokens_per_pass") == pytest.approx(stats.tau)
-    assert value(samples, "outrider_requests_total", finish="length") == 4
+    assert value(samples, "outrider_requests_total", finish_reason="length") == 4
     parts = [value(samples, "outrider_round_seconds_total", part=part) for part in ("draft", "target", "host")]
     assert sum(parts) == pytest.approx(stats.seconds)
 

@@ -11,6 +11,7 @@ import pytest
 
 from outrider.errors import OutriderError
 from outrider.loader.embedded import embedded
+from outrider.serve.command import serve
 from outrider.serve.settings import Settings
 from outrider.serve.weight_routes import weight_root
 from tests.serve.test_serve import serving
@@ -117,6 +118,18 @@ def test_sleep_and_wake(server):
     waiting.join()
     assert responses[0].json()["choices"][0]["text"] == text
     assert client.post("/wake_up").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [("weight_updates", "is no folder"), ("media", "has no readable config.json")]
+)
+def test_a_wrong_folder_is_reported_before_the_models_are_loaded(tmp_path, option, message):
+    def load():
+        raise AssertionError("the models are loaded")
+
+    settings = Settings(port=0, **{option: str(tmp_path / "nowhere")})
+    with pytest.raises(OutriderError, match=message):
+        serve(load, settings, target=None)
 
 
 def test_the_routes_are_off_by_default(tmp_path):

@@ -61,6 +61,15 @@ def test_a_draft_model_for_vllm(model, tmp_path):
     assert copied.vocab == tiny.VOCAB
 
 
+def test_batch_needs_advice(model, tmp_path):
+    result, _ = export(model, "--for", "vllm", "--out", tmp_path / "out", "--k", 5, "--batch", 8)
+    assert result.exit_code == 2
+    assert "--batch chooses a k of --advice" in result.output
+    result, _ = export(model, "--for", "vllm", "--out", tmp_path / "out", "--advice", tmp_path / "nowhere.json")
+    assert "cannot be read (No such file or directory)" in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_draft_model_for_llamacpp_is_read_back(model, tmp_path):
     out = tmp_path / "out"
     result, summary = export(model, "--for", "llama.cpp", "--out", out, "--k", 3)

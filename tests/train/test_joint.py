@@ -59,7 +59,7 @@ def make_samples(loaded):
 
 def make_batch(loaded, ids=None):
     ids = torch.arange(loaded.target.vocab) if ids is None else ids
-    return DatasetCollator(ids, loaded.target.vocab).collate(make_samples(loaded), everything=False)
+    return DatasetCollator(ids, loaded.target.vocab).collate(make_samples(loaded), train_on_prompts=False)
 
 
 def test_target_distribution_is_the_next_token(nano):
@@ -105,7 +105,7 @@ def test_micro_batches_do_not_change_the_gradient(nano):
     for groups in ([samples], [[sample] for sample in samples]):
         trainer = Trainer(make_joint_trainee(nano), losses=parse("ce"), steps=2, decay=0.5, lr=1e-4)
         watched_gradients = train_setup.record_gradients(trainer)
-        trainer.train([collator.collate(group, everything=False) for group in groups], progress=0.5)
+        trainer.train([collator.collate(group, train_on_prompts=False) for group in groups], progress=0.5)
         gradients.append(watched_gradients[0])
     one_batch, single_sequences = gradients
     assert (one_batch - single_sequences).norm() < 0.02 * one_batch.norm()

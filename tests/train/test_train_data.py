@@ -114,13 +114,13 @@ def _collator(nano, ids=None, *, final=True):
 def test_target_probs_equal_those_of_transformers(nano):
     tokens = nano.checkpoint.tokenizer.encode("def add(a, b):\n    return a + b\n")
     states, _ = _score_in_one_pass(nano.target, tokens[:-1], (1,))
-    texts = _collator(nano).collate([make_sample(tokens, states=states)], everything=True)
+    texts = _collator(nano).collate([make_sample(tokens, states=states)], train_on_prompts=True)
     model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
     expected = model(torch.tensor([tokens[:-1]])).logits[0].softmax(-1)
     assert texts.target_probs.shape == expected.shape
     assert torch.minimum(texts.target_probs, expected).sum(-1).min() > 0.97
     draft_ids = torch.tensor([3, 7, 300])
-    draft_texts = _collator(nano, draft_ids).collate([make_sample(tokens, states=states)], everything=True)
+    draft_texts = _collator(nano, draft_ids).collate([make_sample(tokens, states=states)], train_on_prompts=True)
     assert torch.equal(draft_texts.target_probs, texts.target_probs[..., draft_ids])
 
 
@@ -135,21 +135,21 @@ def test_target_with_scaled_logits_is_rejected(nano):
 
 def test_loss_mask_covers_answers_but_not_padding(nano):
     samples = [make_sample(range(9), prompt=4), make_sample(range(5), prompt=1), make_sample(range(3), prompt=3)]
-    loss_mask = _collator(nano).collate(samples, everything=False).loss_mask
+    loss_mask = _collator(nano).collate(samples, train_on_prompts=False).loss_mask
     # Position t has the distribution after token t, so the last prompt token is trained, too.
     assert loss_mask.tolist() == [
         [False] * 3 + [True] * 5,
         [True] * 4 + [False] * 4,
         [False] * 8,
     ]
-    everything = _collator(nano).collate(samples, everything=True).loss_mask
+    everything = _collator(nano).collate(samples, train_on_prompts=True).loss_mask
     assert everything.tolist() == [[True] * 8, [True] * 4 + [False] * 4, [True] * 2 + [False] * 6]
 
 
 def test_final_aux_states_are_normed(nano):
     sample = make_sample(range(6))
-    raw = _collator(nano, final=False).collate([sample], everything=True).aux_states
-    final = _collator(nano, final=True).collate([sample], everything=True).aux_states
+    raw = _collator(nano, final=False).collate([sample], train_on_prompts=True).aux_states
+    final = _collator(nano, final=True).collate([sample], train_on_prompts=True).aux_states
     assert torch.equal(raw[0], sample.states.float())
     scale = raw.square().mean(-1, keepdim=True).add(nano.tables.epsilon).rsqrt()
     assert torch.allclose(final, raw * scale * nano.tables.norm, atol=1e-5)

@@ -586,9 +586,9 @@ def test_config_that_recommends_plain_decoding(tmp_path):
     [
         (None, "cannot be read"),
         (b"\xff\xfe", "it is not UTF-8 text"),
-        (b"{", "is not a file of outrider tune"),
-        (b"[]", "is not a file of outrider tune"),
-        (b'{"benchmark": "outrider bench"}', "is not a file of outrider tune"),
+        (b"{", "is not a JSON object with fields of EngineConfig, and not a file of outrider tune"),
+        (b"[]", "not a file of outrider tune or outrider fit; write it with: outrider tune --out"),
+        (b'{"benchmark": "outrider bench"}', "not a file of outrider tune"),
         (b'{"benchmark": "outrider tune", "version": 9}', "has version 9, and this program reads version 1"),
         (b'{"benchmark": "outrider tune", "version": 1}', "lacks settings"),
         *((advice_bytes(**{name: value}), f"has {name} ") for name, value in INVALID_SETTINGS),
@@ -610,13 +610,28 @@ def test_config_with_missing_or_changed_models(tmp_path):
     file = str(advice_file(tmp_path / "advice.json", target=str(target), proposer=f"draft:{draft}"))
     assert configured(EngineOptions(), file, given=()).proposer == f"draft:{draft}"
     shutil.rmtree(draft)
-    with pytest.raises(OutriderError, match=r"draft, a model of .*advice.json, is missing; give its folder"):
+    with pytest.raises(OutriderError, match=r"draft, a model of .*advice.json, is missing; give the model"):
         configured(EngineOptions(), file, given=())
     assert configured(EngineOptions(proposer="ngram"), file, given={"proposer"}).target == str(target)
     (target / "config.json").write_text((target / "config.json").read_text() + "\n")
     with pytest.raises(OutriderError, match="target has changed since"):
         configured(EngineOptions(proposer="ngram"), file, given={"proposer"})
     assert configured(EngineOptions(target="x", proposer="ngram"), file, given={"proposer", "target"}).target == "x"
+
+
+def test_config_with_gguf_files(tmp_path):
+    target, draft = tmp_path / "target.gguf", tmp_path / "draft.gguf"
+    for file in (target, draft):
+        file.write_bytes(b"GGUF of " + file.name.encode())  # its content is hashed, and not read
+    advice = str(advice_file(tmp_path / "advice.json", target=str(target), proposer=f"draft:{draft}"))
+    options = configured(EngineOptions(), advice, given=())
+    assert (options.target, options.proposer) == (str(target), f"draft:{draft}")
+    draft.write_bytes(b"GGUF of another model")
+    with pytest.raises(OutriderError, match=r"draft.gguf has changed since"):
+        configured(EngineOptions(), advice, given=())
+    target.unlink()
+    with pytest.raises(OutriderError, match=r"target.gguf, a model of .*, is missing; give the model with --target"):
+        configured(EngineOptions(), advice, given=())
 
 
 def test_config_has_absolute_folders(tmp_path, monkeypatch):

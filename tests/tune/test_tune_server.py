@@ -189,6 +189,15 @@ def test_mistakes_have_one_line():
         assert "lists no model" in result.output
     result, _ = tune("--server", "http://127.0.0.1:9")
     assert "cannot be reached" in result.output
+    for option, value, message in (
+        ("--temperature", "0,1", "--temperature is 0,1, and --server measures one temperature; give one"),
+        ("--temperature", "-1", "temperature is -1.0"),
+        ("--batch", "0,2", "--batch has 0; use numbers of requests of at least 1"),
+        ("--max-tokens", "0", "max_tokens is 0"),
+    ):
+        result, _ = tune("--server", "http://127.0.0.1:9", option, value)
+        assert result.exit_code == 2
+        assert message in result.output
     with pytest.raises(OutriderError, match="is not the URL of a server"):
         base_url("127.0.0.1:8000")
     assert base_url("http://a:1/") == "http://a:1/v1"

@@ -10,7 +10,7 @@ from outrider.core.noise import PositionNoise
 from outrider.core.types import Draft, DraftKind, Packed
 from outrider.testing import ConformanceError
 from outrider.testing.bounds import bin_distance, check_bound, group_distance, measure, total_variation
-from outrider.testing.enumeration import Instance, prove, round_laws
+from outrider.testing.enumeration import Instance, prove, round_distributions
 from outrider.verify import rules
 from outrider.verify.relaxed.bins import bins
 from outrider.verify.relaxed.blend import blend
@@ -81,7 +81,7 @@ def test_lantern_moves_mass_between_neighbours_only():
 
 @pytest.mark.parametrize("size", [None, 1, 2])
 def test_gsd_is_exact_for_its_clusters(size):
-    def distance(law, p):
+    def distance(emitted, p):
         order = p.argsort(dim=-1, descending=True, stable=True)
         labels = LABELS.expand(len(p), -1).clone()
         if size is not None:  # divide each cluster by rank, independently of the rule's own code
@@ -90,7 +90,7 @@ def test_gsd_is_exact_for_its_clusters(size):
                     members = [token for token in likely_first if LABELS[token] == cluster]
                     for rank, token in enumerate(members):
                         labels[row, token] = 4 * cluster + rank // size
-        return group_distance(law, p, Partition(labels, 8))
+        return group_distance(emitted, p, Partition(labels, 8))
 
     check_bound(gsd(LABELS, size), distance, 0)
 
@@ -101,7 +101,7 @@ def test_gsd_promises_nothing_within_a_cluster():
     assert measure(everything, instance, total_variation) < 1e-12  # p gives these draft tokens no probability
     (instance,) = instances(1, (S,))
     assert prove(everything, instance).accepted == pytest.approx(1)
-    assert torch.allclose(round_laws(everything, instance)[0], instance.proposal[0])
+    assert torch.allclose(round_distributions(everything, instance)[0], instance.proposal[0])
 
 
 def test_published_gsd_is_not_exact_for_its_clusters():
@@ -133,7 +133,7 @@ def test_pcg_emits_what_rejection_sampling_of_the_group_does():
             if p_group[group] > 0:
                 joint[token, group] += residual[group] * p[0, token] * share / p_group[group]
         assert torch.allclose(joint.sum(0), p_group)
-        assert torch.allclose(joint.sum(1), round_laws(pcg(groups), instance)[0][0])
+        assert torch.allclose(joint.sum(1), round_distributions(pcg(groups), instance)[0][0])
 
 
 def test_pcg_without_shares_is_not_exact():
@@ -169,8 +169,8 @@ def test_a_sequence_of_groups_is_the_targets_if_only_groups_matter():
         )
         assert measure(gsd(LABELS), same, partial(group_distance, groups=groups)) < 1e-12
         joints = []
-        for laws in (round_laws(gsd(LABELS), same)[:2], same.target[:2]):
-            joint = (laws[0].view(4, 1) * laws[1]).view(4, 4)
+        for distributions in (round_distributions(gsd(LABELS), same)[:2], same.target[:2]):
+            joint = (distributions[0].view(4, 1) * distributions[1]).view(4, 4)
             pairs = (2 * LABELS[:, None] + LABELS).view(-1)
             joints.append(torch.zeros(4, dtype=torch.float64).index_add_(0, pairs, joint.view(-1)))
         assert torch.allclose(*joints)
@@ -215,15 +215,15 @@ def test_bins_take_the_nearest_child_and_relax_greedy_drafts():
 
 
 def test_distances():
-    p, law = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.5, 0.0, 0.5]])
-    assert total_variation(law, p).tolist() == [0.5]
-    assert bin_distance(law, p, torch.tensor([0, 1, 2])).tolist() == [1]
-    assert bin_distance(law, p, torch.tensor([1, 0, 2])).tolist() == [1]
-    assert bin_distance(law, p, torch.tensor([0, 1, -1])).tolist() == [float("inf")]
-    assert group_distance(law, p, Partition(torch.tensor([[0, 1, 1]]), 2)).tolist() == [0]
-    assert group_distance(law, p, Partition(torch.tensor([[0, 0, 1]]), 2)).tolist() == [0.5]
+    p, emitted = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.5, 0.0, 0.5]])
+    assert total_variation(emitted, p).tolist() == [0.5]
+    assert bin_distance(emitted, p, torch.tensor([0, 1, 2])).tolist() == [1]
+    assert bin_distance(emitted, p, torch.tensor([1, 0, 2])).tolist() == [1]
+    assert bin_distance(emitted, p, torch.tensor([0, 1, -1])).tolist() == [float("inf")]
+    assert group_distance(emitted, p, Partition(torch.tensor([[0, 1, 1]]), 2)).tolist() == [0]
+    assert group_distance(emitted, p, Partition(torch.tensor([[0, 0, 1]]), 2)).tolist() == [0.5]
     shared = OverlappingGroups.of([[0, 2], [1, 2]], 3, CPU)
-    assert group_distance(law, p, shared).tolist() == [0]
+    assert group_distance(emitted, p, shared).tolist() == [0]
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5])
@@ -233,9 +233,9 @@ def test_blend_keeps_its_total_variation(share):
 
 def test_blend_samples_from_the_blend_and_records_it():
     for instance in instances(5, (S,)):
-        law = round_laws(blend(0.3), instance)[0][0]
+        emitted = round_distributions(blend(0.3), instance)[0][0]
         p, q = instance.target[0][0], instance.proposal[0][0]
-        assert torch.allclose(law / law.sum(), 0.7 * p + 0.3 * q)
+        assert torch.allclose(emitted / emitted.sum(), 0.7 * p + 0.3 * q)
     generator = torch.Generator().manual_seed(2)
     p, q = (torch.rand(200, 2, 4, generator=generator).softmax(-1) for _ in range(2))
     token = torch.multinomial(q[:, 0], 1, generator=generator)

@@ -77,7 +77,7 @@ def export(draft: str, args: argparse.Namespace, out: Path) -> Exported:
         target=args.target,
         k=args.k,
         advice=None,
-        batch=1,
+        batch=None,
         console=Console(stderr=True),
     )
     command = words(summary["command"])

@@ -17,6 +17,9 @@ from outrider.core.params import SamplingParams
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
+_STALE = "penalties do not count the draft tokens of the same round"  # a cause
+_PAIRS = 64  # likeliest tokens whose pairs with all others are computed
+
 FIRST = -1  # state before the first output token, which most engines sample in the prefill without a draft
 State = int  # otherwise: accepted draft tokens of the current round
 
@@ -146,9 +149,6 @@ def _of_the_verifier(start: State) -> Iterator[Hypothesis]:
     )
 
 
-_STALE = "penalties do not count the draft tokens of the same round"
-
-
 def _with_draft(start: State, k: int) -> Iterator[Hypothesis]:
     """Yield defects of the verification of drafts of k tokens from a known draft model."""
 
@@ -180,6 +180,8 @@ def _with_draft(start: State, k: int) -> Iterator[Hypothesis]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verified:
+    """What becomes of one draft token."""
+
     accepted: torch.Tensor  # [V] probability that the draft token is this one and is accepted
     rejected: torch.Tensor  # [V] probability that the draft token is rejected and replaced by this one
     bonus: torch.Tensor  # [V] distribution of the token after a whole accepted draft
@@ -244,9 +246,6 @@ def _other_ratio(position: Position, state: State) -> _Verified:
     return _Verified(accepted=accepted, rejected=_rest(accepted, p, p), bonus=p)
 
 
-_PAIRS = 64  # likeliest tokens whose pairs with all others are computed
-
-
 def _stale_penalties(position: Position, state: State) -> _Verified:
     p = position.target(stale=max(state, 0))
     q = position.draft()
@@ -279,10 +278,6 @@ def _after_first(step: Callable[[Position], Mapping[State, torch.Tensor]]) -> St
         return {0: position.target()} if state == FIRST else step(position)
 
     return wrapped
-
-
-def _counting_the_prompt(position: Position) -> torch.Tensor:
-    return replace(position, prompt=(), output=position.prompt + position.output).target()
 
 
 def _filtered_first(position: Position) -> torch.Tensor:

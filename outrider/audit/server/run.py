@@ -67,8 +67,9 @@ def run_server_audit(
     Raises:
         OutriderError: the audit cannot run. The message says how to fix it.
     """
-    if samples < _MIN_SAMPLES:
-        raise OutriderError(f"samples is {samples}; use at least {_MIN_SAMPLES}")
+    for name, value, minimum in (("k", k, 1), ("samples", samples, _MIN_SAMPLES)):
+        if value < minimum:
+            raise OutriderError(f"{name} is {value}; use at least {minimum}")
     cases_of(options.tests)  # raises if a name is wrong
     use_threads(threads)
     began = perf_counter()

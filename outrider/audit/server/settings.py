@@ -93,7 +93,7 @@ def check_given(server: str | None, given: set[str]) -> None:
     """Refuse options that would have no effect.
 
     Raises:
-        OutriderError: an option needs --server, or does not go with it.
+        OutriderError: an option needs --server or --draft, or does not go with --server.
     """
     # The key may come from the environment, for other commands.
     useless = NOT_FOR_SERVER if server else [name for name in NEEDS_SERVER if name != "api_key"]
@@ -102,3 +102,5 @@ def check_given(server: str | None, given: set[str]) -> None:
             option = f"--{name.replace('_', '-')}"
             fix = "does not go with --server; leave it out" if server else "needs --server; give it, or leave it out"
             raise OutriderError(f"{option} {fix}")
+    if server and "k" in given and "draft" not in given:
+        raise OutriderError("--k is the draft length of --draft with --server; give --draft as well, or leave --k out")

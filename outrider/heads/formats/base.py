@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from outrider.errors import OutriderError
-from outrider.heads.config import Settings
+from outrider.heads.config import ConfigReader
 from outrider.heads.description import HeadDescription
 
 Tensors = dict[str, torch.Tensor]
@@ -88,7 +88,7 @@ class Source:
     def __init__(
         self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], target: TargetInfo | None
     ) -> None:
-        self.config = Settings(config)
+        self.config = ConfigReader(config)
         self.target = target
         self._tensors = tensors
         self._unhandled = set(tensors)
@@ -146,7 +146,7 @@ class Source:
         Raises:
             TargetRequired: the number is unknown.
         """
-        configured = self.config.whole("num_target_layers", 0) or self.config.whole("target_layers", 0)
+        configured = self.config.integer("num_target_layers", 0) or self.config.integer("target_layers", 0)
         layers = configured or (self.target.layers if self.target else derived)
         if not layers:
             raise TargetRequired(

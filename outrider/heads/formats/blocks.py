@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from outrider.errors import OutriderError
-from outrider.heads.config import Settings
+from outrider.heads.config import ConfigReader
 from outrider.heads.description import AuxStates, Body, DraftBlock, HeadDescription, Kind, Refiner
 from outrider.heads.formats.base import (
     Config,
@@ -115,7 +115,7 @@ class Blocks:
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
-        layer = config.table("transformer_layer_config") if self.nested else config
+        layer = config.object("transformer_layer_config") if self.nested else config
         block_config = _BlockConfig(config)
         block_config.check(layer)
         if self._is_spark and self.nested and "sample_from_anchor" not in config:
@@ -124,7 +124,7 @@ class Blocks:
         body = read_body(layer, layer.size("num_hidden_layers"), lambda name: f"layers.0.{name}" in source)
         target_layers = source.target_layers()
         vocab = layer.size("vocab_size")
-        mask_token = block_config.at("mask_token_id").whole("mask_token_id")
+        mask_token = block_config.at("mask_token_id").integer("mask_token_id")
         weights = _take_tables(source, vocab, mask_token)
         weights |= {name: source.take(stored) for name, stored in _REQUIRED.items()}
         weights |= {name: source.take(stored) for name, stored in _MARKOV.items() if stored in source}
@@ -135,7 +135,7 @@ class Blocks:
         weights |= _take_confidence(source, body.hidden + rank)
         block = DraftBlock(
             size=block_config.at("block_size").size("block_size"),
-            sample_from_anchor=block_config.at("sample_from_anchor").flag("sample_from_anchor", self._is_spark),
+            sample_from_anchor=block_config.at("sample_from_anchor").boolean("sample_from_anchor", self._is_spark),
             markov_rank=rank,
             confidence="judge.weight" in weights,
             refiner=_read_refiner(config, weights) if self.kind is Kind.XPRESS else None,
@@ -279,16 +279,16 @@ class Blocks:
 class _BlockConfig:
     """The values of a config that describe the block. They are in its `dflash_config` or at its top level."""
 
-    def __init__(self, config: Settings) -> None:
-        self._tables = config.table("dflash_config"), config
+    def __init__(self, config: ConfigReader) -> None:
+        self._tables = config.object("dflash_config"), config
 
-    def at(self, name: str) -> Settings:
+    def at(self, name: str) -> ConfigReader:
         """Return the object that has a value of this name, or else the top level."""
         return next((table for table in self._tables if name in table), self._tables[-1])
 
     def layers_by_inputs(self) -> tuple[int, ...]:
         """Return the target layers whose states are taken, from the key of speculators."""
-        if by_inputs := self.at(_IDS).wholes(_IDS):
+        if by_inputs := self.at(_IDS).integers(_IDS):
             return to_output_layers(by_inputs)
         raise OutriderError(f"config.json lacks {_IDS!r}; copy the draft head again")
 
@@ -297,7 +297,7 @@ class _BlockConfig:
 
         Without the key, these are `count` layers, evenly spaced from 1 to `target_layers` - 3.
         """
-        layers = self.at("target_layer_ids").wholes("target_layer_ids")
+        layers = self.at("target_layer_ids").integers("target_layer_ids")
         if layers and min(layers) < 0:
             raise OutriderError(
                 "target_layer_ids has -1, the target's embeddings, which are not supported; use a draft head that takes"
@@ -309,13 +309,13 @@ class _BlockConfig:
             return (target_layers // 2,)
         return tuple(round(1 + i * (target_layers - 4) / (count - 1)) for i in range(count))
 
-    def check(self, layer: Settings) -> None:
+    def check(self, layer: ConfigReader) -> None:
         """Raise OutriderError for values that are known but not supported. `layer` is the config of the layers."""
-        model_type = layer.text("model_type", "qwen3")
-        markov_type = self.at("markov_head_type").text("markov_head_type", "vanilla")
-        projector = self.at("projector_type").text("projector_type", "dflash")
-        switches = [name for name in _MUST_BE_FALSE if self.at(name).flag(name, False)]
-        switches += [name for name in _MUST_BE_TRUE if not self.at(name).flag(name, True)]
+        model_type = layer.string("model_type", "qwen3")
+        markov_type = self.at("markov_head_type").string("markov_head_type", "vanilla")
+        projector = self.at("projector_type").string("projector_type", "dflash")
+        switches = [name for name in _MUST_BE_FALSE if self.at(name).boolean(name, False)]
+        switches += [name for name in _MUST_BE_TRUE if not self.at(name).boolean(name, True)]
         problems = {
             f"the layers of model_type {model_type!r} are not supported; supported are {', '.join(sorted(LLAMAS))}": (
                 model_type not in LLAMAS
@@ -360,7 +360,7 @@ def _take_tables(source: Source, vocab: int, mask_token: int) -> Tensors:
     return weights | tables
 
 
-def _read_refiner(config: Settings, weights: Tensors) -> Refiner:
+def _read_refiner(config: ConfigReader, weights: Tensors) -> Refiner:
     """Return the description of a refiner from the shapes of its weights and from a config."""
     passes = "num_jacobi_passes" if "num_jacobi_passes" in config else "xpress_num_passes"
     return Refiner(

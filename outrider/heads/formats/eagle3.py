@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
-from outrider.heads.config import Settings
+from outrider.heads.config import ConfigReader
 from outrider.heads.description import AuxStates, Feedback, FuseNorm, FusionPoint, HeadDescription, InputFusion, Kind
 from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse, shared_lm_head
 from outrider.heads.formats.llama import layer_tensors, read_body, take_layer, unlike, write_body
@@ -59,8 +59,8 @@ class Eagle3:
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
-        eagle = config.table("eagle_config")
-        if not eagle.flag("use_aux_hidden_state", True):
+        eagle = config.object("eagle_config")
+        if not eagle.boolean("use_aux_hidden_state", True):
             raise OutriderError(
                 "use_aux_hidden_state is false, which is not supported for EAGLE-3; use a draft head that takes the"
                 " states of several layers"
@@ -70,16 +70,16 @@ class Eagle3:
                 "eagle_config has layer_ids, which may count inputs or outputs; rename them to"
                 f" {_IDS}, counted by outputs"
             )
-        final_norm = config.flag("norm_output", True)
+        final_norm = config.boolean("norm_output", True)
         if not final_norm:
             source.ignore(["norm.weight"], "norm_output is false, so there is no final norm")
         # Outside eagle_config the ids are for vLLM, which counts by inputs.
-        by_inputs = config.wholes(_IDS)
+        by_inputs = config.integers(_IDS)
         choices = _Choices(
             first="midlayer." if "midlayer.self_attn.q_proj.weight" in source else "layers.0.",
-            layers=eagle.wholes(_IDS) or (by_inputs and to_output_layers(by_inputs)) or None,
+            layers=eagle.integers(_IDS) or (by_inputs and to_output_layers(by_inputs)) or None,
             norm=_fuse_norm(source),
-            residual_normed=config.flag("norm_before_residual", False),
+            residual_normed=config.boolean("norm_before_residual", False),
             final_norm=final_norm,
         )
         return _read(source, config, choices)
@@ -137,15 +137,15 @@ class SpeculatorsEagle3:
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
-        layer = config.table("transformer_layer_config")
+        layer = config.object("transformer_layer_config")
         source.ignore(["verifier_lm_head.weight", "verifier_norm.weight"], "weights of the target, for training only")
-        by_inputs = config.wholes(_IDS)
+        by_inputs = config.integers(_IDS)
         choices = _Choices(
             first="layers.0.",
             layers=to_output_layers(by_inputs) if by_inputs else None,
             norm=_fuse_norm(source),
-            residual_normed=config.flag("norm_before_residual", False),
-            feedback=Feedback.NORMED if config.flag("norm_output", False) else Feedback.RAW,
+            residual_normed=config.boolean("norm_before_residual", False),
+            feedback=Feedback.NORMED if config.boolean("norm_output", False) else Feedback.RAW,
         )
         return _read(source, layer, choices)
 
@@ -173,7 +173,7 @@ class SpeculatorsEagle3:
         return config, tensors | (write_ids(description, weights) if description.draft_vocab else {})
 
 
-def _read(source: Source, layer: Settings, choices: _Choices) -> tuple[HeadDescription, Tensors]:
+def _read(source: Source, layer: ConfigReader, choices: _Choices) -> tuple[HeadDescription, Tensors]:
     """Return the draft head of a checkpoint. `layer` is the config of its decoder layers."""
     body = read_body(layer, layer.size("num_hidden_layers", 1), lambda name: choices.first + name in source)
     hidden = source.config.size("target_hidden_size", body.hidden)
@@ -183,7 +183,7 @@ def _read(source: Source, layer: Settings, choices: _Choices) -> tuple[HeadDescr
         weights |= take_layer(source, f"layers.{i}.", f"layers.{i}.")
     optional = {"head.weight": "lm_head.weight", "embedding.weight": "embed_tokens.weight"}
     weights |= {name: source.take(stored) for name, stored in optional.items() if stored in source}
-    if layer.flag("tie_word_embeddings", False) and "embedding.weight" in weights:
+    if layer.boolean("tie_word_embeddings", False) and "embedding.weight" in weights:
         weights.setdefault("head.weight", weights["embedding.weight"])
     if choices.final_norm:
         weights["norm.weight"] = source.take("norm.weight")
@@ -231,8 +231,8 @@ def _take_fusion(source: Source, hidden: int, choices: _Choices) -> tuple[tuple[
 
 def _fuse_norm(source: Source) -> FuseNorm:
     """Return the norm before the fusion. If the config does not set it, the tensors decide."""
-    each = source.config.flag("fc_norm", "fc_norm.0.weight" in source)
-    whole = source.config.flag("norm_before_fc", "input_norm.weight" in source)
+    each = source.config.boolean("fc_norm", "fc_norm.0.weight" in source)
+    whole = source.config.boolean("norm_before_fc", "input_norm.weight" in source)
     if each and whole:
         raise OutriderError("config.json sets both fc_norm and norm_before_fc, which exclude each other; remove one")
     if each:

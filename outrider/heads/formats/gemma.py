@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
-from outrider.heads.config import Settings
+from outrider.heads.config import ConfigReader
 from outrider.heads.description import (
     AuxStates,
     Body,
@@ -67,14 +67,14 @@ class Gemma4Assistant:
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
-        text = config.table("text_config")
+        text = config.object("text_config")
         num_layers = text.size("num_hidden_layers")
-        layer_types = text.texts("layer_types")
+        layer_types = text.strings("layer_types")
         switches = ("enable_moe_block", "use_double_wide_mlp", "attention_bias")
         has_other_layers = (
-            any(text.flag(name, False) for name in switches)
-            or text.text("hidden_activation", _ACTIVATION) != _ACTIVATION
-            or text.whole("hidden_size_per_layer_input", 0)
+            any(text.boolean(name, False) for name in switches)
+            or text.string("hidden_activation", _ACTIVATION) != _ACTIVATION
+            or text.integer("hidden_size_per_layer_input", 0)
         )
         if has_other_layers:
             raise OutriderError(
@@ -90,7 +90,7 @@ class Gemma4Assistant:
         weights["head.weight"] = source.take("lm_head.weight" if "lm_head.weight" in source else _LM_HEAD)
         source.ignore([_LM_HEAD], "a copy of the LM head")
         centroids = None
-        if config.flag("use_ordered_embeddings", False):
+        if config.boolean("use_ordered_embeddings", False):
             centroids = Centroids(count=config.size("num_centroids"), top_k=config.size("centroid_intermediate_top_k"))
             weights |= {name: source.take(stored) for name, stored in _CENTROIDS.items()}
             weights[TOKEN_ORDER] = _clusters(weights[TOKEN_ORDER], centroids)
@@ -115,7 +115,7 @@ class Gemma4Assistant:
                 key_heads=shared_kv[-1].key_heads,
                 dim=shared_kv[-1].dim,
                 ffn=text.size("intermediate_size"),
-                epsilon=text.real("rms_norm_eps", 1e-6),
+                epsilon=text.number("rms_norm_eps", 1e-6),
                 head_norms=True,
                 gemma=True,
             ),
@@ -221,16 +221,16 @@ def _text_config(description: HeadDescription, body: Body, target: TargetInfo | 
     }
 
 
-def _shared_kv(text: Settings, i: int, layer_type: str, head_dim: int, target: TargetInfo | None) -> SharedKV:
+def _shared_kv(text: ConfigReader, i: int, layer_type: str, head_dim: int, target: TargetInfo | None) -> SharedKV:
     """Return the keys and values that layer `i` attends to."""
-    ropes = text.table("rope_parameters")
+    ropes = text.object("rope_parameters")
     if layer_type not in ropes:
         raise OutriderError(f"text_config has no rope_parameters for {layer_type}; copy the draft head again")
-    theta, rope, rotary = rope_of(ropes.table(layer_type), text)
+    theta, rope, rotary = rope_of(ropes.object(layer_type), text)
     key_heads = text.size("num_key_value_heads")
-    if layer_type == _FULL and text.flag("attention_k_eq_v", False):
+    if layer_type == _FULL and text.boolean("attention_k_eq_v", False):
         key_heads = text.size("num_global_key_value_heads", key_heads)
-    key_heads = text.table("per_layer_config").table(str(i)).size("num_key_value_heads", key_heads)
+    key_heads = text.object("per_layer_config").object(str(i)).size("num_key_value_heads", key_heads)
     window = text.size("sliding_window") + 1 if layer_type == _SLIDING else 0
     return SharedKV(
         layer=_last_layer(target, layer_type),

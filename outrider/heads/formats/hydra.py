@@ -36,11 +36,11 @@ class Hydra:
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
-        architecture = config.text("hydra_head_arch", "mlp")
+        architecture = config.string("hydra_head_arch", "mlp")
         if architecture != "mlp":
             raise OutriderError(f"hydra_head_arch {architecture} is not supported; use a draft head with mlp")
         source.ignore(["input_embed_fn.weight"], "the target's embedding")
-        grounded = config.flag("grounded_heads", False)
+        grounded = config.boolean("grounded_heads", False)
         heads, layers = count_blocks(source, _BLOCK)
         weights: Tensors = {}
         for i in range(heads):
@@ -57,7 +57,7 @@ class Hydra:
             weights = {name: value for name, value in weights.items() if not re.fullmatch(r"heads\.\d+\.bias", name)}
         stack = ParallelHeads(heads=heads, layers=layers, head_bias=has_bias)
         description = describe_heads(source, stack, weights, vocab=len(weights["heads.0.weight"]))
-        offset = config.whole("hidden_state_offset", 0)
+        offset = config.integer("hidden_state_offset", 0)
         aux_states = AuxStates(layers=(description.target_layers - 1 - offset,), final=not offset)
         kind_of_head = Kind.HYDRA if grounded else Kind.MEDUSA
         return replace(description, kind=kind_of_head, aux_states=aux_states), weights

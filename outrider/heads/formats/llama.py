@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from outrider.errors import OutriderError
-from outrider.heads.config import Settings
+from outrider.heads.config import ConfigReader
 from outrider.heads.description import Body, Rope, Scaling
 from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors
 
@@ -29,7 +29,7 @@ _UNSUPPORTED_TENSORS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def read_body(config: Settings, layers: int, has: Callable[[str], bool]) -> Body:
+def read_body(config: ConfigReader, layers: int, has: Callable[[str], bool]) -> Body:
     """Return decoder layers by their config.
 
     Args:
@@ -40,17 +40,17 @@ def read_body(config: Settings, layers: int, has: Callable[[str], bool]) -> Body
     Raises:
         OutriderError: they are not Llama layers.
     """
-    activation = config.text("hidden_act", "silu")
+    activation = config.string("hidden_act", "silu")
     uses_window = (
-        config.flag("use_sliding_window", False)
-        or "sliding_attention" in config.texts("layer_types")
-        or (config.text("model_type", "") == "mistral" and "sliding_window" in config)
+        config.boolean("use_sliding_window", False)
+        or "sliding_attention" in config.strings("layer_types")
+        or (config.string("model_type", "") == "mistral" and "sliding_window" in config)
     )
     problems = {
         f"hidden_act {activation}; draft heads support only silu": activation != "silu",
         "a sliding window, which draft heads do not support": uses_window,
-        "scaled logits (logit_scale), which draft heads do not support": config.real("logit_scale", 1.0) != 1.0,
-        "interleaved rotary positions (rope_interleave), which draft heads do not support": config.flag(
+        "scaled logits (logit_scale), which draft heads do not support": config.number("logit_scale", 1.0) != 1.0,
+        "interleaved rotary positions (rope_interleave), which draft heads do not support": config.boolean(
             "rope_interleave", False
         ),
     }
@@ -71,7 +71,7 @@ def read_body(config: Settings, layers: int, has: Callable[[str], bool]) -> Body
         key_heads=config.size("num_key_value_heads", heads),
         dim=config.size("head_dim", hidden // heads),
         ffn=config.size("intermediate_size"),
-        epsilon=config.real("rms_norm_eps", 1e-6),
+        epsilon=config.number("rms_norm_eps", 1e-6),
         theta=theta,
         rope=rope,
         rotary=rotary,
@@ -81,28 +81,28 @@ def read_body(config: Settings, layers: int, has: Callable[[str], bool]) -> Body
     )
 
 
-def read_rope(config: Settings) -> tuple[float, Rope | None, float]:
+def read_rope(config: ConfigReader) -> tuple[float, Rope | None, float]:
     """Return theta, the scaling, and the share of a head that is rotated.
 
     The keys may be those of transformers before or since version 5.
     """
-    return rope_of(config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling"), config)
+    return rope_of(config.object("rope_parameters" if "rope_parameters" in config else "rope_scaling"), config)
 
 
-def rope_of(parameters: Settings, config: Settings) -> tuple[float, Rope | None, float]:
+def rope_of(parameters: ConfigReader, config: ConfigReader) -> tuple[float, Rope | None, float]:
     """Return the same from `parameters`, and from the config around them for missing values."""
-    theta = parameters.real("rope_theta", config.real("rope_theta", 10000.0))
-    rotary = parameters.real("partial_rotary_factor", config.real("partial_rotary_factor", 1.0))
-    kind = parameters.text("rope_type", parameters.text("type", "default"))
+    theta = parameters.number("rope_theta", config.number("rope_theta", 10000.0))
+    rotary = parameters.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    kind = parameters.string("rope_type", parameters.string("type", "default"))
     if kind in _UNSCALED_ROPE_TYPES:
         return theta, None, rotary
     if kind not in list(Scaling):
         raise OutriderError(f"config.json has the rope_type {kind!r}; supported are {', '.join(Scaling)}")
     if kind == Scaling.PROPORTIONAL:
-        return theta, Rope(scaling=Scaling.PROPORTIONAL, factor=parameters.real("factor", 1.0)), rotary
-    factor = parameters.real("factor")
-    context = config.whole("max_position_embeddings", _DEFAULT_CONTEXT)
-    original = parameters.whole("original_max_position_embeddings", context)
+        return theta, Rope(scaling=Scaling.PROPORTIONAL, factor=parameters.number("factor", 1.0)), rotary
+    factor = parameters.number("factor")
+    context = config.integer("max_position_embeddings", _DEFAULT_CONTEXT)
+    original = parameters.integer("original_max_position_embeddings", context)
     if kind == Scaling.LINEAR:
         return theta, Rope(scaling=Scaling.LINEAR, factor=factor), rotary
     if kind == Scaling.LLAMA3:
@@ -110,18 +110,18 @@ def rope_of(parameters: Settings, config: Settings) -> tuple[float, Rope | None,
             scaling=Scaling.LLAMA3,
             factor=factor,
             original=original,
-            low=parameters.real("low_freq_factor"),
-            high=parameters.real("high_freq_factor"),
+            low=parameters.number("low_freq_factor"),
+            high=parameters.number("high_freq_factor"),
         )
         return theta, llama3, rotary
     yarn = Rope(
         scaling=Scaling.YARN,
         factor=factor,
         original=original,
-        low=parameters.real("beta_slow", 1.0),
-        high=parameters.real("beta_fast", 32.0),
-        amplitude=parameters.real("attention_factor", _yarn_amplitude(parameters, factor)),
-        rounded=parameters.flag("truncate", True),
+        low=parameters.number("beta_slow", 1.0),
+        high=parameters.number("beta_fast", 32.0),
+        amplitude=parameters.number("attention_factor", _yarn_amplitude(parameters, factor)),
+        rounded=parameters.boolean("truncate", True),
     )
     return theta, yarn, rotary
 
@@ -137,10 +137,10 @@ def _is_valid(rope: Rope) -> bool:
     )
 
 
-def _yarn_amplitude(parameters: Settings, factor: float) -> float:
+def _yarn_amplitude(parameters: ConfigReader, factor: float) -> float:
     """Return YaRN's multiplier 0.1 m ln s + 1 (Peng et al. 2023, 3.4), or DeepSeek's ratio of two such values."""
-    mscale = parameters.real("mscale", 0.0)
-    mscale_all_dim = parameters.real("mscale_all_dim", 0.0)
+    mscale = parameters.number("mscale", 0.0)
+    mscale_all_dim = parameters.number("mscale_all_dim", 0.0)
     if mscale and mscale_all_dim:
         return _mscale(mscale, factor) / _mscale(mscale_all_dim, factor)
     return _mscale(1.0, factor)

@@ -45,7 +45,7 @@ class Medusa:
         if prefix:
             source.ignore((name for name in source.names if not name.startswith(prefix)), "weights of the target")
         heads, layers = count_blocks(source, _BLOCK)
-        configured = source.config.whole("medusa_num_layers", layers)
+        configured = source.config.integer("medusa_num_layers", layers)
         if configured != layers:
             raise OutriderError(
                 f"medusa_num_layers is {configured}, but each head has {layers} blocks; correct config.json"
@@ -62,7 +62,7 @@ class Medusa:
         vocab = num_rows[0] if num_rows else _vocab_size(source)
         stack = ParallelHeads(heads=heads, layers=layers, shared_head=not num_rows)
         # With a prefix, the checkpoint is a full model and the config is that of the model.
-        target_layers = source.config.whole("num_hidden_layers", 0) if prefix else 0
+        target_layers = source.config.integer("num_hidden_layers", 0) if prefix else 0
         return describe_heads(source, stack, weights, vocab=vocab, target_layers=target_layers), weights
 
     def write(
@@ -116,7 +116,7 @@ class VllmMedusa:
             for j in range(layers):
                 for kind in kinds:
                     weights[f"blocks.{i}.{j}.linear.{kind}"] = source.take(f"{prefix}blocks.{i}.layers.{j}.{kind}")
-        one_head = config.flag("original_lm_head", False)
+        one_head = config.boolean("original_lm_head", False)
         if one_head:
             names = [_one_lm_head(source, prefix)]
         else:

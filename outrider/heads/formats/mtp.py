@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
-from outrider.heads.config import Settings
+from outrider.heads.config import ConfigReader
 from outrider.heads.description import AuxStates, Body, Feedback, FusionPoint, HeadDescription, InputFusion, Kind
 from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse
 from outrider.heads.formats.llama import (
@@ -99,7 +99,7 @@ class Mtp:
         for i, later_prefix in enumerate(prefixes[1:]):
             later_weights = self._take_later_module(source, later_prefix, weights)
             weights |= {f"deeper.{i}.{name}": value for name, value in later_weights.items()}
-        if config.text("model_type", "").startswith(_QWEN_FAMILIES):
+        if config.string("model_type", "").startswith(_QWEN_FAMILIES):
             weights = {name: value.float() + 1 if _is_norm(name) else value for name, value in weights.items()}
         description = HeadDescription(
             kind=Kind.MTP,
@@ -154,12 +154,12 @@ class Mtp:
         """Return the common prefix of all tensors of a module."""
         return prefix
 
-    def _target_config(self, source: Source) -> Settings:
+    def _target_config(self, source: Source) -> ConfigReader:
         """Return the config of the target's language model."""
-        config = source.config.table(self.nested) if self.nested else source.config
-        return config.table("text_config") if "text_config" in config else config
+        config = source.config.object(self.nested) if self.nested else source.config
+        return config.object("text_config") if "text_config" in config else config
 
-    def _module_prefixes(self, config: Settings, source: Source, prefix: str) -> list[str]:
+    def _module_prefixes(self, config: ConfigReader, source: Source, prefix: str) -> list[str]:
         """Return the prefixes of all modules that are used. `prefix` is that of the first one."""
         if not self.several:
             return [prefix]
@@ -229,13 +229,13 @@ class Mtp:
                 tensors[prefix + stored] = weights[f"{name}.weight"]
         return tensors
 
-    def _target_layers(self, config: Settings) -> int:
+    def _target_layers(self, config: ConfigReader) -> int:
         """Return the number of layers of the target."""
         return config.size("num_hidden_layers")
 
-    def _body(self, config: Settings, source: Source, prefix: str) -> Body:
+    def _body(self, config: ConfigReader, source: Source, prefix: str) -> Body:
         """Return the decoder layer of a module."""
-        model_type = config.text("model_type", "llama")
+        model_type = config.string("model_type", "llama")
         is_qwen = model_type.startswith(_QWEN_FAMILIES)
         if model_type not in LLAMAS | _HYBRIDS and not is_qwen:
             supported = ", ".join([*sorted(LLAMAS | _HYBRIDS), *_QWEN_FAMILIES])

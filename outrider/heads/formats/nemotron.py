@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from outrider.errors import OutriderError
-from outrider.heads.config import Settings
+from outrider.heads.config import ConfigReader
 from outrider.heads.description import Body
 from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors
 from outrider.heads.formats.llama import write_body
@@ -32,16 +32,16 @@ class NemotronMtp(Mtp):
     def _tensor_prefix(self, prefix: str) -> str:
         return prefix[: -len(module_number(prefix)) - 1]
 
-    def _target_layers(self, config: Settings) -> int:
+    def _target_layers(self, config: ConfigReader) -> int:
         # Older configs list the layers instead of a number.
-        layer_types = config.texts("layers_block_type") or config.text("hybrid_override_pattern", "")
+        layer_types = config.strings("layers_block_type") or config.string("hybrid_override_pattern", "")
         return config.size("num_hidden_layers", len(layer_types))
 
-    def _body(self, config: Settings, source: Source, prefix: str) -> Body:
-        pattern = config.text("mtp_hybrid_override_pattern", "*-")
-        activation = config.text("mlp_hidden_act", "relu2")
-        has_bias = config.flag("attention_bias", False)
-        if pattern != "*-" or activation != "relu2" or has_bias or config.flag("mlp_bias", False):
+    def _body(self, config: ConfigReader, source: Source, prefix: str) -> Body:
+        pattern = config.string("mtp_hybrid_override_pattern", "*-")
+        activation = config.string("mlp_hidden_act", "relu2")
+        has_bias = config.boolean("attention_bias", False)
+        if pattern != "*-" or activation != "relu2" or has_bias or config.boolean("mlp_bias", False):
             raise OutriderError(
                 f"modules with the pattern {pattern!r} and activation {activation} are not supported; use a draft head"
                 " with '*-' (attention and MLP), relu2 and no bias"
@@ -53,7 +53,7 @@ class NemotronMtp(Mtp):
             key_heads=config.size("num_key_value_heads", config.size("num_attention_heads")),
             dim=config.size("head_dim", 128),
             ffn=config.size("intermediate_size"),
-            epsilon=config.real("layer_norm_epsilon", 1e-5),
+            epsilon=config.number("layer_norm_epsilon", 1e-5),
             rotary=0.0,
             gated=False,
         )

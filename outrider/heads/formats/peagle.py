@@ -79,7 +79,7 @@ class SpeculatorsPEagle(SpeculatorsEagle3):
         return config.get("speculators_model_type") == "peagle"
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
-        methods = source.config.table("speculators_config").tables("proposal_methods")
+        methods = source.config.object("speculators_config").objects("proposal_methods")
         draft_tokens = _DEFAULT_DRAFT_TOKENS
         if methods:
             draft_tokens = methods[0].size("speculative_tokens", _DEFAULT_DRAFT_TOKENS)
@@ -106,7 +106,7 @@ def _with_masks(
     source: Source, description: HeadDescription, weights: Tensors, draft_tokens: int
 ) -> tuple[HeadDescription, Tensors]:
     """Return an EAGLE-3 head with the mask tokens of its checkpoint."""
-    token = next((source.config.whole(name) for name in _MASK_TOKEN_KEYS if name in source.config), None)
+    token = next((source.config.integer(name) for name in _MASK_TOKEN_KEYS if name in source.config), None)
     if token is None:
         raise OutriderError(
             f"the config does not name the mask token; add one of {', '.join(_MASK_TOKEN_KEYS)} to config.json"

@@ -9,9 +9,9 @@ from outrider.errors import OutriderError
 from outrider.media.calibration.document import Calibration
 from outrider.media.contract import Scorer
 from outrider.media.engine import MediaEngine
-from outrider.media.evaluation.summary import Summary, summarize
+from outrider.media.evaluation.summary import Summary, best_gate, summarize
 from outrider.media.evaluation.thresholds import draft_scores, thresholds_at
-from outrider.media.evaluation.trials import run_trials
+from outrider.media.evaluation.trials import Trial, run_trials
 from outrider.media.routers import QualityGate, TargetOnly
 
 MIN_PROMPTS = 4
@@ -75,21 +75,30 @@ def tune(
         return target_only
 
     target_only = measure(thresholds_at(scores, _REJECTED))
-    best = _choose([each for _, each in candidates], quality)
+    best = best_gate([each for _, each in candidates], quality)
     if best:
         low, high = candidates[best - 1][0], candidates[best][0]
         between = [score for score in scores if low < score < high]
         finer = thresholds_at(between, _FINER) if between else []
         if finer := [each for each in finer if low < each < high]:
             measure(finer)
-    threshold = candidates[_choose([each for _, each in candidates], quality)][0]
-    chosen = QualityGate(threshold, aggregate=aggregate)
-    trials = run_trials(engine, held_out, [reference, chosen], check, rounds=1, advance=advance)
-    _, checked = summarize(trials, reference=reference.name)
-    calibration = Calibration(
+    threshold = candidates[best_gate([each for _, each in candidates], quality)][0]
+    gate = QualityGate(threshold, aggregate=aggregate)
+    trials = run_trials(engine, held_out, [reference, gate], check, rounds=1, advance=advance)
+    calibration = _calibration(trials, gate, threshold, quality, reference=reference.name)
+    summaries = (target_only, *(each for _, each in candidates))
+    return Tuned(calibration=calibration, candidates=summaries, reference=reference.name)
+
+
+def _calibration(
+    trials: Sequence[Trial], gate: QualityGate, threshold: float, quality: float, *, reference: str
+) -> Calibration:
+    """Return the calibration of a gate with the wanted `quality`, from trials of target-only and of the gate."""
+    _, checked = summarize(trials, reference=reference)
+    return Calibration(
         wanted=quality,
         threshold=threshold,
-        aggregate=aggregate,
+        aggregate=gate.aggregate,
         quality=checked.quality,
         held_out=checked.held_out,
         speedup=checked.speedup.median,
@@ -97,13 +106,3 @@ def tune(
         drafts=sum(trial.drafted for trial in trials),
         reached=checked.quality.value >= quality,
     )
-    summaries = (target_only, *(each for _, each in candidates))
-    return Tuned(calibration=calibration, candidates=summaries, reference=reference.name)
-
-
-def _choose(candidates: Sequence[Summary], quality: float) -> int:
-    """Return the number of the candidate."""
-    good = [i for i, each in enumerate(candidates) if each.quality.value >= quality]
-    if not good:
-        return max(range(len(candidates)), key=lambda i: candidates[i].quality.value)
-    return min(good, key=lambda i: candidates[i].target_share)

@@ -1,0 +1,1 @@
+"""The commands `outrider media demo`, `bench` and `tune`."""

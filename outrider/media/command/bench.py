@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any
 
 from rich.console import Console
 
@@ -14,7 +13,7 @@ from outrider.media.command.settings import BenchSettings
 from outrider.media.contract import Router
 from outrider.media.evaluation.ablations import Controls, controls, first_block_share
 from outrider.media.evaluation.plot import check_plot_file, draw_plot
-from outrider.media.evaluation.summary import Summary, summarize
+from outrider.media.evaluation.summary import Summary, best_gate, summarize
 from outrider.media.evaluation.table import summary_table
 from outrider.media.evaluation.thresholds import draft_scores, thresholds_at
 from outrider.media.evaluation.trials import Trial, run_trials
@@ -70,7 +69,7 @@ class _Bench:
         self.passes = _passes(trials, self._target.name)
         target, drafter, *self.gates = summarize(trials, reference=self._target.name)
         self.base = [target, drafter]
-        number = self._choose()
+        number = best_gate(self.gates, self._settings.quality)
         chosen = gates[number]
         self.chosen = chosen.name
         compared = self._controls(chosen, self.gates[number], scores)
@@ -78,14 +77,6 @@ class _Bench:
         _, *self.controls = summarize(trials, reference=self._target.name)
         (first_only,) = (each for each in self.controls if each.router == compared.first_only.name)
         self.first_block = first_block_share(drafter, first_only, self.gates[number])
-
-    def _choose(self) -> int:
-        """Return the number of the fastest gate with the wanted quality, or of the best one."""
-        wanted = self._settings.quality
-        good = [i for i, each in enumerate(self.gates) if each.quality.value >= wanted]
-        if good:
-            return min(good, key=lambda i: self.gates[i].target_share)
-        return max(range(len(self.gates)), key=lambda i: self.gates[i].quality.value)
 
     def _controls(self, gate: QualityGate, measured: Summary, scores: list[float]) -> Controls:
         other = "mean" if gate.aggregate == "min" else "min"
@@ -109,7 +100,7 @@ class _Bench:
             )
 
     def document(self) -> Document:
-        """Return everything as JSON holds it."""
+        """Return the results for the JSON document."""
         return {
             "exact": False,
             "prompts": len(self._prompts),
@@ -165,7 +156,7 @@ def _passes(trials: list[Trial], target: str) -> dict[str, float]:
     blocks = sum(trial.blocks for trial in own)
     # The last block of an output is not committed.
     commits = sum(trial.blocks - 1 for trial in own)
-    scored: Any = sum(trial.scored for trial in scoring)
+    scored = sum(trial.scored for trial in scoring)
     return {
         "generate": 1e3 * sum(trial.seconds.generate for trial in own) / blocks,
         "commit": 1e3 * sum(trial.seconds.commit for trial in own) / max(1, commits),

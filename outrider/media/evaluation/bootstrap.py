@@ -13,7 +13,7 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """An estimate with its confidence interval of 95 %."""
+    """An estimate with its confidence interval."""
 
     value: float
     low: float

@@ -22,7 +22,7 @@ def check_plot_file(path: str) -> Path:
     """
     file = Path(path).expanduser()
     if file.suffix.lower() not in SUFFIXES:
-        raise OutriderError(f"--plot {path} is no name of a plot; end it with {', '.join(SUFFIXES)}")
+        raise OutriderError(f"--plot {path} is not the name of a plot; end it with {', '.join(SUFFIXES)}")
     check_writable(file)
     try:
         import matplotlib  # noqa: F401

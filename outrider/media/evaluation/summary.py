@@ -56,6 +56,17 @@ def summarize(trials: Sequence[Trial], *, reference: str, seed: int = 0) -> list
     return [_summarize(by_name[name], base, seed) for name in names]
 
 
+def best_gate(gates: Sequence[Summary], quality: float) -> int:
+    """Return the number of the gate with the fewest blocks of the target among those with this quality.
+
+    If no gate has it, return the number of the gate with the best quality.
+    """
+    good = [i for i, gate in enumerate(gates) if gate.quality.value >= quality]
+    if good:
+        return min(good, key=lambda i: gates[i].target_share)
+    return max(range(len(gates)), key=lambda i: gates[i].quality.value)
+
+
 def _summarize(trials: Sequence[Trial], base: Sequence[Trial], seed: int) -> Summary:
     qualities = [trial.quality for trial in trials]
     base_qualities = [trial.quality for trial in base]

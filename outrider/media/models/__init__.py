@@ -1,0 +1,1 @@
+"""The included video models, and the files of a set of models."""

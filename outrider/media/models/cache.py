@@ -1,4 +1,4 @@
-"""The KV cache of the past blocks of a video."""
+"""The KV cache of the past blocks of an output."""
 
 from __future__ import annotations
 

@@ -56,12 +56,3 @@ def parse_caption(text: str) -> Scene:
 def random_scene(rng: random.Random) -> Scene:
     """Return a random scene."""
     return Scene(**dict(zip(_NAMES, LANGUAGE.random_words(rng), strict=True)))
-
-
-def random_captions(count: int, seed: int) -> list[str]:
-    """Return `count` different captions. The same seed gives the same captions.
-
-    Raises:
-        OutriderError: there are not so many captions.
-    """
-    return LANGUAGE.random_captions(count, seed)

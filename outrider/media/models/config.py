@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from outrider.media.models import captions
 from outrider.media.models.language import Language
@@ -72,8 +71,3 @@ class ScorerConfig:
     width: int = 16
     embedding: int = 48
     frames: int = 1  # adjacent frames that it sees at once; 2 show motion
-
-
-def to_json(config: Any) -> dict[str, Any]:
-    """Return a configuration as JSON holds it."""
-    return asdict(config)

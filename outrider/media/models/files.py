@@ -27,14 +27,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return what config.json holds.
 
     Raises:
-        OutriderError: there is no such file.
+        OutriderError: there is no such file, or it is not a JSON object.
     """
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        config = None
+    if not isinstance(config, dict):
         raise OutriderError(
             f"{folder} has no readable config.json; name a folder that recipes.video or recipes.audio wrote"
-        ) from None
+        )
     return config
 
 

@@ -1,4 +1,4 @@
-"""Runs a block transformer as the contract wants it: generate a block in a few passes, commit a clean one in one."""
+"""A block transformer as a `BlockGenerator`: a few passes generate a block, and one pass commits a clean block."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from outrider.media.models.cache import BlockCache
 from outrider.media.models.transformer import CLEAN, BlockTransformer, KeyValue, Text
 
 
-class VideoCache(BlockCache):
-    """The cache of a `VideoGenerator`: past blocks, and what the caption adds to each token."""
+class TransformerCache(BlockCache):
+    """The cache of a `TransformerGenerator`: past blocks, and what the caption adds to each token."""
 
     def __init__(self, text: Text, window: int) -> None:
         super().__init__(text.layers, window)
         self.condition = text.condition
 
 
-class VideoGenerator:
-    """A target or a drafter of the included kind.
+class TransformerGenerator:
+    """A target or a drafter whose network is a `BlockTransformer`, for video or audio.
 
     Each pass has the shape of one block, so a block's arithmetic does not depend on how many blocks are committed
     together.
@@ -40,17 +40,17 @@ class VideoGenerator:
             ]
 
     @torch.inference_mode()
-    def open(self, prompt: str) -> VideoCache:
-        """Return the empty cache of a video.
+    def open(self, prompt: str) -> TransformerCache:
+        """Return the empty cache of an output.
 
         Raises:
             OutriderError: the caption is in words that the model does not know.
         """
         text = self.network.read_text(torch.tensor(self.network.video.language.tokens(prompt)))
-        return VideoCache(text, self.network.config.window)
+        return TransformerCache(text, self.network.config.window)
 
     @torch.inference_mode()
-    def generate(self, block: int, noise: Tensor, cache: VideoCache) -> Tensor:
+    def generate(self, block: int, noise: Tensor, cache: TransformerCache) -> Tensor:
         """Return the latent of a block, after the committed ones.
 
         Euler steps from the `noise` along the flow; each predicts the clean block. The cache does not change.
@@ -65,7 +65,7 @@ class VideoGenerator:
         return network.to_latents(x)
 
     @torch.inference_mode()
-    def commit(self, latent: Tensor, cache: VideoCache) -> None:
+    def commit(self, latent: Tensor, cache: TransformerCache) -> None:
         """Write a clean block into the cache, in one pass. The last layer computes only its keys and values."""
         block = cache.committed
         self._check(block, cache)
@@ -81,7 +81,7 @@ class VideoGenerator:
                 x = self._layer(i, x, queries, keys, values, modulations[i], cache)
         cache.append(written)
 
-    def _denoise(self, x: Tensor, block: int, step: int, cache: VideoCache) -> Tensor:
+    def _denoise(self, x: Tensor, block: int, step: int, cache: TransformerCache) -> Tensor:
         modulations = self._modulations[step]
         x = self.network.enter(x, cache.condition)
         for i in range(self.network.depth):
@@ -98,7 +98,7 @@ class VideoGenerator:
         keys: Tensor,
         values: Tensor,
         modulation: tuple[Tensor, ...],
-        cache: VideoCache,
+        cache: TransformerCache,
     ) -> Tensor:
         layer = self.network.layer(index)
         past_keys, past_values = cache.read(index)
@@ -107,8 +107,8 @@ class VideoGenerator:
         attended = layer.attend(queries[None], all_keys[None], all_values[None])[0]
         return layer.finish(x, attended, modulation)
 
-    def _check(self, block: int, cache: VideoCache) -> None:
+    def _check(self, block: int, cache: TransformerCache) -> None:
         if block != cache.committed:
             raise OutriderError(f"block {block} follows {cache.committed} committed blocks; commit the blocks in order")
         if block >= self.blocks:
-            raise OutriderError(f"block {block} is beyond the {self.blocks} blocks of a video; make a shorter video")
+            raise OutriderError(f"block {block} is beyond the {self.blocks} blocks of an output; generate fewer blocks")

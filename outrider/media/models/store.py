@@ -21,7 +21,7 @@ from outrider.media.models.audio.store import AudioNetworks, load_audio_networks
 from outrider.media.models.audio.synthesizer import StreamingSynthesizer
 from outrider.media.models.config import AutoencoderConfig, GeneratorConfig, ScorerConfig, VideoConfig
 from outrider.media.models.files import read_config, read_weights, write_set
-from outrider.media.models.generator import VideoGenerator
+from outrider.media.models.generator import TransformerGenerator
 from outrider.media.models.language import Language
 from outrider.media.models.scorer import MatchModel, MatchScorer
 from outrider.media.models.transformer import BlockTransformer
@@ -124,7 +124,10 @@ def load_models(
             return _audio_models(load_audio_networks(config, path), eager_commits, clock)
         return _video_models(_load_networks(config, path), eager_commits, clock)
     except (OSError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise OutriderError(f"the models in {path} cannot be loaded: {str(error).splitlines()[0]}") from None
+        reason = str(error).partition("\n")[0]
+        raise OutriderError(
+            f"the models in {path} cannot be loaded ({type(error).__name__}: {reason}); copy the folder again"
+        ) from None
 
 
 def _video_models(networks: Networks, eager_commits: bool, clock: Callable[[], float]) -> VideoModels:
@@ -156,7 +159,7 @@ def _make_engine(
     eager_commits: bool,
     clock: Callable[[], float],
 ) -> MediaEngine:
-    target, drafter = VideoGenerator(networks.target), VideoGenerator(networks.drafter)
+    target, drafter = TransformerGenerator(networks.target), TransformerGenerator(networks.drafter)
     return MediaEngine(target, drafter, decoder, scorer, eager_commits=eager_commits, clock=clock)
 
 

@@ -21,7 +21,7 @@ def check_sound_file(path: str | Path) -> Path:
     """
     file = Path(path).expanduser()
     if file.suffix.lower() != ".wav":
-        raise OutriderError(f"{path} is no name of a sound; end it with .wav")
+        raise OutriderError(f"{path} is not the name of a sound file; end it with .wav")
     check_writable(file)
     return file
 

@@ -30,7 +30,7 @@ def check_video_file(path: str | Path) -> Path:
     """
     file = Path(path).expanduser()
     if file.suffix.lower() not in SUFFIXES:
-        raise OutriderError(f"{path} is no name of a video; end it with {' or '.join(SUFFIXES)}")
+        raise OutriderError(f"{path} is not the name of a video file; end it with {' or '.join(SUFFIXES)}")
     check_writable(file)
     _pillow()
     return file

@@ -5,10 +5,13 @@
 // result at a column does not depend, in any bit, on the other columns of the pass.
 #include <omp.h>
 
+#include <chrono>
+
 #include "attention.h"
 #include "experts.h"
 #include "sampling.h"
 #include "linear.h"
+#include "team_size.h"
 #include "threads.h"
 
 using namespace outrider;
@@ -107,7 +110,7 @@ template <class Element>
 class Decoder final : public Runner {
  public:
   explicit Decoder(const Model& model)
-      : model_(model), barrier_(model.threads), team_size_(model.threads), num_candidates_(model.head.out) {
+      : model_(model), phases_(model.threads), team_size_(model.threads), num_candidates_(model.head.out) {
     for (int i = 0; i < model_.threads; i++) scratch_.emplace_back(model_.dim);
     for (int i = 0; i < model_.layers; i++) {
       const Layer& layer = model_.layer[i];
@@ -124,10 +127,10 @@ class Decoder final : public Runner {
     choices_.clear();
     make_tiles(pass);
     const auto start = std::chrono::steady_clock::now();
+    const uint32_t phase = phases_.current();
 #pragma omp parallel num_threads(team_size_.threads())
     {
-      const Team team{barrier_, omp_get_thread_num(), omp_get_num_threads()};
-      barrier_.enter(team.thread);
+      Team team{phases_, omp_get_thread_num(), omp_get_num_threads(), phase};
       if (pass.needs_fusion) fuse(team, pass);
       embed(team, pass);
       if (model_.entry && model_.entry->project.out) {
@@ -140,9 +143,10 @@ class Decoder final : public Runner {
         export_layer(team, pass, i);
       }
       lm_head(team, pass);
+      team.join();
     }
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-    team_size_.record(pass.num_columns, seconds.count(), barrier_.take_sleeps());
+    team_size_.record(pass.num_columns, seconds.count(), phases_.take_sleeps());
   }
 
   // The distinct experts that the last pass used, summed over layers.
@@ -288,7 +292,7 @@ class Decoder final : public Runner {
   }
 
   // Write the embeddings to the residual stream, and compute rotary angles.
-  void embed(const Team& team, const Pass& pass) {
+  void embed(Team& team, const Pass& pass) {
     const int half = model_.dim / 2;
     team.share(pass.num_columns, [&](int c) {
       embed(pass.token[c], &residual_[size_t(c) * model_.hidden]);
@@ -302,7 +306,7 @@ class Decoder final : public Runner {
   }
 
   // Fuse the auxiliary hidden states of each column into one state.
-  void fuse(const Team& team, const Pass& pass) {
+  void fuse(Team& team, const Pass& pass) {
     const Entry& entry = *model_.entry;
     const int size = entry.tapped;
     const int last = size - entry.tap;
@@ -338,7 +342,7 @@ class Decoder final : public Runner {
     std::memcpy(residual, entry.residual_normed ? state : input, 4 * size_t(size));
   }
 
-  void attention(const Team& team, const Pass& pass, int number, bool reads_pair) {
+  void attention(Team& team, const Pass& pass, int number, bool reads_pair) {
     const Layer& layer = model_.layer[number];
     const int width = model_.heads * model_.dim;
     const int qkv_width = width + 2 * model_.key_heads * model_.dim;
@@ -377,7 +381,7 @@ class Decoder final : public Runner {
     return {first, pool.table + int64_t(slot) * pool.reach, pool.layers * layer_size, model_.dim};
   }
 
-  void mlp(const Team& team, const Pass& pass, const Layer& layer) {
+  void mlp(Team& team, const Pass& pass, const Layer& layer) {
     normalize_rows(team, pass.num_columns, nullptr, layer.mlp_norm, layer.gate_up);
     apply<Store::kGate>(team, layer.gate_up, packed_, pass.num_columns, wide_.data(), model_.ffn);
     pack_rows(team, pass.num_columns, wide_.data(), model_.ffn, layer.down);
@@ -387,7 +391,7 @@ class Decoder final : public Runner {
   static int expert_ffn(const Layer& layer) { return layer.gate_up.out / layer.router.out / 2; }
 
   // An MLP of routed experts (Shazeer et al. 2017).
-  void experts(const Team& team, const Pass& pass, const Layer& layer) {
+  void experts(Team& team, const Pass& pass, const Layer& layer) {
     const int hidden = model_.hidden;
     const int ffn = expert_ffn(layer);
     const int count = layer.router.out;
@@ -424,7 +428,7 @@ class Decoder final : public Runner {
     });
   }
 
-  void export_layer(const Team& team, const Pass& pass, int layer) {
+  void export_layer(Team& team, const Pass& pass, int layer) {
     for (int e = 0; e < pass.num_exports; e++) {
       if (pass.export_layers[e] != layer) continue;
       team.share(pass.num_columns, [&](int c) {
@@ -435,17 +439,18 @@ class Decoder final : public Runner {
     }
   }
 
-  void lm_head(const Team& team, const Pass& pass) {
+  void lm_head(Team& team, const Pass& pass) {
     normalize_rows(team, pass.num_outputs, pass.output_columns, model_.norm, model_.head);
     apply<Store::kSet>(team, model_.head, packed_, pass.num_outputs, pass.logits, model_.head.out);
-    team.share(pass.num_outputs, [&](int k) {
+    const auto choose = [&](int k) {
       pass.best[k] = likeliest(pass.logits + size_t(k) * model_.head.out, num_candidates_);
-    });
+    };
+    team.share(pass.num_outputs, choose, 1);
   }
 
   // Pack rows of the residual stream for a linear layer, after RMSNorm (Zhang and Sennrich 2019) if it has weights.
   // `columns` selects the rows; null: the first `rows` rows.
-  void normalize_rows(const Team& team, int rows, const int32_t* columns, const float* weight, const Linear& layer) {
+  void normalize_rows(Team& team, int rows, const int32_t* columns, const float* weight, const Linear& layer) {
     team.share(rows, [&](int r) {
       float* out = &normed_[size_t(team.thread) * model_.hidden];
       const float* from = &residual_[size_t(columns ? columns[r] : r) * model_.hidden];
@@ -466,7 +471,7 @@ class Decoder final : public Runner {
     for (int i = 0; i < size; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
   }
 
-  void pack_rows(const Team& team, int rows, const float* x, int size, const Linear& layer) {
+  void pack_rows(Team& team, int rows, const float* x, int size, const Linear& layer) {
     team.share(rows, [&](int r) { pack_row(packed_, r, x + size_t(r) * size, size, layer); });
   }
 
@@ -560,7 +565,7 @@ class Decoder final : public Runner {
   }
 
   Model model_;
-  Barrier barrier_;
+  Phases phases_;
   TeamSize team_size_;
   int num_candidates_;  // `best` is the likeliest of the ids below it
   int capacity_ = 0;    // columns that the buffers have space for

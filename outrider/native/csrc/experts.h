@@ -89,15 +89,16 @@ inline Linear expert_layer(const Linear& all, int expert, int outputs) {
 
 // Multiply the rows of each expert with its weights, and write out [rows][stride]. Every thread of the team calls this.
 template <Store mode>
-void apply_experts(const Team& team, const Linear& all, int outputs, const std::vector<ExpertRows>& groups,
+void apply_experts(Team& team, const Linear& all, int outputs, const std::vector<ExpertRows>& groups,
                    const Rows& x, float* out, int stride) {
   const int panels = (outputs + kPanel - 1) / kPanel;
   MatrixUnits units;
-  team.share_interleaved(int(groups.size()) * panels, [&](int i) {
+  const auto work = [&](int i) {
     const ExpertRows& rows = groups[i / panels];
     const Linear layer = expert_layer(all, rows.expert, outputs);
     compute_panel<mode>(units, layer, i % panels, x, rows.begin, rows.end, out, stride);
-  });
+  };
+  team.share_interleaved(int(groups.size()) * panels, work, panels_per_step(all, 1));
 }
 
 }  // namespace outrider

@@ -2,9 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <thread>
 #include <vector>
@@ -14,106 +12,174 @@
 #endif
 #if defined(__linux__)
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 #endif
 
+#include "places.h"
+
 namespace outrider {
 
-// The processor that each thread of a team ran on when it was last seen.
-//
-// The scheduler may put two threads of a team on one processor, where each delays the other at every barrier. It does
-// so when another process keeps a processor busy, and may leave them there for seconds. Then one of them moves.
-class Places {
- public:
-  explicit Places(int threads) : processor_(threads) {
-    for (auto& processor : processor_) processor = -1;
-  }
-
-  void note(int thread) { processor_[thread].store(current(), std::memory_order_relaxed); }
-
-  // Move the calling thread to another processor if a thread of the team was last seen on the same one.
-  void move_apart(int thread) {
-#if defined(__linux__)
-    const int here = current();
-    processor_[thread].store(here, std::memory_order_relaxed);
-    if (here < 0 || !is_shared(thread, here)) return;
-    cpu_set_t allowed, others;
-    if (sched_getaffinity(0, sizeof allowed, &allowed)) return;  // a large machine needs a larger set
-    others = allowed;
-    CPU_CLR(here, &others);
-    for (const auto& processor : processor_) {
-      const int taken = processor.load(std::memory_order_relaxed);
-      if (taken >= 0 && CPU_COUNT(&others) > 1) CPU_CLR(taken, &others);
-    }
-    if (!CPU_COUNT(&others) || sched_setaffinity(0, sizeof others, &others)) return;
-    sched_setaffinity(0, sizeof allowed, &allowed);
-    note(thread);
-#endif
-  }
-
- private:
-  static int current() {
-#if defined(__linux__)
-    return sched_getcpu();
-#else
-    return -1;
-#endif
-  }
-
-  bool is_shared(int thread, int processor) const {
-    for (int i = 0; i < int(processor_.size()); i++)
-      if (i != thread && processor_[i].load(std::memory_order_relaxed) == processor) return true;
-    return false;
-  }
-
-  std::vector<std::atomic<int>> processor_;
+// The items first, first + stride, ... of a phase. A thread takes three quarters of the rest at a time, and at least
+// `min_step` items.
+struct Items {
+  int first, stride, size, min_step;
 };
 
-// A barrier that spins briefly and then sleeps. A pass waits at about a hundred barriers, each for a short time. If
-// another process has taken the processor of a thread, the other threads must not keep theirs busy while they wait.
-class Barrier {
+// What the threads of a team share: the number of the current phase, and which of its items are taken.
+//
+// A pass is a sequence of about a hundred short phases. The items of a phase may run in any order, on any thread. Each
+// thread owns a part of them. A thread that has finished its own part takes items of other parts, and a phase ends when
+// all items are done. So the team does not wait for a thread that the scheduler has stopped, unless that thread has taken
+// items. A thread that falls behind finds that its phases are over, and goes on to the current one.
+class Phases {
  public:
-  explicit Barrier(int threads) : places_(threads) {}
+  explicit Phases(int threads) : part_(threads), places_(threads) {}
 
   // Call this when a thread joins the team.
-  void enter(int thread) { places_.note(thread); }
+  void enter(int thread) { places_.enter(thread); }
 
-  // Wait until `threads` threads have called. Pass the size of the team, since OpenMP may grant fewer threads than
-  // requested.
-  void wait(int thread, int threads) {
-    if (threads == 1) return;
-    const uint32_t generation = generation_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-      arrived_.store(0, std::memory_order_relaxed);
-      generation_.store(generation + 1, std::memory_order_seq_cst);
-      if (sleeping_.load(std::memory_order_seq_cst)) wake_all();
-      return;
-    }
-    if (spin(generation)) return;
-    places_.move_apart(thread);
-    if (spin(generation)) return;
-    sleeping_.fetch_add(1, std::memory_order_seq_cst);
-    sleeps_.fetch_add(1, std::memory_order_relaxed);
-    while (generation_.load(std::memory_order_seq_cst) == generation) sleep(generation);
-    sleeping_.fetch_sub(1, std::memory_order_relaxed);
-    places_.note(thread);
+  // The number of the current phase. It may overflow to 0.
+  uint32_t current() const { return current_.load(std::memory_order_acquire); }
+
+  // Run a phase of `count` items. Return when all of them are done. `part(owner)` are the items of a thread, and `work`
+  // runs one of them. `patience` is how long the thread waits for the others before it takes their items; the call
+  // updates it.
+  //
+  // A thread that has fallen behind may call with a wrong `count`, since later phases may have changed what it was
+  // computed from. It is right while `phase` is the current phase.
+  template <class PartOf, class Work>
+  void run(int thread, int threads, uint32_t phase, int& patience, int count, PartOf& part, Work& work) {
+    if (current() != phase) return;
+    const int own = run_part(thread, thread, phase, part(thread), work);
+    if (own || !count) finish(thread, phase, own, count);
+    // Threads that all run end a phase at nearly the same time, and taking items of another one delays it a little.
+    if (spin(phase, patience)) return;
+    patience = run_other_parts(thread, threads, phase, count, part, work) ? 0 : kPatience;
+    wait(thread, threads, phase, [&](int other) { return part_[other].busy.load(std::memory_order_relaxed); });
+  }
+
+  // Wait until all threads have called this.
+  void join(int thread, int threads, uint32_t phase) {
+    part_[thread].joined.store(phase, std::memory_order_relaxed);
+    places_.leave(thread);
+    finish(thread, phase, 1, threads);
+    wait(thread, threads, phase,
+         [&](int other) { return part_[other].joined.load(std::memory_order_relaxed) != phase; });
   }
 
   // Return how often threads have slept since the last call.
   int take_sleeps() { return sleeps_.exchange(0, std::memory_order_relaxed); }
 
- private:
-  static constexpr int kMaxSpins = 1000;  // longer than the parts of a team differ on a quiet machine
+  static constexpr int kPatience = 1000;  // spins; longer than the parts of a phase differ on a quiet machine
 
-  // Return whether the barrier opened while the thread was spinning.
-  bool spin(uint32_t generation) const {
-    for (int spins = 0; spins < kMaxSpins; spins++) {
-      if (generation_.load(std::memory_order_acquire) != generation) return true;
+ private:
+  static constexpr size_t kLines = 128;   // bytes of two cache lines, which some processors read together
+  static constexpr int kMaxParts = 8;     // parts that a thread looks at; looking at all would cost large teams time
+  static constexpr int kMaxSpins = 1000;  // before a thread sleeps
+  static constexpr int kSleep = 300'000;  // nanoseconds after which a thread looks again whether another was stopped
+
+  struct alignas(kLines) Part {
+    std::atomic<uint64_t> taken{0};      // the phase in the upper half, and how many of its items are taken
+    std::atomic<uint32_t> joined{0};     // the last phase of the team that the thread has joined
+    std::atomic<uint32_t> fetched{0};    // the last phase in which another thread has fetched it
+    std::atomic<bool> busy{false};       // has taken items of the current phase
+  };
+
+  // Run the items of a part that are not taken yet. Return how many there were.
+  template <class Work>
+  inline __attribute__((always_inline)) int run_part(int thread, int owner, uint32_t phase, const Items& items, Work& work) {
+    int done = 0, begin, end;
+    while (take(owner, phase, items, begin, end)) {
+      part_[thread].busy.store(true, std::memory_order_relaxed);
+      const int last = items.first + (end - 1) * items.stride;
+      for (int item = items.first + begin * items.stride; item <= last; item += items.stride) work(item);
+      done += end - begin;
+    }
+    return done;
+  }
+
+  // Run items of other threads. Return whether a thread had taken none of its own.
+  template <class PartOf, class Work>
+  __attribute__((noinline)) bool run_other_parts(int thread, int threads, uint32_t phase, int count, PartOf& part,
+                                                 Work& work) {
+    int all = 0;
+    bool absent = false;
+    for (int i = 1; i < std::min(threads, kMaxParts); i++) {
+      const int owner = (thread + i) % threads;
+      const Items items = part(owner);
+      const int done = run_part(thread, owner, phase, items, work);
+      absent |= done && done == items.size;
+      all += done;
+    }
+    if (all) finish(thread, phase, all, count);
+    return absent;
+  }
+
+  // Take items begin .. end - 1 of a part. Return false if there are none left.
+  bool take(int owner, uint32_t phase, const Items& items, int& begin, int& end) {
+    std::atomic<uint64_t>& taken = part_[owner].taken;
+    uint64_t word = taken.load(std::memory_order_acquire);
+    do {
+      begin = uint32_t(word >> 32) == phase ? int(uint32_t(word)) : 0;
+      if (begin >= items.size) return false;
+      // If the phase has ended since the word was read, the word has changed.
+      if (current() != phase) return false;
+      const int rest = items.size - begin;
+      end = begin + std::min(rest, std::max(items.min_step, (3 * rest + 3) / 4));
+    } while (!taken.compare_exchange_weak(word, uint64_t(phase) << 32 | uint32_t(end), std::memory_order_acq_rel,
+                                          std::memory_order_acquire));
+    return true;
+  }
+
+  // Add items that a thread has finished. The last of them end the phase.
+  void finish(int thread, uint32_t phase, int done, int count) {
+    const bool last = finished_.fetch_add(done, std::memory_order_acq_rel) + done == count;
+    part_[thread].busy.store(false, std::memory_order_relaxed);
+    if (!last) return;
+    if (count) finished_.store(0, std::memory_order_relaxed);
+    if (current_.compare_exchange_strong(phase, phase + 1, std::memory_order_seq_cst) &&
+        sleeping_.load(std::memory_order_seq_cst))
+      wake_all();
+  }
+
+  // Wait for the end of a phase. `is_late` tells for another thread whether the phase waits for it.
+  template <class IsLate>
+  void wait(int thread, int threads, uint32_t phase, IsLate is_late) {
+    if (spin(phase, kMaxSpins)) return;
+    places_.move_apart(thread);
+    int late = find_late(thread, threads, is_late);
+    int64_t time = late < 0 ? 0 : places_.processor_time(late);
+    if (spin(phase, kMaxSpins)) return;
+    sleeping_.fetch_add(1, std::memory_order_seq_cst);
+    sleeps_.fetch_add(1, std::memory_order_relaxed);
+    while (current_.load(std::memory_order_seq_cst) == phase) {
+      if (late >= 0 && places_.processor_time(late) == time && part_[late].fetched.exchange(phase) != phase)
+        places_.fetch(thread, late);
+      late = find_late(thread, threads, is_late);
+      time = late < 0 ? 0 : places_.processor_time(late);
+      sleep(phase);
+    }
+    sleeping_.fetch_sub(1, std::memory_order_relaxed);
+    places_.move_apart(thread);
+  }
+
+  // Return the next thread that the phase waits for, or -1.
+  template <class IsLate>
+  static int find_late(int thread, int threads, IsLate is_late) {
+    for (int i = 1; i < threads; i++)
+      if (is_late((thread + i) % threads)) return (thread + i) % threads;
+    return -1;
+  }
+
+  // Return whether the phase ended while the thread was spinning.
+  bool spin(uint32_t phase, int spins) const {
+    for (; spins > 0; spins--) {
+      if (current() != phase) return true;
       pause();
     }
-    return false;
+    return current() != phase;
   }
 
   static void pause() {
@@ -122,10 +188,11 @@ class Barrier {
 #endif
   }
 
-  // Return when `generation_` is no longer `generation`, or earlier.
-  void sleep(uint32_t generation) {
+  // Return when the phase has ended, after `kSleep`, or earlier.
+  void sleep(uint32_t phase) {
 #if defined(__linux__)
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&generation_), FUTEX_WAIT_PRIVATE, generation, nullptr, nullptr, 0);
+    const timespec timeout{0, kSleep};
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&current_), FUTEX_WAIT_PRIVATE, phase, &timeout, nullptr, 0);
 #else
     std::this_thread::yield();
 #endif
@@ -133,110 +200,65 @@ class Barrier {
 
   void wake_all() {
 #if defined(__linux__)
-    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&generation_), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&current_), FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 #endif
   }
 
   static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<uint32_t> generation_{0};  // may overflow to 0
-  alignas(64) std::atomic<int> sleeping_{0};
+  alignas(kLines) std::atomic<uint32_t> current_{0};
+  alignas(kLines) std::atomic<int> finished_{0};  // items of the current phase
+  alignas(kLines) std::atomic<int> sleeping_{0};
   std::atomic<int> sleeps_{0};
+  std::vector<Part> part_;
   Places places_;
 };
 
-// The team as one thread sees it.
-struct Team {
-  Barrier& barrier;
-  int thread, threads;
-
-  // Call work(i) for this thread's contiguous part of 0 .. count - 1. Return when all threads have finished.
-  template <class Work>
-  void share(int count, Work work) const {
-    const int begin = int(int64_t(count) * thread / threads);
-    const int end = int(int64_t(count) * (thread + 1) / threads);
-    for (int i = begin; i < end; i++) work(i);
-    barrier.wait(thread, threads);
-  }
-
-  // Do the same with every `threads`-th item, for items whose cost changes slowly with the index.
-  template <class Work>
-  void share_interleaved(int count, Work work) const {
-    for (int i = thread; i < count; i += threads) work(i);
-    barrier.wait(thread, threads);
-  }
-};
-
-// Chooses how many threads run the next pass.
-//
-// All threads run it as long as they seldom sleep at barriers. If they sleep, other processes take processors away, and
-// a smaller team may be faster. Then passes of a smaller and of a larger team are timed in turn, and the faster size
-// stays. A comparison that changes nothing is repeated after twice the time.
-class TeamSize {
+// The team as one thread sees it. All threads call the same functions in the same order.
+class Team {
  public:
-  explicit TeamSize(int threads) : threads_(threads), size_(threads) {}
+  const int thread, threads;
 
-  int threads() const { return trial_ ? trial_ : size_; }
+  // `phase` is the current phase before any thread of the team has started.
+  Team(Phases& phases, int thread, int threads, uint32_t phase)
+      : thread(thread), threads(threads), phases_(phases), phase_(phase) {
+    phases_.enter(thread);
+  }
 
-  // Record a pass over `columns` columns. `sleeps` is how often its threads have slept.
-  void record(int columns, double seconds, int sleeps) {
-    if (threads_ == 1) return;
-    double& usual = usual_[bucket(columns)];
-    if (!usual) usual = seconds;
-    if (size_ == threads_ && !trial_ && !sleeps) usual += (seconds - usual) / kMemory;
-    spent_ += seconds;
-    expected_ += usual;
-    disturbed_ += (double(sleeps > 0) - disturbed_) / kMemory;
-    if (spent_ < kWindow) return;
-    const double slowdown = spent_ / expected_;
-    spent_ = expected_ = 0;
-    trial_ ? end_trial(slowdown) : begin_trial(slowdown);
+  // Call work(i) for i in 0 .. count - 1. Return when all calls have returned. Each thread owns a contiguous part.
+  //
+  // Other threads take the rest of a part if its thread is slow or stopped. A thread takes at least `min_step` of its
+  // items at a time, since each step costs about as much as a cache miss; by default it takes all of them.
+  template <class Work>
+  void share(int count, Work work, int min_step = INT32_MAX) {
+    run(count, work, [&](int owner) {
+      const int begin = int(int64_t(count) * owner / threads);
+      const int end = int(int64_t(count) * (owner + 1) / threads);
+      return Items{begin, 1, end - begin, min_step};
+    });
+  }
+
+  // Do the same, but each thread owns every `threads`-th item. Use it for items whose cost changes slowly with the index.
+  template <class Work>
+  void share_interleaved(int count, Work work, int min_step = 1) {
+    run(count, work,
+        [&](int owner) { return Items{owner, threads, (count - owner + threads - 1) / threads, min_step}; });
+  }
+
+  // Wait until all threads have called this, after which none touches the items of the pass.
+  void join() {
+    if (threads > 1) phases_.join(thread, threads, phase_++);
   }
 
  private:
-  static constexpr double kWindow = 0.03;      // seconds of passes that are compared
-  static constexpr double kMemory = 32;        // passes
-  static constexpr double kDisturbed = 0.1;    // share of passes with sleeping threads
-  static constexpr double kFaster = 0.9;       // a size must be so much faster to be chosen
-  static constexpr int kMinPause = 4, kMaxPause = 64;  // windows between two trials
-
-  static int bucket(int columns) {
-    int number = 0;
-    while (columns >>= 1) number++;
-    return number;
+  template <class Work, class PartOf>
+  void run(int count, Work& work, PartOf part) {
+    if (threads > 1) return phases_.run(thread, threads, phase_++, patience_, count, part, work);
+    for (int i = 0; i < count; i++) work(i);
   }
 
-  void begin_trial(double slowdown) {
-    slowdown_ = slowdown;
-    if (pause_ && --pause_) return;
-    const bool may_shrink = size_ > 1 && disturbed_ > kDisturbed;
-    if (!may_shrink && size_ == threads_) return;
-    // Try a quarter less, half, and a third more in turn, so that the search does not end at a poor size.
-    for (int tries = 0; tries < 3 && !trial_; tries++) {
-      turn_ = (turn_ + 1) % 3;
-      if (turn_ == 2 && size_ < threads_) trial_ = std::min(threads_, size_ + std::max(1, size_ / 3));
-      if (turn_ != 2 && may_shrink) trial_ = size_ - std::max(1, size_ / (turn_ ? 2 : 4));
-    }
-  }
-
-  void end_trial(double slowdown) {
-    if (slowdown < kFaster * slowdown_) {
-      size_ = trial_;
-      wait_ = kMinPause;
-    } else {
-      wait_ = std::min(2 * wait_, kMaxPause);
-    }
-    pause_ = wait_;
-    trial_ = 0;
-  }
-
-  const int threads_;
-  int size_;
-  int trial_ = 0;  // size that is tried in this window, or 0
-  int pause_ = 0, wait_ = kMinPause;  // windows until the next trial, and after a trial
-  int turn_ = -1;
-  double slowdown_ = 1, spent_ = 0, expected_ = 0, disturbed_ = 0;
-  std::array<double, 32> usual_{};  // seconds of an undisturbed pass, by the logarithm of its columns
+  Phases& phases_;
+  uint32_t phase_;
+  int patience_ = Phases::kPatience;
 };
 
 }  // namespace outrider

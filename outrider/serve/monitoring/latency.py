@@ -44,7 +44,7 @@ class LatencyMetrics:
             registry=registry,
         )
         self._finished = Counter(
-            "outrider_requests", "Finished completions by finish reason", ["finish"], registry=registry
+            "outrider_requests", "Finished completions by finish reason", ["finish_reason"], registry=registry
         )
         self._running: dict[int, _RequestTimes] = {}
 

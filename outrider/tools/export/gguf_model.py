@@ -18,7 +18,7 @@ from outrider.loader.gguf_tokenizer import rules
 _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 )
-_INTERLEAVED = ("llama", "mistral")  # llama.cpp stores the two halves of a rotary head as neighbours
+_INTERLEAVED = ("llama", "mistral")  # llama.cpp stores the two halves of a rotary head as neighbors
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # kinds of tokens
 # Texts on which the rules that split a text before BPE differ: digits, contractions, line breaks, other scripts.
 _SAMPLES = (
@@ -48,7 +48,7 @@ def write_gguf(folder: Path, file: Path) -> None:
         )
     writer = gguf.GGUFWriter(file, _ARCHITECTURES[kind])
     _add_sizes(writer, config)
-    _add_tokenizer(writer, folder, file, int(config["vocab_size"]))
+    _add_tokenizer(writer, folder, int(config["vocab_size"]))
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == _ARCHITECTURES[kind])
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     stored = TensorFiles(folder)
@@ -88,7 +88,7 @@ def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_vocab_size(config["vocab_size"])
 
 
-def _add_tokenizer(writer: Any, folder: Path, file: Path, vocab: int) -> None:
+def _add_tokenizer(writer: Any, folder: Path, vocab: int) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -37,7 +37,7 @@ def run_export(
     target: str | None,
     k: int | None,
     advice: str | None,
-    batch: int,
+    batch: int | None,
     console: Console,
 ) -> dict[str, Any]:
     """Write a draft in the layout of another engine, with the command that runs it.
@@ -49,7 +49,7 @@ def run_export(
         target: the folder of the target, for the command and for formats that need it.
         k: draft tokens per round; None: take it from `advice`.
         advice: a file of `outrider tune --out`.
-        batch: sequences at once, for which `advice` gives the k.
+        batch: sequences at once, for which `advice` gives the k; None: 1.
         console: the console for messages.
 
     Returns:
@@ -141,10 +141,15 @@ def _check(engine: str, head: ImportedHead) -> None:
         )
 
 
-def _length(source: Path | None, head: ImportedHead | None, *, k: int | None, advice: str | None, batch: int) -> int:
+def _length(
+    source: Path | None, head: ImportedHead | None, *, k: int | None, advice: str | None, batch: int | None
+) -> int:
+    """Return the number of draft tokens."""
     if (k is None) == (advice is None):
         raise OutriderError("the number of draft tokens is needed; give one of --k N and --advice FILE")
-    length = k if k is not None else tuned_k(advice or "", source, batch)
+    if batch is not None and advice is None:
+        raise OutriderError("--batch chooses a k of --advice; give --advice in place of --k, or leave --batch out")
+    length = k if k is not None else tuned_k(advice or "", source, batch or 1)
     if length < 1:
         raise OutriderError(f"k is {length}; use at least 1")
     most = head.description.max_draft_tokens if head is not None else 0  # 0: no limit

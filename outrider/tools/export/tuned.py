@@ -54,7 +54,8 @@ def _read(file: str) -> Mapping[str, Any]:
     try:
         document = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise OutriderError(f"--advice {file} cannot be read ({error}); write it with: outrider tune --out") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        raise OutriderError(f"--advice {file} cannot be read ({reason}); write it with: outrider tune --out") from None
     if not isinstance(document, dict) or document.get("benchmark") != "outrider tune":
         raise OutriderError(f"--advice {file} is not a file of outrider tune; write it with: outrider tune --out")
     return document

@@ -20,7 +20,7 @@ from outrider.train.data.sample import Sample
 
 @dataclass(slots=True)
 class _Recording:
-    """What is recorded of a running request, in one tensor per round."""
+    """The recorded states of a running request, with one tensor per round."""
 
     request_id: int
     states: list[torch.Tensor] = field(default_factory=list)  # [tokens, layers, H]
@@ -28,7 +28,7 @@ class _Recording:
 
 
 class _Recorded(NamedTuple):
-    """What was recorded of a finished request."""
+    """The recorded states of a finished request."""
 
     states: torch.Tensor  # [L, layers, H]
     keys_and_values: torch.Tensor | None  # [L, n]
@@ -83,7 +83,7 @@ class Recorder:
             self._finished[recording.request_id] = _Recorded(torch.cat(recording.states), keys_and_values)
 
     def take(self, id: int) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Remove and return what was recorded of a finished request: states, and keys and values or None."""
+        """Remove and return the states of a finished request, with its keys and values or None. None: not recorded."""
         return self._finished.pop(id, None)
 
     def _read_kv(self, slot: int, begin: int, end: int) -> torch.Tensor:

@@ -24,11 +24,11 @@ _MIN_OVERLAP = 0.9  # of two distributions that should be equal; bfloat16 change
 
 
 class Collator:
-    """Makes batches for drafts that read the hidden states `taps` of a target."""
+    """Makes batches for drafts that read the hidden states `aux_states` of a target."""
 
     def __init__(
         self,
-        taps: AuxStates,
+        aux_states: AuxStates,
         layers: Sequence[int],
         tables: SharedWeights,
         ids: torch.Tensor,
@@ -38,34 +38,34 @@ class Collator:
         """Prepare for samples of one target.
 
         Args:
-            taps: the states that the draft reads.
+            aux_states: the states that the draft reads.
             layers: the layers whose states samples have. The last one is the target's last layer.
             tables: the target's weights.
             ids: [Vd] token ids of the draft vocabulary.
             views: the keys and values that the draft attends to. Samples have those of each layer once, in ascending
                 order.
         """
-        self._taps = taps
+        self._aux_states = aux_states
         self._views = sorted({view.layer: view for view in views}.items())
-        self._tap_indices = [layers.index(layer) for layer in taps.layers]
+        self._aux_indices = [layers.index(layer) for layer in aux_states.layers]
         self._tables = tables
         self._ids = ids
         self._last_layer = layers[-1]
         self._head = tables.head.to(matmul_dtype(tables.head.device))
 
-    def collate(self, samples: Sequence[Sample], *, everything: bool) -> TrainingBatch:
-        """Return a padded batch. The loss mask covers the answers only; with `everything` also the prompts."""
+    def collate(self, samples: Sequence[Sample], *, train_on_prompts: bool) -> TrainingBatch:
+        """Return a padded batch. The loss mask covers the answers, and with `train_on_prompts` the prompts as well."""
         device = self._head.device
         states = pad_sequence([sample.states.to(device) for sample in samples], batch_first=True)
         tokens = pad_sequence([torch.tensor(sample.tokens) for sample in samples], batch_first=True).to(device)
         last_states = apply_final_norm(states[:, :, -1], self._tables)
-        aux_states = states[:, :, self._tap_indices].float()
-        if self._taps.final:
+        aux_states = states[:, :, self._aux_indices].float()
+        if self._aux_states.final:
             aux_states[:, :, -1] = last_states
         positions = torch.arange(states.shape[1], device=device)
         lengths = torch.tensor([len(sample.states) for sample in samples], device=device)[:, None]
         prompts = torch.tensor([sample.prompt for sample in samples], device=device)[:, None]
-        loss_mask = (positions < lengths) & ((positions >= prompts - 1) | everything)
+        loss_mask = (positions < lengths) & ((positions >= prompts - 1) | train_on_prompts)
         target_probs = self._target_probs(last_states[loss_mask])
         if len(self._ids) != target_probs.shape[-1]:
             target_probs = target_probs[:, self._ids]

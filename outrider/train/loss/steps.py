@@ -17,7 +17,7 @@ class TrainingBatch:
     """A batch of B sequences with the target's hidden states and distributions, padded at the end."""
 
     tokens: torch.Tensor  # [B, L + 1] int64
-    aux_states: torch.Tensor  # [B, L, taps, H] hidden states of the target, of all tokens but the last
+    aux_states: torch.Tensor  # [B, L, layers, H] hidden states of the target, of all tokens but the last
     loss_mask: torch.Tensor  # [B, L] bool: whether to train on the distribution after a token
     # [n, Vd] the target's distributions over the draft vocabulary, where `loss_mask` is true
     target_probs: torch.Tensor
@@ -78,8 +78,8 @@ def all_columns_step(
 class Chains:
     """The columns that train more than their first draft token.
 
-    Column c holds token x_(c+1), and its first draft token predicts x_(c+2). Adjacent columns of a sequence teach much
-    the same, so a random share of the columns is enough. Their weight makes up for the others.
+    Column c holds token x_(c+1), and its first draft token predicts x_(c+2). Adjacent columns of a sequence are similar
+    training data, so a random share of the columns is enough. Their weight makes up for the others.
     """
 
     size: int  # columns of the batch

@@ -118,8 +118,8 @@ class DatasetCollator:
         self._ids = ids
         self._vocab = vocab
 
-    def collate(self, samples: Sequence[Sample], *, everything: bool) -> TrainingBatch:
-        """Return a padded batch that trains on every token. `everything` has no effect."""
+    def collate(self, samples: Sequence[Sample], *, train_on_prompts: bool) -> TrainingBatch:
+        """Return a padded batch that trains on every token. `train_on_prompts` has no effect."""
         device = self._ids.device
         tokens = pad_sequence([torch.tensor(sample.tokens) for sample in samples], batch_first=True).to(device)
         lengths = torch.tensor([len(sample.tokens) - 1 for sample in samples], device=device)

@@ -11,7 +11,7 @@ import torch
 from outrider.core import tree
 from outrider.core.types import Batch, KVView, SequenceState, SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.config import Settings
+from outrider.heads.config import ConfigReader
 from outrider.heads.description import Body, SharedKV
 from outrider.heads.formats.llama import read_rope
 from outrider.heads.modules.layers import rotation
@@ -89,7 +89,7 @@ def _candidates(config: Mapping[str, Any], layer_type: str, layer: int, keys: to
         config = {**config, "rope_parameters": parameters[layer_type]}
     without_rope = SharedKV(layer=layer, key_heads=keys.shape[0], dim=keys.shape[2], rotary=0.0)
     try:
-        theta, rope, rotary = read_rope(Settings(config))
+        theta, rope, rotary = read_rope(ConfigReader(config))
     except OutriderError:
         return [without_rope]
     return [replace(without_rope, theta=theta, rope=rope, rotary=rotary), without_rope]

@@ -31,7 +31,7 @@ _EAGLE3_KINDS = frozenset({"eagle3", "eagle31", "peagle", "slim"})
 _DRAFT_TOKENS = 7  # default of the kinds that draft all tokens in one pass
 _MAX_RANK = 256  # of what corrects a draft token by the tokens before it
 _REFINER_RATIO, _JACOBI_PASSES, _CANDIDATES = 2, 6, 512  # of xpress: width of the MLP over the rank; as published
-_MAX_TAPS = 5  # layers of the target that a block head reads
+_MAX_AUX_LAYERS = 5  # layers of the target that a block head reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ def _body(sizes: Sizes) -> Body:
 
 def _eagle3(sizes: Sizes) -> HeadDescription:
     # In a small target, the fourth layer from the end carries too little information.
-    last_tap = sizes.layers - (4 if sizes.layers >= 16 else 2)
+    last_layer = sizes.layers - (4 if sizes.layers >= 16 else 2)
     has_own_width = sizes.width not in (0, sizes.hidden)  # then the target's tables do not fit
     if has_own_width and sizes.own_lm_head is False:
         raise OutriderError(
@@ -108,7 +108,7 @@ def _eagle3(sizes: Sizes) -> HeadDescription:
         target_layers=sizes.layers,
         vocab=sizes.vocab,
         draft_vocab=sizes.draft_vocab,
-        aux_states=AuxStates(layers=(1, sizes.layers // 2 - 1, last_tap), fused=True),
+        aux_states=AuxStates(layers=(1, sizes.layers // 2 - 1, last_layer), fused=True),
         input_fusion=InputFusion(at=FusionPoint.ATTENTION),
         body=_body(sizes),
         own_lm_head=sizes.own_lm_head is not False,
@@ -232,7 +232,7 @@ def _block(kind: Kind) -> Callable[[Sizes], HeadDescription]:
             target_layers=sizes.layers,
             vocab=sizes.vocab,
             draft_vocab=sizes.draft_vocab,
-            aux_states=AuxStates(layers=_block_taps(sizes.layers), fused=True),
+            aux_states=AuxStates(layers=_block_aux_layers(sizes.layers), fused=True),
             body=replace(_body(sizes), head_norms=True),
             block=DraftBlock(
                 size=draft_tokens if is_dspark else draft_tokens + 1,
@@ -247,12 +247,12 @@ def _block(kind: Kind) -> Callable[[Sizes], HeadDescription]:
     return describe_kind
 
 
-def _block_taps(layers: int) -> tuple[int, ...]:
+def _block_aux_layers(layers: int) -> tuple[int, ...]:
     """Return evenly spaced layers, from the second one to one near the end."""
     # In a small target, the third layer from the end carries too little information.
     last = max(layers - (3 if layers >= 16 else 2), 0)
     first = min(1, last)
-    count = min(_MAX_TAPS, last - first + 1)
+    count = min(_MAX_AUX_LAYERS, last - first + 1)
     return tuple(first + (last - first) * i // max(count - 1, 1) for i in range(count))
 
 

@@ -90,17 +90,17 @@ class PreviousTarget:
     def _regression_pairs(
         self, target: Target, moved: AutoregressiveHead, samples: Sequence[Sample]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield inputs [L, taps x H] and wanted outputs [L, W] of the new fusion layer, sequence by sequence."""
+        """Yield inputs [L, layers x H] and wanted outputs [L, W] of the new fusion layer, sequence by sequence."""
         description = moved.description
         sample_layers = sorted({*description.aux_states.layers, description.target_layers - 1})
-        tap_indices = [sample_layers.index(layer) for layer in description.aux_states.layers]
+        aux_indices = [sample_layers.index(layer) for layer in description.aux_states.layers]
         for sample in samples:
             tokens = sample.tokens[:-1][: target.context]
             states = score_sequence(target, tokens).states(self._head.description.aux_states.layers, 0, ())
             outputs = self._head.fuse_states(states.float())
             if self._head.fuse.bias is not None:  # the bias is kept, not fitted
                 outputs = outputs - self._head.fuse.bias
-            inputs = moved.gather_states(sample.states[: len(tokens), tap_indices].to(outputs))
+            inputs = moved.gather_states(sample.states[: len(tokens), aux_indices].to(outputs))
             yield inputs.double(), outputs.double()
 
     def _load_target(self) -> Target:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from outrider.client.metrics import Speculation, read_speculation
 from outrider.client.server import Refused, Server, connect, find_model
+from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.measure.prompts import Prompt, read_prompts
 from outrider.report.console import NONE, new_table
@@ -54,8 +55,12 @@ def run_server_tune(
         The JSON document.
 
     Raises:
-        OutriderError: the server cannot be reached, lists no model, or has no metrics and no baseline.
+        OutriderError: a number is out of range, or the server cannot be reached, lists no model, or has no metrics and
+            no baseline.
     """
+    if min(batches) < 1:
+        raise OutriderError(f"--batch has {min(batches)}; use numbers of requests of at least 1")
+    SamplingParams(temperature=temperature, max_tokens=max_tokens)  # raises if one is out of range
     measure = _Measure(options, read_prompts(prompts, limit=limit), temperature, max_tokens, seed)
     with progress.status("measuring the server"):
         engine, model, loads = asyncio.run(measure.run(batches))

@@ -1,0 +1,1 @@
+"""The audio models: spectra, synthesizer, scorer and captions."""
