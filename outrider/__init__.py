@@ -1,6 +1,7 @@
 """Outrider: exact speculative decoding.
 
-A cheap proposer guesses several tokens, the target verifies them in one pass, and the text stays the target's own.
+A cheap proposer drafts several tokens, and the target verifies them in one pass. The output has the distribution of the
+target alone.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ __all__ = [
     "transcribe",
 ]
 
-_HOMES = {
+_MODULES = {  # the module of each public name
     "LLM": "outrider.llm",
     "Chunk": "outrider.llm",
     "Completion": "outrider.core.types",
@@ -65,8 +66,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # Importing torch takes seconds; `outrider --help` and a bare `import outrider` should not.
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,14 +1,14 @@
-"""What a user did wrong, in words that name the fix."""
+"""The exceptions of Outrider. Each message says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
-# What a model's code raises where it is run in a way that its architecture does not allow.
+# Exceptions that the code of a model may raise if Outrider runs it in a way that its architecture does not allow.
 MODEL_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)
 
 
 class OutriderError(ValueError):
-    """A mistake that the caller can mend; the message says how."""
+    """A mistake that the caller can correct. The message says how."""
 
 
 class UnsupportedModel(OutriderError):
-    """The checkpoint is sound, but its architecture cannot be run exactly here; the message says why."""
+    """The checkpoint is valid, but Outrider cannot run its architecture exactly. The message says why."""

@@ -36,7 +36,7 @@ from outrider.plan.store import PlanFile, check_plan, restored
 from outrider.system.machine import use_threads
 
 Prompt = str | Sequence[int]
-# Text or token ids; for a speech model a WAV file, the samples of a recording, or its features.
+# Text or token ids. For a speech model: the path of a WAV file, the samples of a recording, or its features.
 Source = Prompt | Path | Sequence[float] | npt.NDArray[Any] | torch.Tensor | Recording | AudioFeatures
 EncodedSource = tuple[int, ...] | AudioFeatures
 _log = logging.getLogger("outrider")
@@ -99,7 +99,9 @@ class LLM:
         return llm
 
     def _set(self, parts: EngineParts) -> None:
-        self._parts, self._grammars, self._ids = parts, _grammars(parts), count()
+        self._parts = parts
+        self._grammars = Grammars(parts.tokenizer, vocab=parts.vocab, end_ids=sorted(parts.end_ids))
+        self._ids = count()
         self._weights = EngineWeights(parts)
         self._plan = None
 
@@ -131,12 +133,15 @@ class LLM:
         """Return the tokens of a prompt, with the special tokens that the tokenizer adds.
 
         The prompt of an encoder-decoder target begins its output: a text has the model's start tokens before it and no
-        other special tokens. `language` and `task` are those of `start_tokens`.
+        other special tokens. `language` and `task` are those of `start_tokens`, for a text only.
 
         Raises:
-            OutriderError: the prompt is neither a string nor a list of token ids.
+            OutriderError: the prompt is neither a string nor a list of token ids, or token ids come with a language or
+                a task.
         """
         self._check_speech(language, task)
+        if not isinstance(prompt, str) and (name := _first_given(language=language, task=task)):
+            raise OutriderError(f"{name} is for a prompt of text; put its token among the ids, or leave {name} out")
         if isinstance(prompt, str) and self._parts.source_rules is not None:
             start = self.start_tokens(language, task)
             return start + text_tokens(self._parts.tokenizer, prompt, special=False)
@@ -179,7 +184,7 @@ class LLM:
     def _check_speech(self, language: str | None, task: str | None) -> None:
         """Check that a language and a task are for a speech model."""
         if self._speech_rules() is None and (language is not None or task is not None):
-            name = "language" if language is not None else "task"
+            name = _first_given(language=language, task=task)
             raise OutriderError(f"{name} is for speech models, and this target is none; leave it out")
 
     def _speech_rules(self) -> SpeechRules | None:
@@ -203,7 +208,7 @@ class LLM:
         """
         if isinstance(tokens, str | bytes | bytearray) or not isinstance(tokens, Iterable):
             raise OutriderError(f"{tokens!r} is no list of token ids; give whole numbers")
-        ids = _whole_ids("what is to be decoded", tokens)
+        ids = _whole_ids("the list to decode", tokens)
         if message := _outside(ids, self._parts.vocab):
             raise OutriderError(message)
         return self._text(ids)
@@ -248,23 +253,25 @@ class LLM:
         Raises:
             OutriderError: a prompt, a source or a parameter does not fit the model.
         """
-        many, many_sources = _pair(prompts, sources)
-        wanted = list(params) if isinstance(params, Sequence) else [params] * len(many)
-        if len(wanted) != len(many):
-            raise OutriderError(f"{len(many)} prompts came with {len(wanted)} parameters; give one, or one per prompt")
+        prompt_list, source_list = _pair(prompts, sources)
+        params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompt_list)
+        if len(params_list) != len(prompt_list):
+            raise OutriderError(
+                f"{len(prompt_list)} prompts came with {len(params_list)} parameters; give one, or one per prompt"
+            )
         requests = []
-        for prompt, want, source in zip(many, wanted, many_sources, strict=True):
-            requests += self.requests(prompt, want, source)
-        rows = [self.add(request) for request in requests]
+        for prompt, prompt_params, source in zip(prompt_list, params_list, source_list, strict=True):
+            requests += self.requests(prompt, prompt_params, source)
+        seqs = [self.add(request) for request in requests]
         try:
-            while not all(row.finish_reason for row in rows):
+            while not all(seq.finish_reason for seq in seqs):
                 self.engine.step()
         finally:
-            for row in rows:
-                if not row.finish_reason:
-                    self.abort(row.request.id)
+            for seq in seqs:
+                if not seq.finish_reason:
+                    self.abort(seq.request.id)
         self.try_save_plan()
-        return [self.completion(row) for row in rows]
+        return [self.completion(seq) for seq in seqs]
 
     def stream(
         self, prompt: Prompt | None = None, params: SamplingParams | None = None, *, source: Source | None = None
@@ -319,25 +326,32 @@ class LLM:
         """Decode tokens that the engine has generated, without checks."""
         return str(self._parts.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def _chunks(self, row: SequenceState) -> Iterator[Chunk]:
-        shown, given, finished = 0, 0, False
+    def _chunks(self, seq: SequenceState) -> Iterator[Chunk]:
+        num_chars = 0  # characters of the chunks so far
+        num_tokens = 0  # output tokens of the chunks so far
+        finished = False
         try:
             while not finished:
-                if row.num_output_tokens == given and not row.finish_reason:  # otherwise another loop has called step
+                # Another loop may have called `step` already.
+                if seq.num_output_tokens == num_tokens and not seq.finish_reason:
                     self.engine.step()
                     continue
-                finished = row.finish_reason is not None
-                completion = self.completion(row) if finished else None
-                assert row.stream is not None
-                text = completion.text if completion else row.stream.text[: row.stream.safe_length()]
-                tokens = tuple(row.token_ids[len(row.request.prompt_token_ids) + given :])
+                finished = seq.finish_reason is not None
+                completion = self.completion(seq) if finished else None
+                assert seq.stream is not None
+                text = completion.text if completion else seq.stream.text[: seq.stream.safe_length()]
+                tokens = tuple(seq.token_ids[len(seq.request.prompt_token_ids) + num_tokens :])
                 yield Chunk(
-                    text=text[shown:], token_ids=tokens, from_draft=tuple(row.from_draft[given:]), completion=completion
+                    text=text[num_chars:],
+                    token_ids=tokens,
+                    from_draft=tuple(seq.from_draft[num_tokens:]),
+                    completion=completion,
                 )
-                shown, given = max(shown, len(text)), given + len(tokens)
+                num_chars = max(num_chars, len(text))
+                num_tokens += len(tokens)
         finally:
             if not finished:
-                self.abort(row.request.id)
+                self.abort(seq.request.id)
             self.try_save_plan()
 
     def try_save_plan(self) -> None:
@@ -345,7 +359,7 @@ class LLM:
         try:
             self.save_plan()
         except OutriderError as error:
-            _log.warning("what the planner has learned is not kept: %s", error)
+            _log.warning("the planner's state was not saved: %s", error)
 
     def requests(
         self, prompt: Prompt | None, params: SamplingParams | None, source: Source | None = None
@@ -380,9 +394,40 @@ class LLM:
         """
         parts = self._parts
         self.check_source(source)
+        self._check_prompt(tokens, params)
+        alternative = _choice("proposer", params.proposer, parts.proposers)
+        _choice("verifier", params.verifier, parts.verifiers)
+        grammar = self._grammar_of(params)
+        if params.seed is not None:
+            seed = params.seed
+        elif seed is None:
+            seed = secrets.randbits(63)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else parts.end_ids)
+        room = parts.context - len(tokens)
+        return [
+            Request(
+                id=next(self._ids),
+                prompt_token_ids=tokens,
+                params=params,
+                seed=derive_seed(seed, i),
+                end_ids=ends,
+                max_tokens=min(params.max_tokens or room, room),
+                alternative=alternative,
+                grammar=grammar,
+                source_token_ids=source if isinstance(source, tuple) else (),
+                source_features=source if isinstance(source, AudioFeatures) else None,
+                speech_output=speech_output,
+            )
+            for i in range(params.n)
+        ]
+
+    def _check_prompt(self, tokens: tuple[int, ...], params: SamplingParams) -> None:
+        """Check the prompt, the token ids and min_tokens of a request against the vocabulary and the context."""
+        parts = self._parts
         if not tokens:
             raise InvalidParam("prompt", "the prompt is empty; give at least one token")
-        if len(tokens) >= parts.context:
+        room = parts.context - len(tokens)
+        if room < 1:
             checkpoint = parts.loaded.checkpoint
             remedy = " or raise max_model_len"
             if checkpoint.context_reason and parts.context == checkpoint.context:
@@ -399,38 +444,21 @@ class LLM:
         ):
             if message := _outside(ids, parts.vocab):
                 raise InvalidParam(param, message)
-        if params.min_tokens > (room := parts.context - len(tokens)):
-            said = f"min_tokens is {params.min_tokens}, and beside the prompt the context holds {room}; ask for fewer"
-            raise InvalidParam("min_tokens", said)
-        arm = _choice("proposer", params.proposer, parts.proposers)
-        _choice("verifier", params.verifier, parts.verifiers)
-        grammar = None
-        if params.constraint is not None:
-            try:
-                grammar = self._grammars.compile(params.constraint)
-            except OutriderError as error:
-                raise InvalidParam("constraint", str(error)) from error
-        if params.seed is not None:
-            seed = params.seed
-        elif seed is None:
-            seed = secrets.randbits(63)
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else parts.end_ids)
-        return [
-            Request(
-                id=next(self._ids),
-                prompt_token_ids=tokens,
-                params=params,
-                seed=derive_seed(seed, i),
-                end_ids=ends,
-                max_tokens=min(params.max_tokens or room, room),
-                alternative=arm,
-                grammar=grammar,
-                source_token_ids=source if isinstance(source, tuple) else (),
-                source_features=source if isinstance(source, AudioFeatures) else None,
-                speech_output=speech_output,
+        if params.min_tokens > room:
+            raise InvalidParam(
+                "min_tokens",
+                f"min_tokens is {params.min_tokens}, and after the prompt the context has room for {room} tokens; lower"
+                " min_tokens, or shorten the prompt",
             )
-            for i in range(params.n)
-        ]
+
+    def _grammar_of(self, params: SamplingParams) -> Grammar | None:
+        """Return the compiled constraint of a request; None if it has none."""
+        if params.constraint is None:
+            return None
+        try:
+            return self._grammars.compile(params.constraint)
+        except OutriderError as error:
+            raise InvalidParam("constraint", str(error)) from error
 
     def check_source(self, source: EncodedSource | None) -> None:
         """Raise InvalidParam if a source does not fit the target."""
@@ -455,34 +483,39 @@ class LLM:
         elif message := _outside(source, self._parts.vocab):
             raise InvalidParam("source", message)
 
-    def completion(self, row: SequenceState) -> Completion:
+    def completion(self, seq: SequenceState) -> Completion:
         """Return the completion of a finished sequence."""
-        assert row.finish_reason is not None
-        assert row.stream is not None
-        split = len(row.request.prompt_token_ids)
+        assert seq.finish_reason is not None
+        assert seq.stream is not None
+        split = len(seq.request.prompt_token_ids)
         return Completion(
-            prompt_token_ids=row.request.prompt_token_ids,
-            token_ids=tuple(row.token_ids[split:]),
-            text=row.stream.finish(),
-            finish_reason=FinishReason(row.finish_reason),
-            seed=row.request.seed,
-            from_draft=tuple(row.from_draft),
-            logprobs=tuple(row.logprobs[: row.num_output_tokens]),
-            stats=self._stats_of(row),
-            error=row.error,
-            source_token_ids=row.request.source_token_ids,
-            weight_versions=tuple(row.weight_versions),
+            prompt_token_ids=seq.request.prompt_token_ids,
+            token_ids=tuple(seq.token_ids[split:]),
+            text=seq.stream.finish(),
+            finish_reason=FinishReason(seq.finish_reason),
+            seed=seq.request.seed,
+            from_draft=tuple(seq.from_draft),
+            logprobs=tuple(seq.logprobs[: seq.num_output_tokens]),
+            stats=self._stats_of(seq),
+            error=seq.error,
+            source_token_ids=seq.request.source_token_ids,
+            weight_versions=tuple(seq.weight_versions),
         )
 
-    def _stats_of(self, row: SequenceState) -> Stats:
+    def _stats_of(self, seq: SequenceState) -> Stats:
         total = self.stats
         return Stats.of_passes(
-            row.rounds,
-            drafted=row.num_draft_tokens,
-            prompt=len(row.request.prompt_token_ids),
+            seq.rounds,
+            drafted=seq.num_draft_tokens,
+            prompt=len(seq.request.prompt_token_ids),
             exact=total.exact,
             bound=total.bound,
         )
+
+
+def _first_given(**arguments: str | None) -> str | None:
+    """Return the name of the first argument that is not None."""
+    return next((name for name, value in arguments.items() if value is not None), None)
 
 
 def _whole_ids(what: str, tokens: Iterable[Any]) -> tuple[int, ...]:
@@ -504,13 +537,10 @@ def _outside(ids: Iterable[int], vocab: int) -> str | None:
 
 
 def _choice(what: str, name: str | None, known: Sequence[str]) -> int | None:
+    """Return the index of a name that a request has chosen, or None if it leaves the choice to the engine."""
     if name is not None and name not in known:
-        raise InvalidParam(what, f"{what} {name!r} cannot be had here; use {' or '.join(known)}, or leave {what} out")
+        raise InvalidParam(what, f"{what} {name!r} is not available; use {' or '.join(known)}, or leave {what} out")
     return None if name is None else known.index(name)
-
-
-def _grammars(parts: EngineParts) -> Grammars:
-    return Grammars(parts.tokenizer, vocab=parts.vocab, end_ids=sorted(parts.end_ids))
 
 
 def _checked(params: SamplingParams | None) -> SamplingParams:
@@ -525,15 +555,17 @@ def _pair(
     """Return prompts and their sources as lists of equal length."""
     if prompts is None and sources is None:
         raise OutriderError("there is no prompt; give prompts, or sources for an encoder-decoder model")
-    many: list[Prompt | None] = [] if prompts is None else [*as_list(prompts)]
-    many_sources: list[Source | None] = [] if sources is None else [*as_list(sources)]
+    prompt_list: list[Prompt | None] = [] if prompts is None else [*as_list(prompts)]
+    source_list: list[Source | None] = [] if sources is None else [*as_list(sources)]
     if prompts is None:
-        many = [None] * len(many_sources)
+        prompt_list = [None] * len(source_list)
     elif sources is None:
-        many_sources = [None] * len(many)
-    if len(many) != len(many_sources):
-        raise OutriderError(f"{len(many)} prompts came with {len(many_sources)} sources; give one source per prompt")
-    return many, many_sources
+        source_list = [None] * len(prompt_list)
+    if len(prompt_list) != len(source_list):
+        raise OutriderError(
+            f"{len(prompt_list)} prompts came with {len(source_list)} sources; give one source per prompt"
+        )
+    return prompt_list, source_list
 
 
 def as_list(prompts: Any) -> list[Any]:

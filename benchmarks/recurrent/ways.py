@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outrider.models.recurrent import delta_rule, state_space, ways
+from outrider.models.recurrent import delta_rule, staging, state_space
 from outrider.models.recurrent.layer import Staged
 from outrider.models.recurrent.rows import Rows, chain_rows
 
@@ -39,7 +39,7 @@ def main() -> None:
             for entries in ENTRIES:
                 seconds = _measure(make(*sizes, entries))
                 base = torch.empty(sizes)
-                chosen = seconds["states" if ways.keeps_states(base, entries) else "inputs"]
+                chosen = seconds["states" if staging.keeps_states(base, entries) else "inputs"]
                 table.add_row(
                     name,
                     module.__name__.rpartition(".")[2],
@@ -53,15 +53,15 @@ def main() -> None:
 
 def _measure(run: Callable[[], None]) -> dict[str, float]:
     """Return the seconds of a round by way."""
-    limits = ways._MAX_ENTRIES, ways._MAX_NUMBERS
+    limits = staging._MAX_ENTRIES, staging._MAX_NUMBERS
     best = {"states": float("inf"), "inputs": float("inf")}
     for _ in range(ROUNDS):
         for way, limit in (("states", 1 << 30), ("inputs", 0)):
-            ways._MAX_ENTRIES = ways._MAX_NUMBERS = limit
+            staging._MAX_ENTRIES = staging._MAX_NUMBERS = limit
             begin = time.thread_time()
             run()
             best[way] = min(best[way], time.thread_time() - begin)
-    ways._MAX_ENTRIES, ways._MAX_NUMBERS = limits
+    staging._MAX_ENTRIES, staging._MAX_NUMBERS = limits
     return best
 
 

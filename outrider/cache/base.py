@@ -23,8 +23,8 @@ class SequenceSpan:
     begin: int  # first column
     end: int  # one past the last column
     start: int  # where in the slot the first column is written
-    nodes: int  # how many of its last columns are draft tokens
-    first: int  # index of the first of these draft tokens in the draft
+    nodes: int  # number of draft tokens, which are its last columns
+    first: int  # index in the draft of the first of these draft tokens
     base: int  # where in the slot draft token 0 is written
 
 
@@ -69,8 +69,8 @@ class CacheUsage:
     cached_blocks: int = 0  # blocks of finished sequences, evicted when needed
     query_tokens: int = 0  # tokens of admitted prompts
     hit_tokens: int = 0  # of these, tokens that were cached already
-    evicted_blocks: int = 0  # blocks
-    preempted: int = 0  # sequences, counted by the engine
+    evicted_blocks: int = 0
+    preempted: int = 0  # sequences that were preempted; the engine counts them
 
     @property
     def free_blocks(self) -> int:

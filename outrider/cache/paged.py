@@ -15,9 +15,11 @@ from outrider.cache.huge_pages import zeros
 from outrider.cache.prefix_tree import BLOCK, CachedBlock, PrefixTree
 from outrider.core.types import Batch, Draft, Round, SequenceState
 
+_LANES = 16  # entries whose keys are interleaved; kLanes of native/csrc/simd.h
+
 
 class CPool(ctypes.Structure):
-    """The structure `Pool` of native/decoder.cpp."""
+    """The structure `Pool` of native/csrc/decoder.cpp."""
 
     _fields_ = (
         ("entries", ctypes.c_void_p),
@@ -201,7 +203,7 @@ class PagedCache:
         """View blocks as keys [..., heads, groups, words, lanes, each] and values [..., heads, words, dim, each].
 
         A 4-byte word of keys holds `each` dimensions of one entry, with 16 entries side by side. A word of values holds
-        one dimension of `each` adjacent entries. The kernels multiply this layout directly (native/attention.h).
+        one dimension of `each` adjacent entries. The kernels multiply this layout directly (native/csrc/attention.h).
         """
         each = 4 // self._dtype.itemsize
         dim = self._shape[-1]
@@ -267,6 +269,3 @@ class PagedCache:
         each = keys.shape[-1]
         keys[to_block, :, :, to // _LANES, :, to % _LANES] = keys[block, :, :, at // _LANES, :, at % _LANES]
         values[to_block, :, :, to // each, :, to % each] = values[block, :, :, at // each, :, at % each]
-
-
-_LANES = 16  # entries whose keys are interleaved

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-BLOCK = 64  # tokens per block; native/attention.h has the same constant
+BLOCK = 64  # tokens per block; kBlock of native/csrc/attention.h
 
 
 @dataclass(slots=True, eq=False)

@@ -178,7 +178,7 @@ class StaticCache:
         return [*self._keys.values(), *self._values.values(), *self._outputs.values()]
 
     def _set_sequences(self, batch: Batch) -> None:
-        """Record which sequences are in the slots."""
+        """Record the sequence of each slot of the batch."""
         for seq in batch.seqs:
             self._seqs[seq.slot] = seq
 
@@ -188,8 +188,11 @@ class StaticCache:
         return self._finished[slot] if seq is None else seq.token_ids[: self._length[slot]]
 
     def _clear(self, slot: int, stop: int) -> None:
-        """Set entries from `stop` on to zero. The kernel reads them, masked, if another sequence is longer."""
-        # A masked key has weight 0, but 0 * NaN is NaN.
+        """Set the written entries from `stop` on to zero.
+
+        Attention reads them with a mask if another sequence of the batch is longer. A masked entry has weight 0, but
+        0 * NaN is NaN.
+        """
         if stop < self._written[slot]:
             for tensor in self._tensors():
                 tensor[slot, :, stop : self._written[slot]] = 0

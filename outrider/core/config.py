@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
@@ -61,10 +61,11 @@ class EngineConfig:
     plan: str | Path | None = None
     """With k="auto", a file of what the planner has learned. It is read if it exists."""
     tp: int = 1
-    """Ranks of tensor parallelism. torchrun starts this program in so many processes, one for each GPU, and each of
-    them loads a part of the target. 1: one process."""
+    """Ranks of tensor parallelism. Start the program with torchrun and this number of processes, one for each GPU. Each
+    process loads a part of the target. 1: one process."""
     isolate_faults: bool = False
-    """An exception in a proposer costs its draft only. It is logged and counted, and decoding goes on."""
+    """An exception in a proposer costs its draft only. It is logged and counted, and decoding goes on. It has no effect
+    with `tp` above 1, because all ranks must draft the same tokens."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "kernels", "device"):
@@ -78,10 +79,9 @@ class EngineConfig:
             self._check_tensor_parallel()
         _check_count("max_num_seqs", self.max_num_seqs)
         _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
-        if self.max_model_len is not None:
-            _check_count("max_model_len", self.max_model_len)
-        if self.draft_window is not None:
-            _check_count("draft_window", self.draft_window)
+        for name in ("max_model_len", "draft_window"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
         if self.threads is not None and not _is_whole(self.threads):
             raise OutriderError(f"threads is {self.threads!r}; use a whole number, or None for one on each core")
         _check_positive("max_round_ms", self.max_round_ms, "none for no limit")
@@ -90,10 +90,10 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise OutriderError(f"{name} is {value!r}; use True or False")
+        if self.plan is not None and not isinstance(self.plan, str | Path):
+            raise OutriderError(f"plan is {self.plan!r}; give the path of a file, or leave it out")
         if self.plan is not None and self.k != AUTO:
-            raise OutriderError(
-                f"plan {self.plan} is what k auto has learned, and k is {self.k}; use k auto, or no plan"
-            )
+            raise OutriderError(f"plan {self.plan} needs k auto, and k is {self.k}; use k auto, or no plan")
 
     @classmethod
     def from_options(cls, target: str | Path | None = None, **options: Any) -> EngineConfig:
@@ -128,7 +128,7 @@ class EngineConfig:
             )
 
     def _check_k(self) -> None:
-        if self.k != AUTO and (not _is_whole(self.k) or int(self.k) < 0):
+        if self.k != AUTO and (not _is_whole(self.k) or self.k < 0):
             raise OutriderError(f"k is {self.k!r}; use a number of draft tokens, 0 for plain decoding, or {AUTO}")
 
 
@@ -145,12 +145,12 @@ def weight_bits(quantize: str | None) -> int:
     return QUANTIZE_BITS[quantize]
 
 
-def _is_whole(value: object) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not _is_whole(value) or value < 1:
         raise OutriderError(f"{name} is {value!r}; it must be a whole number, at least 1")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -47,6 +47,9 @@ class Constraint:
     source: str
 
     def __post_init__(self) -> None:
+        if self.kind not in tuple(Kind):
+            raise OutriderError(f"a constraint's kind is {self.kind!r}; use {', '.join(Kind)}")
+        object.__setattr__(self, "kind", Kind(self.kind))  # "regex" means Kind.REGEX
         if not isinstance(self.source, str) or not self.source:
             raise OutriderError(f"a constraint's source is {self.source!r}; use a string of at least one character")
         if len(self.source) > _MAX_LENGTH:
@@ -96,7 +99,8 @@ class Constraint:
         Raises:
             OutriderError: the list is empty, or an item is not a non-empty string.
         """
-        if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
+        is_list = isinstance(texts, Collection) and not isinstance(texts, str)
+        if not is_list or not texts or not all(isinstance(text, str) and text for text in texts):
             raise OutriderError(f"choice is {texts!r}; use a list of non-empty strings")
         return cls(kind=Kind.CHOICE, source=json.dumps(list(texts)))
 

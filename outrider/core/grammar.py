@@ -16,7 +16,7 @@ from outrider.core.constraint import STYLE, Constraint, Kind
 from outrider.errors import OutriderError
 
 _MAX_SECONDS = 1.0  # for one token; usually it takes milliseconds. `_LIMITS` does not bound every case
-_time_limit = True  # whether `_MAX_SECONDS` holds
+_time_limit = True  # whether `_MAX_SECONDS` applies
 _MAX_REPEATS = 10_000  # most repetitions of a part of a regular expression or grammar
 _PROBED_TOKENS = 4  # forced tokens that `compile` consumes, to reject constraints that never end
 _CACHE_SIZE = 64  # compiled constraints in the cache
@@ -33,7 +33,7 @@ _LIMITS: dict[str, Any] = {
 
 
 def remove_time_limit() -> None:
-    """Let every token take as long as it does. A limit in seconds differs between processes that must agree."""
+    """Remove the time limit of a token. Ranks must decide alike, and a time differs between them."""
     global _time_limit
     _time_limit = False
 

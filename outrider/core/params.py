@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from outrider.core.constraint import Constraint
 from outrider.errors import OutriderError
 
-AUTO = "auto"  # as k: the planner decides in each round
+AUTO = "auto"  # the value of k with which the planner decides in each round
 _MAX_PRIORITY = 100  # in absolute value, so that no request waits forever
 # Limits of temperature and repetition penalty. Logits are float32. Beyond these limits, rounding decides between tokens
 # and logits overflow.
@@ -59,7 +59,7 @@ class SamplingParams:
         constraint: the form that the text must have.
         scope: the tenant of the request. Prefix caching and proposers that learn from finished outputs work within one
             scope only, so that the speed of a request does not reveal the text of another tenant.
-        priority: lower values are scheduled first. Waiting requests rise with every round.
+        priority: lower values are scheduled first. 64 rounds of waiting count as much as one step of priority.
     """
 
     temperature: float = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-_REPLACEMENT = "�"  # a tokenizer decodes an incomplete character to it
+_REPLACEMENT = "�"  # what a tokenizer decodes an incomplete character to
 _MAX_CHAR_TOKENS = 4  # a UTF-8 character has at most 4 bytes
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 _MAX_PENDING = 2 * _MAX_CHAR_TOKENS  # more pending tokens than this include invalid bytes or tokens without text

@@ -51,7 +51,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioFeatures:
-    """What the encoder of a speech model reads. Equal to nothing but itself, so that caches can compare it fast."""
+    """What the encoder of a speech model reads. An object equals only itself, so that caches compare it fast."""
 
     values: torch.Tensor  # [bins, frames] float32, on the host
 
@@ -353,10 +353,11 @@ class Round:
     draft: Draft
     scores: Scores
     path: tuple[tuple[int, ...], ...]  # [B] accepted draft nodes, in order
-    emitted: tuple[tuple[int, ...], ...]  # [B] their tokens and the bonus token; () during prefill
+    emitted: tuple[tuple[int, ...], ...]  # [B] tokens of the accepted nodes, then the bonus token; () during prefill
     sampled_logprob: tuple[tuple[float, ...], ...]  # [B] under p, for each emitted token
-    failed: tuple[bool, ...]  # [B] whether the sequence fails: its logits are not finite, or see `reasons`
-    reasons: Mapping[int, str] = field(default_factory=dict)  # other reasons for a failure, by index in the batch
+    failed: tuple[bool, ...]  # [B] whether the sequence fails
+    # Reasons of failures, by index in the batch. A failed sequence without a reason has logits that are not finite.
+    reasons: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,20 +24,20 @@ class Accounting:
 
     def __init__(self, *, alternatives: int, exact: bool, bound: Bound | None = None) -> None:
         self.total = StatsAccumulator(exact=exact, bound=bound)
-        # Without the tokens that grammars force, because the planner judges the proposer alone.
+        # Without the tokens that grammars force, because the planner needs the statistics of the proposer alone.
         self.proposed = StatsAccumulator(exact=exact, bound=bound)
         # For each alternative, the rounds in which a sequence had draft tokens.
         self.by_alternative = tuple(StatsAccumulator(exact=exact, bound=bound) for _ in range(alternatives))
 
     def add(self, constrained: ConstrainedDraft, round: Round, seconds: RoundSeconds, *, experts: float) -> None:
-        """Count one round, whose pass of the target used so many distinct experts (see `Stats.experts`)."""
+        """Count one round. `experts` are the distinct experts of the target's pass (see `Stats.experts`)."""
         passes = []
         prompt_tokens = 0
         draft_tokens = 0
         for seq, emitted, width in zip(round.batch.seqs, round.emitted, round.draft.width, strict=True):
             if not emitted:
                 continue
-            if len(seq.rounds) == 1:  # the prompt is prefilled; a preempted sequence has passes already
+            if len(seq.rounds) == 1:  # the first pass after the prefill; a preempted sequence already has passes
                 prompt_tokens += len(seq.request.prompt_token_ids)
             passes.append(seq.rounds[-1])
             draft_tokens += width

@@ -40,8 +40,8 @@ from outrider.propose.registry import Maker, alternatives, check_window, draft_s
 from outrider.system.machine import free_memory
 from outrider.verify.rules import Verifier
 
-_CONTEXT = 8192  # largest default of max_model_len
-_SHARE = 0.8  # share of free memory for KV caches
+_MAX_DEFAULT_CONTEXT = 8192  # largest default of max_model_len
+_CACHE_SHARE = 0.8  # share of the free memory for KV caches
 _BATCHED_TOKENS = 512  # default prompt tokens per round
 
 
@@ -117,7 +117,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
         OutriderError: a model cannot be loaded, or the parts do not fit together; the message names the fix.
     """
     if planner is not None and not _is_planner(planner):
-        raise OutriderError(f"planner is {planner!r}; use what has plan and trim, or None and a k")
+        raise OutriderError(f"planner is {planner!r}; use an object with the methods plan and trim, or None and a k")
     if join(config.tp, config.device) is not None:
         remove_time_limit()  # it may end a request in one rank only
     # The default depends on the free memory, so it is chosen once, before the target takes its part.
@@ -230,7 +230,7 @@ def assemble(
         verifier=fastest_verifier(fitted, checkpoint.device),
         planner=planner,
         scheduler=Scheduler(slots=len(own), first=own.start, chunk=budget, context=model.context),
-        shape=fastest_sampling(checkpoint.device),
+        probs_function=fastest_sampling(checkpoint.device),
         ranks=current() if checkpoint.ranks > 1 else None,
     )
 
@@ -255,12 +255,12 @@ def make_setup(loaded: LoadedTarget, draw: Draw, *, draft_window: int | None = N
 
 
 def make_proposer(spec: str | Maker, setup: ProposerSetup) -> Proposer:
-    """The proposer of an expression, or of a callable of the user's."""
+    """Return the proposer of an expression, or of a callable of the user."""
     return find_proposer(spec, setup) if isinstance(spec, str) else own_proposer(spec, setup)
 
 
 def make_planner(k: int | str, target: Target, proposer: Proposer, *, replay: bool, has_plan: bool) -> Planner:
-    """A fixed number of draft tokens, or for "auto" a planner that uses measured costs.
+    """Return a planner: for "auto" one that uses measured costs, else one with a fixed number of draft tokens.
 
     Args:
         k: draft tokens per round, or "auto".
@@ -272,7 +272,7 @@ def make_planner(k: int | str, target: Target, proposer: Proposer, *, replay: bo
     if isinstance(k, int):
         return FixedPlanner(k)
     if isinstance(proposer, NoProposer) and not has_plan:
-        return FixedPlanner(1)  # there are no drafts, but above 0 grammars force tokens
+        return FixedPlanner(1)  # the proposer drafts nothing, but with k above 0 grammars add forced tokens
     return auto_planner(target, proposer, replay=replay)
 
 
@@ -290,12 +290,13 @@ def _is_planner(planner: object) -> bool:
 
 
 def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> None:
-    """Give the target's cache, which is the first, and those of its drafts as many blocks each as memory allows.
+    """Divide memory among the cache of the target, which is the first, and the caches of its drafts.
 
-    None: for a whole context in every row, and never more than most of the memory that is free.
+    All caches in blocks get the same number of blocks. Without `caching.gigabytes`, it is enough for a full context in
+    each slot, but takes at most `_CACHE_SHARE` of the free memory.
 
     Raises:
-        OutriderError: a cache of another kind cannot be given so much, or it is not enough for one row.
+        OutriderError: the size of the target's cache cannot be set, or the memory is too small for one sequence.
     """
     for cache in caches:
         cache.set_prefix_caching(caching.share)
@@ -308,28 +309,36 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> No
         )
     if not uses:
         return
-    size = sum(use.token_bytes * use.block_tokens for _, use in uses)
-    wanted, free = max(use.blocks for _, use in uses), free_memory()
+    blocks = max(use.blocks for _, use in uses)
     # A draft that reads a window never needs more blocks than all its windows have.
-    most = [use.blocks if cache is not caches[0] and use.blocks < wanted else None for cache, use in uses]
+    limits = [use.blocks if cache is not caches[0] and use.blocks < blocks else None for cache, use in uses]
+    free = free_memory()
     if gigabytes is not None:
-        wanted = _blocks_within(gigabytes * 1e9, uses, most)
+        blocks = _blocks_within(gigabytes * 1e9, uses, limits)
     elif free is not None:
-        wanted = min(wanted, _blocks_within(_SHARE * free, uses, most))
-    tokens = uses[0][1].block_tokens
-    least = max(-(-context // use.block_tokens) for _, use in uses) + 1  # and a page that the row goes on from
-    if wanted < least:
-        raise OutriderError(
-            f"the caches have {wanted * size / 1e9:.3g} GB, and one row of {context} tokens takes"
-            f" {least * size / 1e9:.3g}, {size // tokens} bytes a token; give more, or lower max_model_len"
-        )
-    for (cache, _), limit in zip(uses, most, strict=True):
-        cache.resize(wanted if limit is None else min(wanted, limit))
+        blocks = min(blocks, _blocks_within(_CACHE_SHARE * free, uses, limits))
+    _check_enough(blocks, context, [use for _, use in uses])
+    for (cache, _), limit in zip(uses, limits, strict=True):
+        cache.resize(blocks if limit is None else min(blocks, limit))
 
 
-def _blocks_within(size: float, uses: Sequence[tuple[Cache, CacheUsage]], most: Sequence[int | None]) -> int:
-    """Return how many blocks each cache can have in `size` bytes, if no cache gets more than its number in `most`."""
-    blocks = [(use.token_bytes * use.block_tokens, limit) for (_, use), limit in zip(uses, most, strict=True)]
+def _check_enough(blocks: int, context: int, uses: Sequence[CacheUsage]) -> None:
+    """Check that one sequence with a full context fits into this number of blocks in each cache."""
+    # One more block, because a sequence briefly uses both a partly matching block and its copy.
+    needed = 1 + max(-(-context // use.block_tokens) for use in uses)
+    if blocks >= needed:
+        return
+    block_bytes = sum(use.token_bytes * use.block_tokens for use in uses)
+    raise OutriderError(
+        f"the KV caches have {blocks * block_bytes / 1e9:.3g} GB, and one sequence of {context} tokens needs"
+        f" {needed * block_bytes / 1e9:.3g} GB ({block_bytes // uses[0].block_tokens} bytes per token); raise cache_gb,"
+        " free memory, or lower max_model_len"
+    )
+
+
+def _blocks_within(size: float, uses: Sequence[tuple[Cache, CacheUsage]], limits: Sequence[int | None]) -> int:
+    """Return how many blocks each cache can have in `size` bytes, if no cache gets more than its limit."""
+    blocks = [(use.token_bytes * use.block_tokens, limit) for (_, use), limit in zip(uses, limits, strict=True)]
     for limit in sorted({limit for _, limit in blocks if limit is not None}):
         count = int(size / sum(block_bytes for block_bytes, _ in blocks))
         if count <= limit:
@@ -340,12 +349,10 @@ def _blocks_within(size: float, uses: Sequence[tuple[Cache, CacheUsage]], most: 
 
 
 def _names(spec: str | Maker, proposer: Proposer) -> tuple[str, ...]:
-    """What requests call the proposer's alternatives."""
-    return (
-        alternatives(spec)
-        if isinstance(spec, str)
-        else tuple(f"own#{i + 1}" for i in range(proposer.needs.alternatives))
-    )
+    """Return the names by which requests choose the alternatives of a proposer."""
+    if isinstance(spec, str):
+        return alternatives(spec)
+    return tuple(f"own#{i + 1}" for i in range(proposer.needs.alternatives))
 
 
 def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) -> CostPlanner:
@@ -366,7 +373,7 @@ def full_dtype(dtype: str, bits: int) -> str:
 
 def _context(asked: int | None, checkpoint: Checkpoint) -> int:
     if asked is None:
-        return min(checkpoint.context, _CONTEXT)
+        return min(checkpoint.context, _MAX_DEFAULT_CONTEXT)
     if not 2 <= asked <= checkpoint.context:
         reason = checkpoint.context_reason and f" ({checkpoint.context_reason})"
         raise OutriderError(f"max_model_len is {asked}; this model takes from 2 to {checkpoint.context} tokens{reason}")

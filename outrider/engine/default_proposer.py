@@ -13,9 +13,9 @@ from outrider.propose.draft_model.open import has_mtp
 from outrider.system.machine import free_memory
 
 _WIDE_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})  # types of GGUF files with at least 8 bits
-# Free memory that a target with a quantized copy of itself needs, relative to its files: the weights as they are
-# loaded and packed, the copy with 4 bits, and some room for KV caches.
-_MEMORY = 3
+# Free memory that a target with a quantized copy of itself needs, as a multiple of the size of its files: the weights
+# while they are loaded and packed, the copy with 4 bits, and some room for KV caches.
+_MEMORY_FACTOR = 3
 
 
 def default_proposer(
@@ -34,6 +34,7 @@ def default_proposer(
         quantize: as in `EngineConfig`.
     """
     folder = model_folder(target)
+    # `suffix:100000` keeps 100,000 tokens of past outputs, which is about 12 MB.
     if folder == embedded("mini"):
         return f"draft:{embedded('nano')}"
     if has_mtp(folder):
@@ -44,7 +45,7 @@ def default_proposer(
 
 
 def can_draft_for_itself(folder: Path, *, device: str, kernels: str, quantize: str | None) -> bool:
-    """Return whether a copy of the target with 4 bits per weight is smaller, and runs on the native kernels."""
+    """Return whether a copy of the target with 4 bits per weight would be smaller and run on the native kernels."""
     if kernels == "torch" or quantize == "int4" or choose_device(device).type != "cpu":
         return False
     try:
@@ -58,4 +59,4 @@ def can_draft_for_itself(folder: Path, *, device: str, kernels: str, quantize: s
 def _copy_fits(folder: Path) -> bool:
     free = free_memory()
     files = [folder] if folder.is_file() else folder.glob("*.safetensors")
-    return free is None or _MEMORY * sum(file.stat().st_size for file in files) < free
+    return free is None or _MEMORY_FACTOR * sum(file.stat().st_size for file in files) < free

@@ -11,7 +11,6 @@ import torch
 
 from outrider.cache.base import CacheUsage, prompts_that_fit
 from outrider.core import tree
-from outrider.core.noise import PositionNoise
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
 from outrider.core.types import Batch, Draft, FinishReason, Request, Round, SequenceState
@@ -28,8 +27,8 @@ from outrider.plan.planner import Planner
 from outrider.propose.base import Proposer, check_budget
 from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import (
+    BatchSampling,
     ProbsFunction,
-    SamplingTensors,
     apply_sampling,
     apply_sampling_packed,
     target_probs,
@@ -57,7 +56,7 @@ class RoundTimes(NamedTuple):
     drafted: float
     verified: float
     committed: float
-    draft_tokens: int  # verified ones, of all sequences
+    draft_tokens: int  # verified draft tokens of all sequences
 
 
 class Engine:
@@ -71,17 +70,21 @@ class Engine:
         verifier: Verifier,
         planner: Planner,
         scheduler: Scheduler,
-        shape: ProbsFunction = target_probs,
+        probs_function: ProbsFunction = target_probs,
         ranks: Ranks | None = None,
     ) -> None:
-        """Connect the parts. `ranks`: other processes run the same rounds, each with a part of the target."""
+        """Connect the parts.
+
+        `probs_function` computes target probabilities from logits. `ranks` are the processes that run the same rounds,
+        each with a part of the target; None: this process has the whole target.
+        """
         self._target = target
         self._expert_counter = target if isinstance(target, ExpertCounter) else None
         self._proposer = proposer
         self._verifier = verifier
         self._planner = planner
         self._scheduler = scheduler
-        self._probs_function = shape
+        self._probs_function = probs_function
         self._accounting = Accounting(
             alternatives=proposer.needs.alternatives, exact=verifier.exact, bound=verifier.bound
         )
@@ -90,8 +93,7 @@ class Engine:
         self.on_round: Callable[[Round], None] | None = None  # called after each round, to show what was drafted
         self.on_times: Callable[[Sequence[SequenceState], RoundTimes], None] | None = None  # called after each round
         self._verifiers = {verifier.name: verifier}  # the default verifier and those of requests, by name
-        self._sampling: SamplingTensors | None = None  # of the last batch; most rounds run the same sequences
-        self._noise: PositionNoise | None = None  # of the same sequences
+        self._sampling = BatchSampling(target.vocab, target.device)
         self._open: Batch | None = None  # the batch of the current round
         self._refused: list[SequenceState] = []  # requests that failed at admission in this round
         self._committing = False  # whether this round has begun to commit
@@ -315,19 +317,19 @@ class Engine:
         began = perf_counter()
         scores = self._target.score(batch, draft)
         seconds = perf_counter() - began
-        sampling = self._sampling_of(batch)
+        sampling = self._sampling.of(batch.seqs)
         names = [seq.request.params.verifier or self._verifier.name for seq in batch.seqs]
         if sampling.plain_greedy and not any(self._verifier_of(name).relaxes_greedy for name in set(names)):
             return constrained.drop_failed(read_greedy(batch, draft, scores, masks)), seconds
-        noise = self._noise_of(batch, sampling)
+        noise = self._sampling.noise(batch.seqs)
         packed = scores.packed
         if packed is None:
             logits = scores.logits if masks is None else masks.apply(scores.logits)
-            p = apply_sampling(logits, sampling, draft, shape=self._probs_function)
+            p = apply_sampling(logits, sampling, draft, probs_function=self._probs_function)
             verdicts = {name: self._verifier_of(name).rule(draft, p, noise) for name in set(names)}
         else:
             packed = packed if masks is None else masks.apply_packed(packed)
-            probs = apply_sampling_packed(packed, sampling, draft, shape=self._probs_function)
+            probs = apply_sampling_packed(packed, sampling, draft, probs_function=self._probs_function)
             verdicts = {name: self._verifier_of(name).verify(draft, probs, noise) for name in set(names)}
         return constrained.drop_failed(read_verdict(batch, draft, scores, select_by_name(verdicts, names))), seconds
 
@@ -363,18 +365,6 @@ class Engine:
             raise OutriderError(
                 f"verifier {self._verifier.name} verifies chains only; use walk, coupled, siblings or traversal"
             )
-
-    def _sampling_of(self, batch: Batch) -> SamplingTensors:
-        """Return the sampling parameters of a batch. They are rebuilt only if its sequences have changed."""
-        if self._sampling is None or self._sampling.seqs != batch.seqs:
-            self._sampling = SamplingTensors.of(batch.seqs, self._target.vocab, self._target.device)
-            self._noise = PositionNoise(self._sampling.seed, self._sampling.seed)
-        return self._sampling
-
-    def _noise_of(self, batch: Batch, sampling: SamplingTensors) -> PositionNoise:
-        """Return the noise of this round."""
-        assert self._noise is not None
-        return self._noise.at(tree.upload([len(seq.token_ids) for seq in batch.seqs], sampling.seed.device))
 
     def _release(self, slot: int) -> None:
         self._target.cache.release(slot)

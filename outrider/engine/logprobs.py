@@ -20,8 +20,8 @@ def add_logprobs(round: Round) -> None:
     at = torch.tensor(rows, device=logits.device)
     logprobs = logits[at[:, 0], at[:, 1]].log_softmax(-1)  # [T, V]
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    most = min(max(round.batch.seqs[b].request.params.logprobs or 0 for b in wanted), logprobs.shape[-1])
-    best = logprobs.topk(most) if most else None
+    max_top = min(max(round.batch.seqs[b].request.params.logprobs or 0 for b in wanted), logprobs.shape[-1])
+    best = logprobs.topk(max_top) if max_top else None
     top_ids = best.indices.tolist() if best else [[]] * len(tokens)
     top_values = best.values.tolist() if best else [[]] * len(tokens)
     i = 0

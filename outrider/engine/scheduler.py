@@ -23,18 +23,19 @@ class Scheduler:
     Every decoding sequence runs in every round. Prompts share the rest of the round's token budget in order (chunked
     prefill), so a long prompt does not delay decoding sequences.
 
-    The rank of a request is fixed on arrival. A request goes before all requests that arrive more than
-    `_AGING_ROUNDS` rounds later for each step of their better priority. So the number of requests that it waits for is
-    bounded.
+    The rank of a request is `_AGING_ROUNDS * priority + arrival round`, and the lowest rank comes first. It is fixed on
+    arrival, so a later request with a better priority goes first only if it arrives within `_AGING_ROUNDS` rounds for
+    each step of the difference. The number of requests that a request waits for is therefore bounded.
 
     When the KV cache is full, the sequence with the last rank is preempted. It waits for a slot again, and its tokens
     so far become its prompt. The first sequence is never preempted, so it ends and another one becomes the first.
     """
 
     def __init__(self, *, slots: int, chunk: int | PrefillBudget, context: int, first: int = 0) -> None:
-        """Run at most `slots` sequences at once and feed about `chunk` tokens per round, or a `PrefillBudget`.
+        """Schedule at most `slots` sequences at once, of at most `context` tokens each.
 
-        Engines that share a target use different slots, each from `first` on.
+        `chunk` limits the tokens that a round feeds: a number, or a `PrefillBudget`. Engines that share a target use
+        different slots, each from `first` on.
         """
         if slots < 1:
             raise OutriderError(f"max_num_seqs is {slots}; use at least 1")

@@ -45,7 +45,7 @@ def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
 
 
 def verifier_for(verifier: Verifier, target: Target, *, vocab: int, device: torch.device) -> Verifier:
-    """Return a verifier whose tables have met a target of `vocab` token ids.
+    """Return a verifier whose tables are made for a target of `vocab` token ids.
 
     Raises:
         OutriderError: a table does not fit the target, or the target has no embedding to make one from.

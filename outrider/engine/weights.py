@@ -52,8 +52,8 @@ class EngineWeights:
         """Load new values for some or all weights of the target, between two rounds.
 
         Unfinished requests go on with the new weights, and their KV cache is computed again. Cached prefixes of the old
-        weights are dropped. Drafts that share weights with the target use the new ones. A relaxed verifier whose tables
-        come from the target's embedding makes them again. If a weight does not fit, nothing changes.
+        weights are dropped. Drafts that share weights with the target use the new ones. If the tables of a relaxed
+        verifier come from the target's embedding, they are made again. If a weight does not fit, nothing changes.
 
         Args:
             weights: tensors by the names of the model's `state_dict`, pairs of names and tensors, or the folder of a
@@ -140,7 +140,7 @@ class EngineWeights:
         for model in (self._sleeping_target("wake"), *self._own_drafts()):
             model.wake()
         self._asleep = False
-        missing = "sleep(2) has freed the weights; load all with update_weights"
+        missing = "sleep(2) has freed the weights of the target; load all with update_weights"
         self._parts.engine.block(missing if self._missing else "")
 
     def reset_prefix_cache(self) -> None:
@@ -185,6 +185,9 @@ class EngineWeights:
         dtype = self._parts.dtype
         if isinstance(weights, str | Path):
             new = read_weights(weights, dtype)
+        elif not isinstance(weights, Iterable):
+            kind = type(weights).__name__
+            raise OutriderError(f"the weights are of type {kind}; give a mapping, pairs or a folder")
         else:
             new = dict(weights.items() if isinstance(weights, Mapping) else weights)
         for name, value in new.items():

@@ -23,7 +23,7 @@ from outrider.fit.state import CONFIG, HEAD, State
 from outrider.loader.checkpoint import refuse_sources
 from outrider.loader.embedded import model_folder
 from outrider.parallel.processes import world_size
-from outrider.plan.store import model_print
+from outrider.plan.store import model_fingerprint
 from outrider.propose.expression import short
 from outrider.report.console import Document
 from outrider.system.atomic_files import check_folder, write_whole
@@ -231,7 +231,7 @@ class Fit:
         prompts = [[prompt.prompt, prompt.messages] for prompt in (*self._split.train, *self._split.held_out)]
         return {
             **self._settings.identity(),
-            "target": model_print(self._target),
+            "target": model_fingerprint(self._target),
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         }
 

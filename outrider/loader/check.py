@@ -1,8 +1,8 @@
 """Check a target when it is loaded: compare its forward pass with that of transformers.
 
-In a mixture of experts rounding decides which of two experts a token uses if their router logits are nearly equal. Then
-the logits of two correct passes differ by much more than rounding. So transformers computes with the experts that the
-target has chosen, and the choice is checked by itself: it must be the router's own, up to near-ties.
+In a mixture of experts, rounding decides which of two experts a token uses if their router logits are nearly equal.
+The logits of two correct passes then differ by much more than rounding. So transformers computes with the experts that
+the target has chosen. The choice is checked separately: it must be the router's own, up to near-ties.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _PROMPT = 9  # tokens
 _FIRST_FEED = 5  # tokens of the first pass; the second pass computes the rest and reads the cache
 _SOURCE = 12  # tokens of the source of an encoder-decoder model
 _PARENTS = (-1, 0, -1, 1, 2)  # a tree with two branches
-# How much smaller than the router's own worst expert a chosen one may be: the logits' tolerance times this, relative to
-# the root mean square of the router logits. Both logits have an error, which is not the same for all experts.
-_TIE = 4.0
+# The router logit of a chosen expert may be below that of the worst expert of the router's own choice, by at most this
+# factor times the tolerance of the logits, relative to the root mean square of the router logits. Both logits have an
+# error, which is not the same for all experts.
+_TIE_FACTOR = 4.0
 _log = logging.getLogger("outrider")
 
 
@@ -96,7 +97,7 @@ def _errors(target: Target, checkpoint: Checkpoint, seed: int, tolerance: float)
     reference = _reference(checkpoint, branches, experts, _source(checkpoint, seed))
     errors = (scored.logits[0] - reference.logits).norm(dim=-1) / reference.logits.norm(dim=-1)
     # A wrong choice of experts is an error of 100% or more.
-    wrong = reference.gaps.to(errors.device) > _TIE * tolerance
+    wrong = reference.gaps.to(errors.device) > _TIE_FACTOR * tolerance
     return torch.where(wrong, errors.clamp_min(1.0), errors)
 
 
@@ -163,7 +164,7 @@ def _reference(
 ) -> _Reference:
     """Return the logits after each branch from transformers, without a cache, with the experts of the target."""
     model: Any = checkpoint.model
-    if block_types(model):  # they are dequantized in each pass, so one pass has all branches
+    if block_types(model):  # each pass dequantizes all weights, so one pass runs all branches
         longest = max(map(len, branches))
         batches = [[branch + [0] * (longest - len(branch)) for branch in branches]]
         padded = [[_pad(layer, longest) for layer in layers] for layers in experts]
@@ -178,20 +179,10 @@ def _reference(
         logits = []
         gaps: list[torch.Tensor] = []
         for batch, chosen in zip(batches, choices, strict=True):
-            tokens = torch.tensor(batch, device=checkpoint.device)
-            inputs = {"input_ids": tokens}
-            if isinstance(source, AudioFeatures):
-                features = source.values[None].to(checkpoint.device, checkpoint.dtype)
-                inputs = {"input_features": features, "decoder_input_ids": tokens}
-            elif source:
-                sources = torch.tensor([source], device=checkpoint.device)
-                inputs = {"input_ids": sources, "decoder_input_ids": tokens}
-                # Without masks, T5Gemma hides tokens with the id of the padding.
-                inputs["attention_mask"] = torch.ones_like(sources)
-                inputs["decoder_attention_mask"] = torch.ones_like(tokens)
-            with prescribed_experts(model, chosen) as seen:
+            inputs = _model_inputs(checkpoint, batch, source)
+            with prescribed_experts(model, chosen) as layer_gaps:
                 logits += model(**inputs, use_cache=False).logits
-            largest = [layer.view(len(batch), -1).max(-1).values for layer in seen]
+            largest = [layer.view(len(batch), -1).max(-1).values for layer in layer_gaps]
             gaps += torch.stack(largest).max(0).values if largest else torch.zeros(len(batch))
         last = [each[len(branch) - 1].float() for each, branch in zip(logits, branches, strict=True)]
         return _Reference(torch.stack(last), torch.stack(gaps))
@@ -200,6 +191,26 @@ def _reference(
             model.set_attn_implementation(attention)
 
 
+def _model_inputs(
+    checkpoint: Checkpoint, batch: list[list[int]], source: list[int] | AudioFeatures
+) -> dict[str, torch.Tensor]:
+    """Return the inputs of the model in transformers for texts [B][T] with one source."""
+    tokens = torch.tensor(batch, device=checkpoint.device)
+    if isinstance(source, AudioFeatures):
+        features = source.values[None].to(checkpoint.device, checkpoint.dtype)
+        return {"input_features": features, "decoder_input_ids": tokens}
+    if not source:
+        return {"input_ids": tokens}
+    sources = torch.tensor([source], device=checkpoint.device)
+    return {
+        "input_ids": sources,
+        "decoder_input_ids": tokens,
+        # Without masks, T5Gemma hides tokens with the id of the padding.
+        "attention_mask": torch.ones_like(sources),
+        "decoder_attention_mask": torch.ones_like(tokens),
+    }
+
+
 def _pad(experts: torch.Tensor, length: int) -> torch.Tensor:
-    """Return experts [length, K]: after those that are given, the router chooses."""
+    """Pad experts to [length, K] with -1, which leaves the choice to the router."""
     return functional.pad(experts, (0, 0, 0, length - len(experts)), value=-1)

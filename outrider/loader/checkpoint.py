@@ -12,7 +12,6 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
@@ -32,6 +31,7 @@ from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
 from outrider.loader.embedded import model_folder
 from outrider.loader.gguf import end_ids, is_gguf, load_model, load_tokenizer, open_gguf
 from outrider.loader.memory import check_memory, weight_bytes
+from outrider.loader.model_class import causal_model_class
 from outrider.loader.speech import SPEECH, read_speech_rules
 from outrider.loader.tensor_parallel import check_plan
 from outrider.models.attention import NAME, attend, receive_mask_rule
@@ -82,7 +82,7 @@ _ENCODER_DECODER = (
     *SPEECH,
 )
 _WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv"})
-# Their attention modules do not use the attention registry of transformers. Outrider replaces them.
+# The attention modules of these models do not use the attention registry of transformers. Outrider replaces them.
 _OWN_ATTENTION = frozenset({"bloom", "falcon", "mpt"})
 _REPLACED = _OWN_ATTENTION | {"stablelm"}
 _INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers differ
@@ -297,7 +297,8 @@ def _check_family(config: Any) -> bool:
             )
         return False
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
-    if encoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    model_class = causal_model_class(config)
+    if encoder or model_class is None:
         raise OutriderError(f"{model_type} is not a causal language model; give a text model that generates")
     text = config.get_text_config(decoder=True)
     types = set(getattr(text, "layer_types", None) or ())
@@ -305,8 +306,6 @@ def _check_family(config: Any) -> bool:
         return True
     if unsupported := sorted(types - _ATTENTION_LAYERS):
         raise _unsupported(model_type, f"layers of type {', '.join(unsupported)} are not supported yet")
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model_class = classes[0] if isinstance(classes, tuple) else classes
     if not getattr(model_class, "_supports_attention_backend", False) and model_type not in _REPLACED:
         raise _unsupported(model_type, "transformers cannot replace its attention, which trees need")
     if model_type in _INCONSISTENT:
@@ -434,14 +433,14 @@ def _context(config: Any) -> int:
         if rope.get("rope_type") == "longrope":
             # The rotation of all keys changes beyond the original length, and cached keys would be wrong.
             context = min(context, int(rope.get("original_max_position_embeddings") or context))
-    # Beyond it, Doge hides keys by their values.
+    # In longer texts than `keep_window_size`, Doge hides keys by their values.
     return int(min(context, getattr(text, "keep_window_size", None) or context))
 
 
 def _context_reason(config: Any) -> str:
     """Return why longer texts than `_context` cannot run; empty if there is no reason but the model's own limit."""
     for rope in _ropes(config):
-        # Both are unscaled up to the context, or have constant factors there.
+        # Up to the context, both types have no scaling or constant factors.
         if (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
             return f"in longer texts, its {kind} rotary scaling changes keys that are already cached"
     return ""

@@ -1,4 +1,4 @@
-"""Chooses the type in which a model runs."""
+"""Choose the dtype in which a model runs."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
         "gemma3_text": "gemma3",
     }
 )
-_PERMUTED = ("llama", "mistral")  # llama.cpp stores the rows of q and k with interleaved rotary halves
-_NORM_OFFSET = ("gemma3_text",)  # llama.cpp stores norm weights plus one
+_PERMUTED = ("llama", "mistral")  # GGUF files have the rows of q and k with interleaved rotary halves
+_NORM_OFFSET = ("gemma3_text",)  # GGUF files have the weights of the norms plus one
 _FLOATS = ("F32", "F16", "BF16")
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _log = logging.getLogger("outrider")
@@ -148,8 +148,8 @@ def load_model(file: GGUFFile, dtype: torch.dtype) -> Any:
                 raise OutriderError(f"{file.path} has no tensor {name}; download or convert it again")
             used.add(name)
             _fill(model, prefix, key, _matrix(file, tensors[name], prefix, weight.shape), dtype)
-    if odd := sorted(tensors.keys() - used):
-        raise UnsupportedModel(f"{file.path} has tensors that its architecture does not use, such as {odd[0]}")
+    if unused := sorted(tensors.keys() - used):
+        raise UnsupportedModel(f"{file.path} has tensors that its architecture does not use, such as {unused[0]}")
     if "output.weight" not in tensors:
         _tie(model)
     _restore_buffers(model, tensors.get("rope_freqs.weight"))
@@ -195,11 +195,11 @@ def _check_types(file: GGUFFile) -> None:
     from gguf.quants import _type_traits
 
     known = {*_FLOATS, *(kind.name for kind in _type_traits)}
-    odd = sorted({tensor.tensor_type.name for tensor in file.reader.tensors} - known)
-    if odd:
+    unknown = sorted({tensor.tensor_type.name for tensor in file.reader.tensors} - known)
+    if unknown:
         raise UnsupportedModel(
-            f"{file.path} has tensors of type {', '.join(odd)}, which are not supported; convert the model to one of"
-            " Q8_0, Q4_K, Q4_0, BF16, F16"
+            f"{file.path} has tensors of type {', '.join(unknown)}, which are not supported; convert the model to one"
+            " of Q8_0, Q4_K, Q4_0, BF16, F16"
         )
 
 
@@ -241,7 +241,7 @@ def _matrix(file: GGUFFile, tensor: Any, module: str, shape: torch.Size) -> torc
 
 
 def _rotary_order(rows: int, heads: int) -> torch.Tensor:
-    """Return where each row of q or k of transformers is in a GGUF file: halves instead of neighbouring pairs."""
+    """Return the row in a GGUF file of each row of q or k in transformers, which has halves instead of pairs."""
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 

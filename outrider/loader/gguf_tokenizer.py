@@ -1,4 +1,4 @@
-"""Makes the tokenizer that a GGUF file describes.
+"""Make the tokenizer that a GGUF file describes.
 
 transformers reads vocabulary, merges and special tokens. For byte-level BPE it always splits text as GPT-2 does. The
 rule that the file names in `tokenizer.ggml.pre` is applied here.
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from outrider.errors import OutriderError, UnsupportedModel
 
-# The rules of llama-vocab.cpp of llama.cpp: before the bytes are mapped, the text is split by these.
+# The rules of llama-vocab.cpp of llama.cpp, which split a text before its bytes are mapped to letters.
 _GPT2 = None  # the rule of GPT-2, which is built into ByteLevel
 _SINGLE_DIGITS = pre_tokenizers.Digits(individual_digits=True)  # then the rule of GPT-2
 _WORDS = (

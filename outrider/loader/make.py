@@ -45,19 +45,11 @@ def make_target(
         OutriderError: `kernels` or `bits` do not fit the device or the dtype.
         UnsupportedModel: the native kernels were requested but do not support the model, or it cannot be quantized.
     """
-    if kernels not in KERNELS:
-        raise OutriderError(f"kernels {kernels!r} is unknown; use {', '.join(KERNELS)}")
-    on_cpu = checkpoint.device.type == "cpu"
-    if bits < 16 and not (on_cpu and checkpoint.dtype == torch.bfloat16):
-        raise OutriderError("quantize needs a CPU and bfloat16; use device cpu and dtype auto, or leave quantize out")
     types = block_types(checkpoint.model)
-    if bits < 16 and types:
-        raise OutriderError(f"the target is quantized already ({', '.join(types)}); leave quantize out")
-    if checkpoint.source is not None and (bits < 16 or kernels == "native"):
-        setting = "quantize" if bits < 16 else "kernels native"
-        raise OutriderError(f"{setting} does not support encoder-decoder models; leave it out")
+    _check_settings(checkpoint, kernels, bits, types)
     on_torch = checkpoint.recurrent or checkpoint.source is not None or checkpoint.ranks > 1
-    native = on_cpu and checkpoint.dtype in (torch.bfloat16, torch.float32) and not on_torch
+    has_native_dtype = checkpoint.dtype in (torch.bfloat16, torch.float32)
+    native = checkpoint.device.type == "cpu" and has_native_dtype and not on_torch
     if kernels == "native" and not native:
         raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
     if native and kernels != "torch":
@@ -84,3 +76,16 @@ def make_target(
         target = AttentionTarget(checkpoint, slots=slots, context=context, record=record)
     target.kernels += "" if bits == 16 else f" int{bits}"
     return target
+
+
+def _check_settings(checkpoint: Checkpoint, kernels: str, bits: int, types: tuple[str, ...]) -> None:
+    """Check the kernels and the bits against a checkpoint, whose weights are in blocks of the GGUF `types`."""
+    if kernels not in KERNELS:
+        raise OutriderError(f"kernels {kernels!r} is unknown; use {', '.join(KERNELS)}")
+    if bits < 16 and not (checkpoint.device.type == "cpu" and checkpoint.dtype == torch.bfloat16):
+        raise OutriderError("quantize needs a CPU and bfloat16; use device cpu and dtype auto, or leave quantize out")
+    if bits < 16 and types:
+        raise OutriderError(f"the target is quantized already ({', '.join(types)}); leave quantize out")
+    if checkpoint.source is not None and (bits < 16 or kernels == "native"):
+        setting = "quantize" if bits < 16 else "kernels native"
+        raise OutriderError(f"{setting} does not support encoder-decoder models; leave it out")

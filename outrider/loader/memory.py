@@ -1,4 +1,4 @@
-"""Checks that a model fits into the free memory before it is loaded."""
+"""Check that a model fits into the free memory before it is loaded."""
 
 from __future__ import annotations
 

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
 from outrider.errors import OutriderError, UnsupportedModel
+from outrider.loader.model_class import causal_model_class
 
 _KEY_PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "query_key_value")  # their outputs are key/value heads
 
@@ -39,7 +38,6 @@ def check_plan(config: Any, size: int, *, recurrent: bool) -> None:
             raise OutriderError(
                 f"tp {size} does not divide the {count} {what} of this {model_type}; use a tp that does"
             )
-
     if find_spec("accelerate") is None:  # transformers places the parts of a model with it
         raise OutriderError('tensor parallelism needs accelerate; run pip install "outrider[tp]"')
 
@@ -48,8 +46,6 @@ def tensor_parallel_plan(config: Any) -> Mapping[str, str]:
     """Return how transformers splits the modules of a model, by name; empty if it has no plan."""
     text = config.get_text_config(decoder=True)
     plan = dict(getattr(text, "base_model_tp_plan", None) or getattr(config, "base_model_tp_plan", None) or {})
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and plan:
-        classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        model_class = classes[0] if isinstance(classes, tuple) else classes
-        plan |= getattr(model_class, "_tp_plan", None) or {}
+    if plan:
+        plan |= getattr(causal_model_class(config), "_tp_plan", None) or {}
     return plan

@@ -1,4 +1,4 @@
-"""Computes decoding speed and latency from the times at which tokens were emitted. Prefill is excluded."""
+"""Compute decoding speed and latency from the times at which tokens were emitted. Prefill is excluded."""
 
 from __future__ import annotations
 

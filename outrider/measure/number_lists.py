@@ -1,4 +1,4 @@
-"""Parses lists and ranges of numbers of the command line."""
+"""Parse lists and ranges of numbers of the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads prompts from JSON Lines files and tokenizes them."""
+"""Read prompts from JSON Lines files, and tokenize them."""
 
 from __future__ import annotations
 

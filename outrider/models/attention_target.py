@@ -232,7 +232,7 @@ class AttentionTarget:
         """Return the recorded passes; None if the model does not support them."""
         assert isinstance(self._memory, SpareCache)
         if self._replaced:
-            _log.info("no passes are recorded: its attention layers are replaced")
+            _log.info("no passes are recorded: Outrider replaces the attention layers of this model")
             return None
         try:
             self._static = StaticModel(self._model, list(layer_stack(self._model)[1]), self._memory, self._outputs)

@@ -64,7 +64,7 @@ class ChainSampler(Protocol):
     """A target that can sample the tokens of a chain, if only temperature and filters shape their distribution."""
 
     def draft_sampled(self, batch: Batch, vocab: int, draws: Draws, stop_rule: StopRule | None = None) -> DraftChains:
-        """As `Target.draft_greedy`, with tokens sampled by `draws`."""
+        """Do what `Target.draft_greedy` does, with tokens sampled by `draws`."""
 
 
 @runtime_checkable
@@ -103,7 +103,7 @@ class SelfDraftTarget(Protocol):
 class ExpertCounter(Protocol):
     """A target that counts the routed experts that a pass uses.
 
-    It also has them without experts, so that one class can serve both kinds of models.
+    A target may have these methods without experts, so that one class serves both kinds of models.
     """
 
     def touched_experts(self) -> float | None:
@@ -115,7 +115,8 @@ class ExpertCounter(Protocol):
     def chosen_experts(self) -> list[torch.Tensor]:
         """Return the experts [T, K] of the T tokens of the last `score`, for each layer with experts.
 
-        The tokens of a sequence are its feed, followed by its draft tokens. []: as None of `touched_experts`.
+        The tokens of a sequence are its feed, followed by its draft tokens. []: the model has no experts, or they are
+        not counted on this device.
         """
 
     def expert_bytes(self) -> int:
@@ -183,7 +184,7 @@ def draft_by_scores(target: Target, batch: Batch, vocab: int, stop_rule: StopRul
         scores = target.score(batch, draft, first=builder.depth - 1)
         logits = scores.logits[:, -1, :vocab]
         tokens = torch.cat([draft.tokens, logits.argmax(-1, keepdim=True)], 1)
-        builder.look(logits, tokens[:, -1], None if scores.confidence is None else scores.confidence[:, -1])
+        builder.process(logits, tokens[:, -1], None if scores.confidence is None else scores.confidence[:, -1])
         draft = tree.chain(tokens, tuple(min(count, builder.depth) for count in builder.count))
     return DraftChains(
         tokens=draft.tokens, count=tuple(builder.count), margin=builder.margins, accept_prob=builder.accept_probs

@@ -1,9 +1,9 @@
 """Passes of fixed shapes, recorded as CUDA graphs. A pass, or a whole chain of a draft model, is one launch.
 
-A shape (bucket) is recorded at its second use, with eager layers, or ahead of time by `warm`, with compiled layers,
-which takes minutes. Until then, and for shapes without a bucket, such as long prompts, the eager pass runs. The first
-round of a recorded bucket runs both passes. If they differ by more than rounding, or recording fails, only the eager
-pass is used from then on.
+A bucket is the shape of a recorded pass. It is recorded at its second use, with eager layers. `warm` records buckets
+ahead of time with compiled layers, which takes minutes. Until then, and for shapes without a bucket, such as long
+prompts, the eager pass runs. The first round of a recorded bucket runs both passes. If they differ by more than
+rounding, or recording fails, only the eager pass is used from then on.
 """
 
 from __future__ import annotations

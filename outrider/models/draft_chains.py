@@ -21,18 +21,18 @@ class ChainBuilder:
         self.margins: list[list[float]] | None = None if stop_rule is None else [[] for _ in budget]
         self.accept_probs: list[list[float]] | None = None if stop_rule is None else [[] for _ in budget]
 
-    def look(self, logits: torch.Tensor, drawn: torch.Tensor, sure: torch.Tensor | None = None) -> None:
+    def process(self, logits: torch.Tensor, tokens: torch.Tensor, confidence: torch.Tensor | None = None) -> None:
         """Process the next draft token of each sequence.
 
         Args:
             logits: [B, V].
-            drawn: [B] the draft tokens.
-            sure: [B] log-odds of acceptance from a confidence head, which replace the margin of the logits.
+            tokens: [B] the draft tokens.
+            confidence: [B] log-odds of acceptance from a confidence head, which replace the margin of the logits.
         """
         if self._stop_rule is not None:
             min_prob = self._stop_rule.threshold(sum(count > self.depth for count in self.count))
-            margins = margins_of(logits) if sure is None else sure.tolist()
-            for b, (margin, token) in enumerate(zip(margins, drawn.tolist(), strict=True)):
+            margins = margins_of(logits) if confidence is None else confidence.tolist()
+            for b, (margin, token) in enumerate(zip(margins, tokens.tolist(), strict=True)):
                 if self.depth < self.count[b]:
                     prob = self._record(b, margin)
                     dropped = prob < self._stop_rule.min_path_prob

@@ -16,7 +16,7 @@ from outrider.models.attention import CacheReader
 from outrider.models.attention_target import AttentionTarget
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.encoder_decoder.cache import EncoderDecoderCache
-from outrider.models.encoder_decoder.layers import RunningPass, replace_attention, replace_positions
+from outrider.models.encoder_decoder.layers import DecoderPass, replace_attention, replace_positions
 from outrider.models.submodel import layer_stack
 
 _NO_SELF_DRAFT = "an encoder-decoder target cannot draft with its own layers; use ngram, suffix or draft:DIR"
@@ -33,14 +33,14 @@ class EncoderDecoderTarget(AttentionTarget):
     be trees.
     """
 
-    _prepacks = False  # T5 reads the type of a weight in every pass, which a packed layer would have to unpack for
+    _prepacks = False  # T5 reads `weight.dtype` in every pass, and a packed layer unpacks its weight for that
 
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int) -> None:
         super().__init__(checkpoint, slots=slots, context=context)
         self._encoder = self._model.get_encoder()
         decoder = self._model.get_decoder()
         self._embeddings = decoder.get_input_embeddings().num_embeddings
-        self._pass = RunningPass(self._memory.sources)
+        self._pass = DecoderPass(self._memory.sources)
         self._crosses = replace_attention(layer_stack(self._model)[1], self._pass, self._model.config.model_type)
         replace_positions(decoder, self._pass)
         self._takes_positions = "decoder_position_ids" in inspect.signature(self._model.forward).parameters

@@ -1,4 +1,4 @@
-"""The target for models with recurrent layers, alone or beside attention layers."""
+"""The target for models with recurrent layers, with or without attention layers."""
 
 from __future__ import annotations
 

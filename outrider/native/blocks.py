@@ -1,4 +1,4 @@
-"""Packs the quantized blocks of GGUF files for the kernels, without loss.
+"""Pack the quantized blocks of GGUF files for the kernels, without loss.
 
 A block type becomes integers of 8 or 4 bits with a scale, and for some types a minimum, for each group of 32 or 16
 inputs: weight = (integer - offset) * scale + minimum. In types of two levels, scale and minimum are a half float of 256
@@ -96,7 +96,7 @@ def can_pack(kind: str) -> bool:
 
 
 def join_blocks(parts: Sequence[BlockWeight], order: torch.Tensor | None = None) -> BlockWeight:
-    """Return matrices of one type as one, one above the other, or with the rows in another order."""
+    """Stack matrices of one type, one above the other, with the rows in another order if `order` is given."""
     data = np.concatenate([part.data for part in parts])
     joined = BlockWeight(data, parts[0].kind, parts[0].shape[1])
     return joined if order is None else joined.reordered(order)
@@ -111,7 +111,7 @@ def pack_blocks(weight: BlockWeight, bias: torch.Tensor | None = None, *, arena:
     padding = -inputs % GROUP
 
     def padded(matrix: NDArray[np.generic], per_input: int) -> torch.Tensor:
-        """Add rows and columns of zeros. One column stands for `per_input` inputs."""
+        """Add rows and columns of zeros. A column of `matrix` belongs to `per_input` inputs."""
         return torch.from_numpy(np.pad(matrix, ((0, pad_rows), (0, padding // per_input))))
 
     def kept(matrix: NDArray[np.generic] | None, per_input: int) -> torch.Tensor | None:

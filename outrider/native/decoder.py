@@ -29,7 +29,7 @@ from outrider.native.support import FAMILIES
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head"
-_PANELS_AT_ONCE = 128  # of a table that is expanded
+_PANELS_AT_ONCE = 128  # panels of a table that are expanded to float32 at once
 Weight = torch.Tensor | BlockWeight
 Packed = PackedWeight | PackedBlocks
 _log = logging.getLogger("outrider")
@@ -248,11 +248,11 @@ class Decoder(Passes):
 
     @property
     def _head_bits(self) -> int:
-        """Bits per weight of the LM head. Four are too few for it."""
+        """Bits per weight of the LM head: at least 8, because 4 would change the output too much."""
         return max(self._bits, 8)
 
     def keep_tokens(self, ids: torch.Tensor) -> None:
-        """Give only the tokens `ids` [Vd], in ascending order, logits. Weights cannot be replaced any more."""
+        """Compute logits for the tokens `ids` [Vd] only, which ascend. Weights cannot be replaced any more."""
         head = self._packed_head
         bias = None if head.bias is None else head.bias[ids]
         rows = pack(head.unpack()[ids], bias, bits=self._head_bits, arena=self._arena)
@@ -430,7 +430,7 @@ class Decoder(Passes):
     def _pack(self, name: str, parts: Sequence[str], state: Mapping[str, Weight]) -> Packed | PackedExperts:
         """Pack the linear layers `parts` together. GGUF blocks of one type stay as they are.
 
-        An older value of the same name gives its memory to the new one.
+        An older value of the same name is overwritten, so that its memory is used again.
         """
         weights = [state[_weight_name(part)] for part in parts]
         biases = [bias for part in parts if isinstance(bias := state.get(f"{part}.bias"), torch.Tensor)]
@@ -442,7 +442,7 @@ class Decoder(Passes):
             order = _interleaved_rows(blocks[0].shape[0]) if gate_up else None
             return pack_blocks(join_blocks(blocks, order), bias, arena=self._arena)
         if blocks:
-            _log.info("%s: weights of type %s are stored in %d bits", name, ", ".join(sorted(types)), self._bits)
+            _log.info("%s: weights of type %s are converted to %d bits", name, ", ".join(sorted(types)), self._bits)
         dense = [_dense(weight) for weight in weights]
         old = self._packed.get(name)
         packed_weight = old.packed if isinstance(old, PackedExperts) else old
@@ -454,7 +454,7 @@ class Decoder(Passes):
         if name == _HEAD:
             bits = self._head_bits
         elif name.endswith("router"):
-            bits = 32  # rounding would choose other experts
+            bits = 32  # with rounded weights, tokens would choose other experts
         return pack(weight, bias, bits=bits, arena=arena)
 
     def _unpacked(self, name: str, parts: Sequence[str]) -> dict[str, torch.Tensor]:

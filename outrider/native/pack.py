@@ -24,7 +24,7 @@ _CHUNK = 1 << 28  # bytes that are reserved at once
 
 
 class Arena:
-    """An allocator of tensors in huge pages. It frees no memory while it exists, but for `discard`."""
+    """An allocator of tensors in huge pages. Only `discard` frees memory while it exists."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -52,9 +52,9 @@ class Arena:
 
 
 class Refill:
-    """Stands for an `Arena` and returns memory that holds an older value of the same weight.
+    """Replaces an `Arena` in a weight update: it returns the memory of the old value of the same weight.
 
-    A weight update so needs no new memory, and addresses that others hold stay valid.
+    So the update needs no new memory, and the addresses that the kernels hold stay valid.
     """
 
     def __init__(self, old: PackedWeight) -> None:

@@ -1,4 +1,4 @@
-"""Which models the native kernels run, as far as it is known before a model is loaded."""
+"""The models that the native kernels may run, from their configuration alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outrider.errors import UnsupportedModel
 from outrider.native.library import find_compiler
 
 ROUTED_FAMILIES = frozenset({"mixtral", "olmoe", "qwen3_moe"})  # with routed experts instead of an MLP
-# Layers of norm, rotary attention, norm and gated SiLU.
+# Decoder layers consist of a norm, rotary attention, a norm, and an MLP with SiLU gates, or experts of such MLPs.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"}) | ROUTED_FAMILIES
 
 

@@ -115,7 +115,7 @@ class NativeTarget:
         self.version = version
 
     def keep_tokens(self, ids: torch.Tensor) -> None:
-        """Give only the tokens `ids` [Vd], in ascending order, logits. `score` then returns Vd logits per node."""
+        """Compute logits for the tokens `ids` [Vd] only, which ascend. `score` then returns Vd logits per node."""
         self._decoder.keep_tokens(ids)
 
     def bytes(self) -> int:
@@ -198,7 +198,7 @@ def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Colu
 
     Args:
         batch: B sequences with their feeds.
-        draft: N draft tokens at most per sequence.
+        draft: at most N draft tokens per sequence.
         first: -1: run the feeds and all draft tokens; else only draft tokens from this node on.
         vocab: number of ids of the embedding.
 

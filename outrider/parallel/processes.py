@@ -28,10 +28,9 @@ def local_device(name: str) -> str:
 
 
 def torchrun_command(processes: int) -> str:
-    """Return the command that starts this program with torchrun in so many processes."""
+    """Return the command that starts this program with torchrun in this number of processes."""
     program, *arguments = sys.argv
     # `outrider` and `python -m outrider` are both started as a module.
     is_module = Path(program).name in ("outrider", "__main__.py")
-    return f"torchrun --nproc-per-node {processes} {shlex.join(['-m', 'outrider'] if is_module else [program])}" + (
-        f" {shlex.join(arguments)}" if arguments else ""
-    )
+    started = ["-m", "outrider"] if is_module else [program]
+    return shlex.join(["torchrun", "--nproc-per-node", str(processes), *started, *arguments])

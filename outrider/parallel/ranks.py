@@ -27,10 +27,11 @@ from outrider.parallel.processes import local_device, rank, torchrun_command, wo
 from outrider.parallel.watchdog import Watchdog
 
 T = TypeVar("T")
-_COLLECTIVE_TIMEOUT = timedelta(seconds=60)  # of one operation of the model; a hang that leaves all processes alive
+# Of one collective operation of the model. It ends a hang in which all processes stay alive.
+_COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # Ranks may wait long for rank 0, for example for a request. The watchdog ends them if rank 0 is gone.
 _CONTROL_TIMEOUT = timedelta(days=365)
-_STOPPED_GRACE = 1.0  # seconds to send the last words before the process ends
+_EXIT_DELAY = 1.0  # seconds in which error messages are still sent before the process ends
 
 
 class RankError(OutriderError):
@@ -127,7 +128,7 @@ class Ranks:
         finally:
             if self.first:
                 print(f"error: {reason}; the server or program ends", file=sys.__stderr__, flush=True)
-            sleep(_STOPPED_GRACE)
+            sleep(_EXIT_DELAY)
             os._exit(1)  # other threads may wait for a rank that does not answer
 
 

@@ -1,4 +1,4 @@
-"""Notices that another process has died or stopped, also while this one waits for it."""
+"""Notice that another process has died or stopped, also while this one waits for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from time import monotonic
 
 from torch.distributed.distributed_c10d import Store
 
-_INTERVAL = 0.5  # seconds between beats
-_SILENCE = 6.0  # seconds without a beat after which a process counts as stopped
+_INTERVAL = 0.5  # seconds between heartbeats
+_SILENCE = 6.0  # seconds without a heartbeat after which a process counts as stopped
 _FAILED, _DONE = "failed ", "done"
 
 
@@ -49,7 +49,7 @@ class Watchdog:
             if self._ended.is_set():
                 return
             self._ended.set()
-            with suppress(RuntimeError):  # without a store, the silence tells the others
+            with suppress(RuntimeError):  # without a store, the others notice that the heartbeats stop
                 self._write(last)
 
     def _write(self, value: str) -> None:
@@ -85,10 +85,10 @@ class Watchdog:
                 return f"rank {other} has failed: {value.removeprefix(_FAILED)}"
             if value != last:
                 seen[other] = (value, now)
-            elif last and now - at > _SILENCE:  # without a first beat it has not started yet
+            elif last and now - at > _SILENCE:  # without a first heartbeat it has not started yet
                 return f"rank {other} has not answered for {_SILENCE:g} seconds"
         return ""
 
 
 def _key(rank: int) -> str:
-    return f"outrider/beat/{rank}"
+    return f"outrider/heartbeat/{rank}"

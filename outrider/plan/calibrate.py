@@ -33,15 +33,18 @@ from outrider.system.machine import hardware, versions
 
 _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _MAX_PER_SEQUENCE = 16  # wider passes have more sequences
-_SWEEPS, _REPEATS = 3, 3  # the first repeat of each shape is a warm-up
+_SWEEPS = 3  # times that all shapes are measured
+_REPEATS = 3  # passes of a shape in a sweep; the first one is a warm-up
 _SLOW = 0.4  # seconds; wider passes are not measured after a pass this long
 _METHOD = 7  # version of the method; files of other versions are measured again
-_CHECKED, _DRIFT = (1, 8), 1.4  # token counts that check a file, and the largest ratio between their deviations
+_CHECKED = (1, 8)  # token counts of the passes that check a file
+_MAX_DRIFT = 1.4  # largest ratio between the deviations of these passes from the file
 _SEED = 0  # of the tokens; all measurements of a shape have the same tokens
 _FILES = 32  # maximum number of cached files
 _PREFILL = 256  # tokens of the measured prefill
 _EQUAL = (4, 8, 16)  # equal tokens of the measurements that use the experts of one token
-_DEEP, _DEEPEST = 1024, 8192  # cached tokens of the measurements with a filled cache
+_DEEP = 1024  # cached tokens of the measurements with a filled cache
+_DEEPEST = 8192  # the same for long contexts, whose keys and values exceed the caches of the processor
 
 
 def calibrate(target: Target, draft: Target | None) -> CostModel:
@@ -71,30 +74,11 @@ class _Shape(NamedTuple):
 @torch.inference_mode()
 def _samples(target: Target) -> Iterator[Sample]:
     """Measure all shapes in several sweeps, so that a disturbance does not affect a single shape."""
-    shapes = []
-    widest = 1
-    experts: dict[_Shape, float] = {}
-    for tokens, seqs in _shapes(target):
-        shapes.append(_Shape(tokens, seqs))
-        widest = tokens
-        slow = _measure(target, seqs, tokens, 0) > _SLOW
-        experts[shapes[-1]] = _touched_experts(target)
-        if slow:
-            break
-    if any(experts.values()):
-        for tokens in _EQUAL:
-            if tokens < min(widest, _context(target)):
-                shapes.append(_Shape(tokens, 1, equal=True))
-                _measure(target, 1, tokens, 0, equal=True)
-                experts[shapes[-1]] = _touched_experts(target)
+    experts = _experts_by_shape(target)
+    widest = max((shape.tokens for shape in experts), default=1)
+    shapes = [*experts]
     if target.cache.usage().token_bytes:  # otherwise passes do not depend on the cached tokens
-        deep = {(1, 1), (min(widest, 8), 1), (min(target.slots, 4), min(target.slots, 4))}
-        for tokens, seqs in sorted(deep):
-            cached = min(_DEEP, _context(target) - 1 - tokens)
-            if cached > 0:
-                shapes.append(_Shape(tokens, seqs, cached))
-            if seqs == 1 and _context(target) > 2 * _DEEP:  # long contexts, which small caches of the processor miss
-                shapes.append(_Shape(tokens, seqs, min(_DEEPEST, _context(target) - 1 - tokens)))
+        shapes += _deep_shapes(target, widest)
     took: dict[_Shape, list[float]] = {shape: [] for shape in shapes}
     for _ in range(_SWEEPS):
         for shape in took:
@@ -103,10 +87,39 @@ def _samples(target: Target) -> Iterator[Sample]:
     # Use the minimum: disturbances only add time.
     for shape, measured in took.items():
         yield Sample(**shape._asdict(), seconds=min(measured), experts=experts.get(shape, 0.0))
-    if not isinstance(target, HeadTarget):  # it always computes logits for the last token only
+    if not isinstance(target, HeadTarget):  # a draft head always computes logits for the last token only
         tokens = min(widest, _PREFILL, _context(target) - 1)
         prefills = [_measure_prefill(target, tokens) for _ in range(_SWEEPS * _REPEATS)]
         yield Sample(tokens=tokens, seqs=1, cached=0, seconds=min(prefills[1:]), scored=False)
+
+
+def _experts_by_shape(target: Target) -> dict[_Shape, float]:
+    """Return the shapes with an empty cache, up to the first slow one, and the distinct experts that each pass used."""
+    experts: dict[_Shape, float] = {}
+    widest = 1
+    for tokens, seqs in _shapes(target):
+        widest = tokens
+        slow = _measure(target, seqs, tokens, 0) > _SLOW
+        experts[_Shape(tokens, seqs)] = _touched_experts(target)
+        if slow:
+            break
+    if any(experts.values()):
+        for tokens in _EQUAL:
+            if tokens < min(widest, _context(target)):
+                _measure(target, 1, tokens, 0, equal=True)
+                experts[_Shape(tokens, 1, equal=True)] = _touched_experts(target)
+    return experts
+
+
+def _deep_shapes(target: Target, widest: int) -> Iterator[_Shape]:
+    """Yield the shapes with a filled cache."""
+    context = _context(target)
+    for tokens, seqs in sorted({(1, 1), (min(widest, 8), 1), (min(target.slots, 4), min(target.slots, 4))}):
+        cached = min(_DEEP, context - 1 - tokens)
+        if cached > 0:
+            yield _Shape(tokens, seqs, cached)
+        if seqs == 1 and context > 2 * _DEEP:
+            yield _Shape(tokens, seqs, min(_DEEPEST, context - 1 - tokens))
 
 
 def _context(target: Target) -> int:
@@ -208,7 +221,7 @@ def _is_accurate(costs: CostModel, target: Target, draft: Target | None) -> bool
             for tokens in _CHECKED if _context(model) > max(_CHECKED) else _CHECKED[:1]:
                 took = min(_measure(model, 1, tokens, 0) for _ in range(_REPEATS))
                 scales.append(took / cost(tokens, seqs=1, cached=0))
-    return max(scales) <= min(scales) * _DRIFT
+    return max(scales) <= min(scales) * _MAX_DRIFT
 
 
 def cost_file(target: Target, draft: Target | None) -> Path:

@@ -403,7 +403,7 @@ class CostPlanner:
         """Return the alternative whose trial runs or starts now, or None. `gain` is the speedup without the trial."""
         window = self._window
         for alternative, proposer in enumerate(self.proposers):
-            # A window that only prefills shows no acceptance.
+            # A window in which the draft model only prefills tells nothing about acceptance.
             only_prefilled = window.prefilling_seqs and not window.drafting_seqs
             if alternative != window.alternative or not only_prefilled:
                 proposer.trial_passes_left = max(proposer.trial_passes_left - min(proposer.trial_seqs, load.seqs), 0)

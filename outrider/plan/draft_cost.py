@@ -5,7 +5,7 @@ from __future__ import annotations
 _DECAY = 0.95  # of the sums, per round
 _ROUND_WEIGHT = 1.0  # weight of the prior of `per_round`, in rounds
 _TOKEN_WEIGHT = 50.0  # weight of the prior of `per_token`, in rounds of one draft token
-_LEAST = 0.25  # of `per_token`
+_MIN_PER_TOKEN = 0.25
 
 
 class DraftCost:
@@ -38,5 +38,5 @@ class DraftCost:
         y += _ROUND_WEIGHT * self._prior[0]
         xy += _TOKEN_WEIGHT * self._prior[1]
         determinant = count * xx - x * x
-        self.per_token = max((count * xy - x * y) / determinant, _LEAST)
+        self.per_token = max((count * xy - x * y) / determinant, _MIN_PER_TOKEN)
         self.per_round = max((y - self.per_token * x) / count, 0.0)

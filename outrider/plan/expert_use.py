@@ -58,7 +58,7 @@ class ExpertUse:
         self.power = min(max(self._products / self._squares, 0.0), _MAX_POWER)
 
     def _random_tokens(self, experts: float) -> float | None:
-        """Return the number of random tokens that use so many experts, or None if it cannot be told."""
+        """Return the number of random tokens that use this number of experts, or None if it is unknown."""
         if len(self._tokens) < 2:
             return None
         low, high = self._experts[0], self._experts[-1]

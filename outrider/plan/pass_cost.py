@@ -15,6 +15,15 @@ import numpy as np
 
 from outrider.plan.expert_use import ExpertUse
 
+# The factors a, g, b and c of `Clock`.
+_DEFAULTS = (1.0, 0.0, 1.0, 1.0)
+_MINIMA = (0.1, 0.0, 0.1, 0.1)
+# Standard deviations: of the time of a round, of a common factor of a, b and c, and of each factor alone.
+_NOISE, _COMMON, _SINGLE = 0.3, 0.3, 0.2
+# The prior: the inverse covariance of the factors, in rounds.
+_PRIOR = (_NOISE**2 * np.linalg.inv(_SINGLE**2 * np.eye(4) + _COMMON**2 * np.outer(_DEFAULTS, _DEFAULTS))).tolist()
+_DECAY = 0.97  # weight of a round after one more round
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -42,7 +51,7 @@ class PassCost:
     """
 
     tokens: tuple[int, ...]  # ascending
-    seconds: tuple[float, ...]  # of a pass over so many tokens with an empty cache, ascending
+    seconds: tuple[float, ...]  # of a pass over each of these numbers of tokens with an empty cache, ascending
     entry: float  # seconds per cached entry
     pair: float  # seconds per pair
     fed: float | None = None  # seconds per prompt token; None: as tokens with logits
@@ -246,7 +255,7 @@ def _pass_cost(fields: dict[str, Any]) -> PassCost:
 
 
 def _expert_seconds(random: Sequence[Sample], equal: Sequence[Sample]) -> float:
-    """Return the seconds of one more distinct expert, from passes over as many random and equal tokens.
+    """Return the seconds of one more distinct expert, from pairs of passes over random and over equal tokens.
 
     It is the median over the passes, and at most the share of an expert in the time of a pass over one token.
     """
@@ -268,12 +277,3 @@ def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float,
         if a >= 0 and b >= 0:
             return a, b
     return (max(xz / xx, 0.0), 0.0) if xz * xz * yy > yz * yz * xx else (0.0, max(yz / yy, 0.0))
-
-
-_DEFAULTS = (1.0, 0.0, 1.0, 1.0)  # a, g, b, c
-# Standard deviations: of the time of a round, of a common factor of a, b and c, and of each factor alone.
-_NOISE, _COMMON, _SINGLE = 0.3, 0.3, 0.2
-# The prior: the inverse covariance of the factors, in rounds.
-_PRIOR = (_NOISE**2 * np.linalg.inv(_SINGLE**2 * np.eye(4) + _COMMON**2 * np.outer(_DEFAULTS, _DEFAULTS))).tolist()
-_DECAY = 0.97  # weight of a round after one more round
-_MINIMA = (0.1, 0.0, 0.1, 0.1)  # of the factors

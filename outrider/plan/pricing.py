@@ -73,7 +73,7 @@ class DraftPricing:
         return max(range(max_length + 1), key=profit)
 
     def _added_seconds(self, tokens: float, load: RoundLoad) -> float:
-        """Return the time that one more token adds to a pass of so many tokens."""
+        """Return the time that one more token adds to a pass of `tokens` tokens."""
         plain_tokens = min(load.seqs + load.prompt_tokens, tokens)
         speculative = self._clock.at(max(tokens, plain_tokens + 1), seqs=load.seqs, cached=load.cached)
         plain = self._clock.at(plain_tokens, seqs=load.seqs, cached=load.cached)

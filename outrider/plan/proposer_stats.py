@@ -11,9 +11,30 @@ from outrider.core.types import Batch
 from outrider.plan.draft_cost import DraftCost
 from outrider.plan.pass_cost import Clock, CostModel
 
-# Prior acceptance and its weight in draft tokens. Position 0 is measured soon, so its prior weighs less.
-_PRIOR_0, _PRIOR_WEIGHT_0 = 0.6, 1.0
-_PRIOR, _PRIOR_WEIGHT = 0.8, 4.0
+# Prior acceptance, and its weight in draft tokens. Position 0 is measured soon, so its prior weighs less.
+_FIRST_PRIOR = 0.6
+_FIRST_PRIOR_WEIGHT = 1.0
+_PRIOR = 0.8
+_PRIOR_WEIGHT = 4.0
+_MIN_PATH_PROB = 0.01  # draft tokens below this acceptance probability are never worth it
+_MAX_POSITIONS = 16  # longest draft of a proposer without acceptance probabilities
+_TOKEN_DECAY = 0.98  # of acceptance counts, per draft token
+_PASS_DECAY = 0.97  # of means, per pass
+_MIN_PASSES = 3.0  # passes from which a mean is used
+_NEW_BELOW = 39.0  # decayed draft tokens at position 0, which is about 75 draft tokens
+START_TOKENS = 16  # output tokens that are the beginning of a text
+_START_WEIGHT = 0.25  # weight of a pass at the beginning of a text
+_TEXT_DECAY = 0.995  # of the sums over whole texts, per pass
+_TEXT_PASSES = 50.0  # passes from which these sums are used
+ROUNDS_BEFORE_TRIAL = 32  # rounds without use before a trial
+TRIAL_SEQS = 2
+TRIAL_PASSES = 8
+_CARRIED_PASSES = 8.0  # weight of earlier means when a trial starts
+_CARRIED_PASSES_NEW_TEXTS = 2.0  # the same if most texts are new
+_WIDEN_BY = 4  # factor of the sequences when a trial is widened
+_WIDE_TRIAL_ROUNDS = 4
+_STATE_FIELDS = ("estimates_acceptance", "idle_rounds", "_reached", "_accepted")
+_MAX_STATE_VALUE = 1e15  # larger values in a plan file are damaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +99,8 @@ class ProposerStats:
         self.observations = 0  # rounds of drafts that were not verified
         # Decayed counts by position, as in `Stats`.
         later_positions = min(max_draft_tokens, _MAX_POSITIONS) - 1
-        self._reached = [_PRIOR_WEIGHT_0, *[_PRIOR_WEIGHT] * later_positions]
-        self._accepted = [_PRIOR_WEIGHT_0 * _PRIOR_0, *[_PRIOR_WEIGHT * _PRIOR] * later_positions]
+        self._reached = [_FIRST_PRIOR_WEIGHT, *[_PRIOR_WEIGHT] * later_positions]
+        self._accepted = [_FIRST_PRIOR_WEIGHT * _FIRST_PRIOR, *[_PRIOR_WEIGHT * _PRIOR] * later_positions]
         self._means = _Means()
         self._recent = _Means()  # since the last trial began
         self._draft_cost = DraftCost()  # in `_draft_unit`s
@@ -264,23 +285,3 @@ class _Means:
         self.tau = (self.tau * before + weight * outcome.output_tokens) / self.seen
         self.nodes = (self.nodes * before + weight * outcome.nodes) / self.seen
         self.drafted = (self.drafted * before + drafted * passes) / self.seen
-
-
-_STATE_FIELDS = ("estimates_acceptance", "idle_rounds", "_reached", "_accepted")
-_MAX_STATE_VALUE = 1e15  # larger values in a plan file are damaged
-_MIN_PATH_PROB = 0.01  # draft tokens below this acceptance probability are never worth it
-_MAX_POSITIONS = 16  # longest draft of a proposer without acceptance probabilities
-_TOKEN_DECAY = 0.98  # of acceptance counts, per draft token
-_PASS_DECAY = 0.97  # of means, per pass
-_MIN_PASSES = 3.0  # passes from which a mean is used
-_NEW_BELOW = 39.0  # decayed draft tokens at position 0, which is about 75 draft tokens
-_CARRIED_PASSES, _CARRIED_PASSES_NEW_TEXTS = 8.0, 2.0  # weight of earlier means when a trial starts
-START_TOKENS = 16  # output tokens that are the beginning of a text
-_START_WEIGHT = 0.25  # weight of a pass at the beginning of a text
-_TEXT_DECAY = 0.995  # of the sums over whole texts, per pass
-_TEXT_PASSES = 50.0  # passes from which these sums are used
-ROUNDS_BEFORE_TRIAL = 32  # rounds without use before a trial
-TRIAL_SEQS = 2
-TRIAL_PASSES = 8
-_WIDEN_BY = 4  # factor of the sequences when a trial is widened
-_WIDE_TRIAL_ROUNDS = 4

@@ -18,8 +18,10 @@ from outrider.propose.expression import folder_of
 from outrider.propose.registry import Expression, Maker, parse
 from outrider.system.atomic_files import check_writable, write_whole
 
-_FORMAT, _VERSION = "outrider plan", 2
-_BLOCKS, _BLOCK = 16, 4096  # number and bytes of the samples of a weight file that are hashed
+_FORMAT = "outrider plan"
+_VERSION = 2
+_NUM_SAMPLES = 16  # samples of a weight file that are hashed
+_SAMPLE_BYTES = 4096
 
 
 class PlanFile:
@@ -36,7 +38,7 @@ class PlanFile:
         self._path = Path(path).expanduser()
         self._proposer = proposer_name(proposer)
         folders = [Path(target), *(model_folders(proposer) if isinstance(proposer, str) else ())]
-        self._models = hashlib.sha256(json.dumps([*map(model_print, folders), quantize]).encode()).hexdigest()
+        self._models = hashlib.sha256(json.dumps([*map(model_fingerprint, folders), quantize]).encode()).hexdigest()
 
     def restore(self, planner: Planner) -> None:
         """Restore a planner from the file. If there is no file, the planner starts from its defaults.
@@ -151,7 +153,7 @@ def model_folders(proposer: str) -> Iterator[Path]:
             yield folder[0]
 
 
-def model_print(folder: Path) -> str:
+def model_fingerprint(folder: Path) -> str:
     """Return a hash of a model folder or a GGUF file. It reads samples of the weights, not all of them."""
     digest = hashlib.sha256()
     folder = folder.expanduser()
@@ -162,9 +164,9 @@ def model_print(folder: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         with file.open("rb") as content:
-            for i in range(_BLOCKS):
-                content.seek(i * max(size - _BLOCK, 0) // (_BLOCKS - 1))
-                digest.update(content.read(_BLOCK))
+            for i in range(_NUM_SAMPLES):
+                content.seek(i * max(size - _SAMPLE_BYTES, 0) // (_NUM_SAMPLES - 1))
+                digest.update(content.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 

@@ -36,7 +36,7 @@ class Proposer(Protocol):
     """Drafts tokens that the target may generate next.
 
     Contract: the draft of a sequence depends only on what has been committed and scored, and on the sequence's noise.
-    `Draft.kind` and `Draft.q` say truly how each node was chosen. Sequence b gets at most `batch.draft_budget[b]`
+    `Draft.kind` and `Draft.q` state exactly how each node was chosen. Sequence b gets at most `batch.draft_budget[b]`
     nodes. `propose` may prepare state that `commit` uses; the sequences do not change between the two calls.
     """
 

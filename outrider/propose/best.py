@@ -26,11 +26,11 @@ class Best(Combination):
     all of them. A price is a number of output tokens: as many as the same time is worth. It comes from the planner (see
     `Batch.min_path_prob`), and is 0 with a fixed k.
 
-    The parts draft one after another. A later part drafts only for sequences where it promises more than the draft at
-    hand, so put the parts that take no time first:
+    The parts draft one after another. A later part drafts for a sequence only if its expected value exceeds that of the
+    current draft, so put the parts that take no time first:
 
-    - The value of the draft at hand follows from its estimated acceptance. A part is used where its estimates are high,
-      and these are too high on average. So they are corrected by the acceptance of the drafts that were used.
+    - The value of the current draft follows from its estimated acceptance. A part is used where its estimates are high,
+      and such estimates are too high on average. So they are corrected by the acceptance of the drafts that were used.
     - The value of a draft that a later part has not made yet is the mean of its recent drafts.
 
     A sampled draft is always used, because dropping it for its value would bias the output. If a text must be

@@ -262,22 +262,14 @@ class _Union:
 
     def best(self, budget: int) -> _Union:
         """Return the sampled nodes and then the likeliest ones, parents before children."""
-        tokens = self.builder.tokens
-        parents = self.builder.parent
         estimates = self.builder.accept_prob
-        order = sorted(range(len(tokens)), key=lambda node: (self.kinds[node] == DraftKind.ONE_HOT, -estimates[node]))
-        order = order[:budget]
-        new_nodes = {-1: -1} | {node: i for i, node in enumerate(order)}
-        accept_prob: list[float] = []
-        lowest = 1.0  # acceptance probabilities must never rise from one node to the next
-        for node in order:
-            lowest = min(lowest, estimates[node])
-            accept_prob.append(lowest)
-        builder = TreeBuilder(
-            [tokens[node] for node in order], [new_nodes[parents[node]] for node in order], accept_prob
-        )
+        nodes = range(len(estimates))
+        order = sorted(nodes, key=lambda node: (self.kinds[node] == DraftKind.ONE_HOT, -estimates[node]))[:budget]
+        selected = self.builder.select(order)
+        # Acceptance probabilities must never rise from one node to the next.
+        accept_prob = list(accumulate(selected.accept_prob, min))
         return _Union(
-            builder,
+            TreeBuilder(selected.tokens, selected.parent, accept_prob),
             [self.kinds[node] for node in order],
             [self.origin[node] for node in order],
             [self.source[node] for node in order],

@@ -18,9 +18,9 @@ def draft_model(proposer: Proposer) -> Target | None:
 
 def leaves(proposer: Proposer) -> list[Proposer]:
     """Return the proposers that a proposer is combined from, or itself."""
-    return (
-        [leaf for part in proposer.parts for leaf in leaves(part)] if isinstance(proposer, Combination) else [proposer]
-    )
+    if isinstance(proposer, Combination):
+        return [leaf for part in proposer.parts for leaf in leaves(part)]
+    return [proposer]
 
 
 def draft_models(proposer: Proposer) -> list[Target]:
@@ -29,5 +29,5 @@ def draft_models(proposer: Proposer) -> list[Target]:
 
 
 def model_sources(proposer: Proposer) -> int:
-    """Return the bits of `Draft.source` that stand for draft models."""
+    """Return the bits of `Draft.source` that belong to draft models."""
     return sum(1 << bit for bit, leaf in enumerate(leaves(proposer)) if draft_model(leaf) is not None)

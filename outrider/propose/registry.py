@@ -315,7 +315,7 @@ def _import_maker(expression: Expression) -> Maker:
 
 
 def _suggestion(name: str) -> str:
-    """Ask whether a similar name was meant. Return "" if there is none."""
+    """Return the question whether a similar name was meant; "" if there is none."""
     similar = get_close_matches(name.strip().lower(), [*NAMED, *COMBINATIONS], n=1)
     return f" did you mean {similar[0]}? Else" if similar else ""
 

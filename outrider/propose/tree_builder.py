@@ -29,6 +29,15 @@ class TreeBuilder:
         self.accept_prob.append(accept_prob)
         return len(self.tokens) - 1
 
+    def select(self, nodes: Sequence[int]) -> TreeBuilder:
+        """Return the tree of these nodes, in this order. The parent of a node must come before it."""
+        new_nodes = {-1: -1} | {node: i for i, node in enumerate(nodes)}
+        return TreeBuilder(
+            [self.tokens[node] for node in nodes],
+            [new_nodes[self.parent[node]] for node in nodes],
+            [self.accept_prob[node] for node in nodes],
+        )
+
     def path(self, emitted: Sequence[int]) -> list[int]:
         """Return the longest path from the root whose tokens begin `emitted`. These nodes were accepted."""
         path: list[int] = []

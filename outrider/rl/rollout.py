@@ -73,7 +73,7 @@ class RolloutEngine:
         """
         verifier = llm.parts.verifier
         if not verifier.exact and allow_lossy != verifier.name:
-            correction = " and correct it by importance weights" if verifier.records_law else ""
+            correction = " and correct it by importance weights" if verifier.records_distribution else ""
             raise OutriderError(
                 f"verifier {verifier.name} is lossy: its tokens are not samples of the policy, which biases the"
                 f" gradient; use an exact one, or allow_lossy={verifier.name!r} to use it all the same{correction}"

@@ -22,7 +22,7 @@ from outrider.measure.prompts import Prompt
 from outrider.parallel.processes import rank, world_size
 from outrider.plan.calibrate import known_costs
 from outrider.plan.pass_cost import CostModel
-from outrider.plan.store import model_print
+from outrider.plan.store import model_fingerprint
 from outrider.propose.leaves import draft_model
 from outrider.propose.registry import check_proposer
 from outrider.system import machine
@@ -369,10 +369,10 @@ def _read_resumable(folder: Path, identity: str, *, overwrite: bool) -> dict[str
 
 def _identity(kind: str, settings: Settings, target: Path) -> str:
     """Return what a run must have in common with the run that it resumes, as JSON."""
-    draft = model_print(model_folder(settings.init_from)) if settings.init_from else None
-    identity = {"kind": kind, "target": model_print(target), "draft": draft, "processes": world_size()}
+    draft = model_fingerprint(model_folder(settings.init_from)) if settings.init_from else None
+    identity = {"kind": kind, "target": model_fingerprint(target), "draft": draft, "processes": world_size()}
     if settings.init_target:
-        identity["draft_target"] = model_print(model_folder(settings.init_target))
+        identity["draft_target"] = model_fingerprint(model_folder(settings.init_target))
     return json.dumps({**identity, **settings.identity(), "data": _data_hashes(settings)}, sort_keys=True)
 
 

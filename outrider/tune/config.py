@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
-from outrider.plan.store import model_folders, model_print
+from outrider.plan.store import model_fingerprint, model_folders
 from outrider.propose.expression import absolute
 from outrider.tune.settings import Settings
 from outrider.verify.relaxed.registry import with_absolute_table
@@ -40,7 +40,7 @@ def settings_dict(settings: Settings, *, proposer: str, k: int | str, verifier: 
         "kernels": settings.kernels,
         "quantize": settings.quantize,
         "draft_window": settings.window_of(expression),
-        "models": {str(folder): model_print(folder) for folder in folders},
+        "models": {str(folder): model_fingerprint(folder) for folder in folders},
     }
 
 
@@ -138,7 +138,7 @@ def _check_models(file: str, settings: Mapping[str, Any], values: Mapping[str, A
                 f"{file} has no hash of {folder}, which may have changed since; write it again with:"
                 f" outrider tune --out {file}"
             )
-        if hashes[str(folder)] != model_print(folder):
+        if hashes[str(folder)] != model_fingerprint(folder):
             raise OutriderError(
                 f"{folder} has changed since {file} was written; tune again, or give --target and --proposer yourself"
             )

@@ -40,7 +40,7 @@ PackedVerifyFunction = Callable[[Draft, Packed, Noise], Verdict]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFacts:
-    """What a rule with a table of tokens needs to know of the target."""
+    """The properties of the target from which a rule makes its table of tokens."""
 
     vocab: int  # V
     device: torch.device
@@ -61,7 +61,7 @@ class Verifier:
     bind: Callable[[TargetFacts], VerifyFunction] | None = None  # makes the rule for a target
     relaxes_greedy: bool = False  # whether it may differ from `walk` under a one-hot p
     # Whether the log-probabilities of a lossy rule are those of the distribution that it samples tokens from.
-    records_law: bool = False
+    records_distribution: bool = False
 
     def for_target(self, facts: TargetFacts) -> Verifier:
         """Return the verifier with the rule for a target.

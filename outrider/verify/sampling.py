@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from outrider.core import tree
+from outrider.core.noise import PositionNoise
 from outrider.core.types import Draft, DrawParams, Packed, SequenceState
 from outrider.verify.verdict import tokens_before
 
@@ -88,6 +89,29 @@ class SamplingTensors:
         )
 
 
+class BatchSampling:
+    """The sampling parameters and the noise of the current batch. Most rounds run the sequences of the round before."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        """Prepare for logits of `vocab` ids on a device."""
+        self._vocab = vocab
+        self._device = device
+        self._sampling: SamplingTensors | None = None  # of the last batch
+        self._noise: PositionNoise | None = None  # of the same sequences
+
+    def of(self, seqs: tuple[SequenceState, ...]) -> SamplingTensors:
+        """Return the sampling parameters of a batch. They are rebuilt only if its sequences have changed."""
+        if self._sampling is None or self._sampling.seqs != seqs:
+            self._sampling = SamplingTensors.of(seqs, self._vocab, self._device)
+            self._noise = PositionNoise(self._sampling.seed, self._sampling.seed)
+        return self._sampling
+
+    def noise(self, seqs: tuple[SequenceState, ...]) -> PositionNoise:
+        """Return the noise of this round for the sequences that `of` was called with."""
+        assert self._noise is not None
+        return self._noise.at(tree.upload([len(seq.token_ids) for seq in seqs], self._device))
+
+
 def draw_params_of(seq: SequenceState, vocab: int) -> DrawParams:
     """Return the sampling parameters of a sequence for the native kernels. A top_k that is off becomes `vocab`."""
     params = seq.request.params
@@ -118,7 +142,7 @@ def apply_sampling(
     draft: Draft,
     *,
     last: bool = False,
-    shape: ProbsFunction = target_probs,
+    probs_function: ProbsFunction = target_probs,
 ) -> torch.Tensor:
     """Compute the target distribution at each node of `draft`, the root first.
 
@@ -127,7 +151,7 @@ def apply_sampling(
         sampling: the parameters of the same sequences.
         draft: the draft. The penalties of a node count the tokens on its path.
         last: `logits` has only the last node.
-        shape: computes probabilities from modified logits.
+        probs_function: computes probabilities from the logits after bias and penalties.
 
     Returns:
         p, with the shape of `logits`. It sums to 1 over V.
@@ -143,11 +167,11 @@ def apply_sampling(
     if sampling.any_minimum:
         depth = tokens_before(draft)[:, -1:] if last else tokens_before(draft)
         logits = _forbid_ends(logits.flatten(0, 1), sampling, depth, _node_indices(depth)).view_as(logits)
-    return shape(logits, sampling, _ALL)
+    return probs_function(logits, sampling, _ALL)
 
 
 def apply_sampling_packed(
-    logits: Packed, sampling: SamplingTensors, draft: Draft, *, shape: ProbsFunction = target_probs
+    logits: Packed, sampling: SamplingTensors, draft: Draft, *, probs_function: ProbsFunction = target_probs
 ) -> Packed:
     """Do what `apply_sampling` does, for packed logits without padding."""
     values = logits.values[:, None]  # as if they were T sequences of one node
@@ -163,7 +187,7 @@ def apply_sampling_packed(
             values = _penalize(values, sampling, of, output[:-1, None], prompt)
         if sampling.any_minimum:
             values = _forbid_ends(values[:, 0], sampling, tokens_before(draft), at)[:, None]
-    return replace(logits, values=shape(values, sampling, of)[:, 0])
+    return replace(logits, values=probs_function(values, sampling, of)[:, 0])
 
 
 def has_finite_max(logits: torch.Tensor) -> torch.Tensor:

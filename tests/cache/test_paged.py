@@ -299,7 +299,7 @@ def test_cache_gb_sets_the_size_of_both_caches():
     ]
     llm.generate(texts, params)
     assert llm.engine.cache_usage().hit_tokens > 0
-    with pytest.raises(OutriderError, match="give more, or lower max_model_len"):
+    with pytest.raises(OutriderError, match="raise cache_gb, free memory, or lower max_model_len"):
         LLM(
             None,
             proposer=draft,

@@ -425,8 +425,11 @@ INVALID = {
     "too deep for Python": lambda: Constraint.json_schema('{"items":' * 60000 + "{}" + "}" * 60000),
     "too long": lambda: Constraint.regex("a|" * 200_000),
     "empty": lambda: Constraint.regex(""),
+    "an unknown kind": lambda: Constraint(kind="json", source="{}"),
     "no choice": lambda: Constraint.choice([]),
     "one text for choices": lambda: Constraint.choice("abc"),
+    "a number for choices": lambda: Constraint.choice(5),
+    "a generator of choices": lambda: Constraint.choice(text for text in ("a", "b")),
     "an empty choice": lambda: Constraint.choice(["a", ""]),
     "an unknown type": lambda: Constraint.json_schema({"type": "thing"}),
     "an unknown keyword": lambda: Constraint.json_schema({"not": {"type": "string"}}),
@@ -458,6 +461,12 @@ def test_errors_of_parameters_that_conflict_with_a_constraint():
         with pytest.raises(OutriderError, match="constraint"):
             SamplingParams(**{"constraint": constraint} | fields)
     assert constraint == Constraint(kind=Kind.CHOICE, source='["a"]')
+
+
+def test_kind_of_a_constraint_may_be_its_name():
+    named = Constraint(kind="regex", source="[0-9]+")
+    assert named == Constraint.regex("[0-9]+")
+    assert named.kind is Kind.REGEX
     assert Constraint.json_schema('{"type":"object"}') == Constraint.json_object()
 
 

@@ -10,7 +10,7 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
-from outrider.models.recurrent import ways
+from outrider.models.recurrent import staging
 from outrider.models.recurrent.rows import CHUNK
 from outrider.testing import random_tree
 from outrider.testing.drive import append, make_round
@@ -108,8 +108,8 @@ def test_chain_that_is_drafted_token_by_token(name, shelf):
 def test_both_ways_give_the_same_states(name, is_chain, shelf, monkeypatch):
     logits = {}
     for limit in (0, 1 << 30):
-        monkeypatch.setattr(ways, "_MAX_ENTRIES", limit)
-        monkeypatch.setattr(ways, "_MAX_NUMBERS", limit)
+        monkeypatch.setattr(staging, "_MAX_ENTRIES", limit)
+        monkeypatch.setattr(staging, "_MAX_NUMBERS", limit)
         rng = random.Random(2)
         target = shelf.target(name)
         seqs = [tiny.admit(target, slot, tiny.text(rng, 4 + 5 * slot)) for slot in range(3)]

@@ -325,6 +325,14 @@ def test_languages_are_for_speech(tmp_path):
         llm.encode("a", task="transcribe")
 
 
+def test_language_of_token_ids(tmp_path):
+    llm = LLM(make_folder(tmp_path, **MULTILINGUAL), proposer="none", **OPTIONS)
+    with pytest.raises(OutriderError, match="language is for a prompt of text"):
+        llm.encode([1, 2], language="en")
+    with pytest.raises(OutriderError, match="task is for a prompt of text"):
+        llm.encode([1, 2], task="translate")
+
+
 # Recordings.
 
 

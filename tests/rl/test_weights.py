@@ -88,6 +88,8 @@ def test_a_bad_update_changes_nothing(shelf, changed, kernels):
     ):
         with pytest.raises(OutriderError, match=message):
             llm.update_weights({**weights, **bad})
+    with pytest.raises(OutriderError, match="the weights are of type int; give a mapping"):
+        llm.update_weights(5)
     for version in (0, -1, True, "1"):
         with pytest.raises(OutriderError, match="use a whole number above it"):
             llm.update_weights(weights, version=version)

@@ -24,7 +24,7 @@ from outrider.measure.clock import DecodeSpeed
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.pass_cost import PassCost
 from outrider.plan.planner import FixedPlanner
-from outrider.plan.store import PlanFile, model_print, proposer_name, restored
+from outrider.plan.store import PlanFile, model_fingerprint, proposer_name, restored
 from outrider.propose.draft_model.window import WindowedTarget
 from outrider.propose.expression import command_line_form, short
 from outrider.propose.registry import parse
@@ -755,14 +755,14 @@ def test_files_are_written_atomically(tmp_path):
 
 
 def test_model_hash_depends_on_the_weights(tmp_path):
-    assert model_print(embedded("mini")) != model_print(embedded("nano"))
+    assert model_fingerprint(embedded("mini")) != model_fingerprint(embedded("nano"))
     copy = tmp_path / "copy"
     shutil.copytree(embedded("nano"), copy)
-    assert model_print(copy) == model_print(embedded("nano"))
+    assert model_fingerprint(copy) == model_fingerprint(embedded("nano"))
     weights = bytearray((copy / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (copy / "model.safetensors").write_bytes(bytes(weights))
-    assert model_print(copy) != model_print(embedded("nano"))
+    assert model_fingerprint(copy) != model_fingerprint(embedded("nano"))
     assert proposer_name(FixedPlanner) == "outrider.plan.planner:FixedPlanner"
 
 
@@ -820,7 +820,7 @@ def test_output_is_the_same_with_a_plan(tmp_path):
 
 
 def test_plan_needs_k_auto(tmp_path):
-    with pytest.raises(OutriderError, match="is what k auto has learned, and k is 4; use k auto, or no plan"):
+    with pytest.raises(OutriderError, match="needs k auto, and k is 4; use k auto, or no plan"):
         make_llm(plan=tmp_path / "plan.json", k=4)
     with pytest.raises(OutriderError, match="needs the planner of k auto, and another planner was given"):
         make_llm(plan=tmp_path / "plan.json", planner=FixedPlanner(2))

@@ -56,7 +56,7 @@ class RefinedBlockTarget(BlockTarget):
         last = self.max_draft_tokens - 1
         while builder.depth < max(builder.count):
             depth = min(builder.depth, last)
-            builder.look(logits[:, depth], tokens[:, depth], None)
+            builder.process(logits[:, depth], tokens[:, depth], None)
         columns = torch.arange(builder.depth, device=self.device).clamp(max=last)
         return DraftChains(
             tokens=tokens[:, columns],

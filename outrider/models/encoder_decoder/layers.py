@@ -20,8 +20,8 @@ _CROSS_ATTENTION = ("encoder_attn", "cross_attn", "layer.1.EncDecAttention")
 _THREE_OUTPUTS = frozenset({"t5", "mt5"})  # model types whose attention returns the position bias as well
 
 
-class RunningPass:
-    """What the layers of a decoder read during a pass."""
+class DecoderPass:
+    """What the attention layers of a decoder read during a pass: the cache and the sources."""
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
@@ -49,7 +49,7 @@ class RunningPass:
 class _Attention:
     """Replaces `forward` of an attention module during a pass. It uses the module's own weights."""
 
-    def __init__(self, module: Any, layer: int, current: RunningPass, num_outputs: int) -> None:
+    def __init__(self, module: Any, layer: int, current: DecoderPass, num_outputs: int) -> None:
         """Take over a module. `num_outputs` is the length of the tuple that its forward returns."""
         self._layer = layer
         self._current = current
@@ -87,7 +87,7 @@ class SelfAttention(_Attention):
     """Attention to the committed tokens and the ancestors of a token."""
 
     def __init__(
-        self, module: Any, layer: int, current: RunningPass, num_outputs: int, bias: PositionBias | None
+        self, module: Any, layer: int, current: DecoderPass, num_outputs: int, bias: PositionBias | None
     ) -> None:
         super().__init__(module, layer, current, num_outputs)
         self._bias = bias
@@ -161,7 +161,7 @@ class RelativeBias:
         return torch.where(distance < exact, distance, wide.clamp(max=self._buckets - 1))
 
 
-def replace_attention(layers: torch.nn.ModuleList, current: RunningPass, model_type: str) -> list[CrossAttention]:
+def replace_attention(layers: torch.nn.ModuleList, current: DecoderPass, model_type: str) -> list[CrossAttention]:
     """Replace the attention of all decoder layers during passes. Returns the cross-attention of each layer."""
     num_outputs = 3 if model_type in _THREE_OUTPUTS else 2
     crosses = []
@@ -175,7 +175,7 @@ def replace_attention(layers: torch.nn.ModuleList, current: RunningPass, model_t
     return crosses
 
 
-def replace_positions(decoder: Any, current: RunningPass) -> None:
+def replace_positions(decoder: Any, current: DecoderPass) -> None:
     """Give a learned position embedding the positions of the pass, if the decoder has one."""
     module = getattr(decoder, "embed_positions", None)
     if module is None:

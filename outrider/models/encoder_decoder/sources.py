@@ -46,7 +46,7 @@ class Sources:
         return True
 
     def begin(self, slot: int, length: int) -> None:
-        """Give a slot to a source of so many positions. `write` follows for each layer, then `end`."""
+        """Reserve a slot for a source of `length` positions. Call `write` for each layer, and then `end`."""
         self._sources[slot] = None
         self._length[slot] = length
         if length > self._capacity:

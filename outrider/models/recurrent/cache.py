@@ -51,15 +51,17 @@ class RecurrentCache(StaticCache):
         return length
 
     def _longest_prefix(self, slot: int, prefix: list[int], scope: str) -> tuple[int, int]:
-        best, source = 0, slot
+        longest = 0
+        source = slot
         for other in self._slots_of(scope, slot):
             tokens = self._cached_tokens(other)
             common = common_prefix(tokens, prefix)
             end = [len(tokens)] if common == len(tokens) else []
             length = max([at for at in self.states.positions(other) if at <= common] + end, default=0)
-            if length > best:
-                best, source = length, other
-        return best, source
+            if length > longest:
+                longest = length
+                source = other
+        return longest, source
 
     def _copy_prefix(self, source: int, length: int, slot: int) -> None:
         super()._copy_prefix(source, length, slot)

@@ -23,7 +23,7 @@ def advance(
     Args:
         staged: the state and the entries.
         inputs: the new inputs.
-        rows: the entries.
+        rows: the order of the entries of each sequence.
         weight: [C, 1, K].
         bias: [C].
     """

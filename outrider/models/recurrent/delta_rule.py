@@ -1,8 +1,8 @@
 """The gated delta rule: a state matrix per head that replaces the value of a key (Yang et al. 2025).
 
 S_t = exp(a_t) S_{t-1} + k_t u_t^T with u_t = beta_t (v_t - exp(a_t) S_{t-1}^T k_t), and o_t = S_t^T q_t. A few
-tokens are processed by the state after each, or by their inputs (see `ways`). Then the corrected values u of all tokens
-solve a triangular system.
+tokens are processed by the state after each, or by their inputs (see `staging`). By inputs, the corrected values u of
+all tokens are the solution of a triangular system.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from outrider.models.recurrent.layer import Staged, Tensors, add_entries, pick
 from outrider.models.recurrent.rows import Rows
 from outrider.models.recurrent.scan import scan
-from outrider.models.recurrent.ways import keeps_states
+from outrider.models.recurrent.staging import keeps_states
 
 STATE = "state"  # [B, H, K, V] float32
 STATES = "states"  # [B, E, H, K, V], by states

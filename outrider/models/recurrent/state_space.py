@@ -1,7 +1,7 @@
 """The recurrence of Mamba-2: a state matrix per head with a scalar decay (Dao and Gu 2024).
 
 S_t = exp(a_t) S_{t-1} + x_t B_t^T and y_t = S_t C_t. A few tokens are processed by the state after each, or by
-their inputs, like attention with a decay (see `ways`).
+their inputs, like attention with a decay (see `staging`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from outrider.models.recurrent.layer import Staged, Tensors, add_entries, pick
 from outrider.models.recurrent.rows import Rows
 from outrider.models.recurrent.scan import linear_scan
-from outrider.models.recurrent.ways import keeps_states
+from outrider.models.recurrent.staging import keeps_states
 
 STATE = "state"  # [B, H, P, N] float32
 STATES = "states"  # [B, E, H, P, N], by states

@@ -55,7 +55,7 @@ class SpeechRules:
         return self.rate / int(self.extractor.hop_length)
 
     def silence(self) -> AudioFeatures:
-        """Return features that no recording was needed for, for measurements."""
+        """Return features without a recording, for measurements."""
         return AudioFeatures(torch.zeros(self.bins, self.frames))
 
     def needs_detection(self, language: str | None, task: str | None) -> bool:

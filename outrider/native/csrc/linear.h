@@ -59,7 +59,7 @@ inline void copy_row(const Rows& rows, int r, const float* x, int size) {
   for (int i = size; i < padded(size); i++) set(out[i], 0.0f);
 }
 
-// Write input number i of a row, in the layout for weights of so many bits.
+// Write input number i of a row, in the layout for weights of `bits` bits.
 inline void set_byte(int32_t* row, int bits, int i, int32_t value) {
   if (byte_words(bits) == 1)
     reinterpret_cast<int8_t*>(row)[i] = int8_t(value);
@@ -223,9 +223,9 @@ inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Flo
 
 // How the outputs of a layer are stored.
 enum class Store {
-  kSet,  // out = y
-  kAdd,    // out += y
-  kGate,   // out = silu(first half) * second half; each panel holds 16 gate outputs and the same 16 up outputs
+  kSet,   // out = y
+  kAdd,   // out += y
+  kGate,  // out = silu(first half) * second half; each panel holds 16 gate outputs and the same 16 up outputs
 };
 
 template <Store mode>

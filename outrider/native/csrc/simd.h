@@ -243,7 +243,7 @@ constexpr bool kNarrowSums = false;
 constexpr int kNarrowSteps = 8;
 static_assert(kNarrowSteps * 2 * 15 * 127 <= 32767);
 
-// Words that hold four neighboring bytes of an input row, for weights of so many bits. One word if bytes are multiplied
+// Words that hold four neighboring bytes of an input row, for weights of `bits` bits. One word if bytes are multiplied
 // with bytes. Otherwise two words with two 16-bit numbers each: bytes 1 and 3, then bytes 2 and 4.
 constexpr int byte_words(int bits) { return kByteProducts || (kNarrowSums && bits == 4) ? 1 : 2; }
 

@@ -133,4 +133,4 @@ def _update_builder(builder: ChainBuilder, chains: Sequence[list[int]], logits: 
         positions = [depth if depth < len(chain) else 0 for chain in chains]
         at_depth = [seq_logits[i] for seq_logits, i in zip(logits, positions, strict=True)]
         stacked = torch.stack(at_depth) if len(at_depth) > 1 else at_depth[0][None]
-        builder.look(stacked, torch.tensor([chain[i] for chain, i in zip(chains, positions, strict=True)]))
+        builder.process(stacked, torch.tensor([chain[i] for chain, i in zip(chains, positions, strict=True)]))

@@ -31,7 +31,7 @@ from outrider.models.draft_chains import ChainBuilder
 from outrider.propose.base import ProposerSetup, must_reproduce
 from outrider.propose.draft_model.confidence import Confidence
 from outrider.propose.draft_model.window import find_window
-from outrider.verify.sampling import SamplingTensors, apply_sampling, draw_params_of
+from outrider.verify.sampling import BatchSampling, SamplingTensors, apply_sampling, draw_params_of
 
 _log = logging.getLogger("outrider")
 _PREFILL_CHUNK = 512  # most tokens that the draft model prefills in one round
@@ -52,8 +52,7 @@ class DraftModelProposer:
         self._setup = setup
         self._model = model
         self._window = find_window(model)
-        self._sampling: SamplingTensors | None = None  # of the sequences of the last batch
-        self._noise: PositionNoise | None = None  # of the same sequences
+        self._sampling = BatchSampling(setup.vocab, setup.device)
         self._batch: Batch | None = None  # what the draft model has staged in this round
         self._draft = tree.empty(1, setup.device)  # the draft for the sequences of `_batch`
         self._proposed = self._draft  # the same draft for all sequences of the target's batch
@@ -196,7 +195,7 @@ class DraftModelProposer:
         return budget
 
     def _draft_chains(self, batch: Batch) -> Draft:
-        sampling = self._sampling_of(batch)
+        sampling = self._sampling.of(batch.seqs)
         # If an output must be reproduced, the end tokens of another sequence must not stop its chain.
         ends = frozenset[int]()
         if not any(must_reproduce(seq, self._setup.draw) for seq in batch.seqs):
@@ -230,7 +229,7 @@ class DraftModelProposer:
     def _draws(self, batch: Batch) -> Draws:
         """Return the randomness of the draft tokens of a round."""
         depth = max(batch.draft_budget)
-        noise = self._noise_of(batch)
+        noise = self._sampling.noise(batch.seqs)
         params = tuple(draw_params_of(seq, self._setup.vocab) for seq in batch.seqs)
         if self._setup.draw is Draw.RACE:
             return Draws(params=params, race_keys=noise.race_keys(torch.arange(depth).expand(len(batch.seqs), depth)))
@@ -238,7 +237,7 @@ class DraftModelProposer:
 
     def _draft_by_token(self, batch: Batch, sampling: SamplingTensors, stop_rule: StopRule) -> Draft:
         """Draft with one pass of the model for each token."""
-        noise = self._noise_of(batch)
+        noise = self._sampling.noise(batch.seqs)
         draft = tree.empty(len(batch.seqs), self._setup.device)
         uniform = noise.uniforms(max(batch.draft_budget), batch.noise_stream)
         distributions: list[torch.Tensor] = []  # [B, V] by depth
@@ -247,13 +246,13 @@ class DraftModelProposer:
         while builder.depth < max(builder.count):
             if builder.depth:
                 scores = self._model.score(batch, draft, first=builder.depth - 1)
-            logits = _fit(scores.logits, self._setup.vocab)
+            logits = fit_vocabulary(scores.logits, self._setup.vocab)
             q = apply_sampling(logits, sampling, draft, last=True)[:, 0]
             # The distribution of a greedy sequence is one-hot. Taking the argmax is the fastest way to its token.
             chosen = q.argmax(-1) if sampling.all_greedy else self._choose_token(q, noise, uniform, builder.depth)
             tokens = torch.cat([draft.tokens, chosen[:, None]], 1)
             distributions.append(q)
-            builder.look(logits[:, -1], chosen, None if scores.confidence is None else scores.confidence[:, -1])
+            builder.process(logits[:, -1], chosen, None if scores.confidence is None else scores.confidence[:, -1])
             draft = tree.chain(tokens, tuple(min(count, builder.depth) for count in builder.count))
         self._margins = builder.margins
         if self._setup.draw is Draw.ARGMAX or sampling.all_greedy or not distributions:
@@ -298,16 +297,6 @@ class DraftModelProposer:
             case Draw.RACE:
                 return noise.sample_race(q, torch.full((len(q),), depth, device=q.device))
 
-    def _sampling_of(self, batch: Batch) -> SamplingTensors:
-        if self._sampling is None or self._sampling.seqs != batch.seqs:
-            self._sampling = SamplingTensors.of(batch.seqs, self._setup.vocab, self._setup.device)
-            self._noise = PositionNoise(self._sampling.seed, self._sampling.seed)
-        return self._sampling
-
-    def _noise_of(self, batch: Batch) -> PositionNoise:
-        assert self._noise is not None
-        return self._noise.at(tree.upload([len(seq.token_ids) for seq in batch.seqs], self._setup.device))
-
 
 def prefilling_seqs(batch: Batch, draft_batch: Batch | None) -> int:
     """Return the number of sequences with a draft budget that the draft model still prefills."""
@@ -330,7 +319,7 @@ def _with_budget(values: Sequence[Sequence[float]] | None, budget: tuple[int, ..
     return values and tuple(each if count else () for each, count in zip(values, budget, strict=True))
 
 
-def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
+def fit_vocabulary(logits: torch.Tensor, vocab: int) -> torch.Tensor:
     """Cut or pad logits to the target's vocabulary. Models of a family may pad their vocabularies differently."""
     missing = vocab - logits.shape[-1]
     return functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab]

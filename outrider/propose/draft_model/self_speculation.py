@@ -12,6 +12,7 @@ import torch
 
 from outrider.cache.shared import SharedCache
 from outrider.core import tree
+from outrider.core.config import QUANTIZE_BITS
 from outrider.core.types import Batch, Draft, SequenceState
 from outrider.errors import MODEL_ERRORS, OutriderError
 from outrider.models.base import SelfDraftTarget, Target
@@ -19,7 +20,6 @@ from outrider.propose.base import ProposerSetup, parse_count
 from outrider.propose.draft_model.cascade import cascade
 from outrider.propose.draft_model.chain import DraftModelProposer
 
-_BITS = {"int8": 8, "int4": 4}
 _MAX_FEED = 16  # no draft for feeds of this many tokens: feeding them twice costs more than the draft saves
 
 
@@ -89,9 +89,10 @@ def quantized_proposer(argument: str, setup: ProposerSetup) -> DraftModelPropose
 
 def quantized_bits(argument: str) -> int:
     """Parse the bits per weight of `quantized:int4` or `quantized:int8`."""
-    if argument not in _BITS:
-        raise OutriderError(f"quantized:{argument} is unknown; write {' or '.join(f'quantized:{n}' for n in _BITS)}")
-    return _BITS[argument]
+    if argument not in QUANTIZE_BITS:
+        known = " or ".join(f"quantized:{name}" for name in QUANTIZE_BITS)
+        raise OutriderError(f"quantized:{argument} is unknown; write {known}")
+    return QUANTIZE_BITS[argument]
 
 
 def _self_draft_target(setup: ProposerSetup) -> SelfDraftTarget:

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 import torch
-from torch.nn import functional
 
 from outrider.core import tree
 from outrider.core.noise import inverse_cdf
@@ -25,7 +24,7 @@ from outrider.core.types import Batch, Draft, DraftKind, Draw, Packed, Round, Se
 from outrider.models.base import Target
 from outrider.propose.acceptance import AcceptanceEstimator
 from outrider.propose.base import ProposerSetup
-from outrider.propose.draft_model.chain import DraftModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer, fit_vocabulary
 from outrider.propose.draft_model.tree_shapes import best_first, pruning_threshold
 from outrider.propose.tree_builder import TreeBuilder, build_draft
 from outrider.verify.sampling import SamplingTensors, apply_sampling
@@ -41,8 +40,8 @@ _NUM_DEPTHS = 2  # depths with their own statistics: a child of an accepted draf
 _PRIOR_WEIGHT = 30.0  # high, because a plan takes the best of many estimates and would prefer the overestimated ones
 _DECAY = 0.998
 _SECOND_CHILD_SHARE = 0.8  # prior acceptance of a second child, as a share of what the first one leaves
-_ROOT = -1  # used as a node
-_PADDING = -2  # used as a node
+_ROOT = -1  # in place of a node
+_PADDING = -2  # in place of a node
 
 
 class _AcceptanceByRank:
@@ -61,7 +60,11 @@ class _AcceptanceByRank:
         return self.accept_prob((sampled, rank, _NUM_DEPTHS), _RANK_PRIORS[rank])
 
     def by_peak(self, rank: int, depth: int, peak: int) -> float:
-        """Return the same for a sampled token, from its depth and the odds level of the likeliest token in q."""
+        """Return the same for a sampled token, from its depth and the odds level of the likeliest token in q.
+
+        The prior of the first rank rises from 0.4 to 1 with the odds. From the third rank on, each rank has half of the
+        rank before.
+        """
         if rank > 1:
             prior = self.by_peak(rank - 1, depth, peak) / 2
         else:
@@ -146,13 +149,8 @@ class _TreeGrowth:
     def best(self) -> tuple[TreeBuilder, list[int]]:
         """Return the likeliest draft tokens within the budget, and the index in `fed` of the parent of each."""
         accept_prob = self.builder.accept_prob
-        best = TreeBuilder()
-        new_nodes = {_ROOT: -1}
         nodes = sorted(range(len(accept_prob)), key=lambda node: (-accept_prob[node], node))[: self.budget]
-        for node in nodes:
-            parent = new_nodes[self.builder.parent[node]]
-            new_nodes[node] = best.add(self.builder.tokens[node], parent, accept_prob[node])
-        return best, [self.fed_index[self.builder.parent[node]] for node in nodes]
+        return self.builder.select(nodes), [self.fed_index[self.builder.parent[node]] for node in nodes]
 
 
 class TreeProposer(DraftModelProposer):
@@ -208,10 +206,10 @@ class TreeProposer(DraftModelProposer):
         Returns:
             [B, 1 + F, V], the draft model's distributions after the committed text and after each fed node.
         """
-        sampling = self._sampling_of(batch)
+        sampling = self._sampling.of(batch.seqs)
         not_greedy = torch.zeros_like(sampling.greedy)
         self._soft_sampling = replace(sampling, greedy=not_greedy, all_greedy=False, sampled=(True,) * len(batch.seqs))
-        uniform = self._noise_of(batch).uniforms(max(batch.draft_budget), batch.noise_stream)
+        uniform = self._sampling.noise(batch.seqs).uniforms(max(batch.draft_budget), batch.noise_stream)
         stop_rule = StopRule(weight=(), bias=(), min_draft_probs=batch.min_draft_probs)
         self._fed = tree.empty(len(batch.seqs), self._setup.device)
         distributions = [self._distributions(batch, -1)]
@@ -238,9 +236,7 @@ class TreeProposer(DraftModelProposer):
         If `first` is negative, return those after the committed text.
         """
         assert self._soft_sampling is not None
-        logits = self._model.score(batch, self._fed, first).logits[..., : self._setup.vocab]
-        missing = self._setup.vocab - logits.shape[-1]  # models of a family may pad their vocabularies differently
-        logits = functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+        logits = fit_vocabulary(self._model.score(batch, self._fed, first).logits, self._setup.vocab)
         if first < 0 or not (self._soft_sampling.any_penalty or self._soft_sampling.any_minimum):
             return apply_sampling(logits, self._soft_sampling, self._fed, last=True)
         # Penalties depend on the path to a node, so the logits must cover all nodes.

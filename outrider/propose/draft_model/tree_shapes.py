@@ -113,8 +113,8 @@ def best_size(
 def best_first(children: Callable[[tuple[int, ...]], Sequence[float]], nodes: int) -> TreeShape:
     """Return the `nodes` likeliest nodes of an infinite tree, likeliest first: Wang et al. 2024 (OPT-Tree), section 3.
 
-    No tree of so many nodes has more expected accepted tokens, because no node is likelier than its parent or than its
-    previous sibling.
+    No other tree with this number of nodes has more expected accepted tokens, because no node is likelier than its
+    parent or than its previous sibling.
 
     Args:
         children: returns the conditional probabilities of a node's children, from the ranks on the node's path. They

@@ -3,7 +3,8 @@
 A draft model whose positions end before the target's could not draft beyond them. It reads a window instead: the last
 tokens of the sequence, at positions from 0 on. When the window is full, it moves on by half of its size, and the draft
 model reads the tokens that remain in it again. So each output token costs one prefilled token of the draft model, and
-the text that it sees is never one that it was not trained for (Xiao et al. 2024, "sliding window with re-computation").
+the draft model never sees positions that it was not trained for (Xiao et al. 2024, "sliding window with
+re-computation").
 
 A smaller window also makes drafts cheaper, because the draft model reads fewer keys and values for each token.
 """
@@ -19,7 +20,7 @@ from outrider.models.base import ChainSampler, Target
 from outrider.propose.vocabulary.wrapped_target import WrappedTarget
 
 MIN_WINDOW = 16  # tokens
-_MAX_RESERVE = 64  # tokens that a window has free for a draft, at least; smaller windows a quarter of their size
+_MAX_RESERVE = 64  # tokens that a window reserves for a draft; a window below 256 tokens reserves a quarter
 
 
 class WindowedTarget(WrappedTarget):

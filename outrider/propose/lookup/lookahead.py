@@ -1,8 +1,8 @@
 """Lookahead decoding: the target itself generates n-grams that are drafted later (Fu et al. 2024).
 
 Window tokens are predictions of tokens that come a few positions later. The target scores them in the same pass as the
-draft tokens. Its choices after them, a step of Jacobi iteration, form n-grams. These wait in a pool until the sequence
-reaches their first token.
+draft tokens. Its choices after them, a step of Jacobi iteration, form n-grams. A pool keeps the n-grams. When the
+sequence reaches the first token of an n-gram, its other tokens are drafted.
 """
 
 from __future__ import annotations
@@ -236,13 +236,7 @@ def _likeliest_first(builder: TreeBuilder) -> tuple[TreeBuilder, list[int]]:
     """Return the tree with likelier nodes first, and the old index of each node."""
     # Parents stay before their children, because they came first and the sort is stable.
     order = sorted(range(len(builder.tokens)), key=lambda node: -builder.accept_prob[node])
-    new_nodes = {-1: -1} | {node: i for i, node in enumerate(order)}
-    ordered = TreeBuilder(
-        [builder.tokens[node] for node in order],
-        [new_nodes[builder.parent[node]] for node in order],
-        [builder.accept_prob[node] for node in order],
-    )
-    return ordered, order
+    return builder.select(order), order
 
 
 class _ScoredTree(NamedTuple):

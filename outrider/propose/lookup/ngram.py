@@ -17,7 +17,7 @@ _MAX_NGRAM_BEFORE_GAP = 3  # tokens
 _MAX_DEPTH = 4  # deeper draft tokens share their acceptance statistics
 _MIN_ACCEPT_PROB = 0.08  # draft tokens with a lower estimated acceptance are left out
 
-# Tokens of the n-gram, tokens of the gap, and number of positions of an n-gram without a gap.
+# Tokens of the n-gram, tokens of the gap, and number of positions of the n-gram (0 with a gap).
 _MatchKind = tuple[int, int, int]
 
 
@@ -111,12 +111,7 @@ class _TreeGrowth:
         accept_prob = self._builder.accept_prob
         # A parent is never less likely than its children and was added before them, and the sort is stable.
         order = sorted(range(len(self._kinds)), key=lambda node: -accept_prob[node])[:count]
-        best = TreeBuilder()
-        new_nodes = {-1: -1}
-        for node in order:
-            parent = new_nodes[self._builder.parent[node]]
-            new_nodes[node] = best.add(self._builder.tokens[node], parent, accept_prob[node])
-        return best, [self._kinds[node] for node in order]
+        return self._builder.select(order), [self._kinds[node] for node in order]
 
 
 class NgramProposer:

@@ -15,7 +15,7 @@ from outrider.propose.base import ProposerSetup, parse_count
 from outrider.propose.lookup.datastore import LONGEST, SORTED, Datastore, fingerprint, vocabulary
 from outrider.propose.tree_builder import TreeBuilder, build_draft
 
-SHORTEST = 2  # tokens of a suffix; a single token says too little about what follows
+SHORTEST = 2  # tokens of a suffix; a single token predicts too little
 _PRIOR_COUNT = 40  # occurrences added to the denominator of the prior, divided by the square of the matched length
 _MAX_SAMPLES = 128  # occurrences that a lookup considers
 _MAX_DEPTH = SORTED - LONGEST  # draft tokens; up to there, occurrences with equal continuations are adjacent

@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Iterable
 from itertools import islice
 
-# Suffixes, longest first, whose count a new token raises. A repetitive sequence has as many suffixes as tokens. A short
-# suffix is only needed if nothing followed a longer one.
+# Number of suffixes, longest first, whose counts a new token raises. A repetitive sequence has as many suffixes as
+# tokens, so counting all of them would take quadratic time. A short suffix is needed only if nothing followed a longer
+# one.
 _MAX_COUNTED_SUFFIXES = 16
 
 

@@ -23,8 +23,8 @@ _NUM_KINDS = (_MAX_MATCH_BITS + 1) * (_SHARE_LEVELS + 1)  # for the sequence its
 # - token
 # - acceptance probability if its parent is accepted
 # - kind
-# - state of the automaton after the token; 0 if the sequence never continued so
-# - number of last tokens that match this state; 0 if the sequence never continued so
+# - state of the automaton after the token; 0 if the sequence never continued with the token
+# - number of last tokens that match this state; 0 likewise
 # - bit mask of the past outputs' continuations that contain the token
 _Step = tuple[int, float, int, int, int, int]
 
@@ -172,5 +172,6 @@ def _mean_share(kind: int) -> float:
 
 def _prior_factor(kind: int) -> float:
     """Return the factor before anything is learned. It rises with the length of the match."""
-    mean_length = 0.75 * 2.0 ** (kind % _NUM_KINDS // (_SHARE_LEVELS + 1))  # of the matches with so many binary digits
+    match_bits = kind % _NUM_KINDS // (_SHARE_LEVELS + 1)
+    mean_length = 0.75 * 2.0**match_bits  # of matches whose length has this number of binary digits
     return mean_length / (mean_length + 1)

@@ -26,7 +26,7 @@ class VocabularyMap:
 
     Each id of the target becomes one id of the draft model, so positions are the same in both. It is the counterpart of
     the id, or a substitute if the draft model has none: the last of the draft tokens that spell the same text. After a
-    substitute the draft is worse, but the output distribution is the target's own all the same.
+    substitute the draft is worse, but the output still has the target's distribution.
     """
 
     def __init__(self, shared: Sequence[int], stand_in: Sequence[int], *, tokens: int | None = None) -> None:

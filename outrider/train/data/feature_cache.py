@@ -17,7 +17,7 @@ from outrider.core.types import Request
 from outrider.engine.build import EngineParts
 from outrider.errors import OutriderError
 from outrider.parallel.processes import world_size
-from outrider.plan.store import model_print
+from outrider.plan.store import model_fingerprint
 from outrider.train.data.sample import Sample
 
 _FORMAT = 3  # version of the files; files of another version are not found
@@ -114,4 +114,4 @@ class FeatureCache:
 def origin_of(parts: EngineParts, folder: str | Path, kv_layers: Sequence[int] = ()) -> str:
     """Return where states come from: the target's weights, its dtype and kernels, and the layers of recorded KV."""
     optional = [list(kv_layers)] if kv_layers else []
-    return json.dumps([model_print(Path(folder)), str(parts.dtype), parts.target.kernels, *optional])
+    return json.dumps([model_fingerprint(Path(folder)), str(parts.dtype), parts.target.kernels, *optional])

@@ -19,9 +19,10 @@ from outrider.verify.verdict import path_to, prob_of, tokens_before, verdict_of
 def bins(order: torch.Tensor, distance: int) -> VerifyFunction:
     """Return the rule that accepts a draft token within `distance` bins of the target's own token y, sampled from p.
 
-    The rule emits the nearest child of a node that is near enough, and y if there is none. It verifies trees. A token
-    that is no bin is accepted only if it is y. A draft token without probability under p is not accepted, with one
-    exception: under a one-hot p, as in greedy decoding, a draft token that was chosen without randomness is.
+    At each node, the rule accepts the child that is nearest to y, if it is within the distance. Otherwise it emits y.
+    It verifies trees. A token that is no bin is accepted only if it is y. A draft token without probability under p is
+    not accepted, with one exception: if p is one-hot, as in greedy decoding, a draft token that was chosen without
+    randomness may be.
 
     Args:
         order: [V] int64 the bin of each token; -1: the token is no bin.
@@ -33,7 +34,7 @@ def bins(order: torch.Tensor, distance: int) -> VerifyFunction:
 def _verify(draft: Draft, p: torch.Tensor, noise: Noise, *, order: torch.Tensor, distance: int) -> Verdict:
     sample = noise.sample_race(p, tokens_before(draft))  # [B, 1 + N]
     seqs = torch.arange(len(p), device=p.device)
-    far = max(len(order), distance + 1)  # of a token that may not be accepted
+    far = max(len(order), distance + 1)  # the gap of a token that may not be accepted
     valid = tree.valid_nodes(draft) & (draft.tokens >= 0) & (draft.tokens < p.shape[-1])
     token = draft.tokens.clamp(0, p.shape[-1] - 1)
     at = torch.full_like(draft.count, -1)

@@ -1,7 +1,7 @@
 """Groups of tokens, and the rule that is exact for them: rejection sampling of the group of a draft token.
 
 A token of n groups counts for each of them with a share of 1 / n. So a distribution over tokens gives a distribution
-over groups, and tokens of one group may stand for each other.
+over groups, and tokens of one group may replace each other.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_CHUNK = 1 << 24  # most distances that are computed at once
+MAX_DISTANCES = 1 << 24  # most distances that are computed at once, which take 64 MB
 _ITERATIONS = 25
 
 
@@ -35,6 +35,6 @@ def kmeans(
 
 def nearest(points: torch.Tensor, centers: torch.Tensor) -> torch.Tensor:
     """Return [N], the index of the center [C, D] that is nearest to each point [N, D]."""
-    rows = max(_CHUNK // len(centers), 1)
+    rows = max(MAX_DISTANCES // len(centers), 1)
     starts = range(0, len(points), rows)
     return torch.cat([torch.cdist(points[start : start + rows], centers).argmin(1) for start in starts])

@@ -29,7 +29,7 @@ class RuleOptions:
         for part in text.split(",") if colon else ():
             name, equals, value = part.partition("=")
             if not equals or not value or name in self._values:
-                raise self.error(f"has {part!r} among its options, which is not OPTION=VALUE once")
+                raise self.error(f"has the option {part!r}; write OPTION=VALUE, and each option once")
             if name not in known:
                 raise self.error(f"has the unknown option {name}; use {', '.join(known)}")
             self._values[name] = value
@@ -53,7 +53,7 @@ class RuleOptions:
         return value
 
     def count(self, name: str, *, least: int, default: int | None = None) -> int:
-        """Return a whole number, at least `least`. None as the default: the option is needed."""
+        """Return a whole number of at least `least`. If `default` is None, the option must be given."""
         text = self._values.get(name, str(default))
         if not text.isdecimal() or int(text) < least:
             raise self.error(f"needs a whole number {name} of at least {least}")

@@ -48,12 +48,12 @@ class _Kind:
     draw: Draw = Draw.SAMPLE
     trees: bool = False
     relaxes_greedy: bool = False
-    records_law: bool = False
+    records_distribution: bool = False
     similar: bool = False  # compares tokens, by a table or else by the target's embedding
 
 
 def relaxed_verifier(expression: str) -> Verifier:
-    """Return the verifier of an expression. It verifies after `for_target` only, when its table has met the target.
+    """Return the verifier of an expression. Call `Verifier.for_target` before it verifies a draft.
 
     Raises:
         OutriderError: the rule or an option is unknown or invalid, or its table cannot be read.
@@ -63,7 +63,7 @@ def relaxed_verifier(expression: str) -> Verifier:
     bound, bind = kind.make(options)
 
     def unbound(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
-        raise OutriderError(f"verifier {expression} has not met a target; use Verifier.for_target")
+        raise OutriderError(f"verifier {expression} has no target yet; call Verifier.for_target first")
 
     return Verifier(
         name=expression,
@@ -74,7 +74,7 @@ def relaxed_verifier(expression: str) -> Verifier:
         bound=bound,
         bind=bind,
         relaxes_greedy=kind.relaxes_greedy,
-        records_law=kind.records_law,
+        records_distribution=kind.records_distribution,
     )
 
 
@@ -84,7 +84,7 @@ def is_relaxed(name: str) -> bool:
 
 
 def reads_embedding(name: str) -> bool:
-    """Return whether the name of a verifier is a relaxed rule whose similar tokens come from the target's embedding."""
+    """Return whether a verifier is a relaxed rule that compares tokens by the target's embedding."""
     rule, _, options = name.partition(":")
     return (
         is_relaxed(name)
@@ -94,7 +94,7 @@ def reads_embedding(name: str) -> bool:
 
 
 def with_absolute_table(expression: str) -> str:
-    """Return the expression with the absolute path of its table, which does not depend on the current folder."""
+    """Return the expression with the absolute path of its table, so that it does not depend on the current folder."""
     name, colon, text = expression.partition(":")
     if name not in RELAXED or not colon:
         return expression
@@ -165,10 +165,14 @@ def _pcg(options: RuleOptions) -> tuple[Bound, Bind]:
 def _bins(options: RuleOptions) -> tuple[Bound, Bind]:
     distance = options.count("distance", least=0)
     path = options.path("table")
-    if (path is None) != (options.has("first") and options.has("last")):
+    ends_given = [options.has("first"), options.has("last")]
+    if path is not None and any(ends_given):
+        raise options.error("has first or last, and its table names the tokens; leave them out")
+    if path is None and not all(ends_given):
         raise options.error("needs a table of bins, or first and last token of the bins")
     table = None if path is None else Table.read(path, ("bins",))
-    first, last = options.count("first", least=0, default=0), options.optional_count("last", least=0)
+    first = options.count("first", least=0, default=0)
+    last = options.optional_count("last", least=0)
 
     def bind(facts: TargetFacts) -> VerifyFunction:
         if table is None:
@@ -245,6 +249,6 @@ RELAXED: Mapping[str, _Kind] = MappingProxyType(
             trees=True,
             relaxes_greedy=True,
         ),
-        "blend": _Kind(options=("share",), example="blend:share=0.1", make=_blend, records_law=True),
+        "blend": _Kind(options=("share",), example="blend:share=0.1", make=_blend, records_distribution=True),
     }
 )

@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 
 from outrider.errors import OutriderError
 from outrider.verify.relaxed.groups import OverlappingGroups
-from outrider.verify.relaxed.kmeans import kmeans
+from outrider.verify.relaxed.kmeans import MAX_DISTANCES, kmeans
 from outrider.verify.rules import TargetFacts
 
 _KINDS = ("neighbours", "groups", "bins")  # what a JSON file may hold
-_CHUNK = 1 << 24  # most distances that are computed at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +115,7 @@ class Points:
         if k >= count:
             raise OutriderError(f"k is {k}, and {count} tokens have an embedding; use a smaller k")
         nearest = []
-        rows = max(_CHUNK // count, 1)
+        rows = max(MAX_DISTANCES // count, 1)
         for begin in range(0, count, rows):
             distance = torch.cdist(self.embedding[begin : begin + rows], self.embedding)
             own = torch.arange(begin, begin + len(distance), device=distance.device)
@@ -187,7 +186,8 @@ def _read_embedding(path: Path) -> Table:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise OutriderError(f"table {path} cannot be read ({error}); give a .safetensors or .json file") from None
-    embedding, tokens = tensors.get("embedding"), tensors.get("tokens")
+    embedding = tensors.get("embedding")
+    tokens = tensors.get("tokens")
     if embedding is None or embedding.dim() != 2 or not bool(embedding.float().isfinite().all()):
         raise OutriderError(f"table {path} has no finite tensor embedding [tokens, dimensions]; add it")
     if tokens is not None:
