@@ -43,14 +43,17 @@ from outrider.parallel.ranks import join
 # Architectures with recurrent layers that the tests show to be exact.
 _RECURRENT = frozenset(
     {
+        "bailing_hybrid",
         "bamba",
         "falcon_h1",
         "falcon_mamba",
         "granitemoehybrid",
         "jamba",
         "kimi_linear",
+        "lara_mini",
         "lfm2",
         "lfm2_moe",
+        "lfm3",
         "mamba",
         "mamba2",
         "minimax",
@@ -63,7 +66,9 @@ _RECURRENT = frozenset(
         "qwen3_next",
         "recurrent_gemma",
         "rwkv",
+        "zamba",
         "zamba2",
+        "zaya",
     }
 )
 # Encoder-decoder models that the tests show to be exact.

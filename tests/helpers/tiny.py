@@ -34,16 +34,16 @@ from tests.helpers.architectures import ARCHITECTURES as ARCHITECTURES
 from tests.helpers.architectures import ATTENTION as ATTENTION
 from tests.helpers.architectures import ENCODER_DECODER as ENCODER_DECODER
 from tests.helpers.architectures import EVERY as EVERY
-from tests.helpers.architectures import LAYERS as LAYERS
 from tests.helpers.architectures import NOT_IN_TRANSFORMERS as NOT_IN_TRANSFORMERS
 from tests.helpers.architectures import RECURRENT as RECURRENT
 from tests.helpers.architectures import REFUSED as REFUSED
 from tests.helpers.architectures import REFUSED_BY_CHECK as REFUSED_BY_CHECK
 from tests.helpers.architectures import SPEECH as SPEECH
 from tests.helpers.architectures import TABLE as TABLE
-from tests.helpers.architectures import VOCAB as VOCAB
-from tests.helpers.architectures import WINDOW as WINDOW
-from tests.helpers.architectures import make_config as make_config
+from tests.helpers.configs import LAYERS as LAYERS
+from tests.helpers.configs import VOCAB as VOCAB
+from tests.helpers.configs import WINDOW as WINDOW
+from tests.helpers.configs import make_config as make_config
 
 _LOUDER = {"decoder.embed": 5, "encoder_attn": 4, "conv": 4}  # factors of weights of speech models
 

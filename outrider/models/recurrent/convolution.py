@@ -27,10 +27,14 @@ def advance(
         weight: [C, 1, K].
         bias: [C].
     """
-    add_entries(staged, {NAME: inputs})
-    window = _windows(staged, rows.taps(weight.shape[-1]))  # [B, L, K, C]
-    out = (window * weight[:, 0].T).sum(2)
+    out = (windows(staged, inputs, rows, weight.shape[-1]) * weight[:, 0].T).sum(2)
     return out if bias is None else out + bias
+
+
+def windows(staged: Staged, inputs: torch.Tensor, rows: Rows, size: int) -> torch.Tensor:
+    """Add new inputs [B, L, C] and return the last `size` inputs up to each, [B, L, size, C]."""
+    add_entries(staged, {NAME: inputs})
+    return _windows(staged, rows.taps(size))
 
 
 def state_after(staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:
