@@ -24,7 +24,9 @@ from tests.helpers.configs import (
     config_of,
     gpt_config_of,
     make_config,
+    text_within,
 )
+from tests.helpers.further_architectures import COMMON, RARE
 
 
 def _gemma3() -> PreTrainedConfig:
@@ -69,7 +71,7 @@ _DELTA = {
     "linear_value_head_dim": 8,
 }
 
-ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
+_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": config_of("LlamaConfig", attention_bias=True),
     "qwen2": config_of("Qwen2Config", use_sliding_window=True, sliding_window=WINDOW, layer_types=MIXED),
     "qwen3": config_of("Qwen3Config", head_dim=16),
@@ -184,11 +186,15 @@ ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
     "doge": config_of("DogeConfig", pad_token_id=0),
 }
 if transformers.GPTJForCausalLM._supports_attention_backend:  # not before transformers 5.24
-    ATTENTION["gptj"] = gpt_config_of("GPTJConfig", rotary_dim=4)
+    _ATTENTION["gptj"] = gpt_config_of("GPTJConfig", rotary_dim=4)
+
+ATTENTION: Mapping[str, Callable[[], PreTrainedConfig]] = {**_ATTENTION, **COMMON, **RARE}
 
 RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside attention layers
     "mamba": config_of("MambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64),
-    "falcon_mamba": config_of("FalconMambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64),
+    "falcon_mamba": config_of(
+        "FalconMambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64
+    ),
     "mamba2": config_of(
         "Mamba2Config",
         num_heads=8,
@@ -275,6 +281,11 @@ RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside 
     ),
     "qwen3_5_moe_text": config_of(
         "Qwen3_5MoeTextConfig", layer_types=_LINEAR, shared_expert_intermediate_size=24, **EXPERTS, **_DELTA
+    ),
+    "qwen3_5": text_within("Qwen3_5Config", config_of("Qwen3_5TextConfig", layer_types=_LINEAR, **_DELTA)),
+    "qwen3_5_moe": text_within(
+        "Qwen3_5MoeConfig",
+        config_of("Qwen3_5MoeTextConfig", layer_types=_LINEAR, shared_expert_intermediate_size=24, **EXPERTS, **_DELTA),
     ),
     "olmo_hybrid": config_of(
         "OlmoHybridConfig", layer_types=_LINEAR, **_DELTA | {"linear_num_key_heads": 4, "head_dim": ...}
@@ -482,6 +493,7 @@ class Architecture:
     quantized: str  # by `--quantize` on torch: yes, without experts, LM head only, or no
     prefixes: bool  # whether requests share the cache of a common prefix
     graphs: bool  # whether passes can be recorded as CUDA graphs
+    rare: bool  # only the slow tests run it
 
     @property
     def native(self) -> bool:
@@ -502,6 +514,7 @@ def _architecture(name: str, kind: str, config: Callable[[], PreTrainedConfig]) 
         quantized="no" if kind in _WITH_ENCODER else quantized,
         prefixes=kind not in _WITH_ENCODER,
         graphs=kind == "attention" and name not in _NO_GRAPHS,
+        rare=name in RARE,
     )
 
 
@@ -516,8 +529,8 @@ NOT_IN_TRANSFORMERS = ("baichuan", "chatglm", "internlm2", "minicpm", "openelm",
 _UNREPLACED, _LAYERS = "cannot replace its attention", "layers of type .* are not supported yet"
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and the reason
     "gpt_neo": ({}, _UNREPLACED),
-    "lfm3": ({}, _LAYERS),
-    "zamba": ({}, _LAYERS),
+    "deepseek_v32": ({}, _LAYERS),
+    "qwen4_exp_text": ({}, _LAYERS),
     "moshi": ({}, "use different windows"),
     "led": ({}, "of encoder-decoder models only bart, .* are supported"),
     "bert": ({}, "not a causal language model"),
@@ -525,4 +538,8 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and t
 }
 REFUSED_BY_CHECK: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "bert-generation": (config_of("BertGenerationConfig", is_decoder=False), "differ from the model's own"),
+    "hrm_text": (
+        config_of("HrmTextConfig", head_dim=8, num_key_value_heads=...),
+        "it has no list of 32 decoder layers",  # but two lists, which run in turns
+    ),
 }

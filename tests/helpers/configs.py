@@ -47,3 +47,8 @@ def gpt_config_of(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": LAYERS, "n_positions": 128, "vocab_size": VOCAB}
     rest = {"initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
     return lambda: getattr(transformers, name)(**sizes | rest | settings)
+
+
+def text_within(name: str, text: Callable[[], PreTrainedConfig], **settings: Any) -> Callable[[], PreTrainedConfig]:
+    """The configuration of a larger model of class `name` that contains a text model."""
+    return lambda: getattr(transformers, name)(text_config=text().to_dict(), tie_word_embeddings=False, **settings)
