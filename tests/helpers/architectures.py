@@ -444,30 +444,65 @@ EVERY = {**ARCHITECTURES, **ENCODER_DECODER, **SPEECH}
 _ONLY_LM_HEAD = frozenset({"gpt2"})  # its other layers are no linear layers of torch
 _WITHOUT_EXPERTS = frozenset(
     {
+        "afmoe",
+        "aria_text",
+        "axk1",
+        "bailing_hybrid",
+        "beam",
+        "cohere2_moe",
+        "dbrx",
+        "deepseek_v2",
         "deepseek_v3",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "flint",
+        "glm4_moe",
+        "glm4_moe_lite",
         "gpt_oss",
         "granitemoe",
+        "granitemoe_swa",
         "granitemoehybrid",
+        "granitemoeshared",
+        "hunyuan_v1_moe",
+        "hy_v3",
         "jamba",
+        "jetmoe",
         "kimi_linear",
+        "kolibri1",
+        "laguna",
+        "lara_mini",
         "lfm2_moe",
+        "llama4",
         "llama4_text",
         "llama4_text without temperature",
+        "longcat_flash",
+        "mellum",
+        "mimo_v2_flash",
         "minimax",
+        "minimax_m2",
+        "minimax_m3_vl_text",
         "mixtral",
         "nemotron_h",
         "olmoe",
         "phimoe",
         "qwen2_moe",
+        "qwen3_5_moe",
         "qwen3_5_moe_text",
         "qwen3_moe",
         "qwen3_next",
+        "sarvam_mla",
+        "sarvam_moe",
+        "solar_open",
+        "zaya",
     }
 )
 # Passes of attention models that cannot be recorded as CUDA graphs.
 _NO_GRAPHS = frozenset(
     {
         "granitemoehybrid without recurrence",  # transformers reads values of tensors in the pass
+        "dbrx",  # the same
         "llama with dynamic rope",  # the same
         # Their attention layers are replaced.
         "bloom",
