@@ -503,6 +503,7 @@ _NO_GRAPHS = frozenset(
     {
         "granitemoehybrid without recurrence",  # transformers reads values of tensors in the pass
         "dbrx",  # the same
+        "longcat_flash",  # a layer has two attention modules
         "llama with dynamic rope",  # the same
         # Their attention layers are replaced.
         "bloom",

@@ -12,6 +12,7 @@ from tests.helpers.configs import (
     LAYERS,
     MIXED,
     NO_NAMES,
+    VOCAB,
     WINDOW,
     config_of,
     gpt_config_of,
@@ -49,14 +50,10 @@ def _dbrx() -> PreTrainedConfig:
 
 
 COMMON: Mapping[str, Callable[[], PreTrainedConfig]] = {
-    "afmoe": config_of(
-        "AfmoeConfig", head_dim=8, num_shared_experts=1, num_dense_layers=1, mup_enabled=True, **_SLIDING, **EXPERTS
-    ),
     "apertus": config_of("ApertusConfig"),
     "cohere2_moe": config_of(
         "Cohere2MoeConfig", head_dim=8, num_shared_experts=1, num_experts=4, num_experts_per_tok=2, **_SLIDING
     ),
-    "dbrx": _dbrx,
     "deepseek_v2": config_of(
         "DeepseekV2Config", first_k_dense_replace=1, n_shared_experts=1, **_ROUTED, **_LATENT_HEADS
     ),
@@ -64,9 +61,17 @@ COMMON: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "ernie4_5_moe": config_of(
         "Ernie4_5_MoeConfig", moe_intermediate_size=24, moe_k=2, moe_num_experts=4, moe_num_shared_experts=1
     ),
-    "exaone_moe": config_of("ExaoneMoeConfig", num_shared_experts=1, **_SLIDING, **EXPERTS),
     "gemma4": text_within(
-        "Gemma4Config", config_of("Gemma4TextConfig", head_dim=8, global_head_dim=16, pad_token_id=0, **_SLIDING)
+        "Gemma4Config",
+        config_of(
+            "Gemma4TextConfig",
+            head_dim=8,
+            global_head_dim=16,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCAB,
+            pad_token_id=0,
+            **_SLIDING,
+        ),
     ),
     "gemma4_unified": text_within(
         "Gemma4UnifiedConfig", config_of("Gemma4UnifiedTextConfig", head_dim=8, pad_token_id=0, **_SLIDING)
@@ -76,9 +81,7 @@ COMMON: Mapping[str, Callable[[], PreTrainedConfig]] = {
         "Glm4MoeConfig", use_qk_norm=True, first_k_dense_replace=1, n_shared_experts=1, head_dim=8, **_ROUTED
     ),
     "glm4_moe_lite": config_of("Glm4MoeLiteConfig", **_DENSE_FIRST, **_ROUTED, **_LATENT_HEADS),
-    "helium": config_of("HeliumConfig", head_dim=8),
     "hunyuan_v1_dense": config_of("HunYuanDenseV1Config", head_dim=8),
-    "jetmoe": config_of("JetMoeConfig", kv_channels=8, num_attention_heads=..., **_LOCAL),
     "llama4": text_within(
         "Llama4Config",
         config_of(
@@ -117,17 +120,15 @@ COMMON: Mapping[str, Callable[[], PreTrainedConfig]] = {
             "llama_4_scaling_beta": 0.1,
         },
     ),
-    "mllama": text_within(
-        "MllamaConfig",
-        config_of("MllamaTextConfig", cross_attention_layers=[1], bos_token_id=0, pad_token_id=0),
-        vision_config={"hidden_size": 16, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2},
-    ),
     "olmo": config_of("OlmoConfig", clip_qkv=2.0),
     "seed_oss": config_of("SeedOssConfig", head_dim=8),
 }
 
 # Only the slow tests run these.
 RARE: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "afmoe": config_of(
+        "AfmoeConfig", head_dim=8, num_shared_experts=1, num_dense_layers=1, mup_enabled=True, **_SLIDING, **EXPERTS
+    ),
     "apertus1p5_text": config_of("Apertus1p5TextConfig"),
     "arcee": config_of("ArceeConfig"),
     "aria_text": config_of("AriaTextConfig", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1),
@@ -138,9 +139,11 @@ RARE: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "cohere_compass_text": config_of("CohereCompassTextConfig", head_dim=8, rope_parameters=_ROPES, **_SLIDING),
     "ctrl": gpt_config_of("CTRLConfig", dff=48),
     "cwm": config_of("CwmConfig", head_dim=8, bos_token_id=0, rope_parameters=_ROPE, **_SLIDING),
+    "dbrx": _dbrx,
     "dory": config_of("DoryConfig", head_dim=8, n_input_layers=1, n_recurrent_layers=2, n_output_layers=1, **_SLIDING),
     "dots1": config_of("Dots1Config", first_k_dense_replace=1, n_shared_experts=1, **_SLIDING, **_ROUTED),
     "exaone": config_of("ExaoneConfig"),
+    "exaone_moe": config_of("ExaoneMoeConfig", num_shared_experts=1, **_SLIDING, **EXPERTS),
     "flex_olmo": config_of("FlexOlmoConfig", num_experts=4, num_experts_per_tok=2),
     "flint": config_of(
         "FlintConfig", head_dim=8, shared_expert_intermediate_size=24, mlp_only_layers=[0], **_SLIDING, **EXPERTS
@@ -153,12 +156,14 @@ RARE: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "granitemoeshared": config_of(
         "GraniteMoeSharedConfig", attention_multiplier=0.2, shared_intermediate_size=24, **_LOCAL
     ),
+    "helium": config_of("HeliumConfig", head_dim=8),
     "hunyuan_v1_moe": config_of("HunYuanMoEV1Config", head_dim=8, num_experts=4, moe_topk=2),
     "hy_v3": config_of("HYV3Config", head_dim=8, num_shared_experts=1, **_DENSE_FIRST, **EXPERTS),
     "hyperclovax": config_of("HyperCLOVAXConfig", attention_multiplier=0.2),
     "internlm3": config_of("InternLM3Config"),
     "iquestcoder": config_of("IQuestCoderConfig"),
     "jais2": config_of("Jais2Config"),
+    "jetmoe": config_of("JetMoeConfig", kv_channels=8, num_attention_heads=..., **_LOCAL),
     "kolibri1": config_of("Kolibri1Config", head_dim=8, shared_expert_intermediate_size=24, **_SLIDING, **EXPERTS),
     "laguna": config_of(
         "LagunaConfig",

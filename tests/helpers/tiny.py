@@ -65,7 +65,10 @@ def save(folder: Path, config: PreTrainedConfig, *, seed: int = 0, size: int = V
                 weight *= next(factors, 1) if weight.dim() > 1 else 1
     if config.model_type == "whisper":
         extractor(config).save_pretrained(folder)
-    return save_model(folder, model, size=size)
+    save_model(folder, model, size=size)
+    if model.config.model_type != config.model_type:  # transformers writes that of the text part alone
+        config.save_pretrained(folder)
+    return folder
 
 
 def _model_class(config: PreTrainedConfig) -> Any:
