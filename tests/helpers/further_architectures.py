@@ -140,7 +140,6 @@ RARE: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "ctrl": gpt_config_of("CTRLConfig", dff=48),
     "cwm": config_of("CwmConfig", head_dim=8, bos_token_id=0, rope_parameters=_ROPE, **_SLIDING),
     "dbrx": _dbrx,
-    "dory": config_of("DoryConfig", head_dim=8, n_input_layers=1, n_recurrent_layers=2, n_output_layers=1, **_SLIDING),
     "dots1": config_of("Dots1Config", first_k_dense_replace=1, n_shared_experts=1, **_SLIDING, **_ROUTED),
     "exaone": config_of("ExaoneConfig"),
     "exaone_moe": config_of("ExaoneMoeConfig", num_shared_experts=1, **_SLIDING, **EXPERTS),

@@ -36,7 +36,6 @@ KINDS = {  # by name: architecture, kernels
     "lightning attention and attention": ("minimax", "torch"),
     "RG-LRU and attention": ("recurrent_gemma", "torch"),
     "short convolution and attention": ("lfm2", "torch"),
-    "Mamba with heads and attention": ("zamba", "torch"),
     "compressed convolutional attention": ("zaya", "torch"),
     "RWKV": ("rwkv", "torch"),
 }
