@@ -574,6 +574,14 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and t
 }
 REFUSED_BY_CHECK: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "bert-generation": (config_of("BertGenerationConfig", is_decoder=False), "differ from the model's own"),
+    "modernbert-decoder": (
+        config_of(
+            "ModernBertDecoderConfig",
+            num_key_value_heads=...,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id"), 0),
+        ),
+        f"it has no list of {LAYERS} decoder layers",  # its `decoder` is the output layer
+    ),
     "hrm_text": (
         config_of("HrmTextConfig", head_dim=8, num_key_value_heads=...),
         "it has no list of 32 decoder layers",  # but two lists, which run in turns

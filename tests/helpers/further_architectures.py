@@ -192,14 +192,6 @@ RARE: Mapping[str, Callable[[], PreTrainedConfig]] = {
         **_LOCAL,
     ),
     "ministral": config_of("MinistralConfig", head_dim=8, **_SLIDING),
-    "modernbert-decoder": config_of(
-        "ModernBertDecoderConfig",
-        num_key_value_heads=...,
-        local_attention=2 * WINDOW,
-        layer_types=MIXED,
-        initializer_range=0.1,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id"), 0),
-    ),
     "nanochat": config_of("NanoChatConfig"),
     "persimmon": config_of("PersimmonConfig", num_key_value_heads=...),
     "sarvam_mla": config_of(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.models.recurrent import convolution
-from outrider.models.recurrent.layer import RecurrentLayer, Staged, Tensors
+from outrider.models.recurrent.layer import RecurrentLayer, Staged, Tensors, split_heads
 from outrider.models.recurrent.rows import Rows
 
 
@@ -56,16 +56,16 @@ class CompressedProjection(RecurrentLayer):
         """Return queries, keys and values side by side, [T, C]."""
         module = self.module
         sharing = module.num_key_value_groups
-        query = inputs["query"].unflatten(-1, (-1, module.head_dim))
-        key = inputs["key"].unflatten(-1, (-1, module.head_dim))
+        query = split_heads(inputs["query"], module.num_attention_heads)
+        key = split_heads(inputs["key"], module.num_key_value_heads)
         query_residual = (query + key.repeat_interleave(sharing, 1)) * 0.5
-        key_residual = query_residual.unflatten(1, (-1, sharing)).mean(2)
+        key_residual = query_residual.view(len(query), -1, sharing, module.head_dim).mean(2)
         residual = torch.cat([query_residual.flatten(1), key_residual.flatten(1)], -1)
-        qk, delayed = mixed.split([residual.shape[-1], mixed.shape[-1] - residual.shape[-1]], -1)
-        return torch.cat([qk + residual, inputs["value"], delayed], -1)
+        width = residual.shape[-1]
+        return torch.cat([mixed[:, :width] + residual, inputs["value"], mixed[:, width:]], -1)
 
     def wrap(self, output: torch.Tensor) -> Any:
         """Return queries [1, T, Hq, D], keys [1, T, Hkv, D] and values [1, T, Hkv, D]."""
         module = self.module
-        heads = output.unflatten(-1, (-1, module.head_dim))
-        return heads.split([module.num_attention_heads, module.num_key_value_heads, module.num_key_value_heads], 2)
+        sizes = [module.num_attention_heads, module.num_key_value_heads, module.num_key_value_heads]
+        return torch.split(split_heads(output, sum(sizes)), sizes, 2)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from outrider.models.recurrent import convolution
-from outrider.models.recurrent.layer import RecurrentLayer, Staged, Tensors, add_entries, pick
+from outrider.models.recurrent.layer import RecurrentLayer, Staged, Tensors, add_entries, pick, split_heads
 from outrider.models.recurrent.rows import Rows
 from outrider.models.recurrent.scan import linear_scan
 
@@ -47,12 +47,12 @@ class MambaLayer(RecurrentLayer):
         heads = selection.b.shape[2]
         dt = functional.softplus(selection.time_step.float())  # [B, L, D]
         decay = (dt[..., None] * -self._log_rates().float().exp()).exp()
-        scaled = (dt * x.float()).unflatten(-1, (heads, -1))
+        scaled = split_heads(dt * x.float(), heads)
         update = (scaled[..., None] * selection.b.float()[..., None, :]).flatten(2, 3)  # [B, L, D, N]
         states = linear_scan(staged.base[_STATE], staged.entries.get(_STATES), decay, update, rows)
         add_entries(staged, {_STATES: states})
-        read = states.unflatten(2, (heads, -1)) @ selection.c.float()[..., None]
-        out = read.flatten(2) + module.D.float().flatten() * x.float()
+        read = states.view(*states.shape[:2], heads, -1, states.shape[-1]) @ selection.c.float()[..., None]
+        out: torch.Tensor = read.flatten(2) + module.D.float().flatten() * x.float()
         return out.to(x.dtype)
 
     def select(self, x: torch.Tensor) -> _Selection:
@@ -85,7 +85,7 @@ class ZambaLayer(MambaLayer):
     def select(self, x: torch.Tensor) -> _Selection:
         module = self.module
         sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
-        heads = x.unflatten(-1, (module.n_mamba_heads, -1, 1))  # [B, L, H, D / H, 1]
+        heads = split_heads(x, module.n_mamba_heads)[..., None]  # [B, L, H, D / H, 1]
         time_step, b, c = (module.x_proj_weight @ heads)[..., 0].split(sizes, -1)
         time_step = (module.dt_proj_weight @ time_step[..., None])[..., 0] + module.dt_proj_bias
         return _Selection(time_step.flatten(2), b, c)
