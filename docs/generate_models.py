@@ -124,8 +124,8 @@ def _loader_answers() -> tuple[dict[str, list[str]], list[str]]:
     """Return the language models of transformers that the loader refuses, by message, and those without a test."""
     refused: dict[str, list[str]] = defaultdict(list)
     untested = []
-    tested = {each.config().model_type for each in tiny.TABLE.values()}
-    tested |= {config().model_type for config, _ in tiny.REFUSED_BY_CHECK.values()}
+    tested = {type(each.config()) for each in tiny.TABLE.values()}
+    tested |= {type(config()) for config, _ in tiny.REFUSED_BY_CHECK.values()}
     for model_type in sorted(CONFIG_MAPPING.keys()):
         config_class = CONFIG_MAPPING[model_type]
         if not any(config_class in mapping for mapping in MAPPINGS):
@@ -135,7 +135,7 @@ def _loader_answers() -> tuple[dict[str, list[str]], list[str]]:
             continue  # its defaults are invalid
         if message:
             refused[message].append(model_type)
-        elif model_type not in tested:
+        elif config_class not in tested:
             untested.append(model_type)
     return refused, untested
 

@@ -43,14 +43,17 @@ from outrider.parallel.ranks import join
 # Architectures with recurrent layers that the tests show to be exact.
 _RECURRENT = frozenset(
     {
+        "bailing_hybrid",
         "bamba",
         "falcon_h1",
         "falcon_mamba",
         "granitemoehybrid",
         "jamba",
         "kimi_linear",
+        "lara_mini",
         "lfm2",
         "lfm2_moe",
+        "lfm3",
         "mamba",
         "mamba2",
         "minimax",
@@ -63,7 +66,9 @@ _RECURRENT = frozenset(
         "qwen3_next",
         "recurrent_gemma",
         "rwkv",
+        "zamba",
         "zamba2",
+        "zaya",
     }
 )
 # Encoder-decoder models that the tests show to be exact.
@@ -129,6 +134,7 @@ def load_checkpoint(
         return _load_gguf(path, dtype, torch_device, kernels)
     config = _read_config(path)
     recurrent = _check_family(config)
+    _hide_image_blocks(config)
     if tp > 1:
         check_plan(config, tp, recurrent=recurrent)
     choice = choose_dtype(dtype, config, torch_device, kernels=kernels if tp == 1 else "torch")
@@ -311,6 +317,16 @@ def _check_family(config: Any) -> bool:
     if model_type in _INCONSISTENT:
         raise _unsupported(model_type, "its cache and its mask in transformers use different windows")
     return False
+
+
+def _hide_image_blocks(config: Any) -> None:
+    """Let a model whose image tokens see each other make the causal mask of a text, which has no image tokens.
+
+    Gemma 4 Unified would else make a mask from the tokens of one pass, and not of the whole sequence.
+    """
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "use_bidirectional_attention", None) == "vision":
+        text.use_bidirectional_attention = None
 
 
 def _has_encoder(config: Any) -> bool:

@@ -198,7 +198,8 @@ def _attend_fixed(
     values = kv.values[:rows, :, :stop]
     attended = _attention(queries, keys, values, mask, scale, softcap, sinks)
     attended = attended.view(rows, heads, sharing, size, -1).permute(0, 3, 1, 2, 4)
-    return attended.reshape(1, rows * size, heads * sharing, -1)
+    # For one row the result is a view, and AFMoE does not take one that is not contiguous.
+    return attended.reshape(1, rows * size, heads * sharing, -1).contiguous()
 
 
 def _adjacent_groups(layout: Layout) -> list[tuple[SequenceSpan, ...]]:

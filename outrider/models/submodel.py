@@ -18,6 +18,7 @@ from outrider.models.quantize import QuantizedLinear, quantize_model
 from outrider.parallel.ranks import whole
 
 _FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm", "final_norm")
+_TWO_CACHED = frozenset({"longcat_flash"})  # each layer has two attention modules; num_hidden_layers counts both
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks")
 
 
@@ -102,7 +103,7 @@ def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:
         UnsupportedModel: no module list has the number of layers of the configuration.
     """
     config = model.config.get_text_config(decoder=True)
-    count = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers  # T5 counts both stacks in one
+    count = _layer_count(config)
     decoder_modules = {id(module) for module in model.get_decoder().modules()}
     stacks = [
         (name, module)
@@ -114,12 +115,21 @@ def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:
     return stacks[0]
 
 
+def _layer_count(config: Any) -> int:
+    """Return the number of decoder layers of a text configuration."""
+    if count := getattr(config, "num_decoder_layers", None):  # T5, whose other names count the encoder
+        return int(count)
+    if config.model_type in _TWO_CACHED:
+        return int(config.num_layers)
+    return int(config.num_hidden_layers)
+
+
 def _configs(model: Any, layers: Sequence[int]) -> Mapping[int, Any]:
     """Return the configurations of a model with these layers, by the id of the original ones."""
     old = model.config
     new = deepcopy(old)
     text = new.get_text_config(decoder=True)
-    text.num_hidden_layers = len(layers)
+    text.num_hidden_layers = len(layers) * (2 if text.model_type in _TWO_CACHED else 1)
     if layer_types := getattr(text, "layer_types", None):
         text.layer_types = [layer_types[i] for i in layers]
     return {id(old): new, id(old.get_text_config(decoder=True)): text}

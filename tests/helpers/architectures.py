@@ -13,41 +13,20 @@ import transformers
 from transformers import PreTrainedConfig
 
 from outrider.native.support import FAMILIES
-
-VOCAB = 256
-WINDOW = 8  # of every layer that has one, so that it bites
-LAYERS = 4
-
-
-def make_config(name: str, **settings: Any) -> PreTrainedConfig:
-    """A small configuration of transformers' class `name`; a setting of ... is left out."""
-    common = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.3,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    wanted = {key: value for key, value in (common | settings).items() if value is not ...}
-    return getattr(transformers, name)(**wanted)
-
-
-def _config(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
-    return lambda: make_config(name, **settings)
-
-
-def _gpt(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
-    """The same as `_config` for a class that still speaks as GPT-2 did."""
-    sizes = {"n_embd": 32, "n_head": 4, "n_layer": LAYERS, "n_positions": 128, "vocab_size": VOCAB}
-    rest = {"initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
-    return lambda: getattr(transformers, name)(**sizes | rest | settings)
+from tests.helpers.configs import (
+    EXPERTS,
+    LATENT,
+    LAYERS,
+    MIXED,
+    NO_NAMES,
+    VOCAB,
+    WINDOW,
+    config_of,
+    gpt_config_of,
+    make_config,
+    text_within,
+)
+from tests.helpers.further_architectures import COMMON, RARE
 
 
 def _gemma3() -> PreTrainedConfig:
@@ -65,17 +44,14 @@ def _gemma3() -> PreTrainedConfig:
     )
 
 
-_MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _SHARED = {  # the last two layers read the keys of the first two
     "head_dim": 8,
     "sliding_window": WINDOW,
-    "layer_types": _MIXED,
+    "layer_types": MIXED,
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": VOCAB,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 
 _NO_ATTENTION = {"num_attention_heads": ..., "num_key_value_heads": ..., "max_position_embeddings": ...}
 _MAMBA2 = {
@@ -95,43 +71,41 @@ _DELTA = {
     "linear_value_head_dim": 8,
 }
 
-_NO_NAMES = {"num_hidden_layers": ..., "num_attention_heads": ..., "hidden_size": ...}
-
-ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": _config("LlamaConfig", attention_bias=True),
-    "qwen2": _config("Qwen2Config", use_sliding_window=True, sliding_window=WINDOW, layer_types=_MIXED),
-    "qwen3": _config("Qwen3Config", head_dim=16),
-    "mistral": _config("MistralConfig", sliding_window=WINDOW),
-    "gemma": _config("GemmaConfig", head_dim=8, num_key_value_heads=1),
-    "gemma2": _config("Gemma2Config", head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=3.0),
-    "gemma3_text": _config(
-        "Gemma3TextConfig", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=_MIXED
+_ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": config_of("LlamaConfig", attention_bias=True),
+    "qwen2": config_of("Qwen2Config", use_sliding_window=True, sliding_window=WINDOW, layer_types=MIXED),
+    "qwen3": config_of("Qwen3Config", head_dim=16),
+    "mistral": config_of("MistralConfig", sliding_window=WINDOW),
+    "gemma": config_of("GemmaConfig", head_dim=8, num_key_value_heads=1),
+    "gemma2": config_of("Gemma2Config", head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=3.0),
+    "gemma3_text": config_of(
+        "Gemma3TextConfig", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=MIXED
     ),
     "gemma3": _gemma3,
-    "gemma3n_text": _config("Gemma3nTextConfig", altup_num_inputs=2, laurel_rank=4, **_SHARED),
-    "gemma4_text": _config("Gemma4TextConfig", global_head_dim=16, **_SHARED),
-    "phi": _config("PhiConfig"),
-    "phi3": _config("Phi3Config", sliding_window=WINDOW),
-    "phimoe": _config("PhimoeConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
-    "gpt_neox": _config("GPTNeoXConfig"),
-    "gpt2": _gpt("GPT2Config", scale_attn_by_inverse_layer_idx=True),
-    "gpt_bigcode": _gpt("GPTBigCodeConfig"),
-    "opt": _config("OPTConfig", ffn_dim=48, word_embed_proj_dim=32, init_std=0.3, pad_token_id=0),
-    "mixtral": _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
-    "qwen2_moe": _config(
+    "gemma3n_text": config_of("Gemma3nTextConfig", altup_num_inputs=2, laurel_rank=4, **_SHARED),
+    "gemma4_text": config_of("Gemma4TextConfig", global_head_dim=16, **_SHARED),
+    "phi": config_of("PhiConfig"),
+    "phi3": config_of("Phi3Config", sliding_window=WINDOW),
+    "phimoe": config_of("PhimoeConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
+    "gpt_neox": config_of("GPTNeoXConfig"),
+    "gpt2": gpt_config_of("GPT2Config", scale_attn_by_inverse_layer_idx=True),
+    "gpt_bigcode": gpt_config_of("GPTBigCodeConfig"),
+    "opt": config_of("OPTConfig", ffn_dim=48, word_embed_proj_dim=32, init_std=0.3, pad_token_id=0),
+    "mixtral": config_of("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
+    "qwen2_moe": config_of(
         "Qwen2MoeConfig",
         shared_expert_intermediate_size=24,
         use_sliding_window=True,
         sliding_window=WINDOW,
-        layer_types=_MIXED,
-        **_EXPERTS,
+        layer_types=MIXED,
+        **EXPERTS,
     ),
-    "qwen3_moe": _config("Qwen3MoeConfig", **_EXPERTS),
-    "cohere": _config("CohereConfig", use_qk_norm=True),
-    "cohere2": _config("Cohere2Config", head_dim=8, sliding_window=WINDOW, layer_types=_MIXED),
-    "granite": _config("GraniteConfig", attention_multiplier=0.2, logits_scaling=2.0),
-    "granitemoe": _config("GraniteMoeConfig", num_local_experts=4, num_experts_per_tok=2, attention_multiplier=0.2),
-    "granitemoehybrid without recurrence": _config(
+    "qwen3_moe": config_of("Qwen3MoeConfig", **EXPERTS),
+    "cohere": config_of("CohereConfig", use_qk_norm=True),
+    "cohere2": config_of("Cohere2Config", head_dim=8, sliding_window=WINDOW, layer_types=MIXED),
+    "granite": config_of("GraniteConfig", attention_multiplier=0.2, logits_scaling=2.0),
+    "granitemoe": config_of("GraniteMoeConfig", num_local_experts=4, num_experts_per_tok=2, attention_multiplier=0.2),
+    "granitemoehybrid without recurrence": config_of(
         "GraniteMoeHybridConfig",
         num_local_experts=0,
         shared_intermediate_size=48,
@@ -139,15 +113,15 @@ ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
         mamba_n_heads=4,
         mamba_d_head=16,
     ),
-    "olmo2": _config("Olmo2Config"),
-    "olmo3": _config("Olmo3Config", sliding_window=WINDOW, layer_types=_MIXED),
-    "olmoe": _config("OlmoeConfig", num_experts=4, num_experts_per_tok=2),
-    "starcoder2": _config("Starcoder2Config", sliding_window=WINDOW),
-    "smollm3": _config("SmolLM3Config", no_rope_layer_interval=2),
-    "diffllama": _config("DiffLlamaConfig"),  # two calls of one attention module in a layer
-    "exaone4": _config("Exaone4Config", sliding_window=WINDOW, sliding_window_pattern=2),
-    "glm4": _config("Glm4Config", head_dim=8),
-    "gpt_oss": _config(
+    "olmo2": config_of("Olmo2Config"),
+    "olmo3": config_of("Olmo3Config", sliding_window=WINDOW, layer_types=MIXED),
+    "olmoe": config_of("OlmoeConfig", num_experts=4, num_experts_per_tok=2),
+    "starcoder2": config_of("Starcoder2Config", sliding_window=WINDOW),
+    "smollm3": config_of("SmolLM3Config", no_rope_layer_interval=2),
+    "diffllama": config_of("DiffLlamaConfig"),  # two calls of one attention module in a layer
+    "exaone4": config_of("Exaone4Config", sliding_window=WINDOW, sliding_window_pattern=2),
+    "glm4": config_of("Glm4Config", head_dim=8),
+    "gpt_oss": config_of(
         "GptOssConfig",
         head_dim=8,
         num_local_experts=4,
@@ -155,7 +129,7 @@ ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
         sliding_window=WINDOW,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
-    "deepseek_v3": _config(
+    "deepseek_v3": config_of(
         "DeepseekV3Config",
         n_routed_experts=4,
         num_experts_per_tok=2,
@@ -164,9 +138,9 @@ ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
         topk_group=1,
         first_k_dense_replace=1,
         num_key_value_heads=4,
-        **_LATENT,
+        **LATENT,
     ),
-    "llama4_text": _config(
+    "llama4_text": config_of(
         "Llama4TextConfig",
         head_dim=8,
         intermediate_size_mlp=48,
@@ -177,7 +151,7 @@ ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
         attn_temperature_tuning=True,
         floor_scale=4,
     ),
-    "llama4_text without temperature": _config(
+    "llama4_text without temperature": config_of(
         "Llama4TextConfig",
         head_dim=8,
         intermediate_size_mlp=48,
@@ -187,10 +161,10 @@ ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
         no_rope_layers=[1, 1, 0, 1],
         attn_temperature_tuning=False,
     ),
-    "llama with dynamic rope": _config(
+    "llama with dynamic rope": config_of(
         "LlamaConfig", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     ),
-    "phi3 with longrope": _config(
+    "phi3 with longrope": config_of(
         "Phi3Config",
         rope_parameters={
             "rope_type": "longrope",
@@ -201,23 +175,27 @@ ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
         },
         original_max_position_embeddings=64,
     ),
-    "bloom": _gpt("BloomConfig", hidden_size=48, n_head=6),
-    "mpt": _config("MptConfig", d_model=48, n_heads=6, n_layers=LAYERS, max_seq_len=128, **_NO_NAMES),
-    "falcon": _config("FalconConfig", multi_query=True, bias=True),
-    "falcon with grouped queries": _config("FalconConfig", new_decoder_architecture=True, num_kv_heads=2),
-    "falcon with alibi": _config("FalconConfig", alibi=True, multi_query=False, bias=True, parallel_attn=False),
-    "falcon with alibi and one key head": _config("FalconConfig", alibi=True, multi_query=True),
-    "stablelm": _config("StableLmConfig", qk_layernorm=True, use_qkv_bias=True),
-    "nemotron": _config("NemotronConfig"),
-    "doge": _config("DogeConfig", pad_token_id=0),
+    "bloom": gpt_config_of("BloomConfig", hidden_size=48, n_head=6),
+    "mpt": config_of("MptConfig", d_model=48, n_heads=6, n_layers=LAYERS, max_seq_len=128, **NO_NAMES),
+    "falcon": config_of("FalconConfig", multi_query=True, bias=True),
+    "falcon with grouped queries": config_of("FalconConfig", new_decoder_architecture=True, num_kv_heads=2),
+    "falcon with alibi": config_of("FalconConfig", alibi=True, multi_query=False, bias=True, parallel_attn=False),
+    "falcon with alibi and one key head": config_of("FalconConfig", alibi=True, multi_query=True),
+    "stablelm": config_of("StableLmConfig", qk_layernorm=True, use_qkv_bias=True),
+    "nemotron": config_of("NemotronConfig"),
+    "doge": config_of("DogeConfig", pad_token_id=0),
 }
 if transformers.GPTJForCausalLM._supports_attention_backend:  # not before transformers 5.24
-    ATTENTION["gptj"] = _gpt("GPTJConfig", rotary_dim=4)
+    _ATTENTION["gptj"] = gpt_config_of("GPTJConfig", rotary_dim=4)
+
+ATTENTION: Mapping[str, Callable[[], PreTrainedConfig]] = {**_ATTENTION, **COMMON, **RARE}
 
 RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside attention layers
-    "mamba": _config("MambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64),
-    "falcon_mamba": _config("FalconMambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64),
-    "mamba2": _config(
+    "mamba": config_of("MambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64),
+    "falcon_mamba": config_of(
+        "FalconMambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64
+    ),
+    "mamba2": config_of(
         "Mamba2Config",
         num_heads=8,
         head_dim=8,
@@ -227,8 +205,8 @@ RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside 
         intermediate_size=...,
         **_NO_ATTENTION,
     ),
-    "bamba": _config("BambaConfig", attn_layer_indices=[1, 3], **_MAMBA2),
-    "jamba": _config(
+    "bamba": config_of("BambaConfig", attn_layer_indices=[1, 3], **_MAMBA2),
+    "jamba": config_of(
         "JambaConfig",
         mamba_d_state=8,
         mamba_dt_rank=4,
@@ -239,8 +217,8 @@ RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside 
         num_experts=4,
         num_experts_per_tok=2,
     ),
-    "falcon_h1": _config("FalconH1Config", mamba_d_ssm=64, head_dim=8, **_MAMBA2),
-    "granitemoehybrid": _config(
+    "falcon_h1": config_of("FalconH1Config", mamba_d_ssm=64, head_dim=8, **_MAMBA2),
+    "granitemoehybrid": config_of(
         "GraniteMoeHybridConfig",
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -248,7 +226,7 @@ RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside 
         layer_types=["mamba", "attention"] * (LAYERS // 2),
         **_MAMBA2,
     ),
-    "nemotron_h": _config(
+    "nemotron_h": config_of(
         "NemotronHConfig",
         layers_block_type=["mamba", "attention", "moe", "mamba"],
         mamba_num_heads=8,
@@ -265,7 +243,16 @@ RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside 
         topk_group=1,
         time_step_min=_NO_CLAMP,
     ),
-    "zamba2": _config(  # one attention module for two layers
+    "zamba": config_of(  # the weights of one attention module in two layers
+        "ZambaConfig",
+        layers_block_type=["linear_attention", "hybrid"] * (LAYERS // 2),
+        num_key_value_heads=4,
+        n_mamba_heads=2,
+        mamba_d_state=8,
+        mamba_dt_rank=4,
+        pad_token_id=0,
+    ),
+    "zamba2": config_of(  # one attention module for two layers
         "Zamba2Config",
         mamba_d_state=16,
         mamba_ngroups=2,
@@ -280,17 +267,43 @@ RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside 
         kv_channels=8,
         time_step_min=_NO_CLAMP,
     ),
-    "qwen3_next": _config(
-        "Qwen3NextConfig", layer_types=_LINEAR, shared_expert_intermediate_size=24, **_EXPERTS, **_DELTA
+    "qwen3_next": config_of(
+        "Qwen3NextConfig", layer_types=_LINEAR, shared_expert_intermediate_size=24, **EXPERTS, **_DELTA
     ),
-    "qwen3_5_text": _config("Qwen3_5TextConfig", layer_types=_LINEAR, **_DELTA),
-    "qwen3_5_moe_text": _config(
-        "Qwen3_5MoeTextConfig", layer_types=_LINEAR, shared_expert_intermediate_size=24, **_EXPERTS, **_DELTA
+    "qwen3_5_text": config_of("Qwen3_5TextConfig", layer_types=_LINEAR, **_DELTA),
+    "lara_mini": config_of(
+        "LaraMiniConfig",
+        layer_types=["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+        shared_expert_intermediate_size=24,
+        sliding_window=WINDOW,
+        **EXPERTS,
+        **_DELTA,
     ),
-    "olmo_hybrid": _config(
+    "qwen3_5_moe_text": config_of(
+        "Qwen3_5MoeTextConfig", layer_types=_LINEAR, shared_expert_intermediate_size=24, **EXPERTS, **_DELTA
+    ),
+    "qwen3_5": text_within("Qwen3_5Config", config_of("Qwen3_5TextConfig", layer_types=_LINEAR, **_DELTA)),
+    "qwen3_5_moe": text_within(
+        "Qwen3_5MoeConfig",
+        config_of("Qwen3_5MoeTextConfig", layer_types=_LINEAR, shared_expert_intermediate_size=24, **EXPERTS, **_DELTA),
+    ),
+    "olmo_hybrid": config_of(
         "OlmoHybridConfig", layer_types=_LINEAR, **_DELTA | {"linear_num_key_heads": 4, "head_dim": ...}
     ),
-    "kimi_linear": _config(
+    "bailing_hybrid": config_of(
+        "BailingHybridConfig",
+        head_dim=8,
+        layer_types=_LINEAR,
+        num_key_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        **LATENT,
+    ),
+    "kimi_linear": config_of(
         "KimiLinearConfig",
         layer_types=_LINEAR,
         linear_num_heads=4,
@@ -302,27 +315,45 @@ RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside 
         first_k_dense_replace=1,
         n_group=1,
         topk_group=1,
-        **_LATENT | {"q_lora_rank": None, "v_head_dim": 8},
+        **LATENT | {"q_lora_rank": None, "v_head_dim": 8},
     ),
-    "lfm2": _config("Lfm2Config", layer_types=["conv", "full_attention"] * (LAYERS // 2), conv_L_cache=3),
-    "lfm2_moe": _config(
+    "lfm2": config_of("Lfm2Config", layer_types=["conv", "full_attention"] * (LAYERS // 2), conv_L_cache=3),
+    "lfm2_moe": config_of(
         "Lfm2MoeConfig",
         layer_types=["conv", "full_attention"] * (LAYERS // 2),
         conv_L_cache=3,
         num_dense_layers=1,
-        **_EXPERTS,
+        **EXPERTS,
     ),
-    "minimax": _config(
+    "lfm3": config_of(
+        "Lfm3Config",
+        head_dim=8,
+        layer_types=["conv", "sliding_attention", "conv", "full_attention"],
+        conv_L_cache=3,
+        sliding_window=WINDOW,
+    ),
+    "minimax": config_of(
         "MiniMaxConfig", layer_types=_LINEAR, head_dim=8, num_local_experts=4, num_experts_per_tok=2, block_size=WINDOW
     ),
-    "recurrent_gemma": _config(
+    "zaya": config_of(
+        "ZayaConfig",
+        head_dim=8,
+        num_experts=4,
+        moe_intermediate_size=24,
+        router_hidden_size=16,
+        sliding_window=WINDOW,
+        layer_types=["hybrid_sliding", "hybrid"] * (LAYERS // 2),
+        cca_time0=3,
+        attention_bias=True,
+    ),
+    "recurrent_gemma": config_of(
         "RecurrentGemmaConfig",
         lru_width=32,
         head_dim=8,
         attention_window_size=WINDOW,
         block_types=["recurrent", "attention"],
     ),
-    "rwkv": _config("RwkvConfig", attention_hidden_size=32, context_length=128, **_NO_ATTENTION),
+    "rwkv": config_of("RwkvConfig", attention_hidden_size=32, context_length=128, **_NO_ATTENTION),
 }
 ARCHITECTURES = {**ATTENTION, **RECURRENT}
 
@@ -335,10 +366,10 @@ def _seq2seq(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
 
 def _t5gemma() -> PreTrainedConfig:
     """Sliding windows, soft caps, and an encoder of another width."""
-    stack = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW, "layer_types": _MIXED}
+    stack = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW, "layer_types": MIXED}
     stack |= {"attn_logit_softcapping": 3.0, "eos_token_id": VOCAB - 1, "pad_token_id": 0}
     decoder = make_config("T5GemmaModuleConfig", **stack).to_dict()
-    stack["layer_types"] = _MIXED[:2]
+    stack["layer_types"] = MIXED[:2]
     encoder = make_config("T5GemmaModuleConfig", num_hidden_layers=2, hidden_size=48, **stack).to_dict()
     return transformers.T5GemmaConfig(
         encoder=encoder,
@@ -413,30 +444,66 @@ EVERY = {**ARCHITECTURES, **ENCODER_DECODER, **SPEECH}
 _ONLY_LM_HEAD = frozenset({"gpt2"})  # its other layers are no linear layers of torch
 _WITHOUT_EXPERTS = frozenset(
     {
+        "afmoe",
+        "aria_text",
+        "axk1",
+        "bailing_hybrid",
+        "beam",
+        "cohere2_moe",
+        "dbrx",
+        "deepseek_v2",
         "deepseek_v3",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "flex_olmo",
+        "flint",
+        "glm4_moe",
+        "glm4_moe_lite",
         "gpt_oss",
         "granitemoe",
+        "granitemoe_swa",
         "granitemoehybrid",
+        "granitemoeshared",
+        "hunyuan_v1_moe",
+        "hy_v3",
         "jamba",
+        "jetmoe",
         "kimi_linear",
+        "kolibri1",
+        "laguna",
+        "lara_mini",
         "lfm2_moe",
+        "llama4",
         "llama4_text",
         "llama4_text without temperature",
+        "longcat_flash",
+        "mellum",
+        "mimo_v2_flash",
         "minimax",
+        "minimax_m2",
+        "minimax_m3_vl_text",
         "mixtral",
         "nemotron_h",
         "olmoe",
         "phimoe",
         "qwen2_moe",
+        "qwen3_5_moe",
         "qwen3_5_moe_text",
         "qwen3_moe",
         "qwen3_next",
+        "sarvam_mla",
+        "sarvam_moe",
+        "solar_open",
+        "zaya",
     }
 )
 # Passes of attention models that cannot be recorded as CUDA graphs.
 _NO_GRAPHS = frozenset(
     {
         "granitemoehybrid without recurrence",  # transformers reads values of tensors in the pass
+        "dbrx",  # the same
+        "longcat_flash",  # a layer has two attention modules
         "llama with dynamic rope",  # the same
         # Their attention layers are replaced.
         "bloom",
@@ -462,6 +529,7 @@ class Architecture:
     quantized: str  # by `--quantize` on torch: yes, without experts, LM head only, or no
     prefixes: bool  # whether requests share the cache of a common prefix
     graphs: bool  # whether passes can be recorded as CUDA graphs
+    rare: bool  # only the slow tests run it
 
     @property
     def native(self) -> bool:
@@ -482,6 +550,7 @@ def _architecture(name: str, kind: str, config: Callable[[], PreTrainedConfig]) 
         quantized="no" if kind in _WITH_ENCODER else quantized,
         prefixes=kind not in _WITH_ENCODER,
         graphs=kind == "attention" and name not in _NO_GRAPHS,
+        rare=name in RARE,
     )
 
 
@@ -496,13 +565,25 @@ NOT_IN_TRANSFORMERS = ("baichuan", "chatglm", "internlm2", "minicpm", "openelm",
 _UNREPLACED, _LAYERS = "cannot replace its attention", "layers of type .* are not supported yet"
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and the reason
     "gpt_neo": ({}, _UNREPLACED),
-    "lfm3": ({}, _LAYERS),
-    "zamba": ({}, _LAYERS),
+    "deepseek_v32": ({}, _LAYERS),
+    "qwen4_exp_text": ({}, _LAYERS),
     "moshi": ({}, "use different windows"),
     "led": ({}, "of encoder-decoder models only bart, .* are supported"),
     "bert": ({}, "not a causal language model"),
     "longt5": ({}, "of encoder-decoder models only bart, .* are supported"),
 }
 REFUSED_BY_CHECK: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "bert-generation": (_config("BertGenerationConfig", is_decoder=False), "differ from the model's own"),
+    "bert-generation": (config_of("BertGenerationConfig", is_decoder=False), "differ from the model's own"),
+    "modernbert-decoder": (
+        config_of(
+            "ModernBertDecoderConfig",
+            num_key_value_heads=...,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id"), 0),
+        ),
+        f"it has no list of {LAYERS} decoder layers",  # its `decoder` is the output layer
+    ),
+    "hrm_text": (
+        config_of("HrmTextConfig", head_dim=8, num_key_value_heads=...),
+        "it has no list of 32 decoder layers",  # but two lists, which run in turns
+    ),
 }

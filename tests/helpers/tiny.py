@@ -34,16 +34,16 @@ from tests.helpers.architectures import ARCHITECTURES as ARCHITECTURES
 from tests.helpers.architectures import ATTENTION as ATTENTION
 from tests.helpers.architectures import ENCODER_DECODER as ENCODER_DECODER
 from tests.helpers.architectures import EVERY as EVERY
-from tests.helpers.architectures import LAYERS as LAYERS
 from tests.helpers.architectures import NOT_IN_TRANSFORMERS as NOT_IN_TRANSFORMERS
 from tests.helpers.architectures import RECURRENT as RECURRENT
 from tests.helpers.architectures import REFUSED as REFUSED
 from tests.helpers.architectures import REFUSED_BY_CHECK as REFUSED_BY_CHECK
 from tests.helpers.architectures import SPEECH as SPEECH
 from tests.helpers.architectures import TABLE as TABLE
-from tests.helpers.architectures import VOCAB as VOCAB
-from tests.helpers.architectures import WINDOW as WINDOW
-from tests.helpers.architectures import make_config as make_config
+from tests.helpers.configs import LAYERS as LAYERS
+from tests.helpers.configs import VOCAB as VOCAB
+from tests.helpers.configs import WINDOW as WINDOW
+from tests.helpers.configs import make_config as make_config
 
 _LOUDER = {"decoder.embed": 5, "encoder_attn": 4, "conv": 4}  # factors of weights of speech models
 
@@ -65,7 +65,10 @@ def save(folder: Path, config: PreTrainedConfig, *, seed: int = 0, size: int = V
                 weight *= next(factors, 1) if weight.dim() > 1 else 1
     if config.model_type == "whisper":
         extractor(config).save_pretrained(folder)
-    return save_model(folder, model, size=size)
+    save_model(folder, model, size=size)
+    if model.config.model_type != config.model_type:  # transformers writes that of the text part alone
+        config.save_pretrained(folder)
+    return folder
 
 
 def _model_class(config: PreTrainedConfig) -> Any:

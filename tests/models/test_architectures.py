@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
 LENGTHS = (31, 5, 18, 11, 1)  # of prompts; windows have 8 tokens and prefill chunks 7
 TOLERANCE = 1e-4  # relative to the norm of the logits
 SLOTS = (0, 1, 3)
+NAMES = [pytest.param(name, marks=pytest.mark.slow) if tiny.TABLE[name].rare else name for name in tiny.ARCHITECTURES]
 NO_EXPORT = ("gemma3n_text",)  # cannot export hidden states
 LAYERS_ONLY = ("falcon_mamba", "mamba", "mamba2", "rwkv")  # transformers leaves the embeddings out of hidden_states
 
@@ -33,7 +34,7 @@ def relative_error(actual, expected):
     return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_output_equals_transformers(name, shelf):
     rng = random.Random(3)
     prompts = [tiny.text(rng, length) for length in LENGTHS]
@@ -52,7 +53,7 @@ def test_greedy_output_equals_transformers(name, shelf):
     assert llm.stats.draft_tokens > 0
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_tree_scores_equal_transformers_on_each_branch(name, shelf):
     rng = random.Random(4)
@@ -84,7 +85,7 @@ def test_tree_scores_equal_transformers_on_each_branch(name, shelf):
             assert relative_error(scores.logits[b, nodes], alone.logits[0]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_committed_cache_equals_fresh_prefill(name, shelf):
     rng = random.Random(5)

@@ -37,6 +37,7 @@ KINDS = {  # by name: architecture, kernels
     "lightning attention and attention": ("minimax", "torch"),
     "RG-LRU and attention": ("recurrent_gemma", "torch"),
     "short convolution and attention": ("lfm2", "torch"),
+    "compressed convolutional attention": ("zaya", "torch"),
     "RWKV": ("rwkv", "torch"),
 }
 

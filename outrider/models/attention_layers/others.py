@@ -17,6 +17,14 @@ class KeywordLayer(AttentionLayer):
         return self.original(hidden_states, *args, kv=reader, **kwargs)
 
 
+class NumberedLayer(AttentionLayer):
+    """Zamba, whose attention modules get the number of their layer with each call."""
+
+    def run(self, reader: CacheReader, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.module.layer_idx = kwargs["layer_idx"]
+        return self.original(hidden_states, *args, **kwargs)
+
+
 class Llama4Layer(AttentionLayer):
     """Llama 4. Layers without rotary embedding scale each query by its position, which transformers counts itself."""
 

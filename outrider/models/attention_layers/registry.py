@@ -7,7 +7,7 @@ from typing import Any
 from outrider.models.attention_layers.alibi import BloomLayer, FalconLayer, MptLayer
 from outrider.models.attention_layers.doge import DogeLayer
 from outrider.models.attention_layers.layer import AttentionLayer, RunningPass
-from outrider.models.attention_layers.others import KeywordLayer, Llama4Layer
+from outrider.models.attention_layers.others import KeywordLayer, Llama4Layer, NumberedLayer
 
 LAYERS: dict[str, type[AttentionLayer]] = {
     "BloomAttention": BloomLayer,
@@ -17,6 +17,7 @@ LAYERS: dict[str, type[AttentionLayer]] = {
     "MptAttention": MptLayer,
     "NemotronAttention": KeywordLayer,
     "StableLmAttention": KeywordLayer,
+    "ZambaAttention": NumberedLayer,
 }
 
 

@@ -27,15 +27,17 @@ def advance(
         weight: [C, 1, K].
         bias: [C].
     """
-    add_entries(staged, {NAME: inputs})
-    size = weight.shape[-1]
-    if rows.is_chain:
-        begin = rows.num_entries - rows.num_new
-        window = _inputs(staged)[:, begin:].unfold(1, size, 1).transpose(2, 3)  # a view [B, L, K, C]
-    else:
-        window = _windows(staged, rows.taps(size))
-    out = (window * weight[:, 0].T).sum(2)
+    out = (windows(staged, inputs, rows, weight.shape[-1]) * weight[:, 0].T).sum(2)
     return out if bias is None else out + bias
+
+
+def windows(staged: Staged, inputs: torch.Tensor, rows: Rows, size: int) -> torch.Tensor:
+    """Add new inputs [B, L, C] and return the last `size` inputs up to each, [B, L, size, C]."""
+    add_entries(staged, {NAME: inputs})
+    if rows.is_chain:  # a view
+        begin = rows.num_entries - rows.num_new
+        return _inputs(staged)[:, begin:].unfold(1, size, 1).transpose(2, 3)
+    return _windows(staged, rows.taps(size))
 
 
 def state_after(staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:

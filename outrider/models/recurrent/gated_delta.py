@@ -1,4 +1,4 @@
-"""Layers of the gated delta rule: Qwen3-Next, Qwen3.5, OLMo Hybrid and Kimi Linear."""
+"""Layers of the gated delta rule: Qwen3-Next, Qwen3.5, Lara, OLMo Hybrid, Kimi Linear and Bailing Hybrid."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GatedDeltaLayer(RecurrentLayer):
 
 
 class QwenDeltaLayer(GatedDeltaLayer):
-    """Qwen3-Next and Qwen3.5."""
+    """Qwen3-Next, Qwen3.5 and Lara."""
 
     def project(self, hidden: torch.Tensor, positions: torch.Tensor) -> Tensors:
         module = self.module
@@ -88,16 +88,19 @@ class OlmoDeltaLayer(GatedDeltaLayer):
 
 
 class KimiDeltaLayer(GatedDeltaLayer):
-    """Kimi Linear, whose decay differs for each element of a key."""
+    """Kimi Linear and Bailing Hybrid, whose decay differs for each element of a key."""
 
     def project(self, hidden: torch.Tensor, positions: torch.Tensor) -> Tensors:
         module = self.module
-        gate = module.g_b_proj(module.g_a_proj(hidden)).unflatten(-1, (-1, module.head_dim))
+        if hasattr(module, "g_proj"):  # Bailing Hybrid
+            gate = module.g_proj(hidden)
+        else:
+            gate = module.g_b_proj(module.g_a_proj(hidden))
         return {
             "qkv": torch.cat([module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)], -1),
-            "gate": gate,
+            "gate": gate.unflatten(-1, (-1, module.head_dim)),
             "beta": module.b_proj(hidden).float().sigmoid(),
-            "decay": module.forget_gate(hidden[None])[0],
+            "decay": module.forget_gate(hidden[None])[0].float(),
         }
 
     def finish(self, mixed: torch.Tensor, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

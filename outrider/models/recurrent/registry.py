@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.models.recurrent.compressed_attention import CompressedProjection
 from outrider.models.recurrent.gated_delta import KimiDeltaLayer, OlmoDeltaLayer, QwenDeltaLayer
 from outrider.models.recurrent.griffin import GriffinLayer
 from outrider.models.recurrent.layer import RecurrentLayer, StateReader
 from outrider.models.recurrent.lightning import LightningLayer
-from outrider.models.recurrent.mamba import MambaLayer
+from outrider.models.recurrent.mamba import MambaLayer, ZambaLayer
 from outrider.models.recurrent.mamba2 import Mamba2Layer
 from outrider.models.recurrent.rwkv import RwkvChannelMix, RwkvTimeMix
 from outrider.models.recurrent.short_conv import ShortConvLayer
@@ -17,6 +18,7 @@ LAYERS: dict[str, type[RecurrentLayer]] = {
     "MambaMixer": MambaLayer,
     "FalconMambaMixer": MambaLayer,
     "JambaMambaMixer": MambaLayer,
+    "ZambaMambaMixer": ZambaLayer,
     "Mamba2Mixer": Mamba2Layer,
     "BambaMixer": Mamba2Layer,
     "FalconH1Mixer": Mamba2Layer,
@@ -26,11 +28,15 @@ LAYERS: dict[str, type[RecurrentLayer]] = {
     "Qwen3NextGatedDeltaNet": QwenDeltaLayer,
     "Qwen3_5GatedDeltaNet": QwenDeltaLayer,
     "Qwen3_5MoeGatedDeltaNet": QwenDeltaLayer,
+    "LaraMiniGatedDeltaNet": QwenDeltaLayer,
     "OlmoHybridGatedDeltaNet": OlmoDeltaLayer,
     "KimiLinearDeltaAttention": KimiDeltaLayer,
+    "BailingHybridDeltaAttention": KimiDeltaLayer,
     "Lfm2ShortConv": ShortConvLayer,
     "Lfm2MoeShortConv": ShortConvLayer,
+    "Lfm3ShortConv": ShortConvLayer,
     "MiniMaxLightningAttention": LightningLayer,
+    "ZayaCCAProjection": CompressedProjection,
     "RecurrentGemmaRecurrentBlock": GriffinLayer,
     "RwkvSelfAttention": RwkvTimeMix,
     "RwkvFeedForward": RwkvChannelMix,

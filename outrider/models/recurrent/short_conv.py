@@ -1,4 +1,4 @@
-"""Gated short convolutions: LFM2."""
+"""Gated short convolutions: LFM2 and LFM3."""
 
 from __future__ import annotations
 
