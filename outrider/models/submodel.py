@@ -91,7 +91,10 @@ def shared_weights(model: Any) -> SharedWeights:
     table = whole(embedding.weight) * getattr(embedding, "embed_scale", 1.0)
     # A quantized LM head is expanded to the type of the embedding.
     return SharedWeights(
-        embedding=table, head=whole(head.weight).to(table.dtype), norm=_norm_factors(norm, epsilon), epsilon=float(epsilon)
+        embedding=table,
+        head=whole(head.weight).to(table.dtype),
+        norm=_norm_factors(norm, epsilon),
+        epsilon=float(epsilon),
     )
 
 
