@@ -88,9 +88,28 @@ class Server:
         Raises:
             OutriderError: the server cannot be reached.
         """
+        return await self._text_beside_api("metrics")
+
+    async def speculates(self) -> bool | None:
+        """Return what /slots of llama.cpp says: whether it was started with speculation. None: it does not say.
+
+        Its metrics count 0 drafts both without speculation and before the first draft.
+
+        Raises:
+            OutriderError: the server cannot be reached.
+        """
+        text = await self._text_beside_api("slots")
+        slots = None if text is None else _parse(text)
+        if not isinstance(slots, list):
+            return None
+        states = [slot["speculative"] for slot in slots if isinstance(slot, dict) and "speculative" in slot]
+        return any(states) if states else None
+
+    async def _text_beside_api(self, path: str) -> str | None:
+        """Return the text of a page beside the API, or None if the server has none."""
         from aiohttp import ClientError
 
-        url = self.url.removesuffix(_API) + "/metrics"
+        url = f"{self.url.removesuffix(_API)}/{path}"
         try:
             async with self.http.get(url) as response:
                 return await response.text(errors="replace") if response.ok else None

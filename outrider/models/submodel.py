@@ -92,8 +92,28 @@ def shared_weights(model: Any) -> SharedWeights:
     table = whole(embedding.weight) * getattr(embedding, "embed_scale", 1.0)
     # A quantized LM head is expanded to the type of the embedding.
     return SharedWeights(
-        embedding=table, head=whole(head.weight).to(table.dtype), norm=norm.weight, epsilon=float(epsilon)
+        embedding=table,
+        head=whole(head.weight).to(table.dtype),
+        norm=_norm_factors(norm, epsilon),
+        epsilon=float(epsilon),
     )
+
+
+@torch.no_grad()
+def _norm_factors(norm: Any, epsilon: float) -> torch.Tensor:
+    """Return the factors by which an RMS norm multiplies. Qwen3-Next and Qwen3.5 store them minus 1.
+
+    Raises:
+        OutriderError: the norm does more than multiply by its weights, or by its weights plus 1.
+    """
+    weight: torch.Tensor = norm.weight
+    expected = weight.float()
+    measured = norm(torch.ones_like(expected)).float() * (1 + epsilon) ** 0.5
+    if torch.allclose(measured, expected, rtol=1e-2, atol=1e-3):
+        return weight
+    if torch.allclose(measured, expected + 1, rtol=1e-2, atol=1e-3):
+        return expected + 1
+    raise OutriderError(f"draft heads do not support the final norm {type(norm).__name__}; use --proposer suffix")
 
 
 def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:

@@ -13,9 +13,12 @@ from outrider.heads.files import read_target_info
 from outrider.heads.store import write_head
 from outrider.loader.embedded import embedded
 from tests.helpers.heads import cases, random_draft
+from tests.helpers.metrics_server import recorded, serving, vllm_metrics
 from tests.helpers.scripts import run_script
 
-COMPARE = Path(__file__).parents[2] / "benchmarks" / "peers" / "interop" / "compare.py"
+INTEROP = Path(__file__).parents[2] / "benchmarks" / "peers" / "interop"
+COMPARE = INTEROP / "compare.py"
+SERVED = INTEROP / "served.py"
 TEXTS = {"code": "<|endoftext|>def add(a, b):\n", "prose": "<|endoftext|>The water"}
 
 # Replaces the Python of vLLM's environment: an executable that answers as `vllm_side.py` does.
@@ -89,3 +92,53 @@ def test_errors_of_vllm_are_passed_on(answer, message, run):
     done = run(embedded("nano"), answer=answer)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+@pytest.fixture
+def run_served(tmp_path):
+    def run_served(url, *options):
+        lines = (json.dumps({"category": name, "prompt": text}) for name, text in TEXTS.items())
+        (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+        models = ("--target", embedded("mini"), "--draft", embedded("nano"), "--prompts", tmp_path / "prompts.jsonl")
+        settings = ("--k", 2, "--max-tokens", 12, "--threads", 1)
+        return run_script(SERVED, "--server", url, *models, *settings, *options)
+
+    return run_served
+
+
+def test_a_running_server_is_compared(run_served):
+    with serving(vllm_metrics) as (url, bodies):
+        done = run_served(url, "--tolerance", 9)
+        strict = run_served(url, "--tolerance", 0)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    # The server counts 10 drafts for each request.
+    assert report["served"] == {"rounds": 20, "accepted": [16, 10], "length": 2.3}
+    assert report["engine"] == "vLLM"
+    assert report["same_text"] == 0
+    assert report["difference"] == pytest.approx(2.3 / report["outrider"]["length"] - 1)
+    assert report["outrider"]["rounds"] > 0
+    assert [(body["max_tokens"], body["temperature"]) for body in bodies[:2]] == [(12, 0.0), (12, 0.0)]
+    assert all(isinstance(token, int) for body in bodies for token in body["prompt"])
+    assert strict.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (None, "has no /metrics; start the server with them"),
+        (lambda _: recorded("llama.cpp-b11434-plain.txt"), "has counted no drafts; start it with the draft"),
+    ],
+)
+def test_a_server_without_drafts_is_refused(metrics, message, run_served):
+    with serving(metrics) as (url, _):
+        done = run_served(url)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_target_without_a_module_is_refused(run_served):
+    with serving(vllm_metrics) as (url, _):
+        done = run_served(url, "--draft", "mtp")
+    assert done.returncode == 2
+    assert "has no module for multi-token prediction" in done.stderr

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Lock, Thread
 
 import pytest
 from typer.testing import CliRunner
@@ -17,15 +14,8 @@ from outrider.client.server import base_url
 from outrider.errors import OutriderError
 from outrider.tune.server.advice import Load, advise, best_k
 from outrider.tune.server.settings import check_given
+from tests.helpers.metrics_server import recorded, serving, vllm_metrics
 
-VLLM = """# TYPE vllm:spec_decode_num_drafts_total counter
-vllm:spec_decode_num_drafts_total{{model_name="m"}} {drafts}
-vllm:spec_decode_num_draft_tokens_total{{model_name="m"}} {draft_tokens}
-vllm:spec_decode_num_accepted_tokens_total{{model_name="m"}} {accepted}
-vllm:spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="0"}} {first}
-vllm:spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="1"}} {second}
-vllm:generation_tokens_total{{model_name="m"}} {output}
-"""
 OURS = """outrider_drafts_total 10.0
 outrider_draft_tokens_total 40.0
 outrider_accepted_tokens_total 16.0
@@ -42,62 +32,6 @@ SPECULATION = Speculation(
     output_tokens=250,
     accept_length=None,
 )
-
-
-@contextmanager
-def serving(metrics, *, fields=(), models=("m",)):
-    """Run a server whose metrics are a function of the number of requests with each of `fields`."""
-    bodies = []
-    lock = Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self):
-            if self.path == "/v1/models":
-                self.send(200, json.dumps({"data": [{"id": name} for name in models]}))
-            elif self.path == "/metrics" and metrics is not None:
-                self.send(200, metrics(len(bodies)))
-            else:
-                self.send(404, "{}")
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            if unknown := [name for name in fields if name in body]:
-                self.send(400, json.dumps({"error": {"message": f"unknown {unknown[0]}"}}))
-                return
-            with lock:
-                bodies.append(body)
-            choice = {"text": "x", "finish_reason": "length"}
-            self.send(200, json.dumps({"choices": [choice], "usage": {"completion_tokens": body["max_tokens"]}}))
-
-        def send(self, status, text):
-            self.send_response(status)
-            self.send_header("content-length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", bodies
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def vllm_metrics(requests):
-    return VLLM.format(
-        drafts=10 * requests,
-        draft_tokens=20 * requests,
-        accepted=13 * requests,
-        first=8 * requests,
-        second=5 * requests,
-        output=23 * requests,
-    )
 
 
 def tune(*arguments):
@@ -125,6 +59,38 @@ def test_metrics_of_engines():
         read_speculation("<html>")
 
 
+def test_recorded_metrics_of_vllm():
+    speculation = read_speculation(recorded("vllm-0.32.txt"))
+    assert speculation == Speculation(
+        engine="vLLM",
+        drafts=61,
+        draft_tokens=244,
+        accepted_tokens=151,
+        accepted_by_position=(48, 42, 34, 27),
+        output_tokens=200,
+        accept_length=None,
+    )
+    plain = read_speculation(recorded("vllm-0.32-plain.txt"))
+    assert (plain.engine, plain.known, plain.output_tokens) == ("vLLM", False, 224)
+    without_stats = read_speculation(recorded("vllm-0.32-no-stats.txt"))
+    assert (without_stats.engine, without_stats.known, without_stats.output_tokens) == ("", False, None)
+
+
+def test_recorded_metrics_of_llamacpp():
+    speculation = read_speculation(recorded("llama.cpp-b11434.txt"))
+    assert speculation == Speculation(
+        engine="llama.cpp",
+        drafts=75,
+        draft_tokens=287,
+        accepted_tokens=178,
+        accepted_by_position=(60, 49, 39, 30),
+        output_tokens=264,
+        accept_length=None,
+    )
+    plain = read_speculation(recorded("llama.cpp-b11434-plain.txt"))
+    assert (plain.engine, plain.known, plain.on, plain.drafts) == ("llama.cpp", True, False, 0)
+
+
 def test_the_best_k_weighs_gain_against_cost():
     load = Load(concurrency=1, tokens_per_s=200, plain_tokens_per_s=100, speculation=SPECULATION)
     # tau is 2.5, so that a round takes 1.25 times as long, and each of 4 draft tokens 0.0625 of a plain round.
@@ -145,10 +111,13 @@ def test_advice():
     assert "Set 3 draft tokens in place of 4" in text
     assert "[[1, 15, 3], [16, 512, 0]]" in text
     assert "does not pay at any" in " ".join(advise([slow], "vLLM"))
-    off = replace(SPECULATION, drafts=None, draft_tokens=None)
-    assert "--speculative-config" in " ".join(advise([replace(fast, speculation=off)], "vLLM"))
-    idle = replace(SPECULATION, drafts=0, draft_tokens=0)
-    assert "proposes nothing" in " ".join(advise([replace(fast, speculation=idle)], "vLLM"))
+    idle = [replace(fast, speculation=replace(SPECULATION, drafts=0, draft_tokens=0))]
+    assert advise(idle, "vLLM", configured=True)[0].startswith("Speculation is on in vLLM, but")
+    assert advise(idle, "vLLM", configured=False)[0].startswith("Speculation is off in vLLM; set it with --spec")
+    assert "speculation is off, or the drafter proposes nothing here; set it with" in advise(idle, "SGLang")[0]
+    unmeasured = advise([replace(fast, speculation=None)], "")
+    assert "acceptance is unknown" in unmeasured[0]
+    assert "2.00 at 1 requests" in unmeasured[1]
     wrong = replace(SPECULATION, accepted_by_position=(2, 0))
     assert "does not belong to this target" in " ".join(advise([replace(fast, speculation=wrong)], ""))
     unknown = advise([replace(fast, plain_tokens_per_s=None)], "SGLang")
@@ -171,6 +140,38 @@ def test_command_with_a_baseline():
     assert all(body["ignore_eos"] for body in plain_bodies)
 
 
+@pytest.mark.parametrize(
+    ("file", "slots", "advice"),
+    [
+        ("llama.cpp-b11434-plain.txt", [{"speculative": False}], "Speculation is off in llama.cpp; set it with"),
+        ("llama.cpp-b11434-plain.txt", [{"speculative": True}], "Speculation is on in llama.cpp, but it verified no"),
+        ("llama.cpp-b11434-plain.txt", None, "llama.cpp verified no draft token: speculation is off, or"),
+        ("vllm-0.32-plain.txt", None, "Speculation is off in vLLM; set it with --speculative-config"),
+        ("vllm-0.32.txt", None, "Speculation is on in vLLM, but it verified no"),  # the counters stay
+    ],
+)
+def test_a_server_that_verifies_nothing(file, slots, advice):
+    with serving(lambda _: recorded(file), slots=slots) as (url, _):
+        result, document = tune("--server", url, "--batch", "1", "--num-requests", "1")
+    assert result.exit_code == 0, result.output
+    assert document["advice"][0].startswith(advice)
+    assert len(document["advice"]) == 1
+
+
+def test_a_baseline_replaces_metrics():
+    without_stats = recorded("vllm-0.32-no-stats.txt")
+    with serving(lambda _: without_stats) as (url, _), serving(None) as (plain, _):
+        result, document = tune("--server", url, "--baseline", plain, "--batch", "1", "--num-requests", "1")
+        refused, _ = tune("--server", url)
+    assert result.exit_code == 0, result.output
+    assert document["engine"] is None
+    assert document["loads"][0]["counters"] is None
+    assert document["advice"][0].startswith("The server has no metrics of a known engine")
+    assert document["advice"][1].startswith("Tokens/s over those without speculation")
+    assert refused.exit_code == 2
+    assert "without --disable-log-stats" in refused.output
+
+
 def test_our_server_switches_speculation_off_for_a_request():
     with serving(lambda _: OURS) as (url, bodies):
         result, document = tune("--server", url + "/v1", "--batch", "2")
@@ -183,7 +184,7 @@ def test_mistakes_have_one_line():
     with serving(None) as (url, _):
         result, _ = tune("--server", url)
         assert result.exit_code == 2
-        assert "has no /metrics; start the server with them" in result.output
+        assert "has no /metrics of a known engine; start the server with them" in result.output
     with serving(vllm_metrics, models=()) as (url, _):
         result, _ = tune("--server", url)
         assert "lists no model" in result.output

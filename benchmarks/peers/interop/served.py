@@ -3,9 +3,9 @@
     python benchmarks/peers/interop/served.py --server http://127.0.0.1:8080 --target DIR --draft DIR --k 3
 
 For servers with OpenAI's API whose /metrics count drafts and accepted tokens: llama.cpp with --metrics, and vLLM. Start
-the server with the command of `outrider export` and the same k, and send it nothing else. Prints one line, and one JSON
-document as the last line of stdout. The exit code is 1 if the mean acceptance lengths differ by more than --tolerance,
-and 2 if they cannot be compared.
+the server with the command of `outrider export` and the same k, and send it nothing else. `--draft mtp` compares the
+MTP module in the checkpoint of the target. Prints one line, and one JSON document as the last line of stdout. The exit
+code is 1 if the mean acceptance lengths differ by more than --tolerance, and 2 if they cannot be compared.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from outrider.client.server import Server, connect, find_model
 from outrider.errors import OutriderError
 from outrider.measure.prompts import read_prompts
 from outrider.system import machine
+
+_MTP = "mtp"  # the proposer that drafts with the module in the target's checkpoint
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ def main() -> None:
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run both engines, one after the other. Return the JSON document."""
     prompts = read_prompts(args.prompts, limit=args.limit)
-    llm = outrider_side.load(args, f"draft:{args.draft}")
+    llm = outrider_side.load(args, _MTP if args.draft == _MTP else f"draft:{args.draft}")
     request = outrider_side.make_request(llm, args, prompts, ())
     completions = outrider_side.run(llm, request)
     texts = [llm.parts.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in completions]
@@ -101,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare the acceptance of a draft in a server and in Outrider.")
     parser.add_argument("--server", required=True, metavar="URL", help="a server with OpenAI's API")
     parser.add_argument("--target", required=True, metavar="DIR", help="the model in Hugging Face format")
-    parser.add_argument("--draft", required=True, metavar="DIR", help="its draft, as Outrider loads it")
+    parser.add_argument("--draft", required=True, metavar="DIR", help="its draft, as Outrider loads it, or mtp")
     parser.add_argument("--prompts", metavar="FILE", help="JSON lines, as for `outrider bench`")
     parser.add_argument("--k", type=int, default=3, help="draft tokens per round of both (default: 3)")
     parser.add_argument("--limit", type=int, help="prompts of each category (default: all)")

@@ -164,14 +164,22 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 MODEL: Recipe(layout=FOLDER, command=_vllm("draft_model"), proven=_COMPARED),
                 Kind.EAGLE: Recipe(layout="eagle", command=_vllm("eagle")),
                 Kind.EAGLE3: Recipe(layout="eagle3-speculators", command=_vllm("eagle3"), proven=_COMPARED),
-                Kind.PEAGLE: Recipe(layout="peagle-speculators", command=_vllm("eagle3", parallel_drafting=True)),
+                Kind.PEAGLE: Recipe(
+                    layout="peagle-speculators",
+                    command=_vllm("eagle3", parallel_drafting=True),
+                    proven=_COMPARED,
+                ),
                 Kind.DFLASH: Recipe(
                     layout="dflash-speculators",
                     command=_vllm("dflash"),
                     proven="vLLM 0.32.0 for CPU, with 7% shorter accepted lengths at 3 draft tokens of blocks of 8",
                     note=_BLOCKS,
                 ),
-                Kind.DSPARK: Recipe(layout="dspark-speculators", command=_vllm("dspark"), note="needs a GPU"),
+                Kind.DSPARK: Recipe(
+                    layout="dspark-speculators",
+                    command=_vllm("dspark"),
+                    note="needs a GPU; vLLM for CPU refuses it",
+                ),
                 Kind.MEDUSA: Recipe(
                     layout="medusa-vllm",
                     command=_vllm("medusa"),
@@ -219,7 +227,11 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                     proven=f"{_LLAMACPP}, with 6% shorter accepted lengths at 3 draft tokens of blocks of 8",
                     note=_BLOCKS,
                 ),
-                Kind.DSPARK: Recipe(layout="dspark", command=_llamacpp_head("dspark")),
+                Kind.DSPARK: Recipe(
+                    layout="dspark",
+                    command=_llamacpp_head("dspark"),
+                    proven="llama.cpp b11434, with 2 to 3% shorter accepted lengths (docs/how-to/export.md)",
+                ),
             },
             reasons={Kind.MTP: _IN_TARGET},
         ),

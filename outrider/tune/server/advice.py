@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from outrider.client.metrics import Speculation
 from outrider.tune.advice import WORTHWHILE
 
 _MAX_BATCH = 512  # largest batch in vLLM's table of k by batch size
+# Options that start an engine with speculation.
+_START: Mapping[str, str] = MappingProxyType(
+    {
+        "vLLM": "--speculative-config",
+        "SGLang": "--speculative-algorithm",
+        "llama.cpp": "--spec-type",
+        "Outrider": "--proposer",
+    }
+)
 _POOR = 0.05  # acceptance at the first position below which a draft does not work at all
 
 
@@ -20,7 +30,7 @@ class Load:
     concurrency: int  # requests at a time
     tokens_per_s: float  # output tokens of all requests
     plain_tokens_per_s: float | None  # the same without speculation; None: it could not be switched off
-    speculation: Speculation | None  # counted during this load; None: the server has no metrics
+    speculation: Speculation | None  # counted during this load; None: no metrics of a known engine
 
     @property
     def speedup(self) -> float | None:
@@ -43,32 +53,31 @@ def best_k(load: Load) -> int | None:
     return max(range(len(speedups)), key=speedups.__getitem__)
 
 
-def advise(loads: Sequence[Load], engine: str) -> list[str]:
-    """Return what was found and what to set, as sentences."""
-    lines = [_state(loads, engine)]
+def advise(loads: Sequence[Load], engine: str, *, configured: bool | None = None) -> list[str]:
+    """Return what was found and what to set, as sentences.
+
+    Args:
+        loads: what was measured.
+        engine: name of the engine; "" if the server has no metrics of a known one.
+        configured: whether the server was started with speculation; None: it does not say.
+    """
     speculations = [load.speculation for load in loads if load.speculation is not None]
+    if not speculations:
+        return ["The server has no metrics of a known engine, so its acceptance is unknown.", *_speed(loads, engine)]
     if not any(each.on for each in speculations):
-        return lines
-    lines += _acceptance(speculations)
-    lines += _speed(loads, engine)
-    return lines
+        return [_idle(engine, configured)]
+    on = f"Speculation is on: {engine} verified draft tokens during the measurement."
+    return [on, *_acceptance(speculations), *_speed(loads, engine)]
 
 
-def _state(loads: Sequence[Load], engine: str) -> str:
-    name = engine or "The server"
-    speculations = [load.speculation for load in loads if load.speculation is not None]
-    if any(each.on for each in speculations):
-        return f"Speculation is on: {name} verified draft tokens during the measurement."
-    if any(each.known for each in speculations):
-        return f"Speculation is on in {name}, but it verified no draft token: the drafter proposes nothing here."
-    start = {
-        "vLLM": "--speculative-config",
-        "SGLang": "--speculative-algorithm",
-        "llama.cpp": "--spec-type",
-        "Outrider": "--proposer",
-    }.get(engine)
-    fix = f"; set it with {start}. `outrider tune --target DIR` finds which proposer pays" if start else ""
-    return f"Speculation is off: the metrics of {name} count no draft tokens{fix}."
+def _idle(engine: str, configured: bool | None) -> str:
+    """Say why no draft token was verified."""
+    if configured:
+        return f"Speculation is on in {engine}, but it verified no draft token: the drafter proposes nothing here."
+    fix = f"set it with {_START[engine]}. `outrider tune --target DIR` finds which proposer pays."
+    if configured is None:
+        return f"{engine} verified no draft token: speculation is off, or the drafter proposes nothing here; {fix}"
+    return f"Speculation is off in {engine}; {fix}"
 
 
 def _acceptance(speculations: Sequence[Speculation]) -> list[str]:

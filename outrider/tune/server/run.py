@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -63,17 +63,18 @@ def run_server_tune(
     SamplingParams(temperature=temperature, max_tokens=max_tokens)  # raises if one is out of range
     measure = _Measure(options, read_prompts(prompts, limit=limit), temperature, max_tokens, seed)
     with progress.status("measuring the server"):
-        engine, model, loads = asyncio.run(measure.run(batches))
+        measured = asyncio.run(measure.run(batches))
+    engine = measured.engine
     return {
         "benchmark": "outrider tune --server",
         "server": options.server,
         "baseline": options.baseline,
-        "model": model,
+        "model": measured.model,
         "engine": engine or None,
         "temperature": temperature,
         "max_tokens": max_tokens,
-        "loads": [_load_dict(load) for load in loads],
-        "advice": advise(loads, engine),
+        "loads": [_load_dict(load) for load in measured.loads],
+        "advice": advise(measured.loads, engine, configured=measured.configured),
         "versions": versions(),
         "commit": commit(),
     }
@@ -101,6 +102,15 @@ def show(document: dict[str, Any], console: Console) -> None:
         console.print(f"- {line}", highlight=False, markup=False, soft_wrap=True)
 
 
+class _Measured(NamedTuple):
+    """What was measured on a server."""
+
+    engine: str  # "" without metrics of a known one
+    model: str
+    loads: list[Load]
+    configured: bool | None  # whether the server was started with speculation; None: it does not say
+
+
 class _Measure:
     """One measurement."""
 
@@ -111,7 +121,7 @@ class _Measure:
         self._prompts = prompts
         self._params = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
 
-    async def run(self, batches: Sequence[int]) -> tuple[str, str, list[Load]]:
+    async def run(self, batches: Sequence[int]) -> _Measured:
         options = self._options
         assert options.server is not None
         async with connect(options.server, api_key=options.api_key, timeout=options.timeout) as server:
@@ -120,16 +130,19 @@ class _Measure:
             engine = before.engine if before else ""
             if before is None and options.baseline is None:
                 raise OutriderError(
-                    f"{server.url.removesuffix('/v1')} has no /metrics; start the server with them (llama.cpp:"
-                    " --metrics, SGLang: --enable-metrics), or give --baseline URL to measure the gain alone"
+                    f"{server.url.removesuffix('/v1')} has no /metrics of a known engine; start the server with them"
+                    " (llama.cpp: --metrics, SGLang: --enable-metrics, vLLM: without --disable-log-stats), or give"
+                    " --baseline URL to measure the gain alone"
                 )
+            peer = _Peer(server, model, {})
             if options.baseline is not None:
                 async with connect(options.baseline, api_key=options.api_key, timeout=options.timeout) as other:
                     baseline = _Peer(other, await find_model(other, None), {})
-                    return engine, model, await self._loads(_Peer(server, model, {}), baseline, batches)
-            off = _OFF.get(engine)
-            plain = None if off is None else _Peer(server, model, off)
-            return engine, model, await self._loads(_Peer(server, model, {}), plain, batches)
+                    loads = await self._loads(peer, baseline, batches)
+            else:
+                off = _OFF.get(engine)
+                loads = await self._loads(peer, None if off is None else _Peer(server, model, off), batches)
+            return _Measured(engine, model, loads, await _configured(server, engine, before))
 
     async def _loads(self, peer: _Peer, plain: _Peer | None, batches: Sequence[int]) -> list[Load]:
         for each in (peer, plain):
@@ -206,8 +219,17 @@ def _count(document: Mapping[str, Any]) -> int:
 
 
 async def _scrape(server: Server) -> Speculation | None:
+    """Return the counters, or None if the server has none of a known engine."""
     text = await server.metrics()
-    return None if text is None else read_speculation(text)
+    speculation = None if text is None else read_speculation(text)
+    return speculation if speculation and speculation.engine else None
+
+
+async def _configured(server: Server, engine: str, before: Speculation | None) -> bool | None:
+    """Return whether a server was started with speculation. None: it does not say."""
+    if engine == "vLLM":  # has the counters only then; other engines have them always
+        return before is not None and before.known
+    return await server.speculates() if engine == "llama.cpp" else None
 
 
 def _load_dict(load: Load) -> dict[str, Any]:
