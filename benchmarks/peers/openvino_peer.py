@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
@@ -23,10 +24,12 @@ class OpenVino:
 
         args.require(PEER_MODES, (Precision.BF16, Precision.INT8, *_GGUF))
         suffix = ".gguf" if args.dtype in _GGUF else ""
+        # Where the instruction set is limited, there are no bfloat16 instructions.
+        precision = "f32" if "ONEDNN_MAX_CPU_ISA" in os.environ else "bf16"
         properties: dict[str, Any] = {
             "INFERENCE_NUM_THREADS": args.threads,
-            "INFERENCE_PRECISION_HINT": "bf16",
-            "KV_CACHE_PRECISION": "bf16",  # the default on a CPU is u8, which no other engine here uses
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,  # the default on a CPU is u8, which no other engine here uses
             "PERFORMANCE_HINT": "LATENCY",
         }
         options: dict[str, Any] = {}

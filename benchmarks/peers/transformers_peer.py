@@ -9,6 +9,8 @@ from typing import Any
 import worker
 from worker import NGRAM_SIZE, PEER_MODES, Arguments, Mode, Precision, Run
 
+_TYPES = {Precision.BF16: "bfloat16", Precision.F32: "float32"}
+
 
 class Transformers:
     """`model.generate` on torch kernels."""
@@ -17,18 +19,19 @@ class Transformers:
 
     def __init__(self, args: Arguments) -> None:
         args.refuse_converted()
-        args.require(PEER_MODES, (Precision.BF16,))
+        args.require(PEER_MODES, tuple(_TYPES))
         import torch
 
         torch.set_num_threads(args.threads)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._torch = torch
-        self._model = _load(args.target, device)
+        dtype = _TYPES[args.dtype]
+        self._model = _load(args.target, dtype, device)
         if args.ignore_eos:
             self._model.generation_config.eos_token_id = None
         self._options: dict[str, Any] = {}
         if args.mode is Mode.DRAFT:
-            assistant = _load(args.draft_folder(), device)
+            assistant = _load(args.draft_folder(), dtype, device)
             # k is a maximum: by default the assistant stops earlier at a low confidence, which makes it faster.
             assistant.generation_config.num_assistant_tokens = args.draft_length()
             assistant.generation_config.num_assistant_tokens_schedule = "constant"
@@ -36,7 +39,7 @@ class Transformers:
         elif args.mode is Mode.NGRAM:
             self._options = {"prompt_lookup_num_tokens": args.draft_length(), "max_matching_ngram_size": NGRAM_SIZE}
         options = {name: value for name, value in self._options.items() if name != "assistant_model"}
-        self.settings: Mapping[str, Any] = {"device": device, "dtype": "bfloat16"} | options
+        self.settings: Mapping[str, Any] = {"device": device, "dtype": dtype} | options
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
         torch = self._torch
@@ -67,14 +70,14 @@ class Transformers:
         return Run.of_chunks(prompt, [(at, chunk.tolist()) for at, chunk in chunks], began)
 
 
-def _load(folder: Any, device: str) -> Any:
+def _load(folder: Any, dtype: str, device: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
     return model.to(device).eval()
 
 

@@ -51,6 +51,7 @@ class Mode(StrEnum):
 class Precision(StrEnum):
     """Precision of the weights. Activations and caches are in bf16 or f16 if the engine supports it."""
 
+    F32 = "f32"
     BF16 = "bf16"
     F16 = "f16"
     INT8 = "int8"  # quantized by the engine or its converter

@@ -281,10 +281,14 @@ def scale(
 @app.command()
 @options.spread
 def load(*, settings: LoadSettings, as_json: options.BenchJson = False) -> None:
-    """Generate load for a server of OpenAI's API and measure its latency."""
+    """Generate load for a server of OpenAI's API and measure its latency.
+
+    The exit code is 1 if all requests to a server fail.
+    """
     from outrider.loadgen import command
 
-    command.load(settings, as_json=as_json)
+    if not command.load(settings, as_json=as_json):
+        raise typer.Exit(1)
 
 
 def _limits(settings: ServeSettings) -> dict[str, Any]:

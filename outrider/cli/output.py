@@ -201,7 +201,7 @@ def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
         **_completion(first),
         **({"text": transcript.text, "transcript": _transcript(transcript)} if transcript else {}),
         "completions": [_completion(completion) for completion in outcome.completions],
-        "prompt_tokens": list(first.prompt_token_ids),
+        "prompt_token_ids": list(first.prompt_token_ids),
         "seed": first.seed if outcome.sampled else None,  # of the request; each completion has its own
         "exact": outcome.stats.exact,
         "bound": outcome.stats.bound and outcome.stats.bound.as_dict(),
@@ -229,7 +229,7 @@ def _logprob_entry(entry: TokenLogprobs) -> dict[str, Any]:
 def _completion(completion: Completion) -> dict[str, Any]:
     document = {
         "text": completion.text,
-        "tokens": list(completion.token_ids),
+        "token_ids": list(completion.token_ids),
         "from_draft": list(completion.from_draft),
         "finish_reason": str(completion.finish_reason),
         "seed": completion.seed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -21,8 +21,10 @@ from outrider.report.page import write_report
 _PERCENTILES = (50, 95, 99)
 
 
-def load(settings: Settings, *, as_json: bool) -> None:
+def load(settings: Settings, *, as_json: bool) -> bool:
     """Generate load for a server and print its throughput and latencies.
+
+    Returns whether each server has completed a request, unless all were cancelled.
 
     Raises:
         OutriderError: the server cannot be reached, or the HTTP client is not installed.
@@ -34,11 +36,15 @@ def load(settings: Settings, *, as_json: bool) -> None:
     arguments = {name: value for name, value in asdict(settings).items() if name != "api_key"}
     prompts = read_prompts(settings.prompts)
     if settings.against is not None:
-        _compare(settings, prompts, arguments, as_json=as_json)
-        return
+        return _compare(settings, prompts, arguments, as_json=as_json)
     results, seconds = asyncio.run(run_load(settings, prompts))
     document = {"benchmark": "outrider load", "arguments": arguments, **measured(settings, results, seconds)}
     print_document(document, partial(_print_table, settings), as_json=as_json)
+    return _has_answered(document)
+
+
+def _has_answered(measured: Mapping[str, Any]) -> bool:
+    return bool(measured["completed"] or not measured["errors"])
 
 
 def measured(settings: Settings, results: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
@@ -67,8 +73,8 @@ def measured(settings: Settings, results: Sequence[RequestResult], seconds: floa
     }
 
 
-def _compare(settings: Settings, prompts: Sequence[Prompt], arguments: dict[str, Any], *, as_json: bool) -> None:
-    """Measure two servers, print both, and write the page."""
+def _compare(settings: Settings, prompts: Sequence[Prompt], arguments: dict[str, Any], *, as_json: bool) -> bool:
+    """Measure two servers, print both, and write the page. Return whether both have completed a request."""
     from outrider.loadgen.compare import check_page, comparison, page, run_both
 
     if settings.report is not None:
@@ -97,6 +103,7 @@ def _compare(settings: Settings, prompts: Sequence[Prompt], arguments: dict[str,
             write_report(page(document, settings.report), settings.report)
 
     print_document(document, show, as_json=as_json, write=write)
+    return all(map(_has_answered, servers))
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -120,7 +127,7 @@ def _print_table(settings: Settings, document: dict[str, Any], console: Console)
     for percent in _PERCENTILES:
         table.add_column(f"p{percent}", justify="right")
     for name, percentiles in document["ms"].items():
-        table.add_row(name, *(f"{value:.1f}" for value in percentiles.values()))
+        table.add_row(name, *(f"{percentiles[f'p{percent}']:.1f}" if percentiles else "–" for percent in _PERCENTILES))
     console.print(table)
     cancelled = f" and {document['cancelled']} cancelled" if document["cancelled"] else ""
     console.print(

@@ -140,7 +140,7 @@ def test_run_prints_text_to_stdout_and_the_summary_to_stderr(greedy):
 
 def test_json_document(greedy):
     (completion,) = greedy["completions"]
-    assert len(completion["tokens"]) == len(completion["from_draft"]) == 8
+    assert len(completion["token_ids"]) == len(completion["from_draft"]) == 8
     assert completion["finish_reason"] == "length"
     assert greedy["seed"] is None
     assert greedy["exact"] is True
@@ -152,7 +152,7 @@ def test_json_document(greedy):
 
 def test_plain_decoding_gives_the_same_text(greedy):
     plain = document(CODE, "--proposer", "none")
-    assert plain["completions"][0]["tokens"] == greedy["completions"][0]["tokens"]
+    assert plain["completions"][0]["token_ids"] == greedy["completions"][0]["token_ids"]
     assert plain["stats"]["tau"] == 1.0
     assert not any(plain["completions"][0]["from_draft"])
 
@@ -164,7 +164,7 @@ def test_quantized_model(bits):
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert (document["dtype"], document["kernels"]) == ("bfloat16", f"torch {bits}")
-    assert len(document["completions"][0]["tokens"]) == 8
+    assert len(document["completions"][0]["token_ids"]) == 8
 
 
 def test_prompt_from_standard_input(greedy):
@@ -174,7 +174,7 @@ def test_prompt_from_standard_input(greedy):
 
 
 def test_chat_template():
-    assert document("--chat", QUESTION)["prompt_tokens"][:2] == [0, 1]
+    assert document("--chat", QUESTION)["prompt_token_ids"][:2] == [0, 1]
 
 
 def test_seed_reproduces_the_completion():
@@ -189,7 +189,7 @@ def test_several_completions_with_logprobs():
         assert word in result.stderr
     both = document("--temperature", "1", "--n", "2", "--logprobs", "2", "--seed", "3", CODE)["completions"]
     assert all(len(completion["logprobs"]) == 8 for completion in both)
-    assert both[0]["tokens"] != both[1]["tokens"]
+    assert both[0]["token_ids"] != both[1]["token_ids"]
 
 
 def without_colors(text):
@@ -438,6 +438,6 @@ def test_chat_of_two_turns():
     os.close(child_end)
     assert child.returncode == 0, err
     first, second = (json.loads(line) for line in out.splitlines())
-    before = first["prompt_tokens"]
-    assert second["prompt_tokens"][: len(before)] == before
-    assert len(second["prompt_tokens"]) > len(before) + 4
+    before = first["prompt_token_ids"]
+    assert second["prompt_token_ids"][: len(before)] == before
+    assert len(second["prompt_token_ids"]) > len(before) + 4

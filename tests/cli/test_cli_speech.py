@@ -44,7 +44,7 @@ def test_transcript_equals_output_of_llm(folder, file):
         assert result.exit_code == 0, result.output
         document = json.loads(result.stdout)
         assert document["text"] == expected(llm.start_tokens("de")).text
-        assert document["prompt_tokens"] == list(llm.start_tokens("de"))
+        assert document["prompt_token_ids"] == list(llm.start_tokens("de"))
     translated = json.loads(
         invoke(folder, "--json", "--source", file, "--language", "de", "--task", "translate").stdout
     )
@@ -86,7 +86,7 @@ def test_previous_text(timed, tmp_path):
     words = ("--language", "de", "--previous-text", "Mia", "--condition-on-previous-text", "--json")
     document = json.loads(invoke(timed, "--source", file, *words).stdout)
     assert document["transcript"]["segments"] == to_verbose_document(expected)["segments"]
-    assert document["prompt_tokens"] == list(expected.completions[0].prompt_token_ids)
+    assert document["prompt_token_ids"] == list(expected.completions[0].prompt_token_ids)
 
 
 def test_transcript_is_not_cut_at_128_tokens(timed, file):
@@ -94,7 +94,7 @@ def test_transcript_is_not_cut_at_128_tokens(timed, file):
     words = ["run", "--target", timed, "--source", file, "--language", "en", "--dtype", "float32", "--json"]
     result = CliRunner().invoke(app, [*map(str, words), "--proposer", "none", "--temperature", "0", "--threads", "1"])
     (completion,) = json.loads(result.stdout)["completions"]
-    ends = completion["finish_reason"] == "stop" or len(completion["tokens"]) == 128 - 4
+    ends = completion["finish_reason"] == "stop" or len(completion["token_ids"]) == 128 - 4
     assert ends, result.output
     assert re.search(r"finish (stop|length)", result.stderr)
 

@@ -157,6 +157,13 @@ def test_cancelled_requests_are_counted_separately():
     assert f"and {document['cancelled']} cancelled requests" in result.output
 
 
+def test_exit_code_if_all_requests_fail():
+    with fake_server(503, b"not now") as url:
+        result = CliRunner().invoke(app, ["load", "--base-url", url, "--num-requests", "2"])
+    assert result.exit_code == 1
+    assert "2 requests failed; the first error" in result.output
+
+
 STREAM = text_events("a", "b", "c", finish_reason="length") + b"data: [DONE]\n\n"
 
 
@@ -166,7 +173,7 @@ def test_two_servers_on_one_page(suffix, tmp_path):
     with fake_server(200, STREAM) as first, fake_server(503, b"not now") as second:
         arguments = ["load", "--base-url", first, "--against", second, "--num-requests", "5", "--report", str(page)]
         result = CliRunner().invoke(app, [*arguments, "--json"])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output  # no request of the second server succeeds
     document = json.loads(result.stdout.splitlines()[-1])
     good, bad = document["servers"]
     assert (good["url"], good["completed"], good["errors"]) == (first, 5, [])

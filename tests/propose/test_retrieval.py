@@ -451,7 +451,7 @@ def test_index_command_and_run_command(corpus, tmp_path):
     assert json.loads(built.stdout)["documents"] == 4
     assert "use it with --proposer retrieval:" in built.stderr
     result = json.loads(invoke("run", "--proposer", f"retrieval:{place}", "--k", "6", *arguments).stdout)
-    assert result["completions"][0]["tokens"] == completion["tokens"]
+    assert result["completions"][0]["token_ids"] == completion["token_ids"]
     assert result["stats"]["tau"] > 3
 
 

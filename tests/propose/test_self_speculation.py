@@ -42,7 +42,7 @@ MODELS = {
     "mistral": tiny.make_config("MistralConfig", sliding_window=tiny.WINDOW, **SIZES),
 }
 # Layers of these families depend on other layers, or on their index in the whole model.
-DEPENDENT_LAYERS = {"gemma3n_text", "gemma4_text"}
+DEPENDENT_LAYERS = {"gemma3n_text", "gemma4_text", "gemma4"}
 FAMILIES = sorted(set(tiny.ATTENTION) - {"mamba2"})
 
 KERNELS = [

@@ -657,7 +657,7 @@ def test_unwritable_plan_file_is_a_warning(tmp_path, caplog):
     with serving({"k": "auto", "plan": folder / "plan.json"}) as (url, _):
         assert httpx.get(url + "/health").status_code == 200
         folder.rmdir()
-    (warning,) = [record for record in caplog.records if "not kept" in record.getMessage()]
+    (warning,) = [record for record in caplog.records if "not saved" in record.getMessage()]
     assert warning.levelname == "WARNING"
     assert "name a file in a writable folder" in warning.getMessage()
     assert not [record for record in caplog.records if record.exc_info]

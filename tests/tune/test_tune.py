@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -539,8 +540,13 @@ def test_config_on_the_command_line(tmp_path, prompts):
     runner = CliRunner()
     default = EngineOptions().k
     loaded = []
+
+    def load(models, **_):
+        loaded.append(models)
+        return SimpleNamespace(parts=SimpleNamespace(source_rules=None))
+
     with pytest.MonkeyPatch().context() as patch:
-        patch.setattr("outrider.cli.run.load", lambda models, **_: loaded.append(models))
+        patch.setattr("outrider.cli.run.load", load)
         patch.setattr("outrider.cli.run.converse", lambda llm, params, **_: True)
         patch.setattr("outrider.cli.output.Output", lambda llm, **_: None)
         # An option on the command line takes precedence, even if it has the default value.
