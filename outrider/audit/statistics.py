@@ -93,7 +93,7 @@ def power(dof: int, noncentrality: float, level: float, *, allowed: float = 0.0)
 
     Args:
         dof: degrees of freedom, at least 1.
-        noncentrality: samples times the chi-square distance of the two laws.
+        noncentrality: samples times the chi-square distance of the two distributions.
         level: significance level.
         allowed: the noncentrality that the test does not count as a difference.
     """

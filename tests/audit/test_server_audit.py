@@ -143,17 +143,17 @@ def test_another_model_fails_the_replay(audit, fake, folders):
     assert "other weights" in report["notes"][0]
 
 
-def test_laws_are_those_of_the_reference(pair, engine):
-    """The law of the exact server, by the chain rule over the fake server's own sampler."""
+def test_distributions_are_those_of_the_reference(pair, engine):
+    """The distribution of the exact server, by the chain rule over the fake server's own sampler."""
     prompt = list(pair.prompts[0])
     engine.defect = ""
     for case in (CONTINUED, TOP_K, TOP_P, PENALTIES):
         tree = grow(Model(pair), pair.prompts[0], depth=2, width=3)
-        law = tree.law(EXACT, case.params)
-        assert sum(law.values()) == pytest.approx(1)
+        distribution = tree.distribution(EXACT, case.params)
+        assert sum(distribution.values()) == pytest.approx(1)
         body = {name: getattr(case.params, name) for name in ("temperature", "top_k", "top_p")}
         body |= {name: getattr(case.params, name) for name in ("presence_penalty", "frequency_penalty")}
-        for outcome, prob in law.items():
+        for outcome, prob in distribution.items():
             if OTHER in outcome:
                 continue
             expected = 1.0
@@ -164,18 +164,18 @@ def test_laws_are_those_of_the_reference(pair, engine):
             assert prob == pytest.approx(expected, abs=1e-5)
 
 
-def test_every_law_sums_to_one_and_is_exact_where_it_does_not_apply(pair, folders):
+def test_every_distribution_sums_to_one_and_is_exact_where_it_does_not_apply(pair, folders):
     draft = Model(Pair(str(folders[1]), "none", (PROMPT,), dtype="float32", device="cpu", room=32))
     tree = grow(Model(pair), pair.prompts[0], depth=2, width=3, draft=draft)
-    exact = tree.law(EXACT, PENALTIES.params)
-    plain = tree.law(EXACT, CONTINUED.params)
+    exact = tree.distribution(EXACT, PENALTIES.params)
+    plain = tree.distribution(EXACT, CONTINUED.params)
     for defect in hypotheses(draft=True, k=3):
-        assert sum(tree.law(defect, PENALTIES.params).values()) == pytest.approx(1, abs=1e-6)
-        law = tree.law(defect, CONTINUED.params)
-        assert sum(law.values()) == pytest.approx(1, abs=1e-6)
+        assert sum(tree.distribution(defect, PENALTIES.params).values()) == pytest.approx(1, abs=1e-6)
+        distribution = tree.distribution(defect, CONTINUED.params)
+        assert sum(distribution.values()) == pytest.approx(1, abs=1e-6)
         elsewhere = "penalties" in defect.cause or "top_k" in defect.cause
         if elsewhere and not re.search("^temperature and|default", defect.cause):
-            assert distance(law, plain) < 1e-9
+            assert distance(distribution, plain) < 1e-9
     assert distance(exact, plain) > 0
 
 
@@ -193,11 +193,11 @@ def test_a_text_has_the_probability_of_all_its_tokenizations(pair):
     twin = int(target.logits(pair.prompts[0]).topk(4).indices[3])
     texts = Merged(pair.tokenizer, pair.vocab)
     tree = grow(target, pair.prompts[0], depth=1, width=2, texts=texts)
-    law = tree.law(EXACT, SamplingParams(temperature=1.0))
+    distribution = tree.distribution(EXACT, SamplingParams(temperature=1.0))
     p = target.logits(pair.prompts[0]).softmax(-1)
     for text in set(tree.texts.values()):
         expected = sum(float(p[token]) for token in range(pair.vocab) if texts.after((), (token,)) == text)
-        assert law[(text,)] == pytest.approx(expected, abs=1e-3)
+        assert distribution[(text,)] == pytest.approx(expected, abs=1e-3)
     assert tree.ambiguity > 0
     assert tree.outcome(Answer(text="?", tokens=None, ended=False)) == (OTHER,)
 
@@ -259,11 +259,11 @@ def test_noncentral_chi_square():
 
 
 def test_rounding_is_not_a_defect():
-    law = {(0,): 0.5, (1,): 0.5}
+    distribution = {(0,): 0.5, (1,): 0.5}
     counts = {(0,): 5300, (1,): 4700}
-    assert compare(counts, law, 10_000, 0.0).p_value < 1e-6
-    assert compare(counts, law, 10_000, 0.01).p_value > 0.1
-    assert compare({(0,): 9, (2,): 1}, law, 10, 0.01).p_value == 0  # an impossible outcome is never rounding
+    assert compare(counts, distribution, 10_000, 0.0).p_value < 1e-6
+    assert compare(counts, distribution, 10_000, 0.01).p_value > 0.1
+    assert compare({(0,): 9, (2,): 1}, distribution, 10, 0.01).p_value == 0  # an impossible outcome is never rounding
 
 
 def test_command_over_http(fake, folders):

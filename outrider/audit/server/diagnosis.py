@@ -1,4 +1,4 @@
-"""Why the sampling tests fail: the known defects whose laws fit the counts of all tests."""
+"""Why the sampling tests fail: the known defects whose distributions fit the counts of all tests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _INCLUDED = 0.999  # power from which a test is sure to find a defect
 
 
 def diagnose(tests: Sequence[Sampled], defects: Sequence[Hypothesis], *, level: float) -> dict[str, Any]:
-    """Compare the counts with the law of every known defect.
+    """Compare the counts with the distribution of every known defect.
 
-    A defect explains a server if no test rejects its law. Its gain is how much more likely the counts are than under
-    the law of the model, in nats.
+    A defect explains a server if no test rejects its distribution. Its gain is how much more likely the counts are than
+    under the distribution of the model, in nats.
 
     Returns:
         `causes`: the defects that explain all tests, best first. Several of them cannot be told apart from the counts.
@@ -64,12 +64,12 @@ def is_sure(value: float) -> bool:
 
 
 def _power(test: Sampled, defect: Hypothesis, level: float) -> float:
-    law = test.tree.law(EXACT, test.case.params)
-    other = test.tree.law(defect, test.case.params)
-    impossible = sum(prob for outcome, prob in other.items() if prob > 0 and not law.get(outcome))
+    distribution = test.tree.distribution(EXACT, test.case.params)
+    other = test.tree.distribution(defect, test.case.params)
+    impossible = sum(prob for outcome, prob in other.items() if prob > 0 and not distribution.get(outcome))
     if impossible > 1e-9:  # one such outcome is enough
         return 1 - (1 - impossible) ** test.samples
-    distance = sum((other.get(outcome, 0.0) - prob) ** 2 / prob for outcome, prob in law.items() if prob > 0)
+    distance = sum((other.get(outcome, 0.0) - prob) ** 2 / prob for outcome, prob in distribution.items() if prob > 0)
     dof = test.compare(EXACT).dof
     if not dof or distance < 1e-12 or not math.isfinite(distance):
         return 0.0

@@ -1,4 +1,4 @@
-"""The sampling tests: counts of a server's first tokens against the law of the model, with room for rounding."""
+"""The sampling tests: counts of a server's first tokens against the model's distribution, with room for rounding."""
 
 from __future__ import annotations
 
@@ -79,42 +79,46 @@ class Sampled:
     tree: Tree
     samples: int
     counts: Mapping[Outcome, int]
-    tolerance: float  # chi-square distance of two laws that rounding explains
+    tolerance: float  # chi-square distance of two distributions that rounding explains
 
     def compare(self, hypothesis: Hypothesis) -> GTest:
-        """Test the counts against the law of a hypothesis."""
-        law = self.tree.law(hypothesis, self.case.params)
-        return compare(self.counts, law, self.samples, self.tolerance)
+        """Test the counts against the distribution of a hypothesis."""
+        distribution = self.tree.distribution(hypothesis, self.case.params)
+        return compare(self.counts, distribution, self.samples, self.tolerance)
 
     def log_likelihood(self, hypothesis: Hypothesis) -> float:
         """Return the log-likelihood of the counts, with a small probability for impossible outcomes."""
-        law = self.tree.law(hypothesis, self.case.params)
-        return sum(count * math.log(max(law.get(outcome, 0.0), 1e-9)) for outcome, count in self.counts.items())
+        distribution = self.tree.distribution(hypothesis, self.case.params)
+        return sum(
+            count * math.log(max(distribution.get(outcome, 0.0), 1e-9)) for outcome, count in self.counts.items()
+        )
 
 
-def compare(counts: Mapping[Outcome, int], law: Mapping[Outcome, float], samples: int, tolerance: float) -> GTest:
-    """Test counts against a law. The p-value is that of the worst law within `tolerance` of it.
+def compare(
+    counts: Mapping[Outcome, int], distribution: Mapping[Outcome, float], samples: int, tolerance: float
+) -> GTest:
+    """Test counts against a distribution. The p-value is that of the worst distribution within `tolerance` of it.
 
-    A law at chi-square distance d from the true one makes G noncentral chi-square with noncentrality n d.
+    A distribution at chi-square distance d from the true one makes G noncentral chi-square with noncentrality n d.
     """
-    outcomes = list(law)
-    unknown = sum(count for outcome, count in counts.items() if outcome not in law)
+    outcomes = list(distribution)
+    unknown = sum(count for outcome, count in counts.items() if outcome not in distribution)
     observed = [counts.get(outcome, 0) for outcome in outcomes]
-    result = g_test([*observed, unknown], [*(law[outcome] for outcome in outcomes), 0.0])
+    result = g_test([*observed, unknown], [*(distribution[outcome] for outcome in outcomes), 0.0])
     if not tolerance or not math.isfinite(result.statistic):
         return result
     p_value = noncentral_tail(result.statistic, result.dof, samples * tolerance) if result.dof else 1.0
     return GTest(statistic=result.statistic, dof=result.dof, p_value=p_value)
 
 
-def distance(law: Mapping[Outcome, float], other: Mapping[Outcome, float]) -> float:
-    """Return the total variation distance of two laws."""
-    outcomes = {*law, *other}
-    return 0.5 * sum(abs(law.get(each, 0.0) - other.get(each, 0.0)) for each in outcomes)
+def distance(distribution: Mapping[Outcome, float], other: Mapping[Outcome, float]) -> float:
+    """Return the total variation distance of two distributions."""
+    outcomes = {*distribution, *other}
+    return 0.5 * sum(abs(distribution.get(each, 0.0) - other.get(each, 0.0)) for each in outcomes)
 
 
 class Designer:
-    """Chooses for each test the prompt on which the known defects change the law most."""
+    """Chooses for each test the prompt on which the known defects change the distribution most."""
 
     def __init__(
         self,
@@ -145,8 +149,10 @@ class Designer:
 
     def _power(self, tree: Tree, case: TestCase) -> float:
         tree.prepare((EXACT, *self._defects), case.params)
-        law = tree.law(EXACT, case.params)
-        return sum(min(distance(law, tree.law(defect, case.params)), _ENOUGH) for defect in self._defects)
+        distribution = tree.distribution(EXACT, case.params)
+        return sum(
+            min(distance(distribution, tree.distribution(defect, case.params)), _ENOUGH) for defect in self._defects
+        )
 
     def _tree(self, number: int, case: TestCase) -> Tree:
         key = (number, case.depth, case.width)
@@ -165,7 +171,7 @@ async def run_case(
     answers = await completions.sample(
         prompt, tree.prompt, case.params, max_tokens=case.depth, samples=samples, seed=seed
     )
-    # A change of the logits with standard deviation s changes the law of a token by at most s^2 in chi-square.
+    # A change of the logits with standard deviation s changes the distribution of a token by at most s^2 in chi-square.
     tolerance = case.depth * (rounding / case.params.temperature) ** 2
     return Sampled(case=case, tree=tree, samples=samples, counts=tree.counts(answers), tolerance=tolerance)
 
@@ -173,12 +179,12 @@ async def run_case(
 def entry(sampled: Sampled, *, level: float) -> dict[str, Any]:
     """Return the entry of a test in the report."""
     result = sampled.compare(EXACT)
-    law = sampled.tree.law(EXACT, sampled.case.params)
-    known = sum(prob for outcome, prob in law.items() if outcome[-1] != "other")
+    distribution = sampled.tree.distribution(EXACT, sampled.case.params)
+    known = sum(prob for outcome, prob in distribution.items() if outcome[-1] != "other")
     return {
         "name": sampled.case.name,
         "samples": sampled.samples,
-        "outcomes": sum(prob > 0 for prob in law.values()),
+        "outcomes": sum(prob > 0 for prob in distribution.values()),
         "distinguished": known,
         "ambiguity": sampled.tree.ambiguity,
         "statistic": result.statistic if math.isfinite(result.statistic) else None,

@@ -1,7 +1,7 @@
 """What a server may do to the distribution of its output: nothing, or one of the defects that engines have had.
 
-A hypothesis gives the distribution of the next token after every beginning, so that whole laws can be compared. A
-server with speculation is a chain of states: how many draft tokens of the current round were accepted.
+A hypothesis gives the distribution of the next token after every beginning, so that whole distributions can be
+compared. A server with speculation is a chain of states: how many draft tokens of the current round were accepted.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Position:
             changes: sampling parameters that the server uses in place of the requested ones.
         """
         counted = self.output[: len(self.output) - stale]
-        return self._law(self.logits, counted, changes)
+        return self._distribution(self.logits, counted, changes)
 
     def draft(self, **changes: Any) -> torch.Tensor:
         """Return the same distribution of the draft."""
         assert self.draft_logits is not None
-        return self._law(self.draft_logits, self.output, changes)
+        return self._distribution(self.draft_logits, self.output, changes)
 
-    def _law(self, logits: torch.Tensor, counted: Tokens, changes: Mapping[str, Any]) -> torch.Tensor:
+    def _distribution(self, logits: torch.Tensor, counted: Tokens, changes: Mapping[str, Any]) -> torch.Tensor:
         params = replace(self.params, **changes) if changes else self.params
         key = (logits is self.logits, self.prompt, counted, sampling_key(params))
         if key not in self.memo:

@@ -35,8 +35,8 @@ class Tree:
     children: Mapping[Tokens, tuple[int, ...]]  # tokens that are followed, by beginning
     texts: Mapping[Tokens, str] | None  # by leaf, for servers that return text; None: outcomes are tokens
     memo: Mapping[Tokens, dict[Any, Any]]  # what the hypotheses have computed, by beginning
-    laws: dict[Any, dict[Outcome, float]]  # that were computed already
-    ambiguity: float  # probability of the texts' other tokenizations, at temperature 1; part of the law
+    distributions: dict[Any, dict[Outcome, float]]  # that were computed already
+    ambiguity: float  # probability of the texts' other tokenizations, at temperature 1; part of the distribution
 
     def outcome(self, answer: Answer) -> Outcome:
         """Return the outcome of a completion."""
@@ -56,22 +56,22 @@ class Tree:
         """Count the outcomes of completions."""
         return Counter(map(self.outcome, answers))
 
-    def law(self, hypothesis: Hypothesis, params: SamplingParams) -> dict[Outcome, float]:
+    def distribution(self, hypothesis: Hypothesis, params: SamplingParams) -> dict[Outcome, float]:
         """Return the probability of every outcome under a hypothesis, by the chain rule in float64."""
         key = (id(hypothesis), sampling_key(params))
-        if key not in self.laws:
-            self.laws[key] = self._law(hypothesis, params)
-        return self.laws[key]
+        if key not in self.distributions:
+            self.distributions[key] = self._distribution(hypothesis, params)
+        return self.distributions[key]
 
     def prepare(self, hypotheses: Iterable[Hypothesis], params: SamplingParams) -> None:
-        """Compute the laws of hypotheses, and free the memory of the distributions that they have in common."""
+        """Compute the distributions of hypotheses, and free the memory of what they have in common."""
         for hypothesis in hypotheses:
-            self.law(hypothesis, params)
+            self.distribution(hypothesis, params)
         for memo in self.memo.values():
             memo.clear()
 
-    def _law(self, hypothesis: Hypothesis, params: SamplingParams) -> dict[Outcome, float]:
-        law: dict[Outcome, float] = defaultdict(float)
+    def _distribution(self, hypothesis: Hypothesis, params: SamplingParams) -> dict[Outcome, float]:
+        distribution: dict[Outcome, float] = defaultdict(float)
         reached: dict[Tokens, dict[State, float]] = {(): {hypothesis.start: 1.0}}
         for beginning in sorted(self.children, key=len):
             states = reached[beginning]
@@ -94,11 +94,11 @@ class Tree:
                     inside[token] += prob
                     reached.setdefault((*beginning, token), {})[after] = prob
             mass = sum(states.values())
-            law[self._other(beginning)] += max(mass - sum(inside.values()), 0.0)
+            distribution[self._other(beginning)] += max(mass - sum(inside.values()), 0.0)
             if len(beginning) == self.depth - 1:
                 for token, prob in inside.items():
-                    law[self._leaf((*beginning, token))] += prob
-        return dict(law)
+                    distribution[self._leaf((*beginning, token))] += prob
+        return dict(distribution)
 
     def _other(self, beginning: Tokens) -> Outcome:
         return (OTHER,) if self.texts is not None else (*beginning, OTHER)
@@ -154,7 +154,7 @@ def grow(
         children=children,
         texts=leaves,
         memo={beginning: {} for beginning in children},
-        laws={},
+        distributions={},
         ambiguity=ambiguity,
     )
 

@@ -68,7 +68,7 @@ def _diagnosis(diagnosis: Mapping[str, Any] | None) -> list[str]:
     causes = diagnosis["causes"]
     lines = [
         f"cause: {each['cause']} (no test rejects it; smallest p {each['smallest_p_value']:.2g},"
-        f" log-likelihood {each['gain']:+.0f} against the model's own law)"
+        f" log-likelihood {each['gain']:+.0f} against the model's own distribution)"
         for each in causes[:_SHOWN]
     ]
     if closest := diagnosis["closest"]:

@@ -269,8 +269,8 @@ def _notes(replayed: dict[str, Any], sampling: dict[str, Any], completions: Comp
     if not completions.abilities.token_ids:
         worst = max((test["ambiguity"] for test in distribution["tests"]), default=0.0)
         notes.append(
-            "The server returns text only. The law counts all tokenizations of a text; other tokenizations than the"
-            f" distinguished ones have a probability of {worst:.2g} and are part of it."
+            "The server returns text only. The distribution counts all tokenizations of a text; other tokenizations"
+            f" than the distinguished ones have a probability of {worst:.2g} and are part of it."
         )
     if replayed["unread_characters"]:
         notes.append(
