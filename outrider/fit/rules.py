@@ -17,6 +17,7 @@ _EAGLE_LAYERS = 4  # the fewest layers that EAGLE kinds read
 _LARGE_VOCABULARY = 32_768  # above it the output layer dominates the time of a head
 _DRAFT_SHARE, _DRAFT_VOCABULARY = 3, 32_000  # a head drafts a third of a large vocabulary, and at most so many tokens
 _FINALISTS = 3  # untrained proposers that are measured again
+_WITH_MODEL = SAMPLING_PROPOSERS | {"draft-text", "lookahead"}  # proposers that run a model
 _CYCLES = 16  # generation cycles in the training time, if the answers alone took it
 _BATCH, _STEPS = 16, 8  # at most: sequences of a step, and steps of a generation cycle
 _LEAST_ANSWERS = 8  # of a generation cycle, however slow the target is
@@ -118,6 +119,9 @@ def finalists(cases: Sequence[Mapping[str, Any]], head: str | None) -> tuple[str
     """
     order = [str(case["proposer"]) for case in ranked(cases)]
     chosen = order[:_FINALISTS]
+    # Lookups are much alike. One proposer with a model is always measured again.
+    if not any(map(_has_model, chosen)):
+        chosen += [proposer for proposer in order if _has_model(proposer)][:1]
     if head is not None:
         draft = command_line_form(f'draft:"{head}"')
         chosen.append(draft)
@@ -129,4 +133,8 @@ def finalists(cases: Sequence[Mapping[str, Any]], head: str | None) -> tuple[str
 def is_lookup(proposer: str) -> bool:
     """Return whether a proposer can be combined with a head: it has no model, and is no combination."""
     expression = parse(proposer)
-    return not expression.parts and expression.name not in SAMPLING_PROPOSERS | {"draft-text", "lookahead"}
+    return not expression.parts and expression.name not in _WITH_MODEL
+
+
+def _has_model(proposer: str) -> bool:
+    return any(leaf.name in _WITH_MODEL for leaf in parse(proposer).leaves())

@@ -79,6 +79,12 @@ def test_second_measurement_has_three_proposers_and_head():
     assert finalists(cases, "/x,y/head")[3] == 'draft:"/x,y/head"'
 
 
+def test_second_measurement_has_a_proposer_with_a_model():
+    cases = [case(name, 2, 1.5 - 0.1 * i) for i, name in enumerate(("suffix", "ngram", "recycle", "suffix:9"))]
+    cases += [case("best(suffix,quantized:int4)", 2, 1.05), case("quantized:int4", 2, 1.0)]
+    assert finalists(cases, None) == ("suffix", "ngram", "recycle", "best(suffix,quantized:int4)")
+
+
 def test_only_lookups_are_merged_with_head():
     assert finalists([case("draft:/x/small", 2, 1.5)], "/x/head") == ("draft:/x/small", "draft:/x/head")
 
