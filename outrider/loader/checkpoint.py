@@ -362,6 +362,11 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> 
             **({"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}),
         )
     except (*_LOAD_ERRORS, SafetensorError) as error:
+        if tp > 1:
+            raise UnsupportedModel(
+                f"transformers cannot read the model in {path} into {tp} ranks ({error}); use --tp 1, or copy the"
+                " checkpoint again if that fails, too"
+            ) from error
         raise OutriderError(f"the model in {path} cannot be read ({error}); copy the checkpoint again") from error
     finally:
         transformers_logging.set_verbosity(verbosity)

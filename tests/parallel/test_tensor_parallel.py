@@ -56,10 +56,10 @@ def torchrun(*words, timeout=300):
     )
 
 
-def compare(cases, folder):
+def compare(cases, folder, *, timeout=300):
     """Run cases in two ranks and in this process."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    done = torchrun("tests/parallel/two_ranks.py", folder / "cases.json", folder)
+    done = torchrun("tests/parallel/two_ranks.py", folder / "cases.json", folder, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1]
@@ -104,9 +104,10 @@ def test_every_architecture_with_a_plan(shelf, tmp_path):
             continue
         cases[name] = {"target": str(shelf.folder(name)), "proposer": "ngram", "k": 3}
     assert len(cases) > 20
-    results = compare(cases, tmp_path)
-    # The load check refuses these: their layers need all heads.
-    assert {name for name, result in results.items() if "refused" in result} == {"cohere", "doge"}
+    results = compare(cases, tmp_path, timeout=1200)
+    # The load check refuses the first three, whose layers need all heads. transformers cannot read the last one.
+    refused = {"cohere", "doge", "gemma4", "sarvam_moe"}
+    assert {name for name, result in results.items() if "refused" in result} == refused
     assert results.keys() == cases.keys()
 
 
