@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from outrider.models.recurrent.rows import CHUNK, Chunk, Part, PassRows, Rows, chain_rows
+from outrider.models.recurrent.rows import CHUNK, Chunk, PassRows, Rows, chain_rows
 
 Tensors = dict[str, torch.Tensor]
 
@@ -70,7 +70,9 @@ class RecurrentLayer(ABC):
             base = self._states.base(self.layer, self.fresh(inputs))
             for chunk in rows.chunks:
                 self._fold(chunk, base, inputs, mixed)
-            staged = tuple(Staged(base=_of_part(base, part)) for part in rows.parts)
+            staged = tuple(
+                Staged(base={name: part.select(value) for name, value in base.items()}) for part in rows.parts
+            )
         for part, kept in zip(rows.parts, staged, strict=True):
             if not part.rows.num_new:
                 continue
@@ -118,13 +120,6 @@ class RecurrentLayer(ABC):
     def wrap(self, output: torch.Tensor) -> Any:
         """Return what the layer of transformers returns: the output [1, T, H], or a tuple that begins with it."""
         return output
-
-
-def _of_part(base: Tensors, part: Part) -> Tensors:
-    """Return the states of the sequences of a part."""
-    if part.sequences is None:
-        return base
-    return {name: value[list(part.sequences)] for name, value in base.items()}
 
 
 def split_heads(values: torch.Tensor, heads: int) -> torch.Tensor:

@@ -107,6 +107,10 @@ class Part:
         """Return the values of the sequences of this part, from those of the batch."""
         return tuple(of_batch) if self.sequences is None else tuple(of_batch[b] for b in self.sequences)
 
+    def select(self, of_batch: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the sequences of this part, from those of the batch."""
+        return of_batch if self.sequences is None else of_batch[list(self.sequences)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassRows:
@@ -204,9 +208,8 @@ def _extend_part(
     if draft.chain and in_order:
         rows = _chains((last + 1 + length,) * len(sizes), length, device)
     else:
-        parents = draft.parent if part.sequences is None else draft.parent[list(part.sequences)]
         first = [span.first for span in spans]
-        rows = _add_nodes(part.rows, _parent_entries(nodes, feed_end, first, parents, length))
+        rows = _add_nodes(part.rows, _parent_entries(nodes, feed_end, first, part.select(draft.parent), length))
     columns, entries = _columns([span.begin for span in spans], sizes, len(layout.positions), device)
     return Part(sequences=part.sequences, rows=rows, columns=columns, entries=entries)
 
