@@ -9,23 +9,19 @@ from typing import Any, NamedTuple
 
 from outrider.core import tree
 from outrider.core.stats import Stats, StatsAccumulator
-from outrider.core.types import Batch, Draft, SequenceState
+from outrider.core.types import Batch, Draft
+from outrider.plan.gains import Gains
 from outrider.plan.pass_cost import Clock, CostModel
 from outrider.plan.planner import limit_budgets
+from outrider.plan.prefills import Prefills
 from outrider.plan.pricing import DraftPricing, Thresholds
-from outrider.plan.proposer_stats import ROUNDS_BEFORE_TRIAL, TRIAL_PASSES, TRIAL_SEQS, ProposerStats, RoundLoad
-from outrider.plan.trial_budget import TrialBudget
+from outrider.plan.proposer_stats import ProposerStats, RoundLoad
+from outrider.plan.trials import TRIAL_DRAFT_LENGTH, Trials
 from outrider.plan.unverified import UnverifiedDrafts
 from outrider.plan.window import FIXED_DRAFT_LENGTH, Mode, PlanWindow, needs_fixed_length
 
-_CONTEXT_STEP = 128  # cached tokens that change the best draft length
-_LENGTH_RATE = 0.1  # weight of the last completion in the mean output length
-_START_GAIN = 1.05  # expected speedup from which speculation starts
-_FREE_GAIN = 0.99  # the same for a proposer without a draft model, whose draft costs almost nothing
-_CONTINUE_GAIN_TRIMMED = 1.0  # speedup from which a draft model continues, if it estimates acceptance probabilities
-_CONTINUE_GAIN = 1.02  # the same for other draft models
-_TRIAL_DRAFT_LENGTH = 4  # draft tokens in a trial of a proposer without acceptance probabilities
 _PROBE_SHARE = 0.003  # share of the time for probes
+_PROBE_WEIGHT = 8  # rounds that a probe counts as, since nothing else tells plain decoding from drafting
 _MIN_PROBE_GAIN = 0.05  # the least gain that decides how often to probe
 
 
@@ -76,7 +72,9 @@ class CostPlanner:
         self._has_lookup = any(each.draft is None for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
         self._pricing = DraftPricing(self._clock)
-        self._budget = TrialBudget()
+        self._gains = Gains(self.proposers, self._clock)
+        self._prefills = Prefills(self._clock)
+        self._trials = Trials(self.proposers, self._clock, self._gains, self._prefills)
         self._window = PlanWindow(
             RoundLoad(seqs=0, total_seqs=0, prompt_tokens=0, cached=0, remaining_tokens=0, at_start=True)
         )
@@ -84,14 +82,7 @@ class CostPlanner:
         self._observed = -1  # alternative whose drafts of the next round are not verified; -1: none
         self._unverified: UnverifiedDrafts | None = None  # of the current window
         self._stats = Stats()  # at the end of the last window
-        self._seqs: tuple[SequenceState, ...] = ()  # of the last decision
-        self._trial_ids: set[int] = set()  # requests of the last trial
-        self._drafted_ids: frozenset[int] = frozenset()  # all requests when draft tokens were last allowed
-        self._prefilled_ids: frozenset[int] = frozenset()  # requests that the draft model in use has prefilled
-        self._excluded_ids: frozenset[int] = frozenset()  # requests that are not worth a prefill of the draft model
-        self._output_length = 0.0  # recent mean; 0: no completion has ended yet
         self._rounds_since_plain = inf
-        self._best_lengths: dict[tuple[int, int, int], tuple[int, float]] = {}  # cache of `_best_length`
         self.spent_seconds = 0.0  # of the rounds that this planner has planned
         self.plain_seconds = 0.0  # what plain decoding would have taken for the same tokens
 
@@ -104,7 +95,7 @@ class CostPlanner:
             return replace(batch, draft_budget=limit_budgets(FIXED_DRAFT_LENGTH, batch))
         load = RoundLoad.of(batch)
         fixed = any(seq.request.alternative is not None for seq in batch.seqs)
-        if not self._window.continues(load, stats.rounds) or fixed != self._window.has_fixed_alternatives:
+        if not self._window.continues(batch, load, stats.rounds) or fixed != self._window.has_fixed_alternatives:
             self._close_window(stats.total)
             self._open_window(batch, load, stats.rounds, fixed=fixed)
         window = self._window
@@ -116,7 +107,8 @@ class CostPlanner:
             return self._observation(batch, load)
         budget = self._draft_budgets(batch)
         if window.rounds == 1 and window.alternative >= 0:
-            self._expect_prefill(batch, budget)
+            proposer = self.proposers[window.alternative]
+            window.prefill_seconds += self._prefills.begin(proposer, batch, budget)
         if fixed:
             budget = window.assign_budgets(batch, budget)
         else:
@@ -188,59 +180,44 @@ class CostPlanner:
         self._observed = -1 if fixed else self._next_observed(load)
 
     def _decide(self, batch: Batch, load: RoundLoad) -> None:
-        for seq in self._seqs:
-            if seq.finish_reason:
-                rate = _LENGTH_RATE if self._output_length else 1.0
-                self._output_length += (seq.num_output_tokens - self._output_length) * rate
-        self._seqs = batch.seqs
-        known = self._prefilled_ids | self._excluded_ids
+        self._prefills.see(batch.seqs)
+        self._trials.see(batch.seqs)
+        known = self._prefills.prefilled | self._prefills.excluded
+        previous = self._window
         alternative = self._choose_alternative(batch, load) if load.seqs else -1
-        same = alternative == self._window.alternative
+        same = alternative == previous.alternative
         if not same:
-            self._budget.switch_alternative()
+            self._trials.budget.switch_alternative()
         ids = frozenset(seq.request.id for seq in batch.seqs)
-        self._prefilled_ids = self._prefilled_ids & ids if same else frozenset()
+        self._prefills.keep(ids if same else frozenset())
         if alternative < 0:
             self._choice = _Choice()
         else:
             proposer = self.proposers[alternative]
-            if not proposer.trial_passes_left and self._has_new_requests(alternative, load, known):
+            if not proposer.trial_passes_left and self._trials.must_repeat(alternative, load, previous, known):
                 proposer.start_trial(new_texts=True)
-            self._drafted_ids = ids
+            self._trials.draft_allowed(ids)
             self._choice = _Choice(
                 alternative=alternative,
                 trial_seqs=proposer.trial_seqs if proposer.trial_passes_left else 0,
                 draft_length=self._draft_length(alternative, load),
                 thresholds=self._pricing.thresholds(proposer, load, in_trial=bool(proposer.trial_passes_left)),
             )
-        self._window = PlanWindow.of(
-            load, alternative, self._choice.trial_seqs, self._stats.rounds, has_lookup=self._has_lookup
+        self._window = previous.next(
+            load, alternative, self._choice.trial_seqs, has_lookup=self._has_lookup, round=self._stats.rounds
         )
         if self._window.mode is Mode.SPECULATE and not load.prompt_tokens:
             # The more speculation gains, the more a probe costs and the less depends on it.
-            gain = max(self._gain(alternative, load) - 1, _MIN_PROBE_GAIN)
+            gain = max(self._gains.expected(alternative, load) - 1, _MIN_PROBE_GAIN)
             if self._rounds_since_plain * _PROBE_SHARE > gain:
                 self._window.start_probe()
 
     def _draft_budgets(self, batch: Batch) -> tuple[int, ...]:
         """Return the draft budget of each sequence under the current choice."""
         k = 0 if self._window.mode is Mode.PROBE else self._choice.draft_length
-        budget = limit_budgets(k, batch)
-        if self._excluded_ids:
-            pairs = zip(batch.seqs, budget, strict=True)
-            budget = tuple(0 if seq.request.id in self._excluded_ids else count for seq, count in pairs)
-        if self._window.trial_seqs:
-            budget = self._limit_to_trial(batch, budget)
-        return budget
-
-    def _expect_prefill(self, batch: Batch, budget: tuple[int, ...]) -> None:
-        """Record which sequences the draft model prefills in this window, and the expected seconds of the prefills."""
-        proposer = self.proposers[self._window.alternative]
-        for seq, cached, count in zip(batch.seqs, batch.start, budget, strict=True):
-            if count and seq.request.id not in self._prefilled_ids:
-                self._window.prefill_seconds += proposer.prefill_seconds(1, cached)
-        drafting = {seq.request.id for seq, count in zip(batch.seqs, budget, strict=True) if count}
-        self._prefilled_ids |= drafting
+        budget = self._prefills.limit(batch, limit_budgets(k, batch))
+        seqs = self._window.trial_seqs
+        return self._trials.limit(batch, budget, seqs) if seqs else budget
 
     # Unverified drafts during plain decoding.
 
@@ -255,7 +232,7 @@ class CostPlanner:
         """Return the batch of a round whose drafts are not verified."""
         proposer = self.proposers[self._observed]
         proposer.observations += 1
-        k = proposer.max_draft_tokens if proposer.estimates_acceptance else _TRIAL_DRAFT_LENGTH
+        k = proposer.max_draft_tokens if proposer.estimates_acceptance else TRIAL_DRAFT_LENGTH
         thresholds = self._pricing.thresholds(proposer, load, in_trial=False)
         return replace(
             batch,
@@ -279,10 +256,10 @@ class CostPlanner:
         # After a trial the draft model has not prefilled the other sequences, so speculation starts anew.
         after_trial = 0 < self._window.trial_seqs < load.seqs
         current = -1 if after_trial else self._window.alternative
-        gains = [self._gain(alternative, load) for alternative in range(len(self.proposers))]
+        gains = [self._gains.expected(alternative, load) for alternative in range(len(self.proposers))]
         best = max(range(len(gains)), key=gains.__getitem__)
-        trial = self._trial_alternative(load, gains[current] if current >= 0 else 1.0)
-        self._excluded_ids = frozenset()
+        trial = self._trials.next(load, self._window, gains[current] if current >= 0 else 1.0)
+        self._prefills.excluded = frozenset()
         if trial is not None:
             chosen = trial
         elif self._pays(best, gains[best], batch, load, in_use=best == current):
@@ -296,168 +273,32 @@ class CostPlanner:
 
     def _pays(self, alternative: int, gain: float, batch: Batch, load: RoundLoad, *, in_use: bool) -> bool:
         """Return whether to speculate, and exclude requests that are not worth a prefill of the draft model."""
-        new_texts = self._mostly_new(self._drafted_ids)
+        new_texts = self._trials.has_new_texts
         # The beginning of a text tells little about the rest of it.
         holds = in_use and load.at_start and not new_texts
-        if not holds and gain < self._required_gain(alternative, in_use=in_use and not (load.at_start and new_texts)):
+        counts_as_in_use = in_use and not (load.at_start and new_texts)
+        if not holds and gain < self._gains.required(alternative, in_use=counts_as_in_use):
             return False
-        self._excluded_ids = self._not_worth_prefill(alternative, gain, batch, load, in_use=in_use)
-        can_draft = {seq.request.id for seq, count in zip(batch.seqs, batch.draft_budget, strict=True) if count}
-        return not can_draft <= self._excluded_ids
-
-    def _gain(self, alternative: int, load: RoundLoad) -> float:
-        """Return the expected speedup, the lower one of now and of when all prompts are prefilled.
-
-        At the start of a text it is that of whole texts.
-        """
-        if load.at_start and (text_gain := self.proposers[alternative].text_gain) is not None:
-            return text_gain
-        return min(self._best_length(alternative, seqs, load.cached)[1] for seqs in {load.seqs, load.total_seqs})
-
-    def _best_length(self, alternative: int, seqs: int, cached: float) -> tuple[int, float]:
-        """Return the best draft length and its speedup over plain decoding."""
-        proposer = self.proposers[alternative]
-        if proposer.estimates_acceptance and proposer.has_estimate:
-            return proposer.max_draft_tokens, proposer.gain(seqs, cached, self._clock)
-        key = (alternative, seqs, int(cached) // _CONTEXT_STEP)
-        if key not in self._best_lengths:
-            self._best_lengths[key] = proposer.best_length(seqs, cached, self._clock)
-        return self._best_lengths[key]
-
-    def _required_gain(self, alternative: int, *, in_use: bool) -> float:
-        """Return the speedup from which an alternative is used."""
-        proposer = self.proposers[alternative]
-        if proposer.costs.draft is None:
-            return _FREE_GAIN if proposer.estimates_acceptance else _START_GAIN
-        if not in_use:
-            return _START_GAIN
-        return _CONTINUE_GAIN_TRIMMED if proposer.estimates_acceptance else _CONTINUE_GAIN
+        return self._prefills.exclude(
+            self.proposers[alternative],
+            gain,
+            batch,
+            load,
+            prefilled=self._prefills.prefilled if alternative == self._window.alternative else frozenset(),
+            margin=1 if in_use else 2,  # the gain counts half before many sequences have drafted
+        )
 
     def _draft_length(self, alternative: int, load: RoundLoad) -> int:
         """Return the most draft tokens per sequence."""
         proposer = self.proposers[alternative]
         if proposer.estimates_acceptance:  # its drafts are trimmed
-            return (
-                proposer.max_draft_tokens
-                if proposer.has_estimate
-                else min(proposer.max_draft_tokens, 2 * _TRIAL_DRAFT_LENGTH)
-            )
+            if proposer.has_estimate:
+                return proposer.max_draft_tokens
+            return min(proposer.max_draft_tokens, 2 * TRIAL_DRAFT_LENGTH)
         if proposer.trial_passes_left:
-            best = self._best_length(alternative, load.seqs, load.cached)[0]
-            return min(max(best, 2), _TRIAL_DRAFT_LENGTH)
-        k = min(self._best_length(alternative, seqs, load.cached)[0] for seqs in {load.seqs, load.total_seqs})
+            return min(max(self._gains.best_length(alternative, load), 2), TRIAL_DRAFT_LENGTH)
+        k = self._gains.lasting_length(alternative, load)
         return self._pricing.length_with_prompts(proposer, load, k) if load.prompt_tokens else k
-
-    # Prefills of a draft model. It must process all tokens of a sequence before it can draft.
-
-    def _has_new_requests(self, alternative: int, load: RoundLoad, known: frozenset[int]) -> bool:
-        """Return whether the draft model in use has not prefilled most requests, whose texts may differ in kind.
-
-        Not if it gains enough over whole texts, which includes its prefills.
-        """
-        proposer = self.proposers[alternative]
-        if (proposer.text_gain or 0.0) >= _START_GAIN:
-            return False
-        uses_model = proposer.costs.draft is not None and load.seqs > TRIAL_SEQS
-        in_use = alternative == self._window.alternative and not self._window.trial_seqs
-        return uses_model and in_use and self._mostly_new(known)
-
-    def _mostly_new(self, known: frozenset[int]) -> bool:
-        """Return whether most sequences of the batch are not among these requests."""
-        return sum(seq.request.id not in known for seq in self._seqs) > len(self._seqs) / 2
-
-    def _not_worth_prefill(
-        self, alternative: int, gain: float, batch: Batch, load: RoundLoad, *, in_use: bool
-    ) -> frozenset[int]:
-        """Return the requests for which a prefill of the draft model takes longer than speculation saves.
-
-        Before many sequences have drafted, the gain counts half.
-        """
-        proposer = self.proposers[alternative]
-        if proposer.costs.draft is None:
-            return frozenset()
-        prefilled = self._prefilled_ids if alternative == self._window.alternative else frozenset()
-        margin = 1 if in_use else 2
-        excluded = set()
-        for seq, count, cached in zip(batch.seqs, batch.draft_budget, batch.start, strict=True):
-            if not count or seq.request.id in prefilled:
-                continue
-            if self._seconds_saved(gain, 1 + count, load) < margin * proposer.prefill_seconds(1, cached):
-                excluded.add(seq.request.id)
-        return frozenset(excluded)
-
-    def _repays_prefill(self, alternative: int, gain: float, load: RoundLoad) -> bool:
-        """Return whether speculation saves twice the prefill of the draft model for one sequence."""
-        seconds = self.proposers[alternative].prefill_seconds(1, load.cached)
-        return not seconds or self._seconds_saved(gain, load.remaining_tokens, load) > 2 * seconds
-
-    def _seconds_saved(self, gain: float, max_tokens: float, load: RoundLoad) -> float:
-        """Return the expected time that speculation saves until a sequence ends, after at most `max_tokens` tokens."""
-        plain = self._clock.verify(load.seqs, 0, cached=load.cached) / load.seqs
-        tokens = min(max_tokens, self._output_length or max_tokens / 4)
-        return tokens * plain * (1 - 1 / max(gain, 1.0))
-
-    # Trials: an alternative that is not in use drafts for a few sequences.
-
-    def _trial_alternative(self, load: RoundLoad, gain: float) -> int | None:
-        """Return the alternative whose trial runs or starts now, or None. `gain` is the speedup without the trial."""
-        window = self._window
-        for alternative, proposer in enumerate(self.proposers):
-            # A window in which the draft model only prefills tells nothing about acceptance.
-            only_prefilled = window.prefilling_seqs and not window.drafting_seqs
-            if alternative != window.alternative or not only_prefilled:
-                proposer.trial_passes_left = max(proposer.trial_passes_left - min(proposer.trial_seqs, load.seqs), 0)
-        running = [alternative for alternative, proposer in enumerate(self.proposers) if proposer.trial_passes_left]
-        due = running or [each for each in range(len(self.proposers)) if self._is_trial_due(each, load, gain)]
-        if not due:
-            return None
-        chosen = max(due, key=lambda alternative: self.proposers[alternative].idle_rounds)
-        if not running:
-            self.proposers[chosen].start_trial(new_texts=self._mostly_new(self._drafted_ids))
-            self._budget.count_trial()
-        return chosen
-
-    def _is_trial_due(self, alternative: int, load: RoundLoad, gain: float) -> bool:
-        """Return whether an alternative may pay, and the trial fits into the budget even if it fails."""
-        proposer = self.proposers[alternative]
-        new_texts = self._mostly_new(self._drafted_ids)
-        if proposer.idle_rounds < ROUNDS_BEFORE_TRIAL and not (self._drafted_ids and new_texts):
-            return False
-        if load.at_start and proposer.text_gain is not None:  # it has decided already
-            return False
-        optimistic_gain = proposer.optimistic_gain(load.total_seqs, load.cached, self._clock)
-        trial_load = replace(load, seqs=min(load.seqs, TRIAL_SEQS))
-        if optimistic_gain < self._required_gain(alternative, in_use=False):
-            return False
-        if not self._repays_prefill(alternative, optimistic_gain, trial_load):
-            return False
-        plain = self._clock.at(load.seqs, seqs=load.seqs, cached=load.cached)
-        cost = self._trial_seconds(proposer, load, plain, gain)
-        return self._budget.allows(cost, plain=plain, new_texts=new_texts, has_saved=self._has_saved_time)
-
-    @property
-    def _has_saved_time(self) -> bool:
-        """Whether any alternative has saved time so far, over whole texts."""
-        return any(proposer.saved_seconds > 0 and (proposer.text_gain or inf) > 1 for proposer in self.proposers)
-
-    def _trial_seconds(self, proposer: ProposerStats, load: RoundLoad, plain: float, gain: float) -> float:
-        """Return the time that a failed trial costs, where a plain round takes `plain` and the speedup is `gain`."""
-        seqs = min(load.seqs, TRIAL_SEQS)
-        verify = self._clock.verify(load.seqs, seqs * _TRIAL_DRAFT_LENGTH / load.seqs, cached=load.cached)
-        length = load.cached + load.prompt_tokens / load.total_seqs  # mean tokens per sequence
-        # The draft model has prefilled what came before its last trial, unless the requests are new.
-        unfed = length if self._mostly_new(self._drafted_ids) else min(length, proposer.idle_rounds)
-        draft = _TRIAL_DRAFT_LENGTH * seqs * proposer.draft_seconds(seqs, load.cached)
-        lost = plain * max(gain - 1, 0.0)
-        return proposer.prefill_seconds(seqs, unfed) + TRIAL_PASSES / seqs * (verify - plain + draft + lost)
-
-    def _limit_to_trial(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
-        """Keep the budget of the few sequences of a trial. It prefers sequences that the draft model has prefilled."""
-        candidates = [b for b in range(len(budget)) if budget[b]]
-        candidates.sort(key=lambda b: (batch.seqs[b].request.id not in self._trial_ids, batch.start[b]))
-        chosen = set(candidates[: self._window.trial_seqs])
-        self._trial_ids = {batch.seqs[b].request.id for b in chosen}
-        return tuple(count if b in chosen else 0 for b, count in enumerate(budget))
 
     # Learning.
 
@@ -480,12 +321,12 @@ class CostPlanner:
             seconds / window.rounds,
             drafted=bool(window.draft_tokens),
             experts=(stats.experts - before.experts) / window.rounds,
-            rounds=window.rounds,
+            rounds=_PROBE_WEIGHT if window.is_probe else window.rounds,
         )
         self._rounds_since_plain = self._rounds_since_plain + window.rounds if window.draft_tokens else 0
         draft_seconds = stats.draft_seconds - before.draft_seconds
         self._account_time(window, seconds, draft_seconds, stats.output_tokens - before.output_tokens)
-        self._best_lengths.clear()
+        self._gains.forget()
         if window.drafting_seqs and load.seqs:
             outcome = window.outcome(before, stats)
             self.proposers[window.alternative].learn(outcome, load.cached, at_start=load.at_start)
@@ -506,10 +347,10 @@ class CostPlanner:
                 verify = self._clock.verify(seqs, k, cached=cached, feed=prompt_tokens)
                 # Use expected pass times. Measured ones vary by more than a few draft tokens cost.
                 saved = decode * extra_tokens / seqs - (verify - with_prompts) * window.rounds - draft_seconds
-                self._budget.add_savings(saved)
+                self._trials.budget.add_savings(saved)
                 proposer = self.proposers[window.alternative]
                 proposer.saved_seconds += saved
                 proposer.add_time(spent=spent, plain=plain, passes=window.drafting_seqs)
-        self._budget.add_time(spent, has_saved=self._has_saved_time)
+        self._trials.budget.add_time(spent, has_saved=self._trials.has_saved_time)
         self.spent_seconds += spent
         self.plain_seconds += plain

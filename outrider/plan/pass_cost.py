@@ -18,10 +18,11 @@ from outrider.plan.expert_use import ExpertUse
 # The factors a, g, b and c of `Clock`.
 _DEFAULTS = (1.0, 0.0, 1.0, 1.0)
 _MINIMA = (0.1, 0.0, 0.1, 0.1)
-# Standard deviations: of the time of a round, of a common factor of a, b and c, and of each factor alone.
-_NOISE, _COMMON, _SINGLE = 0.3, 0.3, 0.2
+# Standard deviations: of the time of a round, of a common factor of a, b and c, and of each factor alone. Work outside
+# of passes differs most between models.
+_NOISE, _COMMON, _SINGLE = 0.3, 0.3, (0.2, 0.4, 0.2, 0.2)
 # The prior: the inverse covariance of the factors, in rounds.
-_PRIOR = (_NOISE**2 * np.linalg.inv(_SINGLE**2 * np.eye(4) + _COMMON**2 * np.outer(_DEFAULTS, _DEFAULTS))).tolist()
+_PRIOR = (_NOISE**2 * np.linalg.inv(np.diag(np.square(_SINGLE)) + _COMMON**2 * np.outer(_DEFAULTS, _DEFAULTS))).tolist()
 _DECAY = 0.97  # weight of a round after one more round
 
 

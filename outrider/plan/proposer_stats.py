@@ -29,6 +29,7 @@ _TEXT_PASSES = 50.0  # passes from which these sums are used
 ROUNDS_BEFORE_TRIAL = 32  # rounds without use before a trial
 TRIAL_SEQS = 2
 TRIAL_PASSES = 8
+_HOPELESS = 0.8  # speedup in a trial below which it ends early
 _CARRIED_PASSES = 8.0  # weight of earlier means when a trial starts
 _CARRIED_PASSES_NEW_TEXTS = 2.0  # the same if most texts are new
 _WIDEN_BY = 4  # factor of the sequences when a trial is widened
@@ -144,13 +145,8 @@ class ProposerStats:
         an easy earlier text is enough. A new proposer also counts with its best draft length by position.
         """
         if self.estimates_acceptance and self.has_estimate:
-            plain = clock.verify(seqs, 0, cached=cached)
-            unit = self._draft_unit(seqs, cached)
-            gain = inf
-            for means in (self._means, self._recent):
-                if means.seen >= _MIN_PASSES:
-                    seconds = clock.verify(seqs, means.nodes, cached=cached) + means.drafted * unit
-                    gain = min(gain, means.tau * plain / seconds)
+            measured = [means for means in (self._means, self._recent) if means.seen >= _MIN_PASSES]
+            gain = min(self._gain_of(means, seqs, cached, clock) for means in measured)
             # A confidence estimate that is not trained yet may draft too far. A shorter draft might pay.
             return max(gain, self.best_length(seqs, cached, clock)[1]) if self.is_new else gain
         return self.best_length(seqs, cached, clock)[1]
@@ -227,6 +223,14 @@ class ProposerStats:
         self._recent = _Means()
         self._means.seen = min(self._means.seen, _CARRIED_PASSES_NEW_TEXTS if new_texts else _CARRIED_PASSES)
 
+    def count_trial_passes(self, passes: int, load: RoundLoad, clock: Clock) -> None:
+        """Count passes of a trial. It ends early if the acceptance so far is hopeless."""
+        if not self.trial_passes_left:
+            return
+        self.trial_passes_left = max(self.trial_passes_left - passes, 0)
+        if self._recent.seen >= _MIN_PASSES and self._gain_of(self._recent, load.seqs, load.cached, clock) < _HOPELESS:
+            self.trial_passes_left = 0
+
     def widen_trial(self, seqs: int) -> bool:
         """Repeat a successful trial with more sequences, if a draft model would have to prefill many more."""
         if self.costs.draft is None or seqs <= _WIDEN_BY * self.trial_seqs:
@@ -259,6 +263,11 @@ class ProposerStats:
         self._draft_cost = draft_cost
         for name, value in fields.items():
             setattr(self, name, value)
+
+    def _gain_of(self, means: _Means, seqs: int, cached: float, clock: Clock) -> float:
+        """Return the speedup over plain decoding of rounds with these means."""
+        seconds = clock.verify(seqs, means.nodes, cached=cached) + means.drafted * self._draft_unit(seqs, cached)
+        return means.tau * clock.verify(seqs, 0, cached=cached) / seconds
 
     def _pass_seconds(self, seqs: int, cached: float) -> float:
         return 0.0 if self.costs.draft is None else self.costs.draft(seqs, seqs=seqs, cached=cached)

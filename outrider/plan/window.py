@@ -15,6 +15,7 @@ from outrider.verify.rules import EXACT
 FIXED_DRAFT_LENGTH = 4  # where a seed must reproduce the text, or a request names its proposer
 _ROUNDS_SPECULATING = 4  # length of a window with draft tokens
 _ROUNDS_PLAIN = 32  # length of a window of plain decoding
+_ROUNDS_STILL_PLAIN = 64  # the same if the window before it was one
 _ROUNDS_BETWEEN_DRAFTS = 16  # the same if a lookup drafts in its first round, to compare the draft with the text
 _ROUNDS_AFTER_CHANGE = 8  # the same after sequences have come or gone
 
@@ -57,16 +58,20 @@ class PlanWindow:
     # If some requests name their proposer: the other sequences, and their progress before the window.
     unassigned: dict[SequenceState, _Progress] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, load: RoundLoad, alternative: int, trial_seqs: int, rounds: int, *, has_lookup: bool) -> PlanWindow:
-        """Open a window after a decision in round `rounds`. `has_lookup`: whether an alternative is a lookup."""
-        plain_rounds = _ROUNDS_BETWEEN_DRAFTS if has_lookup else _ROUNDS_PLAIN
-        length = _ROUNDS_SPECULATING if alternative >= 0 else plain_rounds
+    def next(self, load: RoundLoad, alternative: int, trial_seqs: int, *, has_lookup: bool, round: int) -> PlanWindow:
+        """Open the next window after a decision in this round. `has_lookup`: whether an alternative is a lookup."""
         if not load.seqs:  # no sequence decodes, so there was nothing to decide
             length = 1
-        elif load.at_start:
+        elif alternative >= 0:
+            length = _ROUNDS_SPECULATING
+        elif has_lookup:
+            length = _ROUNDS_BETWEEN_DRAFTS
+        else:
+            still_plain = self.mode is Mode.PLAIN and not self.load.at_start
+            length = _ROUNDS_STILL_PLAIN if still_plain else _ROUNDS_PLAIN
+        if load.at_start:
             length = min(length, START_TOKENS)
-        return cls(load, alternative, trial_seqs, first_round=rounds, end_round=rounds + length)
+        return PlanWindow(load, alternative, trial_seqs, first_round=round, end_round=round + length)
 
     @property
     def mode(self) -> Mode:
@@ -129,9 +134,12 @@ class PlanWindow:
         """Return whether plain decoding continues, even if sequences come or go."""
         return self.alternative < 0 and not self.has_fixed_alternatives and self._is_valid(rounds)
 
-    def continues(self, load: RoundLoad, rounds: int) -> bool:
+    def continues(self, batch: Batch, load: RoundLoad, rounds: int) -> bool:
         """Return whether round number `rounds` belongs to this window."""
-        if self.trial_seqs or self.load.prompt_tokens or load.prompt_tokens:
+        if self.load.prompt_tokens or load.prompt_tokens:
+            return False
+        # A new text may be worth drafting, so plain decoding ends soon after it begins.
+        if self.alternative < 0 and batch.seqs != self.seqs:
             return False
         return self.load.same_size(load) and self._is_valid(rounds)
 

@@ -21,7 +21,8 @@ from outrider.loader.embedded import embedded
 from outrider.plan.calibrate import calibrate, cost_file, known_costs, measure_pass
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.pass_cost import Clock, CostModel, PassCost, Sample
-from outrider.plan.window import FIXED_DRAFT_LENGTH
+from outrider.plan.proposer_stats import RoundLoad
+from outrider.plan.window import FIXED_DRAFT_LENGTH, Mode, PlanWindow
 from outrider.testing.toy_target import ToyTarget
 
 
@@ -65,8 +66,9 @@ def simulate(planner, rows, acceptance, rounds, *, took=lambda k: (1.0, 0.0), se
     stats = Stats()
     chosen = []
     prefill_rounds = 0
+    decoding = batch(rows, first=first)
     for _ in range(rounds):
-        planned = planner.plan(batch(rows, first=first), stats)
+        planned = planner.plan(decoding, stats)
         prefill_rounds = prefill_rounds + 1 if any(planned.draft_budget) else 0
         if 0 < prefill_rounds <= waits:
             draft = replace(tree.empty(rows, torch.device("cpu")), num_prefilling=sum(map(bool, planned.draft_budget)))
@@ -238,6 +240,39 @@ def test_planner_learns_the_fixed_cost_of_speculation(rate):
     speed = sum(tau[k] for k in chosen) / sum(sum(took(k)) for k in chosen)
     best = max(tau[k] / sum(took(k)) for k in range(13))
     assert speed > 0.98 * best
+
+
+def test_probes_tell_plain_decoding_from_the_fixed_cost_of_speculation():
+    """Most rounds of plain decoding are probes here. The others have drafts, which make a round 60% longer."""
+    planner = CostPlanner(costs(FLAT), max_draft_tokens=4)
+    chosen = simulate(planner, 1, [0.6] * 4, 2000, took=lambda k: (1.6 if k else 1.0, 0.01 * k))
+    assert sum(map(bool, chosen)) > 1700
+    assert planner._clock.verify(1, 0, cached=40) == pytest.approx(1.0, abs=0.1)
+    assert planner._clock.verify(1, 4, cached=40) == pytest.approx(1.6, abs=0.1)
+
+
+@pytest.mark.parametrize(("acceptance", "passes"), [(0.0, 4), (0.5, 8)])
+def test_hopeless_trial_ends_early(acceptance, passes):
+    tenth = PassCost(tokens=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
+    planner = CostPlanner(costs(FLAT, tenth), max_draft_tokens=12)
+    modes = []
+    close = planner._close_window
+    planner._close_window = lambda stats: (modes.extend([planner._window.mode] * planner._window.rounds), close(stats))
+    simulate(planner, 1, [acceptance] * 12, 30, took=lambda k: (1.0, 0.1 * k))
+    assert modes.index(Mode.TRIAL) == 0
+    assert modes.count(Mode.TRIAL) == passes
+
+
+def test_plain_decoding_is_reconsidered_for_a_new_text():
+    """Otherwise windows and texts of equal lengths could keep a decision for ever."""
+    first, second = batch(1), batch(1, first=1)
+    load = RoundLoad.of(first)
+    plain, speculating = PlanWindow(load, end_round=64), PlanWindow(load, 0, end_round=64)
+    plain.seqs = speculating.seqs = first.seqs
+    assert plain.continues(first, load, 0)
+    assert not plain.continues(second, load, 0)
+    assert speculating.continues(second, load, 0)
+    assert plain.next_plain(load).end_round == 8
 
 
 @pytest.mark.parametrize("acceptance", [[0.95] * 12, [0.0] * 12])
