@@ -26,6 +26,7 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import model_folder
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint, SourceRules
+from outrider.models.recurrent_target import RecurrentTarget
 from outrider.native.rules import fastest_verifier
 from outrider.native.sampling import fastest_sampling
 from outrider.parallel.ranks import current, join
@@ -363,7 +364,9 @@ def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) ->
     """
     alternatives = proposer.parts if isinstance(proposer, Switch) else (proposer,)
     costs = (known_costs(target, draft_model(each)) for each in alternatives)
-    return CostPlanner(*costs, replay=replay, model_sources=model_sources(proposer))
+    # Recurrent layers read the tokens of all sequences in step.
+    padded = isinstance(target, RecurrentTarget)
+    return CostPlanner(*costs, replay=replay, model_sources=model_sources(proposer), padded=padded)
 
 
 def full_dtype(dtype: str, bits: int) -> str:

@@ -57,21 +57,27 @@ class CostPlanner:
     """
 
     def __init__(
-        self, *costs: CostModel, max_draft_tokens: int = 32, replay: bool = False, model_sources: int = -1
+        self,
+        *costs: CostModel,
+        max_draft_tokens: int = 32,
+        replay: bool = False,
+        model_sources: int = -1,
+        padded: bool = False,
     ) -> None:
         """Plan with the `costs` of each alternative of the proposer, up to `max_draft_tokens` per sequence.
 
         `model_sources` are the bits of `Draft.source` that stand for draft models. The other bits stand for lookups.
 
         With `replay`, the same seed must give the same text although the text depends on the draft. A batch that has a
-        request with its own seed then always gets the same draft length.
+        request with its own seed then always gets the same draft length. With `padded`, a pass of the target takes as
+        long as if all sequences had the longest draft.
         """
         self._replay = replay
         self._model_sources = model_sources
         self.proposers = tuple(ProposerStats(each, max_draft_tokens=max_draft_tokens) for each in costs)
         self._has_lookup = any(each.draft is None for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
-        self._pricing = DraftPricing(self._clock)
+        self._pricing = DraftPricing(self._clock, padded=padded)
         self._gains = Gains(self.proposers, self._clock)
         self._prefills = Prefills(self._clock)
         self._trials = Trials(self.proposers, self._clock, self._gains, self._prefills)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from outrider.plan.pass_cost import Clock
@@ -20,8 +21,10 @@ class Thresholds(NamedTuple):
 class DraftPricing:
     """Compares the expected output tokens of a draft with the seconds that it adds to a round."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, padded: bool = False) -> None:
+        """`padded`: whether a pass takes as long as if all sequences had the longest draft of the batch."""
         self._clock = clock
+        self._padded = padded
         self._token_seconds = 0.0  # time of an output token at the current speed, without prompts
 
     def set_speed(self, load: RoundLoad, gain: float) -> None:
@@ -40,23 +43,35 @@ class DraftPricing:
         return Thresholds(min(verify, 1.0), tuple(verify + cost for cost in draft))
 
     def profitable_widths(self, accept_probs: Sequence[Sequence[float]], load: RoundLoad) -> tuple[int, ...]:
-        """Return the number of draft tokens to keep by sequence. The likeliest tokens of all sequences come first."""
+        """Return the number of draft tokens to keep by sequence. The likeliest tokens of all sequences come first.
+
+        If drafts are padded, all sequences may keep the same number.
+        """
+        if self._padded:
+            columns = zip_longest(*(sorted(probs, reverse=True) for probs in accept_probs), fillvalue=0.0)
+            length = self._profitable_steps([sum(column) for column in columns], load.seqs, load)
+            return tuple(min(len(probs), length) for probs in accept_probs)
         order = sorted((-prob, b) for b, probs in enumerate(accept_probs) for prob in probs)
+        count = self._profitable_steps([-negative_prob for negative_prob, _ in order], 1, load)
+        widths = [0] * len(accept_probs)
+        for _, b in order[:count]:
+            widths[b] += 1
+        return tuple(widths)
+
+    def _profitable_steps(self, gains: Sequence[float], tokens: int, load: RoundLoad) -> int:
+        """Return how many steps pay. Step i adds `tokens` draft tokens to a pass, and `gains[i]` output tokens."""
         first = load.seqs + load.prompt_tokens
         plain = self._clock.at(first, seqs=load.seqs, cached=load.cached)
         best_profit = self._clock.extra
-        best_count = 0
+        best_steps = 0
         gained = 0.0
-        for count, (negative_prob, _) in enumerate(order, 1):
-            gained -= negative_prob * self._token_seconds
-            profit = gained - (self._clock.at(first + count, seqs=load.seqs, cached=load.cached) - plain)
+        for steps, gain in enumerate(gains, 1):
+            gained += gain * self._token_seconds
+            profit = gained - (self._clock.at(first + steps * tokens, seqs=load.seqs, cached=load.cached) - plain)
             if profit > best_profit:
                 best_profit = profit
-                best_count = count
-        widths = [0] * len(accept_probs)
-        for _, b in order[:best_count]:
-            widths[b] += 1
-        return tuple(widths)
+                best_steps = steps
+        return best_steps
 
     def length_with_prompts(self, proposer: ProposerStats, load: RoundLoad, max_length: int) -> int:
         """Return the draft length that pays in a round that also prefills prompts.

@@ -21,6 +21,7 @@ from outrider.loader.embedded import embedded
 from outrider.plan.calibrate import calibrate, cost_file, known_costs, measure_pass
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.pass_cost import Clock, CostModel, PassCost, Sample
+from outrider.plan.pricing import DraftPricing
 from outrider.plan.proposer_stats import RoundLoad
 from outrider.plan.window import FIXED_DRAFT_LENGTH, Mode, PlanWindow
 from outrider.testing.toy_target import ToyTarget
@@ -261,6 +262,18 @@ def test_hopeless_trial_ends_early(acceptance, passes):
     simulate(planner, 1, [acceptance] * 12, 30, took=lambda k: (1.0, 0.1 * k))
     assert modes.index(Mode.TRIAL) == 0
     assert modes.count(Mode.TRIAL) == passes
+
+
+def test_padded_drafts_have_equal_lengths():
+    """The sixth token of one sequence then costs two tokens, and the second token of the other one is free."""
+    cost = costs(PassCost(tokens=(1, 64), seconds=(1.0, 16.75), entry=0.0, pair=0.0))  # 0.25 for each further token
+    load = RoundLoad.of(batch(2))
+    widths = []
+    for padded in (False, True):
+        pricing = DraftPricing(Clock(cost), padded=padded)
+        pricing.set_speed(load, 1.0)
+        widths.append(pricing.profitable_widths([(0.9,) * 5 + (0.6,), (0.9, 0.1)], load))
+    assert widths == [(6, 1), (5, 2)]
 
 
 def test_plain_decoding_is_reconsidered_for_a_new_text():
