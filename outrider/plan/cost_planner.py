@@ -319,9 +319,8 @@ class CostPlanner:
         target_seconds = stats.target_seconds - before.target_seconds
         host_seconds = stats.host_seconds - before.host_seconds
         seconds = target_seconds + host_seconds
-        tokens = load.seqs + load.prompt_tokens + window.draft_tokens / window.rounds
         self._clock.learn(
-            tokens,
+            load.seqs + load.prompt_tokens + window.draft_tokens / window.rounds,
             max(load.seqs, 1),
             load.cached,
             seconds / window.rounds,

@@ -166,6 +166,7 @@ class Clock:
         self._one_token_round = costs.host + self._one_token
         self._factors = list(_DEFAULTS)  # a, g, b, c
         self._information = [list(row) for row in _PRIOR]  # inverse covariance of the factors, in rounds
+        self._known: dict[tuple[float, int, float], float] = {}  # results of `at` with these factors
 
     @property
     def extra(self) -> float:
@@ -178,9 +179,12 @@ class Clock:
 
     def at(self, tokens: float, *, seqs: int, cached: float) -> float:
         """Return the expected seconds of a round over `tokens`, without drafting and `extra`."""
-        a, _, b, c = self._factors
-        wide, deep = self._added_seconds(tokens, seqs, cached)
-        return a * self._one_token_round + b * wide + c * deep
+        key = (tokens, seqs, cached)
+        if key not in self._known:
+            a, _, b, c = self._factors
+            wide, deep = self._added_seconds(tokens, seqs, cached)
+            self._known[key] = a * self._one_token_round + b * wide + c * deep
+        return self._known[key]
 
     def experts(self, tokens: float) -> float:
         """Return the expected distinct experts of a pass over `tokens` of text; 0: the target has none."""
@@ -202,6 +206,7 @@ class Clock:
         Their passes used `experts` distinct ones (0: not counted). Outliers are clipped to half and twice the expected
         time.
         """
+        self._known.clear()
         if tokens > self._costs.target.tokens[-1]:
             return  # there is no measurement to compare with
         if experts:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from outrider.core.stats import Stats
 from outrider.core.types import Batch, Draw, SequenceState
-from outrider.plan.proposer_stats import START_TOKENS, Outcome, RoundLoad
+from outrider.plan.proposer_stats import Outcome, RoundLoad
 from outrider.verify.rules import EXACT
 
 FIXED_DRAFT_LENGTH = 4  # where a seed must reproduce the text, or a request names its proposer
@@ -69,8 +69,6 @@ class PlanWindow:
         else:
             still_plain = self.mode is Mode.PLAIN and not self.load.at_start
             length = _ROUNDS_STILL_PLAIN if still_plain else _ROUNDS_PLAIN
-        if load.at_start:
-            length = min(length, START_TOKENS)
         return PlanWindow(load, alternative, trial_seqs, first_round=round, end_round=round + length)
 
     @property
