@@ -55,7 +55,6 @@ from outrider.plan.pass_cost import CostModel, PassCost
 from outrider.propose.leaves import draft_models
 from outrider.system.machine import commit, hardware, versions
 
-_TICKS = os.sysconf("SC_CLK_TCK")
 _CONTEXT = 512
 
 
@@ -73,6 +72,10 @@ class Turn:
     chunks: int
     prompts: list[int]  # prompt tokens of each request
     counters: dict[str, float]  # changes of the server's metrics
+
+    def counted(self, name: str) -> float:
+        """Return the change of a counter of the server."""
+        return self.counters[f"outrider_{name}_total"]
 
 
 def main(
@@ -115,7 +118,7 @@ def main(
                 if kept:
                     append(kept, asdict(turn))
     acceptance = acceptance_of(turn for turn in turns if turn.streams in fit_levels and turn.k)
-    costs = fit_server(passes, [turn for turn in turns if turn.streams in fit_levels], acceptance, slots)
+    costs = fit_server(passes, [turn for turn in turns if turn.streams in fit_levels])
     if out:
         Path(out).write_text(costs.dumps(), encoding="utf-8")
     rows = [compare(turns, level, drafts, costs, acceptance, slots) for level in levels for drafts in (0, k)]
@@ -212,10 +215,11 @@ def count_tokens(tokenizer: Any, prompt: Prompt) -> int:
 
 
 def cpu_seconds(server: Server) -> float:
-    """Return the CPU time of the server's process so far, of all its threads."""
+    """Return the CPU time of the threads of the server so far."""
     assert server.process is not None
-    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    # `stat` counts ticks of 10 ms, which is too coarse for a few short requests.
+    threads = Path(f"/proc/{server.process.pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def acceptance_of(turns: Iterable[Turn]) -> AcceptanceRates:
@@ -256,22 +260,22 @@ def simulate(turn: Turn, costs: ServerCosts, acceptance: AcceptanceRates, slots:
     return fleet.run_closed(requests, concurrency=turn.streams)
 
 
-def fit_server(passes: CostModel, turns: list[Turn], acceptance: AcceptanceRates, slots: int) -> ServerCosts:
+def fit_server(passes: CostModel, turns: list[Turn]) -> ServerCosts:
     """Fit what the server does outside of passes, and how much longer passes take beside other programs.
 
     The CPU time of a turn is f passes + a rounds + g rounds with draft tokens + s decoding sequences of rounds + d
     sequences with draft tokens + c chunks + r requests. Passes were measured at their fastest, so f is at least 1; the
-    others are at least 0. Each shape counts with its median turn.
+    others are at least 0. All amounts are counts of the server, not of a simulation. Each shape counts with its median
+    turn.
     """
     rows, values = [], []
-    bare = ServerCosts(costs=replace(passes, host=0.0))
-    for number, turn in enumerate(typical(turns)):
-        simulated = simulate(turn, bare, acceptance, slots, seed=number).counts[0].busy_seconds
-        rounds, sequences = (turn.counters[f"outrider_{name}_total"] for name in ("rounds", "passes"))
+    for turn in typical(turns):
+        expected = pass_seconds(passes, turn)
+        rounds, sequences = turn.counted("rounds"), turn.counted("passes")
         drafts = (rounds, sequences) if turn.k else (0.0, 0.0)
-        amounts = (simulated, rounds, drafts[0], sequences, drafts[1], turn.chunks, turn.requests)
+        amounts = (expected, rounds, drafts[0], sequences, drafts[1], turn.chunks, turn.requests)
         rows.append([amount / turn.cpu for amount in amounts])  # the relative error counts
-        values.append((turn.cpu - simulated) / turn.cpu)
+        values.append((turn.cpu - expected) / turn.cpu)
     slower, *seconds = nonnegative_least_squares(np.array(rows), np.array(values))
     draft = passes.draft and scaled(passes.draft, 1 + slower)
     return ServerCosts(
@@ -282,6 +286,21 @@ def fit_server(passes: CostModel, turns: list[Turn], acceptance: AcceptanceRates
         chunk_seconds=seconds[4],
         request_seconds=seconds[5],
     )
+
+
+def pass_seconds(passes: CostModel, turn: Turn) -> float:
+    """Return the expected seconds of the passes that the server counted, as if all rounds were alike."""
+    rounds, sequences = turn.counted("rounds"), turn.counted("passes")
+    seqs = sequences / rounds
+    cached = (sum(turn.prompts) / turn.requests) + turn.max_tokens / 2
+    fed = (sum(turn.prompts) - turn.requests) / rounds  # the last token of a prompt has logits
+    tokens = seqs + turn.counted("draft_tokens") / rounds
+    seconds = passes.target(tokens, seqs=seqs, cached=cached, feed=fed)
+    if turn.k and passes.draft:
+        # The draft model reads the prompts as well.
+        seconds += turn.k * passes.draft(seqs, seqs=seqs, cached=cached)
+        seconds += passes.draft(0, seqs=0, cached=0, feed=fed) - passes.draft(0, seqs=0, cached=0)
+    return rounds * seconds
 
 
 def nonnegative_least_squares(matrix: np.ndarray, values: np.ndarray) -> list[float]:
@@ -334,7 +353,7 @@ def compare(
         "ratio": median(simulated) / median(measured),
         "measured_by_round": measured,
         "cpu_share": median(turn.cpu / turn.wall for turn in chosen),
-        "measured_tau": median(turn.tokens / turn.counters["outrider_passes_total"] for turn in chosen),
+        "measured_tau": median(turn.tokens / turn.counted("passes") for turn in chosen),
         "simulated_tau": median(result.counts[0].tokens / result.counts[0].passes for result in results),
         "measured_chunks": median(turn.chunks for turn in chosen),
         "simulated_chunks": median(result.counts[0].chunks for result in results),
