@@ -60,19 +60,19 @@ class PassCost:
     experts: tuple[float, ...] = ()  # distinct experts of each measured pass, the mean over layers; (): not counted
     expert: float = 0.0  # seconds for one more distinct expert of each layer
 
-    def __call__(self, tokens: float, *, seqs: int, cached: float, feed: float = 0.0) -> float:
+    def __call__(self, tokens: float, *, seqs: float, cached: float, feed: float = 0.0) -> float:
         """Return the seconds of a pass.
 
         Args:
             tokens: tokens with logits.
-            seqs: sequences.
+            seqs: mean number of sequences.
             cached: mean cached tokens per sequence.
             feed: prompt tokens without logits.
         """
         base = self.base(tokens + feed) if self.fed is None else self.base(tokens) + self.fed * feed
         return base + self.deep(tokens + feed, seqs=seqs, cached=cached)
 
-    def deep(self, tokens: float, *, seqs: int, cached: float) -> float:
+    def deep(self, tokens: float, *, seqs: float, cached: float) -> float:
         """Return the seconds that the cached tokens add."""
         visible = cached if self.window is None else min(cached, self.window)
         return (self.entry * seqs + self.pair * tokens) * visible
