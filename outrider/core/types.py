@@ -45,7 +45,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end-of-text, a stop token, a stop string, or the end of what the constraint allows
     LENGTH = "length"  # max_tokens, or the context is full
-    ABORT = "abort"  # the caller cancelled the request
+    ABORT = "abort"  # the caller canceled the request
     ERROR = "error"  # the logits were NaN or infinite, or the grammar grew too complex
 
 
