@@ -34,7 +34,7 @@ from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.prompts import read_prompts
 from outrider.serve.app import make_app
 from outrider.serve.async_llm import AsyncLLM
-from outrider.serve.command import bind, listen
+from outrider.serve.listening import bind, listen
 from outrider.serve.settings import Settings
 from outrider.serve.stream.request_stream import PUBLISH_INTERVAL
 
