@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,19 +22,17 @@ from outrider.propose.draft_model.confidence import Confidence
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import make_seq, random_tree
-from outrider.train.data.batches import Collator
 from outrider.train.loss import blocks
-from outrider.train.loss.losses import parse
 from outrider.train.loss.steps import TrainingBatch
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.presets import Sizes, describe
-from outrider.train.trainer import Trainer
 from tests.heads.drive_head import (
     CPU,
     TABLES,
     admit,
     commit_feed,
     grow,
+    make_trainer,
     measure_tau,
     next_batch,
     note_states,
@@ -350,15 +347,10 @@ def test_single_pass_heads_ignore_the_price_of_another_pass(kind, min_depth, mak
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_lowers_the_loss_and_raises_acceptance(kind, nano):
-    target, prompts, samples = nano
-    torch.manual_seed(0)
+    target, prompts, _ = nano
     description = describe(kind, NANO)
-    tables = target.share_weights()
-    module = make_module(description)
-    module.share_weights(tables.embedding.float(), tables.head.float())
-    texts = Collator(description.aux_states, range(2), tables, module.ids).collate(samples, train_on_prompts=False)
-    trainee = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
-    trainer = Trainer(trainee, losses=parse("ce:0.1,tv:1.8"), steps=4, decay=0.8, lr=3e-3)
+    trainer, texts = make_trainer(nano, description, steps=4)
+    module = trainer.trainee.module
     tau_before = measure_tau(module, target, prompts)
     error_before = confidence_error(module, texts)
     stats = [trainer.train([texts], progress=step / 60) for step in range(60)]

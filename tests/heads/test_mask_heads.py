@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,19 +17,17 @@ from outrider.heads.store import make_module, read_head, write_head
 from outrider.heads.targets.masked import MaskedTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.testing.drive import random_tree
-from outrider.train.data.batches import Collator
 from outrider.train.loss import masks
-from outrider.train.loss.losses import parse
 from outrider.train.loss.steps import Chains, TrainingBatch
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.presets import Sizes, describe
-from outrider.train.trainer import Trainer
 from tests.heads.drive_head import (
     CPU,
     TABLES,
     admit,
     commit_feed,
     grow,
+    make_trainer,
     measure_tau,
     next_batch,
     note_states,
@@ -212,8 +209,7 @@ def test_no_chains_without_trained_columns():
 
 
 def test_training_lowers_the_loss_and_raises_acceptance(nano):
-    target, prompts, samples = nano
-    torch.manual_seed(0)
+    target, prompts, _ = nano
     plain = describe("eagle3", Sizes(hidden=128, layers=4, vocab=12288, epsilon=1e-5, own_lm_head=False))
     description = replace(
         plain,
@@ -223,12 +219,8 @@ def test_training_lowers_the_loss_and_raises_acceptance(nano):
         masks=MaskTokens(draft_tokens=4, token=12287),
         feedback=Feedback.RAW,
     )
-    tables = target.share_weights()
-    module = make_module(description)
-    module.share_weights(tables.embedding.float(), tables.head.float())
-    texts = Collator(description.aux_states, range(2), tables, module.ids).collate(samples, train_on_prompts=False)
-    trainee = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
-    trainer = Trainer(trainee, losses=parse("ce:0.1,tv:1.8"), steps=4, decay=0.8, lr=3e-3)
+    trainer, texts = make_trainer(nano, description, steps=4)
+    module = trainer.trainee.module
     tau_before = measure_tau(module, target, prompts)
     mask_before = module.mask.detach().clone()
     stats = [trainer.train([texts], progress=step / 60) for step in range(60)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +11,10 @@ import torch
 from outrider.core import tree
 from outrider.errors import OutriderError
 from outrider.heads.description import Feedback, HeadDescription
-from outrider.heads.store import make_module
 from outrider.heads.targets.multi_module import MultiModuleTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.testing.drive import random_tree
-from outrider.train.data.batches import Collator
 from outrider.train.loss.losses import parse
-from outrider.train.loss.unroll import unrolled
 from outrider.train.model.presets import Sizes, describe
 from outrider.train.model.trainee import make_trainee
 from outrider.train.trainer import Trainer
@@ -28,6 +24,7 @@ from tests.heads.drive_head import (
     admit,
     commit_feed,
     grow,
+    make_trainer,
     measure_tau,
     next_batch,
     note_states,
@@ -142,15 +139,10 @@ def test_released_slot_does_not_affect_the_next_sequence():
 
 
 def test_training_lowers_the_loss_and_raises_acceptance(nano):
-    target, prompts, samples = nano
-    torch.manual_seed(0)
+    target, prompts, _ = nano
     description = describe("mtp", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, modules=3))
-    tables = target.share_weights()
-    module = make_module(description)
-    module.share_weights(tables.embedding.float(), tables.head.float())
-    texts = Collator(description.aux_states, range(2), tables, module.ids).collate(samples, train_on_prompts=False)
-    trainee = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
-    trainer = Trainer(trainee, losses=parse("ce:0.1,tv:1.8"), steps=3, decay=0.8, lr=3e-3)
+    trainer, texts = make_trainer(nano, description, steps=3)
+    module = trainer.trainee.module
     tau_before = measure_tau(module, target, prompts)
     stats = [trainer.train([texts], progress=step / 60) for step in range(60)]
     assert stats[-1].loss < 0.6 * stats[0].loss
