@@ -165,43 +165,45 @@ def _decode(
     prompt = _prompt(llms["plain"], context)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, scope=_SCOPE)
     speeds: dict[str, list[float]] = {name: [] for name in llms}
-    taus = {}
+    passes: dict[str, int] = {}
     texts = set()
-    passes = {}
     for turn in range(1 + repeats):
         for name, llm in llms.items():
             before = llm.stats
             run = _timed(llm, prompt, params)
             texts.add(run.token_ids)
-            stats = llm.stats
+            passes[name] = llm.stats.passes - before.passes
             if turn:
                 speeds[name].append(run.tokens_per_second)
-                passes[name] = (stats.passes - before.passes) / tokens
-                taus[name] = tokens / max(stats.passes - before.passes, 1)
     if len(texts) > 1:
         raise RuntimeError("the outputs of the variants differ")
     token_bytes = loaded.model.cache.usage().token_bytes
     results = []
     for name, llm in llms.items():
         ratios = sorted(own / plain for own, plain in zip(speeds[name], speeds["plain"], strict=True))
-        model = draft_model(llm.parts.proposer)
-        draft_bytes = 0.0
-        if model is not None:
-            sliding = find_window(model)
-            read = context if sliding is None else min(context, sliding.mean_length)
-            draft_bytes = passes[name] * k * read * model.cache.usage().token_bytes
+        per_token = passes[name] / tokens
         results.append(
             Decoded(
                 context=context,
                 variant=name,
-                tau=taus[name],
+                tau=tokens / max(passes[name], 1),
                 tokens_per_second=median(speeds[name]),
                 speedup=(median(ratios), ratios[0], ratios[-1]),
-                target_kv_bytes=passes[name] * context * token_bytes,
-                draft_kv_bytes=draft_bytes,
+                target_kv_bytes=per_token * context * token_bytes,
+                draft_kv_bytes=per_token * k * _draft_bytes(llm, context),
             )
         )
     return results
+
+
+def _draft_bytes(llm: LLM, context: int) -> float:
+    """Return the bytes of the draft model's KV cache that a draft token reads. 0: there is no draft model."""
+    model = draft_model(llm.parts.proposer)
+    if model is None:
+        return 0.0
+    sliding = find_window(model)
+    length = context if sliding is None else min(context, sliding.mean_length)
+    return float(length * model.cache.usage().token_bytes)
 
 
 class _Run(NamedTuple):

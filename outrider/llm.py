@@ -569,7 +569,7 @@ def _pair(
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """Return prompts or sources as a list. A single one is a list of numbers, or no list."""
+    """Return prompts or sources as a list. A list of numbers is a single one, as is anything but a list."""
     if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes | bytearray | memoryview):
         return [prompts]
     if prompts and all(isinstance(token, Number) for token in prompts):

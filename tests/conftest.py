@@ -1,4 +1,4 @@
-"""Settings of all tests: one torch thread per process, seeds, and given costs of passes."""
+"""Settings of all tests: one torch thread per process, seeds, and given costs of passes. Shared speech models."""
 
 from __future__ import annotations
 
@@ -36,3 +36,27 @@ def measured_costs(monkeypatch):
     from outrider.plan.calibrate import known_costs
 
     monkeypatch.setattr("outrider.engine.build.known_costs", known_costs)
+
+
+@pytest.fixture(scope="session")
+def timed_whisper(tmp_path_factory):
+    """The folder of a small random Whisper whose vocabulary has timestamps."""
+    from tests.helpers.speech import save_with_timestamps
+
+    return save_with_timestamps(tmp_path_factory.mktemp("speech") / "target")
+
+
+@pytest.fixture(scope="session")
+def whisper_draft(tmp_path_factory):
+    """The folder of a smaller Whisper with the vocabulary of `timed_whisper`."""
+    from tests.helpers.speech import save_with_timestamps
+
+    return save_with_timestamps(tmp_path_factory.mktemp("speech") / "draft", seed=1, layers=1)
+
+
+@pytest.fixture(scope="module")
+def whisper_model(timed_whisper):
+    """The model of `timed_whisper` in transformers."""
+    from tests.helpers.speech import load_reference
+
+    return load_reference(timed_whisper)

@@ -241,8 +241,8 @@ def acceptance_of(turns: Iterable[Turn]) -> AcceptanceRates:
 def simulate(turn: Turn, costs: ServerCosts, acceptance: AcceptanceRates, slots: int, *, seed: int) -> Result:
     """Simulate the requests of a turn, on a core of its own.
 
-    The server publishes chunks by wall time. A core that it has for a share of the time publishes as often in less CPU
-    time.
+    The server publishes chunks at intervals of wall time. If it had a core for a share of the time only, an interval is
+    that share in CPU time.
     """
     settings = ReplicaSettings(
         costs=costs.costs,

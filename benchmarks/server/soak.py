@@ -5,7 +5,7 @@ python benchmarks/server/soak.py --minutes 60 -- --target DIR --proposer draft:D
 
 The options after -- are those of `outrider serve`. The script generates a pool of requests with mixed lengths,
 temperatures, penalties and seeds. First each request is sent alone. Then many streams send them in random order, and
-some are cancelled midway. Each text must equal that of the request alone, or be a prefix of it. The memory of the
+some are canceled midway. Each text must equal that of the request alone, or be a prefix of it. The memory of the
 server must not grow after a warm-up. At the end no request may run, and no block of the KV cache may be in use. On the
 native kernels the texts are equal in any precision. On torch, even in float32, rounding changes one now and then. The
 last line is one JSON document. The exit status is 1 if a check has failed.
@@ -97,7 +97,7 @@ def main(
     minutes: Annotated[float, typer.Option(min=0.05)] = 10.0,
     streams: Annotated[int, typer.Option(min=1)] = 64,
     pool: Annotated[int, typer.Option(min=1, help="Number of different requests.")] = 192,
-    cancel: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that are cancelled.")] = 0.15,
+    cancel: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that are canceled.")] = 0.15,
     max_tokens: Annotated[int, typer.Option(min=8)] = 256,
     growth: Annotated[float, typer.Option(min=0.0, help="Maximum growth of memory.")] = 0.05,
     prompts: Annotated[str | None, typer.Option(metavar="FILE", help="JSON lines. Default: an embedded set.")] = None,
@@ -154,8 +154,8 @@ def main(
 async def _soak(load: Settings, server: Server, *, seconds: float, streams: int) -> SoakRun:
     async with connect(load) as (client, model):
         requests = plan_requests(load, read_prompts(load.prompts), model)
-        uncancelled = [PlannedRequest(path=request.path, body=request.body) for request in requests]
-        results_alone = [await client.send(request, i) for i, request in enumerate(uncancelled)]
+        uncanceled = [PlannedRequest(path=request.path, body=request.body) for request in requests]
+        results_alone = [await client.send(request, i) for i, request in enumerate(uncanceled)]
         if errors := [result.error for result in results_alone if result.error]:
             raise RuntimeError(f"{len(errors)} requests failed alone, the first: {errors[0]}")
         texts = [result.text for result in results_alone]

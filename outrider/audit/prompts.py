@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.measure.prompts import Line, chat_tokens, is_message, read_lines, text_tokens
+from outrider.measure.prompts import chat_tokens, parse_prompt, read_lines, text_tokens
 
 Prompt = str | Sequence[Mapping[str, str]]
 _FORM = '{"prompt": "..."} or {"messages": [...]}'
@@ -27,11 +27,12 @@ def read_prompts(path: str | None) -> tuple[Prompt, ...]:
     """Read prompts from JSON lines with `prompt` or `messages`. None: the default prompts.
 
     Raises:
-        OutriderError: the file cannot be read, or a line has neither field.
+        OutriderError: the file cannot be read, or a line has not exactly one of the two fields.
     """
     if path is None:
         return DEFAULT
-    return tuple(_parse(line) for line in read_lines(path, form=_FORM))
+    parsed = [parse_prompt(line) for line in read_lines(path, form=_FORM)]
+    return tuple(prompt.prompt or prompt.messages or () for prompt in parsed)  # one of the two is set
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
@@ -45,14 +46,3 @@ def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     if not tokens:
         raise OutriderError("a prompt is empty; give at least one token")
     return tokens
-
-
-def _parse(line: Line) -> Prompt:
-    prompt = line.fields.get("prompt", line.fields.get("messages"))
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if isinstance(prompt, list) and prompt and all(map(is_message, prompt)):
-        return tuple(prompt)
-    raise OutriderError(
-        f"{line.where} has neither a prompt (a string) nor messages (objects with role and content); give one of them"
-    )

@@ -45,7 +45,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end-of-text, a stop token, a stop string, or the end of what the constraint allows
     LENGTH = "length"  # max_tokens, or the context is full
-    ABORT = "abort"  # the caller cancelled the request
+    ABORT = "abort"  # the caller canceled the request
     ERROR = "error"  # the logits were NaN or infinite, or the grammar grew too complex
 
 
@@ -59,7 +59,7 @@ class AudioFeatures:
 class SpeechOutput(StrEnum):
     """What a speech model writes. Only targets of speech read it."""
 
-    TEXT = "text"  # no rules beside the tokens that the checkpoint suppresses
+    TEXT = "text"  # no rules besides the tokens that the checkpoint suppresses
     TIMESTAMPS = "timestamps"  # text between timestamps
     LANGUAGE = "language"  # the token of a language
 
@@ -137,14 +137,14 @@ class Batch:
     start: tuple[int, ...]  # [B] cached length before this round
     feed: tuple[tuple[int, ...], ...]  # [B] token ids, at least one for each sequence
     draft_budget: tuple[int, ...]  # [B] draft tokens the proposer may return; 0: do not speculate
-    forced_budget: tuple[int, ...] = ()  # [B] the same including tokens that a grammar forces; (): none may be added
+    forced_budget: tuple[int, ...] = ()  # [B] most draft tokens with those that a grammar forces; (): no forced ones
     num_waiting: int = 0  # sequences that hold a slot and take no part in this round
     # The lowest acceptance probability at which a draft token is worth its time in the target's pass.
     min_path_prob: float = 0.0
     # The lowest probability at which drafting one more token pays, if 1, 2, ... sequences draft.
     min_draft_probs: tuple[float, ...] = ()
     alternative: int = 0  # which alternative of the proposer drafts (see `Needs`)
-    noise_stream: int = 0  # noise stream; proposers whose samples meet in one tree use different ones
+    noise_stream: int = 0  # proposers whose samples meet in one tree use different ones
 
     @property
     def emits(self) -> tuple[bool, ...]:
@@ -269,7 +269,7 @@ class DraftChains:
     tokens: torch.Tensor  # [B, K] int64; the first count[b] are the draft; one more token and padding may follow
     count: tuple[int, ...]  # [B]
     margin: Sequence[Sequence[float]] | None = None  # [B][count or count + 1]; None: not computed
-    accept_prob: Sequence[Sequence[float]] | None = None  # acceptance probability of the path, same shape
+    accept_prob: Sequence[Sequence[float]] | None = None  # acceptance probability of the path, in the shape of `margin`
     q: Packed | None = None  # [B, K] if tokens were sampled
 
 

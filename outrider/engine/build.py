@@ -130,7 +130,11 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
 
 
 def load_target(config: EngineConfig) -> LoadedTarget:
-    """Load the target of a configuration."""
+    """Load the target of a configuration.
+
+    Raises:
+        OutriderError: as in `load_checkpoint` and `prepare_target`.
+    """
     dtype = full_dtype(config.dtype, config.bits)
     checkpoint = load_checkpoint(
         model_folder(config.target), dtype=dtype, device=config.device, kernels=config.kernels, tp=config.tp
@@ -139,7 +143,11 @@ def load_target(config: EngineConfig) -> LoadedTarget:
 
 
 def prepare_target(checkpoint: Checkpoint, config: EngineConfig) -> LoadedTarget:
-    """Choose the backend of a loaded checkpoint, allocate its cache, and check its logits against the model's own."""
+    """Choose the backend of a loaded checkpoint, allocate its cache, and check its logits against the model's own.
+
+    Raises:
+        OutriderError: the backend does not support the model, or the logits differ.
+    """
     model = make_checked_target(
         checkpoint,
         slots=config.max_num_seqs,
@@ -165,6 +173,9 @@ def build_engine(
         planner: sets the number of draft tokens in place of `config.k`.
         slots: the engine's own part of the target's slots, if engines share the target. None of them may run while
             another one is made.
+
+    Raises:
+        OutriderError: the proposer, the verifier or the planner cannot be made, or they do not fit together.
     """
     checkpoint, model = loaded.checkpoint, loaded.model
     spec = _proposer_of(config)
@@ -256,7 +267,11 @@ def make_setup(loaded: LoadedTarget, draw: Draw, *, draft_window: int | None = N
 
 
 def make_proposer(spec: str | Maker, setup: ProposerSetup) -> Proposer:
-    """Return the proposer of an expression, or of a callable of the user."""
+    """Return the proposer of an expression, or of a callable of the user.
+
+    Raises:
+        OutriderError: the expression is not valid, or the proposer cannot be made.
+    """
     return find_proposer(spec, setup) if isinstance(spec, str) else own_proposer(spec, setup)
 
 

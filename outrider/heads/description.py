@@ -26,7 +26,7 @@ class Kind(StrEnum):
 
     EAGLE = "eagle"  # EAGLE-1 and 2: a decoder layer predicts the target's next hidden state
     EAGLE3 = "eagle3"  # EAGLE-3 and 3.1: the same, with the fused hidden states of several target layers
-    PEAGLE = "peagle"  # nothing: one pass over such states and later mask tokens predicts all draft tokens
+    PEAGLE = "peagle"  # nothing: one pass over the states of EAGLE-3 and mask tokens predicts all draft tokens
     MTP = "mtp"  # multi-token prediction: modules that were trained together with the target
     MEDUSA = "medusa"  # nothing: the heads predict independently of each other
     HYDRA = "hydra"  # the embeddings of the earlier draft tokens

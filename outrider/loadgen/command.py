@@ -24,7 +24,7 @@ _PERCENTILES = (50, 95, 99)
 def load(settings: Settings, *, as_json: bool) -> bool:
     """Generate load for a server and print its throughput and latencies.
 
-    Returns whether each server has completed a request, unless all were cancelled.
+    Returns whether each server has completed a request, unless all were canceled.
 
     Raises:
         OutriderError: the server cannot be reached, or the HTTP client is not installed.
@@ -129,7 +129,7 @@ def _print_table(settings: Settings, document: dict[str, Any], console: Console)
     for name, percentiles in document["ms"].items():
         table.add_row(name, *(f"{percentiles[f'p{percent}']:.1f}" if percentiles else "–" for percent in _PERCENTILES))
     console.print(table)
-    cancelled = f" and {document['cancelled']} cancelled" if document["cancelled"] else ""
+    cancelled = f" and {document['cancelled']} canceled" if document["cancelled"] else ""
     console.print(
         f"{document['completed']} completed{cancelled} requests in {document['seconds']:.1f} s:"
         f" {document['output_tokens_per_s']:.1f} tokens/s, {document['requests_per_s']:.2f} requests/s"

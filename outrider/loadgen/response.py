@@ -21,7 +21,7 @@ class RequestResult:
     text: str = ""
     tokens: int = 0  # output tokens
     finish: str = ""  # finish reason
-    cancelled: bool = False  # the client has cancelled the request, as planned
+    cancelled: bool = False  # the client has canceled the request, as planned
     error: str = ""
 
     @property

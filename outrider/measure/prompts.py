@@ -48,7 +48,7 @@ def read_prompts(file: str | Path | None = None, *, limit: int | None = None) ->
     """
     if limit is not None and limit < 1:
         raise OutriderError(f"limit is {limit}; use at least 1")
-    prompts = [_parse(line) for line in read_lines(file or EMBEDDED, form=_FORM)]
+    prompts = [parse_prompt(line) for line in read_lines(file or EMBEDDED, form=_FORM)]
     return [prompt for group in by_category(prompts).values() for prompt in group[:limit]]
 
 
@@ -94,6 +94,30 @@ def read_json(line: str, where: str) -> Any:
     if "\\u" in line and not is_utf8(json.dumps(value, ensure_ascii=False)):
         raise OutriderError(f"{where}: the text has half of a surrogate pair (\\ud800 to \\udfff); remove it")
     return value
+
+
+def parse_prompt(line: Line) -> Prompt:
+    """Return the prompt of a line.
+
+    Raises:
+        OutriderError: the line has not exactly one of `prompt` and `messages`, or a field is invalid.
+    """
+    where = line.where
+    category = line.fields.get("category", _DEFAULT_CATEGORY)
+    prompt = line.fields.get("prompt")
+    messages = line.fields.get("messages")
+    if not isinstance(category, str) or not category:
+        raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
+    if (prompt is None) == (messages is None):
+        raise OutriderError(f"{where}: give one of prompt and messages; use {_FORM}")
+    if prompt is not None and (not isinstance(prompt, str) or not prompt):
+        raise OutriderError(f"{where}: prompt must be a string of at least one character")
+    return Prompt(
+        id=str(line.fields.get("id", f"line-{line.number}")),
+        category=category,
+        prompt=prompt,
+        messages=None if messages is None else parse_messages(messages, where),
+    )
 
 
 def parse_messages(messages: Any, where: str) -> tuple[dict[str, str], ...]:
@@ -191,22 +215,3 @@ def _fields(line: str, where: str, form: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise OutriderError(f"{where}: not a JSON object; use {form}")
     return value
-
-
-def _parse(line: Line) -> Prompt:
-    where = line.where
-    category = line.fields.get("category", _DEFAULT_CATEGORY)
-    prompt = line.fields.get("prompt")
-    messages = line.fields.get("messages")
-    if not isinstance(category, str) or not category:
-        raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
-    if (prompt is None) == (messages is None):
-        raise OutriderError(f"{where}: give one of prompt and messages; use {_FORM}")
-    if prompt is not None and (not isinstance(prompt, str) or not prompt):
-        raise OutriderError(f"{where}: prompt must be a string of at least one character")
-    return Prompt(
-        id=str(line.fields.get("id", f"line-{line.number}")),
-        category=category,
-        prompt=prompt,
-        messages=None if messages is None else parse_messages(messages, where),
-    )

@@ -121,7 +121,7 @@ class Graphs:
         return tuple(self._recorded)
 
     def score(self, batch: Batch, draft: Draft, first: int, eager: Callable[[], Scores]) -> Scores | None:
-        """Do `Target.score` with a recorded pass. None: no bucket fits. `eager` is the pass without recording."""
+        """Run `Target.score` as a recorded pass. None: no bucket fits. `eager` is the pass without recording."""
         skip = max(first, 0)
         has_feed = first < 0
         num_nodes = draft.size - skip + has_feed
@@ -149,7 +149,7 @@ class Graphs:
         return scores if not recorded.trials else self._compare(recorded, scores, eager())
 
     def draft_greedy(self, batch: Batch, vocab: int) -> torch.Tensor | None:
-        """Do `Target.draft_greedy` with a recorded pass. None: no bucket fits."""
+        """Run `Target.draft_greedy` as a recorded pass. None: no bucket fits."""
         steps = max(batch.draft_budget)
         columns = max(2, *(len(feed) for feed in batch.feed))
         written = [budget - 1 for budget in batch.draft_budget]  # the last draft token is not written to the cache

@@ -57,9 +57,14 @@ class Bucket:
 def round_integers(bucket: Bucket, batch: Batch, draft: Draft, first: int, spare: int) -> list[int]:
     """Return the integers of one round, with the layout of `Cache.stage`, ordered by slot.
 
-    In order: for each token its id, or ~i for draft token i of the flat draft [R * L] in batch order; the entry where
-    each token is written; for each slot the entry of node 0; for each node in batch order its token; for each slot its
-    budget; and for each sequence of the batch its slot.
+    They are, in this order:
+
+    - for each token, its id, or ~i for draft token i of the flat draft [R * L] in batch order
+    - for each token, the entry where it is written
+    - for each slot, the entry of node 0
+    - for each node in batch order, its token
+    - for each slot, its budget
+    - for each sequence of the batch, its slot
     """
     rows = bucket.rows
     size = bucket.columns

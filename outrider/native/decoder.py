@@ -172,7 +172,7 @@ class Decoder(Passes):
     """The packed weights of a model and its forward pass."""
 
     def __init__(self, model: Any, library: Library, *, bits: int = 16) -> None:
-        """Pack the weights of a transformers model. The model is not needed afterwards.
+        """Pack the weights of a transformers model. The model is not needed afterward.
 
         Args:
             model: a model of one of `FAMILIES`.

@@ -88,12 +88,7 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
         raise OutriderError("no target is named; use --target with a folder, or a size such as 8B")
     target = find_model(options.target, Bits(weights=options.weight_bits, cache=options.cache_bits))
     drafting = find_drafting(options, target)
-    overrides = MachineOverrides(
-        bandwidth=options.bandwidth, flops=options.flops, memory=options.memory, devices=options.devices
-    )
-    hardware, sheet = find_machine(options.machine, overrides)
-    if options.allreduce_us and options.devices == 1:
-        raise OutriderError("--allreduce-us needs several devices, and there is one; give --devices as well")
+    hardware, sheet = _find_machine(options)
     acceptance, source = _acceptance(options, lists.alpha)
     ks = _draft_lengths(lists.k, acceptance)
     cases = efficiencies(sheet.kind, lists.shares)
@@ -135,6 +130,17 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
         "commit": machine.commit(),
         "definitions": dict(DEFINITIONS),
     }
+
+
+def _find_machine(options: ProjectOptions) -> tuple[Machine, Datasheet]:
+    """Return the machine of all devices, and the datasheet of one of them."""
+    overrides = MachineOverrides(
+        bandwidth=options.bandwidth, flops=options.flops, memory=options.memory, devices=options.devices
+    )
+    found = find_machine(options.machine, overrides)
+    if options.allreduce_us and options.devices == 1:
+        raise OutriderError("--allreduce-us needs several devices, and there is one; give --devices as well")
+    return found
 
 
 def _results(

@@ -70,7 +70,7 @@ class Combination:
 
 
 def num_sources(proposer: Proposer) -> int:
-    """Return the number of proposers in a proposer. Each has a bit in `Draft.source`, and its own noise stream."""
+    """Return how many proposers a proposer combines, or 1. Each has a bit in `Draft.source` and a noise stream."""
     return int(getattr(proposer, "num_sources", 1))
 
 

@@ -20,7 +20,8 @@ from outrider.scale.application import APP, build_application
 from outrider.scale.cluster import connect
 from outrider.scale.package import import_ray, import_serve
 from outrider.scale.settings import ScaleSettings
-from outrider.serve.command import base_url, bind, check_tls, model_name
+from outrider.serve.command import model_name
+from outrider.serve.listening import base_url, bind, check_tls
 from outrider.serve.settings import Settings
 
 

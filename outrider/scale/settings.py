@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from outrider.errors import OutriderError
+from outrider.scale.options import address_option
 
 _PANEL = "Replicas"
 _AUTOSCALING = "Autoscaling"
@@ -100,14 +101,7 @@ class ScaleSettings:
             rich_help_panel=_PANEL,
         ),
     ] = 4
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Address of a running Ray cluster; auto: the cluster of this machine. Default: start Ray here.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
+    address: Annotated[str | None, address_option(_PANEL)] = None
 
     def __post_init__(self) -> None:
         if self.max_replicas is not None and self.max_replicas < self.replicas:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from outrider.errors import OutriderError
+from outrider.scale.options import address_option
 
 _PANEL = "Ray"
 
@@ -31,14 +32,7 @@ class RayWorkers:
             "--ray-gpus", min=0, max=1, help="GPUs that each process reserves. Default: 0.", rich_help_panel=_PANEL
         ),
     ] = None
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Address of a running Ray cluster; auto: the cluster of this machine. Default: start Ray here.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
+    ray_address: Annotated[str | None, address_option(_PANEL)] = None
 
     def __post_init__(self) -> None:
         for option, value in {"--ray-gpus": self.ray_gpus, "--ray-address": self.ray_address}.items():

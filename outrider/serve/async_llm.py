@@ -272,7 +272,7 @@ class AsyncLLM:
             if self._streams.pop(stream.request.id, None):
                 self._held = [request for request in self._held if request.id != stream.request.id]
                 self._llm.abort(stream.request.id)
-                stream.put(StreamChunk(error="the request was cancelled"))
+                stream.put(StreamChunk(error="the request was canceled"))
                 self._finish(stream, "cancelled")
         self._wake(streams)
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import socket
-import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from errno import EACCES, EADDRINUSE
 from pathlib import Path
 from signal import SIGTERM, signal
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -23,17 +20,19 @@ from outrider.parallel.ranks import Ranks
 from outrider.propose.leaves import draft_models
 from outrider.report.console import count_text
 from outrider.serve.api_keys import read_keys
+from outrider.serve.listening import base_url, bind, check_tls, listen
 from outrider.serve.ranks import Leader
 from outrider.serve.settings import Settings
 
 if TYPE_CHECKING:
     import uvicorn
+    from fastapi import FastAPI
 
+    from outrider.serve.async_llm import AsyncLLM
     from outrider.serve.videos.service import VideoService
 
 _MAX_QUEUED_VIDEOS = 16
 _MAX_KEPT_VIDEOS = 64
-_BACKLOG = 2048  # pending connections
 
 
 def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ranks: Ranks | None = None) -> None:
@@ -67,35 +66,43 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         llm = load()
         typer.echo(_cache_summary(llm), err=True)
         async_llm = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs)
-        leader = None
-        if ranks is not None:
-            leader = llm.engine.followers = Leader(ranks)
-            ranks.on_failure = async_llm.abandon
+        leader = None if ranks is None else _lead(ranks, llm, async_llm)
         gc.collect()
         gc.freeze()  # keep the garbage collector from scanning the loaded models
-        config = uvicorn.Config(
-            make_app(async_llm, settings, name=name, videos=videos, tracer=tracer),
-            log_level="warning",
-            log_config=None,  # keep the logging that is configured above
-            timeout_graceful_shutdown=settings.shutdown_timeout,
-            ssl_certfile=settings.tls_cert,
-            ssl_keyfile=settings.tls_key,
-        )
-        server = uvicorn.Server(config)
+        app = make_app(async_llm, settings, name=name, videos=videos, tracer=tracer)
+        server = uvicorn.Server(_config(app, settings))
         listen(sockets, settings.host)
         if videos is not None:
             typer.echo(f"{videos.served.name} makes videos, which are not exact", err=True)
-        typer.echo(
-            f"{name} at {base_url(settings, sockets[0].getsockname()[1])},"
-            f" {count_text(settings.max_num_seqs, 'sequence')} at once",
-            err=True,
-        )
+        url = base_url(settings, sockets[0].getsockname()[1])
+        typer.echo(f"{name} at {url}, {count_text(settings.max_num_seqs, 'sequence')} at once", err=True)
         with _clean_exit(server):
             server.run(sockets=sockets)
         if leader is not None:
             leader.stop()
     if not server.started:
         raise typer.Exit(1)
+
+
+def _lead(ranks: Ranks, llm: LLM, async_llm: AsyncLLM) -> Leader:
+    """Let the other ranks repeat what the engine does. If one of them fails, all requests end."""
+    leader = llm.engine.followers = Leader(ranks)
+    ranks.on_failure = async_llm.abandon
+    return leader
+
+
+def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    """Return the configuration of the HTTP server."""
+    import uvicorn
+
+    return uvicorn.Config(
+        app,
+        log_level="warning",
+        log_config=None,  # keep the logging of `configure_logging`
+        timeout_graceful_shutdown=settings.shutdown_timeout,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+    )
 
 
 def _check_files(settings: Settings) -> None:
@@ -135,92 +142,6 @@ def load_videos(settings: Settings) -> VideoService | None:
 def model_name(model: Path) -> str:
     """Return the name of a model's folder, or that of its GGUF file without the suffix."""
     return model.stem if is_gguf(model) else model.name
-
-
-def bind(host: str, port: int) -> list[socket.socket]:
-    """Return a socket for each address of a host name, all bound to one port. Port 0: a free port.
-
-    The sockets do not listen yet, so connections are refused while the models are loaded.
-
-    Raises:
-        OutriderError: the host is not an address of this machine, or the port is in use.
-    """
-    sockets: list[socket.socket] = []
-    try:
-        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, address in dict.fromkeys((info[0], info[4]) for info in infos):
-            # All sockets use the port of the first one, which the system has chosen if `port` is 0.
-            common_port = sockets[0].getsockname()[1] if sockets else port
-            sockets.append(_bind_socket((address[0], common_port, *address[2:]), family))
-    except (OSError, UnicodeError) as error:
-        if sockets and not _is_in_use(error):  # for example an IPv6 address on a machine without IPv6
-            return sockets
-        for each in sockets:
-            each.close()
-        raise OutriderError(_listen_error(host, port, error)) from None
-    return sockets
-
-
-def listen(sockets: Sequence[socket.socket], host: str) -> None:
-    """Start to listen on sockets that are bound.
-
-    Raises:
-        OutriderError: another process listens on the port.
-    """
-    for each in sockets:
-        try:
-            each.listen(_BACKLOG)
-        except OSError as error:
-            raise OutriderError(_listen_error(host, each.getsockname()[1], error)) from None
-
-
-def _bind_socket(address: tuple[Any, ...], family: int) -> socket.socket:
-    """Return a socket bound to an address, with the options of `socket.create_server`."""
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        bound.bind(address)
-    except BaseException:
-        bound.close()
-        raise
-    return bound
-
-
-def _is_in_use(error: Exception) -> bool:
-    return isinstance(error, OSError) and error.errno == EADDRINUSE
-
-
-def _listen_error(host: str, port: int, error: Exception) -> str:
-    """Return the message for an address on which the server cannot listen."""
-    address = f"port {port} of {host or 'all addresses'}"
-    if _is_in_use(error):
-        return f"{address} is in use; give another --port (0: a free port), or stop the process that listens there"
-    if isinstance(error, OSError) and error.errno == EACCES:
-        return f"{address} needs more permissions; give a --port of at least 1024 (0: a free port)"
-    reason = error.strerror if isinstance(error, OSError) else "it is not a valid host name"
-    return f"--host {host!r} is not an address of this machine ({reason}); use 127.0.0.1, or 0.0.0.0 for all addresses"
-
-
-def check_tls(certificate: str | None, key: str | None) -> None:
-    """Raise OutriderError if the certificate or its key cannot be used."""
-    if certificate is None or key is None:
-        return
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
-    except (OSError, ValueError) as error:  # SSLError is an OSError
-        raise OutriderError(
-            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({error}); give a PEM certificate and its"
-            " key without a passphrase"
-        ) from None
-
-
-def base_url(settings: Settings, port: int) -> str:
-    """Return the base URL of the API."""
-    host = settings.host
-    scheme = "https" if settings.tls_cert else "http"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host or '0.0.0.0'}:{port}/v1"
 
 
 @contextmanager

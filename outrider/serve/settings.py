@@ -112,7 +112,7 @@ class Settings:
         int, typer.Option(min=1, help="Largest request body, in kilobytes.", rich_help_panel=_LIMITS)
     ] = 1024
     request_timeout: Annotated[
-        float, typer.Option(min=0.0, help="Seconds until a request is cancelled. 0: no limit.", rich_help_panel=_LIMITS)
+        float, typer.Option(min=0.0, help="Seconds until a request is canceled. 0: no limit.", rich_help_panel=_LIMITS)
     ] = 0.0
     smooth: Annotated[
         bool,

@@ -35,7 +35,12 @@ class VersionUpdate(BaseModel):
 
 def add_weight_routes(app: FastAPI, async_llm: AsyncLLM, root: Path) -> None:
     """Add the routes. New weights are read from folders below `root` only."""
+    _add_pause_routes(app, async_llm)
+    _add_update_routes(app, async_llm, root)
+    _add_memory_routes(app, async_llm)
 
+
+def _add_pause_routes(app: FastAPI, async_llm: AsyncLLM) -> None:
     @app.post("/pause", responses=RESPONSES)
     async def pause(mode: Annotated[Literal["abort", "wait", "keep"], Query()] = "abort") -> dict[str, Any]:
         """Stop generating. abort: cancel all requests. wait: finish them first. keep: let them go on later."""
@@ -52,6 +57,8 @@ def add_weight_routes(app: FastAPI, async_llm: AsyncLLM, root: Path) -> None:
     async def is_paused() -> dict[str, bool]:
         return {"is_paused": async_llm.paused}
 
+
+def _add_update_routes(app: FastAPI, async_llm: AsyncLLM, root: Path) -> None:
     @app.post("/update_weights", responses=RESPONSES)
     async def update_weights(body: WeightUpdate) -> dict[str, Any]:
         """Load new weights between two rounds. Unfinished requests go on with them."""
@@ -85,6 +92,8 @@ def add_weight_routes(app: FastAPI, async_llm: AsyncLLM, root: Path) -> None:
         """Return a SHA-256 of the target's weights as they are stored."""
         return await async_llm.call(lambda llm: {"checksum": llm.weights.checksum(), **_versions(llm)})
 
+
+def _add_memory_routes(app: FastAPI, async_llm: AsyncLLM) -> None:
     @app.post("/reset_prefix_cache", responses=RESPONSES)
     async def reset_prefix_cache() -> dict[str, Any]:
         """Forget all cached prefixes. Unfinished requests prefill again."""

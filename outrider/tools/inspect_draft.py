@@ -13,7 +13,16 @@ from rich.console import Console
 
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
-from outrider.heads.description import Body, DraftBlock, Feedback, FuseNorm, FusionPoint, HeadDescription, Kind
+from outrider.heads.description import (
+    Body,
+    DraftBlock,
+    Feedback,
+    FuseNorm,
+    FusionPoint,
+    HeadDescription,
+    Kind,
+    ParallelHeads,
+)
 from outrider.heads.files import read_target_info
 from outrider.heads.formats.base import ImportedHead, TargetRequired
 from outrider.heads.formats.registry import find
@@ -222,15 +231,7 @@ def describe(description: HeadDescription) -> list[tuple[str, str]]:
     if description.modules > 1:
         lines.append(("modules", f"{description.modules}, each with such layers and for one draft token"))
     if description.stack:
-        if description.stack.one_head:
-            output = "one output layer for all of them"
-        elif description.stack.shared_head:
-            output = "the target's output layer"
-        else:
-            output = "an output layer each"
-        lines.append(
-            ("heads", f"{description.stack.heads} with {description.stack.layers} residual blocks each, and {output}")
-        )
+        lines.append(("heads", _stack_text(description.stack)))
     if masks := description.masks:
         text = f"{masks.draft_tokens} draft tokens; mask tokens have the embedding of token {masks.token}"
         lines.append(("one pass", text))
@@ -238,16 +239,27 @@ def describe(description: HeadDescription) -> list[tuple[str, str]]:
         lines.append(("block", _block_text(description.block)))
     elif description.body and not description.parallel_draft_tokens:
         lines.append(("feedback", "its normalized output" if description.feedback is Feedback.NORMED else "its output"))
-    tables = [
-        name
-        for name, has in (("embeddings", description.own_embedding), ("output layer", description.own_lm_head))
-        if has
-    ]
-    own_tables = f", with its own {' and '.join(tables)}" if tables else ""
-    lines.append(("vocabulary", f"{description.output_vocab} tokens{own_tables}"))
+    lines.append(("vocabulary", _vocabulary_text(description)))
     if centroids := description.centroids:
         lines.append(("centroids", f"logits of the tokens in {centroids.top_k} of {centroids.count} clusters"))
     return lines
+
+
+def _stack_text(stack: ParallelHeads) -> str:
+    if stack.one_head:
+        output = "one output layer for all of them"
+    elif stack.shared_head:
+        output = "the target's output layer"
+    else:
+        output = "an output layer each"
+    return f"{stack.heads} with {stack.layers} residual blocks each, and {output}"
+
+
+def _vocabulary_text(description: HeadDescription) -> str:
+    own = {"embeddings": description.own_embedding, "output layer": description.own_lm_head}
+    tables = [name for name, has in own.items() if has]
+    own_tables = f", with its own {' and '.join(tables)}" if tables else ""
+    return f"{description.output_vocab} tokens{own_tables}"
 
 
 def _block_text(block: DraftBlock) -> str:

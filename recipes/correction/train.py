@@ -61,7 +61,7 @@ def main(
 ) -> None:
     """Train a tokenizer, a target and a draft model. The last line of output is one JSON document.
 
-    A model ends after `--steps` steps or `--max-minutes` minutes, and its learning rate falls towards that end. A model
+    A model ends after `--steps` steps or `--max-minutes` minutes, and its learning rate falls toward that end. A model
     that OUT holds already is kept.
     """
     sizes = {"draft": parse_size("--draft", draft), "target": parse_size("--target", target)}

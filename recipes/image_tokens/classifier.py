@@ -1,4 +1,4 @@
-"""A small classifier of the images: which size, colour and shape it sees."""
+"""A small classifier of the images: which size, color and shape it sees."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recipes.image_tokens.images import COLOURS, SHAPES, SIZES
+from recipes.image_tokens.images import COLORS, SHAPES, SIZES
 
-_KINDS = (len(SIZES), len(COLOURS), len(SHAPES))
+_KINDS = (len(SIZES), len(COLORS), len(SHAPES))
 
 
 class Classifier(nn.Module):
@@ -29,7 +29,7 @@ class Classifier(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(64, kinds) for kinds in _KINDS])
 
     def forward(self, images: torch.Tensor) -> list[torch.Tensor]:
-        """Return the logits [N, kinds] of size, colour and shape for images [N, 3, 32, 32]."""
+        """Return the logits [N, kinds] of size, color and shape for images [N, 3, 32, 32]."""
         features = self.body(images - 0.5)
         return [head(features) for head in self.heads]
 
@@ -40,5 +40,5 @@ class Classifier(nn.Module):
 
     @torch.no_grad()
     def is_right(self, images: torch.Tensor, captions: torch.Tensor) -> torch.Tensor:
-        """Return [N, 3] bool, whether size, colour and shape are those of the captions [N, 3]."""
+        """Return [N, 3] bool, whether size, color and shape are those of the captions [N, 3]."""
         return torch.stack([each.argmax(-1) for each in self(images)], 1) == captions

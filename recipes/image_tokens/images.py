@@ -1,4 +1,4 @@
-"""Captioned images of 32x32 pixels: a coloured shape on a shaded, noisy background."""
+"""Captioned images of 32x32 pixels: a colored shape on a shaded, noisy background."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 SIDE = 32  # pixels
 SIZES = ("small", "large")
-COLOURS = {
+COLORS = {
     "red": (0.85, 0.15, 0.15),
     "green": (0.15, 0.7, 0.2),
     "blue": (0.2, 0.3, 0.9),
@@ -25,19 +25,19 @@ _TEXTURE = 0.08  # standard deviation of the slow changes of brightness
 
 
 class Caption(NamedTuple):
-    """What an image shows, as indices into SIZES, COLOURS and SHAPES."""
+    """What an image shows, as indices into SIZES, COLORS and SHAPES."""
 
     size: int
-    colour: int
+    color: int
     shape: int
 
     @property
     def words(self) -> tuple[str, str, str]:
         """The words of the caption."""
-        return SIZES[self.size], list(COLOURS)[self.colour], SHAPES[self.shape]
+        return SIZES[self.size], list(COLORS)[self.color], SHAPES[self.shape]
 
 
-CAPTIONS = tuple(Caption(*numbers) for numbers in product(range(len(SIZES)), range(len(COLOURS)), range(len(SHAPES))))
+CAPTIONS = tuple(Caption(*numbers) for numbers in product(range(len(SIZES)), range(len(COLORS)), range(len(SHAPES))))
 
 
 def draw(captions: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -54,8 +54,8 @@ def draw(captions: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     inside = _inside(x / radius[:, None, None], y / radius[:, None, None], captions[:, 2])
     ground = uniform(0.35, 0.75, 1, 1, 1) + _slow_noise(count, 4, generator)
     tint = uniform(-0.06, 0.06, 3, 1, 1)
-    colour = torch.tensor(list(COLOURS.values()))[captions[:, 1]][:, :, None, None]
-    shaded = colour * (1 + _slow_noise(count, 3, generator))
+    color = torch.tensor(list(COLORS.values()))[captions[:, 1]][:, :, None, None]
+    shaded = color * (1 + _slow_noise(count, 3, generator))
     image = torch.where(inside[:, None], shaded, ground + tint)
     noise = _NOISE * torch.randn(count, 3, SIDE, SIDE, generator=generator)
     return (image + noise).clamp(0, 1)

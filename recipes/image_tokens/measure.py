@@ -53,7 +53,7 @@ class Row:
     bound: str
     tau: float  # tokens per pass of the target
     accepted: float  # accepted draft tokens per draft token that was verified
-    caption: float  # share of the images in which the classifier sees size, colour and shape of the caption
+    caption: float  # share of the images in which the classifier sees size, color and shape of the caption
     size: float
     colour: float
     shape: float
@@ -164,7 +164,7 @@ class Gauge:
         """Return the row of the table for the images `tokens` [N, 64]. `llm` has generated them with a draft."""
         images = codes.decode(tokens, self.codebook)
         right = self._classifier.is_right(images, self._captions).float()
-        size, colour, shape = right.mean(0).tolist()
+        size, color, shape = right.mean(0).tolist()
         stats = llm.stats if llm else None
         return Row(
             verifier=name,
@@ -173,7 +173,7 @@ class Gauge:
             accepted=round(sum(stats.accepted) / sum(stats.reached), 3) if stats else 0.0,
             caption=round(float(right.prod(1).mean()), 3),
             size=round(size, 3),
-            colour=round(colour, 3),
+            colour=round(color, 3),
             shape=round(shape, 3),
             nats=round(self._nats(tokens), 3),
             distance=round(energy_distance(images, self.reference), 4),

@@ -23,7 +23,7 @@ from recipes.distillation import set_lr, timed_steps, update
 from recipes.family.train import say
 from recipes.image_tokens import codebook as codes
 from recipes.image_tokens.classifier import Classifier
-from recipes.image_tokens.images import COLOURS, SHAPES, SIZES, draw, random_captions
+from recipes.image_tokens.images import COLORS, SHAPES, SIZES, draw, random_captions
 from recipes.sizes import Size, parse_size
 
 START = "<start>"
@@ -79,7 +79,7 @@ def main(
     right = classifier.is_right(restored[-_VALIDATION_IMAGES:], captions[-_VALIDATION_IMAGES:]).float()
     save_file(classifier.state_dict(), out / "classifier.safetensors")
     report["classifier"] = {"accuracy": [round(float(each), 4) for each in right.mean(0)]}
-    say(f"classifier: accuracy of size, colour and shape {report['classifier']['accuracy']}")
+    say(f"classifier: accuracy of size, color and shape {report['classifier']['accuracy']}")
 
     tokenizer = make_tokenizer(size)
     rows = as_rows(tokens, captions, tokenizer)
@@ -105,7 +105,7 @@ def main(
 
 def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer of words: the codes c0, c1, ... have the ids from 0, the words of captions come after them."""
-    words = [*(f"c{i}" for i in range(size)), START, END, *SIZES, *COLOURS, *SHAPES]
+    words = [*(f"c{i}" for i in range(size)), START, END, *SIZES, *COLORS, *SHAPES]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=END))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=START, eos_token=END)
@@ -116,7 +116,7 @@ def as_rows(tokens: torch.Tensor, captions: torch.Tensor, tokenizer: PreTrainedT
     start, end = tokenizer.convert_tokens_to_ids([START, END])
     columns = [
         torch.tensor(tokenizer.convert_tokens_to_ids(list(words)))[captions[:, i]]
-        for i, words in enumerate((SIZES, COLOURS, SHAPES))
+        for i, words in enumerate((SIZES, COLORS, SHAPES))
     ]
     first = torch.full((len(tokens), 1), start)
     return torch.cat([first, torch.stack(columns, 1), tokens, torch.full_like(first, end)], 1)

@@ -22,6 +22,7 @@ from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_d
 from outrider.measure.prompts import by_category, read_prompts
 from tests.helpers import tiny
 
+SHORT = ("--repeats", "1", "--max-tokens", "4", "--limit", "1")  # options of a short run
 LINES = [
     {"category": "code", "prompt": "<|endoftext|>def add(a, b):\n", "reference": "ignored"},
     {"category": "talk", "messages": [{"role": "user", "content": "What is 17 + 25?"}]},
@@ -299,19 +300,7 @@ def test_results_are_printed_if_files_cannot_be_written(prompts, tmp_path, monke
     monkeypatch.setattr("outrider.plan.store.check_writable", lambda path: None)
     monkeypatch.setattr("outrider.bench.command.check_report", lambda file: None)
     monkeypatch.setattr("outrider.bench.command.page", lambda document: "")
-    arguments = [
-        "bench",
-        "--prompts",
-        prompts,
-        "--repeats",
-        "1",
-        "--max-tokens",
-        "4",
-        "--limit",
-        "1",
-        "--proposer",
-        "ngram",
-    ]
+    arguments = ["bench", "--prompts", prompts, *SHORT, "--proposer", "ngram"]
     files = ["--k", "auto", "--plan", str(tmp_path / "none/plan.json"), "--report", str(tmp_path)]
     result = CliRunner().invoke(app, [*arguments, *files])
     assert result.exit_code == 2
@@ -322,19 +311,7 @@ def test_results_are_printed_if_files_cannot_be_written(prompts, tmp_path, monke
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_command_with_quantized_target(prompts, kernels):
-    arguments = [
-        "bench",
-        "--device",
-        "cpu",
-        "--prompts",
-        prompts,
-        "--repeats",
-        "1",
-        "--max-tokens",
-        "4",
-        "--limit",
-        "1",
-    ]
+    arguments = ["bench", "--device", "cpu", "--prompts", prompts, *SHORT]
     result = CliRunner().invoke(app, [*arguments, "--kernels", kernels, "--quantize", "int8"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])

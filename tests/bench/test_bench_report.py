@@ -90,7 +90,7 @@ def test_page_is_complete(document):
 
 
 def test_page_is_self_contained(document):
-    """The page loads nothing and has no scripts, and every colour is a CSS variable of the page."""
+    """The page loads nothing and has no scripts, and every color is a CSS variable of the page."""
     text = page(document)
     assert not re.search(r"https?:|//|<script|<link|@import|src=", text)
     assert "prefers-color-scheme: dark" in text

@@ -276,23 +276,15 @@ def test_cache_dtype_follows_the_model(folder):
 
 @compiled
 def test_cache_gb_sets_the_size_of_both_caches():
-    draft = f"draft:{embedded('nano')}"
-    llm = LLM(
-        None,
-        proposer=draft,
-        k=3,
-        dtype="bfloat16",
-        kernels="native",
-        max_num_seqs=4,
-        max_model_len=256,
-        cache_gb=0.02,
-    )
+    sizes = {"max_num_seqs": 4, "max_model_len": 256}
+    options = {"proposer": f"draft:{embedded('nano')}", "k": 3, "dtype": "bfloat16", "kernels": "native", **sizes}
+    llm = LLM(None, **options, cache_gb=0.02)
     draft_model = llm.parts.proposer.model
     total_bytes = llm.parts.target.cache.bytes() + draft_model.cache.bytes()
     assert 0.015e9 < total_bytes <= 0.02e9
     assert llm.engine.cache_usage().blocks == draft_model.cache.usage().blocks
     texts = ["Once upon a time there was a", "Once upon a time there was another"] * 2
-    unlimited = LLM(None, proposer=draft, k=3, dtype="bfloat16", kernels="native", max_num_seqs=4, max_model_len=256)
+    unlimited = LLM(None, **options)
     params = SamplingParams(max_tokens=30)
     assert [c.token_ids for c in llm.generate(texts, params)] == [
         c.token_ids for c in unlimited.generate(texts, params)
@@ -300,18 +292,9 @@ def test_cache_gb_sets_the_size_of_both_caches():
     llm.generate(texts, params)
     assert llm.engine.cache_usage().hit_tokens > 0
     with pytest.raises(OutriderError, match="raise cache_gb, free memory, or lower max_model_len"):
-        LLM(
-            None,
-            proposer=draft,
-            k=3,
-            dtype="bfloat16",
-            kernels="native",
-            max_num_seqs=4,
-            max_model_len=256,
-            cache_gb=0.0001,
-        )
+        LLM(None, **options, cache_gb=0.0001)
     with pytest.raises(OutriderError, match="set max_num_seqs and max_model_len"):
-        LLM(None, proposer="none", k=0, kernels="torch", max_num_seqs=4, max_model_len=256, cache_gb=0.02)
+        LLM(None, proposer="none", k=0, kernels="torch", **sizes, cache_gb=0.02)
 
 
 @compiled

@@ -6,7 +6,6 @@ import itertools
 import random
 
 import pytest
-import torch
 
 from outrider.core.params import SamplingParams
 from outrider.loader.checkpoint import load_checkpoint
@@ -19,6 +18,7 @@ from outrider.testing import ToyTarget
 from outrider.verify.rules import EXACT
 from tests.helpers.conformance import EVERY, LEARNING, PROPOSERS
 from tests.helpers.engines import make_engine, outputs, run
+from tests.helpers.threads import torch_threads
 
 KS = (0, 1, 4, 8)
 BATCHES = (1, 3, 16)
@@ -163,12 +163,8 @@ def test_sequences_of_a_batch_with_different_parameters():
 
 def test_outputs_do_not_depend_on_the_number_of_threads(pair):
     """Another number of threads splits float32 sums differently."""
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = pair_run(pair, "model", verifier="walk", k=4, rows=3, chunk=512, temperature=0.8, prompts=6)
-        torch.set_num_threads(2)
-        two = pair_run(pair, "model", verifier="walk", k=4, rows=3, chunk=512, temperature=0.8, prompts=6)
-    finally:
-        torch.set_num_threads(before)
-    assert one == two
+    runs = []
+    for threads in (1, 2):
+        with torch_threads(threads):
+            runs.append(pair_run(pair, "model", verifier="walk", k=4, rows=3, chunk=512, temperature=0.8, prompts=6))
+    assert runs[0] == runs[1]

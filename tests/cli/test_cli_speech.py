@@ -14,12 +14,12 @@ from outrider.llm import LLM
 from outrider.transcription.formats import to_srt, to_verbose_document, to_vtt
 from outrider.transcription.run import transcribe
 from tests.helpers import tiny
-from tests.helpers.speech import MULTILINGUAL, recording, save_with_timestamps, set_generation, write_wav
+from tests.helpers.speech import MULTILINGUAL, recording, save_whisper, save_with_timestamps, write_wav
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return set_generation(tiny.save(tmp_path_factory.mktemp("speech"), tiny.SPEECH["whisper"]()), **MULTILINGUAL)
+    return save_whisper(tmp_path_factory.mktemp("speech"), **MULTILINGUAL)
 
 
 @pytest.fixture

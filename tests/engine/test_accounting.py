@@ -34,7 +34,7 @@ def test_preempted_prompts_count_once():
     assert engine.stats.prompt_tokens == sum(LENGTHS)
 
 
-def test_unfinished_and_cancelled_prompts_do_not_count():
+def test_unfinished_and_canceled_prompts_do_not_count():
     engine = make_engine(ToyTarget(context=64), NgramProposer, chunk=8)
     run(engine, [[1, 2, 3]], SamplingParams(), limit=2, ends=NO_END)
     engine.add(

@@ -250,7 +250,7 @@ def test_wrong_ranges_and_embeddings():
 
 
 def test_tables_from_files_mean_what_they_say(tmp_path):
-    """The neighbours, groups and clusters of a file are those of the embedding that it was made from."""
+    """The neighbors, groups and clusters of a file are those of the embedding that it was made from."""
     places = torch.tensor([[0.0], [1.0], [10.0], [11.5], [30.0]])
     save_file({"embedding": places, "tokens": torch.tensor([4, 0, 2, 3, 1])}, tmp_path / "places.safetensors")
     near = {4: [0], 0: [4], 2: [3], 3: [2], 1: [3]}

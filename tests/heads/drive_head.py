@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 
@@ -15,6 +17,11 @@ from outrider.heads.store import HeadModule, make_module
 from outrider.heads.targets.registry import make_head_target
 from outrider.propose.draft_model.trained_head import HeadProposer
 from outrider.testing.drive import make_round, make_seq
+from outrider.train.data.batches import Collator
+from outrider.train.loss.losses import parse
+from outrider.train.loss.steps import TrainingBatch
+from outrider.train.loss.unroll import unrolled
+from outrider.train.trainer import Trainer
 from tests.helpers.engines import make_engine, run
 
 CPU = torch.device("cpu")
@@ -101,3 +108,15 @@ def measure_tau(module, target, prompts) -> float:
     engine = make_engine(target, lambda setup: HeadProposer(setup, head), k=4, rows=2)
     run(engine, prompts, SamplingParams(temperature=0.0), limit=40, ends=frozenset())
     return engine.stats.tau
+
+
+def make_trainer(nano, description: HeadDescription, *, steps: int) -> tuple[Trainer, TrainingBatch]:
+    """Return a trainer of a new module for `description`, and the samples of the fixture `nano` as its texts."""
+    target, _, samples = nano
+    torch.manual_seed(0)
+    tables = target.share_weights()
+    module = make_module(description)
+    module.share_weights(tables.embedding.float(), tables.head.float())
+    texts = Collator(description.aux_states, range(2), tables, module.ids).collate(samples, train_on_prompts=False)
+    trainee = SimpleNamespace(module=module, ids=module.ids, unroll=partial(unrolled, module))
+    return Trainer(trainee, losses=parse("ce:0.1,tv:1.8"), steps=steps, decay=0.8, lr=3e-3), texts

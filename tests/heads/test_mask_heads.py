@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,25 +17,24 @@ from outrider.heads.store import make_module, read_head, write_head
 from outrider.heads.targets.masked import MaskedTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.testing.drive import random_tree
-from outrider.train.data.batches import Collator
 from outrider.train.loss import masks
-from outrider.train.loss.losses import parse
 from outrider.train.loss.steps import Chains, TrainingBatch
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.presets import Sizes, describe
-from outrider.train.trainer import Trainer
 from tests.heads.drive_head import (
     CPU,
     TABLES,
     admit,
     commit_feed,
     grow,
+    make_trainer,
     measure_tau,
     next_batch,
     note_states,
     random_head,
     score_texts,
 )
+from tests.heads.training_pass import LENGTHS, TrainingPass
 from tests.helpers.train_setup import scatter
 
 SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, draft_tokens=4)
@@ -106,28 +104,13 @@ def test_engine_logits_equal_training_logits(name):
     description = variants()[name]
     module = make_head(description, seed=3)
     head = make_head_target(module, TABLES, slots=3, context=24)
-    lengths = (14, 9, 14)
-    size = 14
     num_draft_tokens = description.masks.draft_tokens
-    tokens = torch.randint(0, 40, (3, size + 1))
-    aux_states = torch.randn(3, size, 3, 64)
-    loss_mask = torch.arange(size) < torch.tensor(lengths)[:, None]
-    target_probs = torch.rand(3, size, description.output_vocab)
-    texts = TrainingBatch(
-        tokens=tokens, aux_states=aux_states, target_probs=target_probs[loss_mask], loss_mask=loss_mask
-    )
-    steps = list(unrolled(module, texts, 9))
-    training_logits = [scatter(step.logits, step.loss_mask) for step in steps]
-    training_targets = [scatter(step.target, step.loss_mask) for step in steps]
-    assert len(steps) == num_draft_tokens
-    seqs = admit(head, [tokens[b, :5].tolist() for b in range(3)])
-    note_states(head, seqs, aux_states, [4] * 3)
-    chunk = replace(next_batch(head, seqs, 3), draft_budget=(0,) * 3)
-    head.score(chunk, tree.empty(3, CPU))
-    commit_feed(head, chunk, tree.empty(3, CPU))
+    training = TrainingPass(module, 9)
+    assert len(training.steps) == num_draft_tokens
+    seqs = training.start(head, chunks=(3,))
     num_compared = 0
     while seqs:
-        note_states(head, seqs, aux_states, [len(seq.token_ids) - 1 for seq in seqs])
+        note_states(head, seqs, training.aux_states, [len(seq.token_ids) - 1 for seq in seqs])
         budgets = [rng.randint(1, 6) for _ in seqs]
         batch = replace(next_batch(head, seqs), draft_budget=tuple(budgets))
         chain = tree.empty(len(seqs), CPU)
@@ -136,17 +119,10 @@ def test_engine_logits_equal_training_logits(name):
             chain = tree.chain(torch.randint(0, 40, (len(seqs), depth)), (depth,) * len(seqs))
             logits.append(head.score(batch, chain, first=depth - 1).logits[:, -1])
         for b, seq in enumerate(seqs):
-            column = len(seq.token_ids) - 2
-            for depth, step in enumerate(steps[: budgets[b]]):
-                assert bool(step.loss_mask[seq.slot, column]) == (column + 1 + depth < lengths[seq.slot])
-                if step.loss_mask[seq.slot, column]:
-                    expected = training_logits[depth][seq.slot, column]
-                    assert (logits[depth][b, module.ids] - expected).abs().max() < 1e-3
-                    target = training_targets[depth][seq.slot, column]
-                    assert torch.equal(target, target_probs[seq.slot, column + 1 + depth])
-                    num_compared += 1
+            depths = range(min(budgets[b], num_draft_tokens))
+            num_compared += sum(training.check(depth, seq, logits[depth][b]) for depth in depths)
         commit_feed(head, batch, chain)
-        seqs = grow(seqs, tokens, lengths, rng)
+        seqs = grow(seqs, training.tokens, LENGTHS, rng)
     assert num_compared >= 20
 
 
@@ -233,8 +209,7 @@ def test_no_chains_without_trained_columns():
 
 
 def test_training_lowers_the_loss_and_raises_acceptance(nano):
-    target, prompts, samples = nano
-    torch.manual_seed(0)
+    target, prompts, _ = nano
     plain = describe("eagle3", Sizes(hidden=128, layers=4, vocab=12288, epsilon=1e-5, own_lm_head=False))
     description = replace(
         plain,
@@ -244,12 +219,8 @@ def test_training_lowers_the_loss_and_raises_acceptance(nano):
         masks=MaskTokens(draft_tokens=4, token=12287),
         feedback=Feedback.RAW,
     )
-    tables = target.share_weights()
-    module = make_module(description)
-    module.share_weights(tables.embedding.float(), tables.head.float())
-    texts = Collator(description.aux_states, range(2), tables, module.ids).collate(samples, train_on_prompts=False)
-    trainee = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
-    trainer = Trainer(trainee, losses=parse("ce:0.1,tv:1.8"), steps=4, decay=0.8, lr=3e-3)
+    trainer, texts = make_trainer(nano, description, steps=4)
+    module = trainer.trainee.module
     tau_before = measure_tau(module, target, prompts)
     mask_before = module.mask.detach().clone()
     stats = [trainer.train([texts], progress=step / 60) for step in range(60)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +11,10 @@ import torch
 from outrider.core import tree
 from outrider.errors import OutriderError
 from outrider.heads.description import Feedback, HeadDescription
-from outrider.heads.hidden_states import apply_final_norm
-from outrider.heads.store import make_module
 from outrider.heads.targets.multi_module import MultiModuleTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.testing.drive import random_tree
-from outrider.train.data.batches import Collator
 from outrider.train.loss.losses import parse
-from outrider.train.loss.steps import TrainingBatch
-from outrider.train.loss.unroll import unrolled
 from outrider.train.model.presets import Sizes, describe
 from outrider.train.model.trainee import make_trainee
 from outrider.train.trainer import Trainer
@@ -30,13 +24,15 @@ from tests.heads.drive_head import (
     admit,
     commit_feed,
     grow,
+    make_trainer,
     measure_tau,
     next_batch,
     note_states,
     random_head,
 )
+from tests.heads.training_pass import LENGTHS, TrainingPass
 from tests.helpers import train_setup
-from tests.helpers.train_setup import make_settings, make_setup, scatter
+from tests.helpers.train_setup import make_settings, make_setup
 
 SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, modules=3)
 
@@ -74,52 +70,25 @@ def test_engine_logits_equal_training_logits(name):
     module = random_head(description, seed=3)
     head = make_head_target(module, TABLES, slots=3, context=24)
     assert isinstance(head, MultiModuleTarget)
-    lengths = (14, 9, 14)
-    size = 14
     modules = description.modules
-    tokens = torch.randint(0, 40, (3, size + 1))
-    aux_states = torch.randn(3, size, 1, 64)
-    loss_mask = torch.arange(size) < torch.tensor(lengths)[:, None]
-    target_probs = torch.rand(3, size, description.output_vocab)
-    texts = TrainingBatch(
-        tokens=tokens,
-        aux_states=apply_final_norm(aux_states, TABLES),
-        target_probs=target_probs[loss_mask],
-        loss_mask=loss_mask,
-    )
-    steps = list(unrolled(module, texts, modules))
-    training_logits = [scatter(step.logits, step.loss_mask) for step in steps]
-    training_targets = [scatter(step.target, step.loss_mask) for step in steps]
-    assert len(steps) == modules
-    seqs = admit(head, [tokens[b, :5].tolist() for b in range(3)])
-    note_states(head, seqs, aux_states, [4] * 3)
-    for max_tokens in (2, 1):
-        chunk = replace(next_batch(head, seqs, max_tokens), draft_budget=(0,) * 3)
-        head.score(chunk, tree.empty(3, CPU))
-        commit_feed(head, chunk, tree.empty(3, CPU))
+    training = TrainingPass(module, modules)
+    assert len(training.steps) == modules
+    seqs = training.start(head, chunks=(2, 1))
     num_compared = 0
     while seqs:
-        note_states(head, seqs, aux_states, [len(seq.token_ids) - 1 for seq in seqs])
+        note_states(head, seqs, training.aux_states, [len(seq.token_ids) - 1 for seq in seqs])
         batch = next_batch(head, seqs)
         chain = tree.empty(len(seqs), CPU)
         logits = [head.score(batch, chain).logits[:, -1]]
-        continuations = [tokens[seq.slot, len(seq.token_ids) :].tolist() + [0] * modules for seq in seqs]
+        continuations = [training.tokens[seq.slot, len(seq.token_ids) :].tolist() + [0] * modules for seq in seqs]
         for depth in range(1, modules):
             draft_tokens = torch.tensor([continuation[:depth] for continuation in continuations])
             chain = tree.chain(draft_tokens, (depth,) * len(seqs))
             logits.append(head.score(batch, chain, first=depth - 1).logits[:, -1])
         for b, seq in enumerate(seqs):
-            column = len(seq.token_ids) - 2
-            for depth, step in enumerate(steps):
-                assert step.loss_mask.shape[1] == size - 1 - depth
-                if column < step.loss_mask.shape[1] and step.loss_mask[seq.slot, column]:
-                    expected = training_logits[depth][seq.slot, column]
-                    assert (logits[depth][b, module.ids] - expected).abs().max() < 1e-3
-                    target = training_targets[depth][seq.slot, column]
-                    assert torch.equal(target, target_probs[seq.slot, column + 1 + depth])
-                    num_compared += 1
+            num_compared += sum(training.check(depth, seq, logits[depth][b]) for depth in range(modules))
         commit_feed(head, batch, chain)
-        seqs = grow(seqs, tokens, lengths, rng)
+        seqs = grow(seqs, training.tokens, LENGTHS, rng)
     assert num_compared > 15
 
 
@@ -170,15 +139,10 @@ def test_released_slot_does_not_affect_the_next_sequence():
 
 
 def test_training_lowers_the_loss_and_raises_acceptance(nano):
-    target, prompts, samples = nano
-    torch.manual_seed(0)
+    target, prompts, _ = nano
     description = describe("mtp", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, modules=3))
-    tables = target.share_weights()
-    module = make_module(description)
-    module.share_weights(tables.embedding.float(), tables.head.float())
-    texts = Collator(description.aux_states, range(2), tables, module.ids).collate(samples, train_on_prompts=False)
-    trainee = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
-    trainer = Trainer(trainee, losses=parse("ce:0.1,tv:1.8"), steps=3, decay=0.8, lr=3e-3)
+    trainer, texts = make_trainer(nano, description, steps=3)
+    module = trainer.trainee.module
     tau_before = measure_tau(module, target, prompts)
     stats = [trainer.train([texts], progress=step / 60) for step in range(60)]
     assert stats[-1].loss < 0.6 * stats[0].loss

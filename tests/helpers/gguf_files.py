@@ -79,7 +79,7 @@ def _kind(tensor: str, weight: torch.Tensor, kind: str, kinds: Mapping[str, str]
 
 
 def _reordered(config: Any, module: str, weight: torch.Tensor) -> np.ndarray:
-    """llama.cpp has the two halves of a rotary head as neighbours."""
+    """llama.cpp has the two halves of a rotary head as neighbors."""
     values = weight.float().numpy()
     if config.model_type not in ("llama", "mistral") or not module.endswith(("q_proj", "k_proj")):
         return values

@@ -21,7 +21,7 @@ class Done:
 
 
 def run_script(script: Path, *arguments: object) -> Done:
-    """Run a script. An exception other than SystemExit is raised. Modules beside the script are unloaded afterwards."""
+    """Run a script. An exception other than SystemExit is raised. Modules beside the script are unloaded afterward."""
     out, err, code = StringIO(), StringIO(), 0
     before = set(sys.modules)
     with (

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import GenerationConfig
+import torch
+from transformers import AutoModelForSpeechSeq2Seq, GenerationConfig
 
 from tests.helpers import tiny
 
@@ -70,6 +71,18 @@ def set_generation(folder: Path, **settings: Any) -> Path:
         setattr(config, name, value)
     config.save_pretrained(folder)
     return folder
+
+
+def save_whisper(folder: Path, *, seed: int = 0, layers: int = tiny.LAYERS, **settings: Any) -> Path:
+    """Write a small random Whisper with these settings in its generation config."""
+    config = tiny.SPEECH["whisper"]()
+    config.decoder_layers = layers
+    return set_generation(tiny.save(folder, config, seed=seed), **settings)
+
+
+def load_reference(folder: Path) -> Any:
+    """Return the model of a folder in transformers."""
+    return AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def save_with_timestamps(folder: Path, *, seed: int = 0, layers: int = tiny.LAYERS, **settings: Any) -> Path:

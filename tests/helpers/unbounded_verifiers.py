@@ -6,8 +6,8 @@ from outrider.verify.relaxed.groups import OverlappingGroups, Partition
 from outrider.verify.verdict import accept_prefix, draft_probs, normalize, prob_of
 
 
-def lantern_by_draft_token(neighbours, delta):
-    """LANTERN as published: the neighbours are pooled for the draft token that was sampled."""
+def lantern_by_draft_token(neighbors, delta):
+    """LANTERN as published: the neighbors are pooled for the draft token that was sampled."""
 
     def rule(draft, p, noise):
         if not draft.size:
@@ -17,7 +17,7 @@ def lantern_by_draft_token(neighbours, delta):
         pooled = p[:, 0].clone()
         seqs = torch.arange(len(p))
         added = torch.zeros_like(pooled[:, 0])
-        for source in neighbours.unbind(1):
+        for source in neighbors.unbind(1):
             y = source[x].clamp(min=0)
             take = torch.where((source[x] >= 0) & (added + pooled[seqs, y] <= delta), pooled[seqs, y], 0.0)
             added = added + take

@@ -90,7 +90,7 @@ def fake_server(status, content, *, models=(200, b'{"data": [{"id": "m"}]}')):
             self._respond(status, content)
 
         def _respond(self, status, content):
-            with suppress(ConnectionError):  # the client has cancelled the request
+            with suppress(ConnectionError):  # the client has canceled the request
                 self.send_response(status)
                 self.send_header("content-length", str(len(content)))
                 self.end_headers()
@@ -144,7 +144,7 @@ def test_server_without_a_model_or_with_a_key_is_an_error():
             asyncio.run(client.run_load(Settings(base_url=url, num_requests=1), read_prompts()))
 
 
-def test_cancelled_requests_are_counted_separately():
+def test_canceled_requests_are_counted_separately():
     with fake_server(200, text_events(*"abcdefgh", finish_reason="length")) as url:
         command = f"load --base-url {url} --num-requests 20 --mixed --cancel 0.4 --max-concurrency 4 --max-tokens 12"
         result = CliRunner().invoke(app, command.split())
@@ -154,7 +154,7 @@ def test_cancelled_requests_are_counted_separately():
     assert document["cancelled"] > 2
     assert not document["errors"]
     assert document["ms"]["itl"]["p50"] == 0.0
-    assert f"and {document['cancelled']} cancelled requests" in result.output
+    assert f"and {document['cancelled']} canceled requests" in result.output
 
 
 def test_exit_code_if_all_requests_fail():
@@ -188,7 +188,7 @@ def test_two_servers_on_one_page(suffix, tmp_path):
     assert "failed requests" in text
 
 
-def test_comparison_is_in_favour_of_the_first_server():
+def test_comparison_is_in_favor_of_the_first_server():
     def server(rate, latency):
         ms = {name: {"p50": latency} for name in ("ttft", "itl", "chunk", "tpot", "e2e")}
         return {"output_tokens_per_s": rate, "requests_per_s": rate, "goodput_per_s": 0.0, "ms": ms}

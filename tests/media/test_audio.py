@@ -133,7 +133,7 @@ def test_scores_are_probabilities_of_windows():
     assert scores.shape == (3,)  # windows of 4 hops, 2 apart
     assert bool(((scores > 0) & (scores < 1)).all())
     torch.testing.assert_close(scorer.score(CAPTION, block[2 * AUDIO.hop :]), scores[1:])
-    # Damage in one window shows in its score and in that of its neighbour, and the worst window decides.
+    # Damage in one window shows in its score and in that of its neighbor, and the worst window decides.
     damaged = block.clone()
     damaged[: 2 * AUDIO.hop] = 0
     after = scorer.score(CAPTION, damaged)

@@ -106,7 +106,7 @@ def test_every_rejection_position_occurs(folders):
     assert all(0 < accepted < reached for accepted, reached in zip(stats.accepted, stats.reached, strict=True))
 
 
-def test_cancelled_requests_leave_no_trace(folders):
+def test_canceled_requests_leave_no_trace(folders):
     prompts = prompts_with_common_prefixes()
     params = SamplingParams(temperature=1.0, max_tokens=20, seed=3)
     llm = LLM(folders["bamba"], proposer="mtp", k=3, max_num_seqs=3, **OPTIONS)

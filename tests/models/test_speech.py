@@ -29,7 +29,9 @@ from tests.helpers.speech import (
     SUPPRESSED,
     SUPPRESSED_FIRST,
     TASKS,
+    load_reference,
     recording,
+    save_whisper,
     set_generation,
     write_wav,
 )
@@ -40,26 +42,20 @@ PROPOSERS = ("none", "ngram", "suffix:1000", "merge(ngram,recycle)", "draft", "t
 LENGTHS = (9000, 16000, 1, 4000, 12345)
 
 
-def make_folder(root, *, seed=0, layers=tiny.LAYERS, **settings):
-    config = tiny.SPEECH["whisper"]()
-    config.decoder_layers = layers
-    return set_generation(tiny.save(root, config, seed=seed), **settings)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("speech") / "target", **MULTILINGUAL)
+    return save_whisper(tmp_path_factory.mktemp("speech") / "target", **MULTILINGUAL)
 
 
 @pytest.fixture(scope="module")
 def sibling(tmp_path_factory):
     """A smaller model that hears the same features."""
-    return make_folder(tmp_path_factory.mktemp("sibling") / "draft", seed=1, layers=1, **MULTILINGUAL)
+    return save_whisper(tmp_path_factory.mktemp("sibling") / "draft", seed=1, layers=1, **MULTILINGUAL)
 
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return load_reference(folder)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +128,7 @@ def test_greedy_equals_generate_with_a_prompt_of_the_user(folder, model, plain):
 
 
 def test_checkpoint_that_suppresses_nothing(tmp_path):
-    folder = make_folder(tmp_path)
+    folder = save_whisper(tmp_path)
     model = AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32).eval()
     llm = LLM(folder, proposer="ngram", k=4, **OPTIONS)
     features = llm.encode_source(recording(0))
@@ -143,7 +139,7 @@ def test_checkpoint_that_suppresses_nothing(tmp_path):
 
 def test_suppressed_tokens_would_be_emitted_otherwise(tmp_path, folder, plain):
     """So the other tests see what they suppress."""
-    free = make_folder(tmp_path, **{**MULTILINGUAL, "suppress_tokens": None, "begin_suppress_tokens": None})
+    free = save_whisper(tmp_path, **{**MULTILINGUAL, "suppress_tokens": None, "begin_suppress_tokens": None})
     llm = LLM(free, proposer="none", k=0, max_num_seqs=4, **OPTIONS)
     sources = [recording(seed) for seed in range(8)]
     params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -279,7 +275,7 @@ STARTS = [
 
 @pytest.mark.parametrize(("settings", "given", "expected"), STARTS)
 def test_start_tokens_equal_those_of_transformers(settings, given, expected, tmp_path):
-    folder = make_folder(tmp_path, **settings)
+    folder = save_whisper(tmp_path, **settings)
     rules = load_checkpoint(folder, dtype="float32", device="cpu").source.speech
     assert rules.start_tokens(*given) == expected
     model = AutoModelForSpeechSeq2Seq.from_pretrained(folder)
@@ -312,7 +308,7 @@ START_MISTAKES = [
 
 @pytest.mark.parametrize(("settings", "given", "message"), START_MISTAKES)
 def test_wrong_start_tokens(settings, given, message, tmp_path):
-    llm = LLM(make_folder(tmp_path, **settings), proposer="none", **OPTIONS)
+    llm = LLM(save_whisper(tmp_path, **settings), proposer="none", **OPTIONS)
     with pytest.raises(OutriderError, match=message):
         llm.start_tokens(*given)
 
@@ -326,7 +322,7 @@ def test_languages_are_for_speech(tmp_path):
 
 
 def test_language_of_token_ids(tmp_path):
-    llm = LLM(make_folder(tmp_path, **MULTILINGUAL), proposer="none", **OPTIONS)
+    llm = LLM(save_whisper(tmp_path, **MULTILINGUAL), proposer="none", **OPTIONS)
     with pytest.raises(OutriderError, match="language is for a prompt of text"):
         llm.encode([1, 2], language="en")
     with pytest.raises(OutriderError, match="task is for a prompt of text"):
@@ -453,7 +449,7 @@ def test_refused_drafts(folder, tmp_path):
 
 
 def test_feature_extractor_of_another_model(tmp_path):
-    folder = make_folder(tmp_path)
+    folder = save_whisper(tmp_path)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(OutriderError, match="has no working feature extractor"):
         load_checkpoint(folder)

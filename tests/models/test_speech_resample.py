@@ -11,8 +11,7 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.models.speech.resample import at_rate
 from outrider.models.speech.wav import Recording, read_wav_file
-from tests.helpers import tiny
-from tests.helpers.speech import MULTILINGUAL, RATE, recording, set_generation, write_wav
+from tests.helpers.speech import MULTILINGUAL, RATE, recording, save_whisper, write_wav
 
 
 def tone(rate, seconds=0.5, pitch=440.0):
@@ -21,7 +20,7 @@ def tone(rate, seconds=0.5, pitch=440.0):
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    folder = set_generation(tiny.save(tmp_path_factory.mktemp("speech"), tiny.SPEECH["whisper"]()), **MULTILINGUAL)
+    folder = save_whisper(tmp_path_factory.mktemp("speech"), **MULTILINGUAL)
     return LLM(folder, proposer="none", dtype="float32", device="cpu", max_model_len=64)
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForSpeechSeq2Seq, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from outrider.audit.statistics import g_test
@@ -27,26 +27,10 @@ from tests.helpers.speech import (
     SUPPRESSED,
     SUPPRESSED_FIRST,
     recording,
-    save_with_timestamps,
 )
 
 RULES = TimestampRules(begin=FIRST_TIMESTAMP, end_of_text=END, no_timestamps=NO_TIMESTAMPS, max_initial=MAX_INITIAL)
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_model_len": 128}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_with_timestamps(tmp_path_factory.mktemp("speech") / "target")
-
-
-@pytest.fixture(scope="module")
-def sibling(tmp_path_factory):
-    return save_with_timestamps(tmp_path_factory.mktemp("speech") / "draft", seed=1, layers=1)
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def processor(begin_index, max_initial=MAX_INITIAL):
@@ -90,8 +74,8 @@ def test_ends_grow_with_their_tokens():
 
 
 @torch.inference_mode()
-def test_tree_scores_equal_each_branch_alone(folder, model):
-    target = make_target(load_checkpoint(folder, dtype="float32", device="cpu"), slots=4, context=128)
+def test_tree_scores_equal_each_branch_alone(timed_whisper, whisper_model):
+    target = make_target(load_checkpoint(timed_whisper, dtype="float32", device="cpu"), slots=4, context=128)
     rng = random.Random(2)
     sources = [AudioFeatures(torch.randn(8, 100, generator=torch.Generator().manual_seed(seed))) for seed in range(3)]
     prompt = [0, 241, 243]
@@ -107,7 +91,9 @@ def test_tree_scores_equal_each_branch_alone(folder, model):
         for node in range(-1, draft.width[b]):
             path = [int(draft.tokens[b, each]) for each in tiny.branch(draft, b, node)]
             tokens = torch.tensor([seq.token_ids + path])
-            raw = model(input_features=source.values[None], decoder_input_ids=tokens, use_cache=False).logits[:, -1]
+            raw = whisper_model(input_features=source.values[None], decoder_input_ids=tokens, use_cache=False).logits[
+                :, -1
+            ]
             raw[:, SUPPRESSED] = -torch.inf
             if len(seq.token_ids) + len(path) == len(prompt):
                 raw[:, SUPPRESSED_FIRST] = -torch.inf
@@ -118,8 +104,8 @@ def test_tree_scores_equal_each_branch_alone(folder, model):
             assert (actual[kept] - expected[kept]).norm() < 1e-4 * expected[kept].norm()
 
 
-def test_sampled_output_has_the_distribution_of_the_model(folder, sibling, model):
-    plain = LLM(folder, proposer="none", k=0, **OPTIONS)
+def test_sampled_output_has_the_distribution_of_the_model(timed_whisper, whisper_draft, whisper_model):
+    plain = LLM(timed_whisper, proposer="none", k=0, **OPTIONS)
     features = plain.encode_source(recording(5))
     prompt = plain.start_tokens("en")[:-1]
     probs = {}
@@ -131,7 +117,9 @@ def test_sampled_output_has_the_distribution_of_the_model(folder, sibling, model
             probs[tuple(tokens[len(prompt) :])] = prob
             return
         ids = torch.tensor([tokens])
-        logits = model(input_features=features.values[None], decoder_input_ids=ids, use_cache=False).logits[:, -1]
+        logits = whisper_model(input_features=features.values[None], decoder_input_ids=ids, use_cache=False).logits[
+            :, -1
+        ]
         logits[:, SUPPRESSED] = -torch.inf
         if len(tokens) == len(prompt):
             logits[:, SUPPRESSED_FIRST] = -torch.inf
@@ -142,8 +130,8 @@ def test_sampled_output_has_the_distribution_of_the_model(folder, sibling, model
 
     spread([*prompt], 1.0)
     assert any(tokens[1] < FIRST_TIMESTAMP for tokens in probs)
-    for proposer in (f"draft:{sibling}", "suffix:1000"):
-        llm = LLM(folder, proposer=proposer, k=3, max_num_seqs=16, **OPTIONS)
+    for proposer in (f"draft:{whisper_draft}", "suffix:1000"):
+        llm = LLM(timed_whisper, proposer=proposer, k=3, max_num_seqs=16, **OPTIONS)
         params = SamplingParams(max_tokens=3, temperature=2.0, top_k=2, n=400, seed=1, ignore_eos=True)
         requests = llm.requests_of_tokens(prompt, params, features, speech_output=SpeechOutput.TIMESTAMPS)
         rows = [llm.add(request) for request in requests]
@@ -156,9 +144,9 @@ def test_sampled_output_has_the_distribution_of_the_model(folder, sibling, model
         assert llm.stats.draft_tokens > 0
 
 
-def test_draft_of_the_same_weights_is_accepted(folder):
+def test_draft_of_the_same_weights_is_accepted(timed_whisper):
     """So the draft follows the rules as well."""
-    llm = LLM(folder, proposer=f"draft:{folder}", k=4, **OPTIONS)
+    llm = LLM(timed_whisper, proposer=f"draft:{timed_whisper}", k=4, **OPTIONS)
     features = llm.encode_source(recording(1))
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     (request,) = llm.requests_of_tokens((0, 240, 243), params, features, speech_output=SpeechOutput.TIMESTAMPS)

@@ -14,6 +14,7 @@ from outrider.loader.make import make_target
 from outrider.native.experts import pack_experts
 from outrider.native.pack import Arena
 from tests.helpers import tiny
+from tests.helpers.threads import torch_threads
 from tests.native.test_native import (
     FLOAT_BITS,
     chain,
@@ -130,16 +131,12 @@ def test_bits_do_not_depend_on_pass_width(name, bits, folders):
 @FLOAT_BITS
 @torch.inference_mode()
 def test_bits_do_not_depend_on_thread_count(bits, folders):
-    threads_before = torch.get_num_threads()
     tokens = random_ids(40)
     logits = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for threads in (1, 2, 3):
+        with torch_threads(threads):
             target, _ = load_target(folders["qwen3_moe"], bits=bits)
             logits.append(logits_of(target, tokens))
-    finally:
-        torch.set_num_threads(threads_before)
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
 

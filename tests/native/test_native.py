@@ -25,6 +25,7 @@ from outrider.native.pack import Arena, interleave, pack, separate
 from outrider.native.target import NativeTarget
 from outrider.testing.drive import random_tree
 from tests.helpers import tiny
+from tests.helpers.threads import torch_threads
 
 pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
 CPU = torch.device("cpu")
@@ -169,17 +170,13 @@ def test_bits_do_not_depend_on_pass_width(bits, folders):
 
 @FLOAT_BITS
 def test_bits_do_not_depend_on_thread_count(bits, folders):
-    threads_before = torch.get_num_threads()
     tokens = random_ids(40)
     logits = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for threads in (1, 2, 3):
+        with torch_threads(threads):
             target, _ = load_target(folders["wide"], bits=bits)
             with torch.inference_mode():
                 logits.append(feed(target, [tokens[:20], tokens[20:21]], draft=chain(tokens[21:]))[1].logits)
-    finally:
-        torch.set_num_threads(threads_before)
     assert torch.equal(logits[0], logits[1])
     assert torch.equal(logits[0], logits[2])
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from outrider import LLM
 from recipes.image_tokens import codebook as codes
 from recipes.image_tokens import measure, train
-from recipes.image_tokens.images import CAPTIONS, COLOURS, SHAPES, Caption, draw, random_captions
+from recipes.image_tokens.images import CAPTIONS, COLORS, SHAPES, Caption, draw, random_captions
 
 
 def _run(command, *words):
@@ -39,7 +39,7 @@ def test_a_pair_trains_and_runs(pair):
     llm = LLM(out / "target", proposer="none", dtype="float32", device="cpu")
     prompt = llm.encode("<start> large red circle")
     assert prompt == (32, 35, 36, 42)
-    assert llm.parts.vocab == 32 + 2 + 2 + len(COLOURS) + len(SHAPES)
+    assert llm.parts.vocab == 32 + 2 + 2 + len(COLORS) + len(SHAPES)
 
 
 def test_training_resumes(pair):
@@ -78,9 +78,9 @@ def test_images_are_drawn_as_their_captions_say():
     assert torch.equal(one, two)
     assert one.shape == (48, 3, 32, 32)
     assert Caption(1, 0, 0).words == ("large", "red", "circle")
-    for number, colour in enumerate(COLOURS.values()):
+    for number, color in enumerate(COLORS.values()):
         images = one[captions[:, 1] == number]
-        near = (images - torch.tensor(colour)[:, None, None]).abs().amax(1) < 0.18
+        near = (images - torch.tensor(color)[:, None, None]).abs().amax(1) < 0.18
         area = near.flatten(1).sum(1)
         assert (area > 10).all()
         large = captions[captions[:, 1] == number][:, 0] == 1

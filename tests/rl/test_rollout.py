@@ -239,7 +239,7 @@ def test_what_is_refused(shelf):
     assert not policy.llm.engine.busy()  # nothing of a refused call is queued
 
 
-def test_lossy_rules_need_their_name_and_are_labelled(shelf):
+def test_lossy_rules_need_their_name_and_are_labeled(shelf):
     options = {"proposer": "ngram", "k": 2, "dtype": "float32", "device": "cpu", "max_model_len": 128}
     lossy = LLM(shelf / "policy", verifier="typical", **options)
     for name in (None, "lenient"):

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from outrider import OutriderError
 from outrider.serve.api_keys import ApiKey, Quota, find_key, read_keys
-from outrider.serve.command import check_tls
+from outrider.serve.listening import check_tls
 from outrider.serve.middleware import ApiKeyMiddleware
 from outrider.serve.monitoring.request_log import RequestLog, entry_of
 from outrider.serve.settings import Settings
@@ -154,7 +154,7 @@ def certificate(tmp_path_factory):
 
 def test_https(certificate):
     """uvicorn serves HTTPS with these files on sockets that are already bound, as `outrider serve` does."""
-    from outrider.serve.command import bind, listen
+    from outrider.serve.listening import bind, listen
 
     cert, key = certificate
     check_tls(cert, key)

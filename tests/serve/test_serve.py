@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -34,12 +33,12 @@ from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.prompts import read_prompts
 from outrider.serve.app import make_app
 from outrider.serve.async_llm import AsyncLLM
-from outrider.serve.command import bind, listen
+from outrider.serve.listening import bind, listen
 from outrider.serve.settings import Settings
 from outrider.serve.stream.request_stream import PUBLISH_INTERVAL
+from tests.helpers.browser import browse, needs_browser
 
 PROMPT = "def add(a, b):"
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
 OPTIONS = {"target": embedded("nano"), "proposer": "ngram", "dtype": "float32", "max_model_len": 256, "k": 4}
 
 
@@ -509,17 +508,10 @@ def test_request_timeout():
         wait_until_idle(async_llm)
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="no browser is installed")
+@needs_browser
 def test_page_in_browser(server):
-    playwright = pytest.importorskip("playwright.sync_api")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-    page_errors = []
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=flags)
-        page = browser.new_page(viewport={"width": 390, "height": 844})
-        page.on("pageerror", lambda error: page_errors.append(str(error)))
-        page.goto(server[0])
-        playwright.expect(page.locator("#model")).to_have_text("nano")
+    with browse(server[0]) as (page, expect):
+        expect(page.locator("#model")).to_have_text("nano")
         page.fill("#prompt", "a = 1\nb = 1\nc = 1\n")
         page.uncheck("#chat")
         page.check("#both")
@@ -527,25 +519,23 @@ def test_page_in_browser(server):
         page.keyboard.press("Control+Enter")
         speeds = page.locator("section h2 b")
         for i in range(2):
-            playwright.expect(speeds.nth(i)).to_contain_text("tokens/s", timeout=20000)
-        playwright.expect(page.locator("#stop")).to_be_hidden(timeout=20000)
+            expect(speeds.nth(i)).to_contain_text("tokens/s", timeout=20000)
+        expect(page.locator("#stop")).to_be_hidden(timeout=20000)
         speculative, plain = page.locator(".out").all_inner_texts()
         assert speculative == plain != ""
         assert page.locator("section").nth(0).locator("mark").count() > 0
         assert page.locator("section").nth(1).locator("mark, del").count() == 0
-        playwright.expect(page.locator("#status")).to_contain_text("both outputs are the same")
-        playwright.expect(page.locator("#legend")).to_contain_text("ngram drafted and accepted")
+        expect(page.locator("#status")).to_contain_text("both outputs are the same")
+        expect(page.locator("#legend")).to_contain_text("ngram drafted and accepted")
         rejected = page.locator("del").first
-        playwright.expect(rejected).to_be_hidden()
+        expect(rejected).to_be_hidden()
         page.check("#rejected")
-        playwright.expect(rejected).to_be_visible()
+        expect(rejected).to_be_visible()
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
         page.fill("#tokens", "100000")
         page.fill("#prompt", "word " * 600)
         page.keyboard.press("Control+Enter")
-        playwright.expect(page.locator("#error")).to_contain_text("shorten the prompt", timeout=20000)
-        browser.close()
-    assert not page_errors
+        expect(page.locator("#error")).to_contain_text("shorten the prompt", timeout=20000)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from outrider.serve.settings import Settings
 from outrider.transcription.formats import to_srt, to_verbose_document, to_vtt
 from outrider.transcription.run import transcribe
 from tests.helpers import tiny
-from tests.helpers.speech import MULTILINGUAL, recording, save_with_timestamps, set_generation, write_wav
+from tests.helpers.speech import MULTILINGUAL, recording, save_whisper, write_wav
 
 pytest.importorskip("python_multipart")
 OPTIONS = {"proposer": "ngram", "k": 4, "dtype": "float32", "device": "cpu", "threads": 1, "max_model_len": 64}
@@ -32,7 +32,7 @@ def client_of(folder, **settings):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return set_generation(tiny.save(tmp_path_factory.mktemp("speech"), tiny.SPEECH["whisper"]()), **MULTILINGUAL)
+    return save_whisper(tmp_path_factory.mktemp("speech"), **MULTILINGUAL)
 
 
 @pytest.fixture(scope="module")
@@ -136,20 +136,14 @@ def test_other_mistakes(client, wav):
 
 
 @pytest.fixture(scope="module")
-def timed(tmp_path_factory):
-    """The folder of a model with timestamps."""
-    return save_with_timestamps(tmp_path_factory.mktemp("timed"))
-
-
-@pytest.fixture(scope="module")
-def timed_client(timed):
-    with client_of(timed) as client:
+def timed_client(timed_whisper):
+    with client_of(timed_whisper) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def timed_llm(timed):
-    return LLM(timed, max_num_seqs=4, **OPTIONS)
+def timed_llm(timed_whisper):
+    return LLM(timed_whisper, max_num_seqs=4, **OPTIONS)
 
 
 @pytest.fixture(scope="module")

@@ -34,6 +34,16 @@ TOOLS = [
 ]
 END_BIAS = {"3": 4.0}  # makes end-of-text likelier, so that calls are short
 MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]
+# The arguments of a request whose answer calls functions.
+CALL = {
+    "model": "nano",
+    "messages": MESSAGES,
+    "tools": TOOLS,
+    "tool_choice": "required",
+    "logit_bias": END_BIAS,
+    "seed": 4,
+    "max_tokens": 150,
+}
 
 
 @pytest.fixture(scope="module")
@@ -147,15 +157,7 @@ def test_arguments_match_schema_of_function(client, choice):
 
 
 def test_stream_helper_of_openai_client(client):
-    with client.chat.completions.stream(
-        model="nano",
-        messages=MESSAGES,
-        tools=TOOLS,
-        tool_choice="required",
-        logit_bias=END_BIAS,
-        seed=4,
-        max_tokens=150,
-    ) as stream:
+    with client.chat.completions.stream(**CALL) as stream:
         for _ in stream:
             pass
         message = stream.get_final_completion().choices[0].message
@@ -182,15 +184,7 @@ def test_text_response_with_tools(client):
 
 
 def test_conversation_continues_after_calls(client):
-    first = client.chat.completions.create(
-        model="nano",
-        messages=MESSAGES,
-        tools=TOOLS,
-        tool_choice="required",
-        logit_bias=END_BIAS,
-        seed=4,
-        max_tokens=150,
-    )
+    first = client.chat.completions.create(**CALL)
     message = first.choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
     reply = client.chat.completions.create(

@@ -17,11 +17,6 @@ from http.client import HTTPConnection
 
 import httpx
 import pytest
-import schemathesis
-from hypothesis import HealthCheck, given, settings
-from schemathesis import GenerationMode
-from schemathesis.checks import load_all_checks
-from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Scores
@@ -35,7 +30,6 @@ from outrider.serve.settings import Settings
 from outrider.serve.stream.request_stream import StreamContent
 from tests.serve.test_serve import OPTIONS, PROMPT, serving, wait_until_idle
 
-load_all_checks()
 SWITCH_OPTIONS = {"proposer": "switch(ngram,recycle)", "isolate_faults": True}
 BODY = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 OTHER_PROMPTS = ["import os", "a = 1\nb = 1\n", "class A:"]
@@ -210,107 +204,6 @@ def test_request_timeout_cancels_request_of_stuck_reader():
         async_llm.stop()
 
 
-INVALID_BODIES = {  # body, part of the message
-    "not valid JSON": (b"{oops", "not valid JSON"),
-    "incomplete JSON": (b'{"prompt": "x"', "not valid JSON"),
-    "a list": (b"[1]", ""),
-    "empty body": (b"", ""),
-    "not UTF-8": (b'{"prompt": "\xff\xfe"}', ""),
-    "lone surrogate": (b'{"prompt": "\\ud800"}', ""),
-    "lone surrogate in a field name": (b'{"prompt": "x", "\\ud800": 1}', ""),
-    "lone surrogate in model": (b'{"prompt": "x", "model": "\\udfff"}', ""),
-    "lone surrogate in stop": (b'{"prompt": "x", "stop": "\\ud800"}', ""),
-    "deeply nested": (b"[" * 100_000, ""),
-    "number with many digits": (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", ""),
-    "temperature is NaN": (b'{"prompt": "x", "temperature": NaN}', "temperature"),
-    "temperature is infinite": (b'{"prompt": "x", "temperature": Infinity}', "temperature"),
-    "infinite bias": (b'{"prompt": "x", "logit_bias": {"5": Infinity}}', "logit_bias"),
-    "bias is NaN": (b'{"prompt": "x", "logit_bias": {"5": NaN}}', "logit_bias"),
-}
-
-
-@pytest.mark.parametrize("case", INVALID_BODIES)
-def test_invalid_body_is_rejected(server, case):
-    content, message = INVALID_BODIES[case]
-    response = httpx.post(server[0], content=content, headers={"content-type": "application/json"})
-    assert response.status_code in (400, 404)
-    assert message in response.json()["error"]["message"]
-
-
-WRONG_TYPES = {
-    "max_tokens": "many",
-    "temperature": "hot",
-    "stream": "yes",
-    "n": 1.5,
-    "stop": [1],
-    "prompt": {"a": 1},
-    "seed": -1,
-    "logit_bias": [1],
-    "stream_options": {"include_usage": 3},
-    "k": 10**9,
-    "proposer": 7,
-}
-
-
-@pytest.mark.parametrize("field", WRONG_TYPES)
-def test_error_names_field_of_wrong_type(server, field):
-    response = httpx.post(server[0], json={"prompt": "x", field: WRONG_TYPES[field]})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"].split(".")[0] == field
-
-
-HUGE_VALUES = {
-    "n": 10**9,
-    "k": 10**9,
-    "max_tokens": 10**9,
-    "min_tokens": 10**9,
-    "top_k": 10**30,
-    "seed": 10**30,
-    "logit_bias": {str(i): 1 for i in range(2000)},
-    "stop": "x" * 2000,
-    "stop_token_ids": list(range(1000)),
-    "prompt": "word " * 10_000,
-    "logprobs": 10**6,
-}
-
-
-@pytest.mark.parametrize("field", HUGE_VALUES)
-def test_huge_value_is_rejected(server, field):
-    url, async_llm = server
-    rounds_before = async_llm.stats.rounds
-    response = httpx.post(url, json={"prompt": "x", field: HUGE_VALUES[field]})
-    assert response.status_code == 400
-    assert field.split("_")[0] in response.json()["error"]["message"]
-    assert async_llm.stats.rounds == rounds_before
-
-
-@pytest.mark.parametrize("value", [1e-50, 1e-40, 1e300])
-@pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
-def test_extreme_divisor_of_logits_is_rejected_as_in_python(server, field, value):
-    with pytest.raises(OutriderError) as raised:
-        SamplingParams(**{field: value})
-    response = httpx.post(server[0], json={"prompt": "x", field: value})
-    assert response.status_code == 400
-    assert response.json()["error"]["message"] == str(raised.value)
-
-
-@pytest.mark.parametrize("authorization", ["", "secret", "Bearer", "Basic secret", "Bearer secret2", "Bearer secre"])
-def test_wrong_api_key_is_rejected(url_with_keys, authorization):
-    response = httpx.post(url_with_keys, json={"prompt": "x"}, headers={"authorization": authorization})
-    assert response.status_code == 401
-    assert response.headers["x-request-id"]
-
-
-@pytest.fixture(scope="module")
-def url_with_keys():
-    with serving(api_key=["secret", "other"]) as (url, _):
-        body = {"prompt": "x", "max_tokens": 1}
-        for authorization in ("Bearer secret", "bearer other"):
-            response = httpx.post(url + "/v1/completions", json=body, headers={"authorization": authorization})
-            assert response.status_code == 200
-        yield url + "/v1/completions"
-
-
 def test_unexpected_exception_is_status_500(server, monkeypatch):
     def fail(*_):
         raise KeyError("injected failure")
@@ -319,52 +212,6 @@ def test_unexpected_exception_is_status_500(server, monkeypatch):
     response = httpx.post(server[0], json=BODY)
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "server_error"
-
-
-# Fuzzing
-
-
-def fuzz(url, path, mode, examples, *, derandomize):
-    """Send generated requests and check the responses against the OpenAPI document."""
-    schema = schemathesis.openapi.from_url(url + "/openapi.json")
-    operation = schema[path]["POST"]
-
-    @settings(max_examples=examples, deadline=None, derandomize=derandomize, suppress_health_check=list(HealthCheck))
-    @given(case=operation.as_strategy(generation_mode=mode))
-    def check(case):
-        # A request may match the schema but not the model: the prompt is too long, or it has an unknown token.
-        case.call_and_validate(base_url=url, excluded_checks=[positive_data_acceptance], timeout=60)
-
-    check()
-
-
-@pytest.fixture(scope="module")
-def small_context_server():
-    with serving({**SWITCH_OPTIONS, "max_model_len": 48}, max_n=3) as (url, async_llm):
-        yield url, async_llm
-
-
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize")
-
-
-@pytest.mark.parametrize("mode", GenerationMode)
-@pytest.mark.parametrize("path", ROUTES)
-def test_fuzzed_requests(small_context_server, path, mode):
-    url, async_llm = small_context_server
-    fuzz(url, path, mode, 15, derandomize=True)
-    wait_until_idle(async_llm)
-    assert not async_llm.failed_rounds
-    assert httpx.get(url + "/health").status_code == 200
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("mode", GenerationMode)
-@pytest.mark.parametrize("path", ROUTES)
-def test_many_fuzzed_requests(small_context_server, path, mode):
-    url, async_llm = small_context_server
-    fuzz(url, path, mode, 400, derandomize=False)
-    wait_until_idle(async_llm)
-    assert not async_llm.failed_rounds
 
 
 # Failures of the engine

@@ -24,8 +24,9 @@ from outrider.serve.command import load_videos
 from outrider.serve.openai.errors import add_handlers
 from outrider.serve.settings import Settings
 from outrider.serve.videos.routes import add_missing_routes, add_video_routes
+from tests.helpers.browser import browse, needs_browser
 from tests.media.made_up import CAPTION, write_models
-from tests.serve.test_serve import CHROMIUM, PROMPT, serving
+from tests.serve.test_serve import PROMPT, serving
 
 
 @pytest.fixture(scope="module")
@@ -358,27 +359,18 @@ def test_the_page_may_show_videos(both):
     assert 'id="video-form"' in page.text
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="no browser is installed")
+@needs_browser
 def test_page_in_browser(both):
-    playwright = pytest.importorskip("playwright.sync_api")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-    page_errors = []
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=flags)
-        page = browser.new_page(viewport={"width": 390, "height": 844})
-        page.on("pageerror", lambda error: page_errors.append(str(error)))
-        page.goto(both)
-        playwright.expect(page.locator("#video-model")).to_contain_text("shapes, not exact")
+    with browse(both) as (page, expect):
+        expect(page.locator("#video-model")).to_contain_text("shapes, not exact")
         page.fill("#threshold", "0")
         page.click("#video-go")
-        playwright.expect(page.locator("#player img")).to_be_visible(timeout=20000)
-        playwright.expect(page.locator("#video-status")).to_contain_text("mp4 cannot be encoded")
+        expect(page.locator("#player img")).to_be_visible(timeout=20000)
+        expect(page.locator("#video-status")).to_contain_text("mp4 cannot be encoded")
         assert page.locator("#strip .target").count() == 1
         assert page.locator("#strip .drafter").count() == 4
         assert page.evaluate("() => document.querySelector('#player img').naturalWidth") == 256
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
         page.fill("#caption", "a cat")
         page.click("#video-go")
-        playwright.expect(page.locator("#video-error")).to_contain_text("has another form", timeout=20000)
-        browser.close()
-    assert not page_errors
+        expect(page.locator("#video-error")).to_contain_text("has another form", timeout=20000)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSpeechSeq2Seq
 
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.transcription.run import transcribe
 from tests.helpers import tiny
-from tests.helpers.speech import PREVIOUS, RATE, recording, save_with_timestamps
+from tests.helpers.speech import PREVIOUS, RATE, load_reference, recording, save_with_timestamps
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "max_num_seqs": 4}
 TOKENS = 24  # of a window
@@ -20,23 +19,8 @@ LONG = (40000, 47321, 30000)  # samples
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_with_timestamps(tmp_path_factory.mktemp("speech") / "target")
-
-
-@pytest.fixture(scope="module")
-def sibling(tmp_path_factory):
-    return save_with_timestamps(tmp_path_factory.mktemp("speech") / "draft", seed=1, layers=1)
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
-    return LLM(folder, proposer="ngram", k=4, **OPTIONS)
+def llm(timed_whisper):
+    return LLM(timed_whisper, proposer="ngram", k=4, **OPTIONS)
 
 
 def whole_features(samples):
@@ -66,13 +50,13 @@ def check_equal(transcript, expected):
 
 
 @pytest.mark.parametrize("proposer", ["none", "ngram", "draft", "tree"])
-def test_long_recordings_equal_generate(proposer, folder, sibling, model):
+def test_long_recordings_equal_generate(proposer, timed_whisper, whisper_draft, whisper_model):
     recordings = [recording(seed, samples) for seed, samples in enumerate(LONG)]
-    spec = f"{proposer}:{sibling}" if proposer in ("draft", "tree") else proposer
-    llm = LLM(folder, proposer=spec, k=4, **OPTIONS)
+    spec = f"{proposer}:{whisper_draft}" if proposer in ("draft", "tree") else proposer
+    llm = LLM(timed_whisper, proposer=spec, k=4, **OPTIONS)
     transcripts = transcribe(llm, recordings, SamplingParams(max_tokens=TOKENS), language="de")
     for samples, transcript in zip(recordings, transcripts, strict=True):
-        expected = expected_segments(model, whole_features(samples), language="de")
+        expected = expected_segments(whisper_model, whole_features(samples), language="de")
         assert len(transcript.completions) > 1
         check_equal(transcript, expected)
         assert transcript.text == "".join(segment.text for segment in transcript.segments)
@@ -81,7 +65,7 @@ def test_long_recordings_equal_generate(proposer, folder, sibling, model):
     assert (llm.stats.draft_tokens > 0) == (proposer != "none")
 
 
-def test_timestamps_of_short_recordings_equal_generate(llm, model):
+def test_timestamps_of_short_recordings_equal_generate(llm, whisper_model):
     for seed, samples in enumerate((16000, 9000, 4000)):
         samples = recording(seed + 10, samples)
         for source, features in (
@@ -91,21 +75,21 @@ def test_timestamps_of_short_recordings_equal_generate(llm, model):
             (transcript,) = transcribe(
                 llm, source, SamplingParams(max_tokens=TOKENS), language="en", task="translate", timestamps=True
             )
-            check_equal(transcript, expected_segments(model, features, language="en", task="translate"))
+            check_equal(transcript, expected_segments(whisper_model, features, language="en", task="translate"))
             assert transcript.task == "translate"
 
 
-def test_previous_text_equals_generate(llm, model):
+def test_previous_text_equals_generate(llm, whisper_model):
     samples = recording(3, 40000)
     features = whole_features(samples)
     params = SamplingParams(max_tokens=TOKENS)
     (plain,) = transcribe(llm, samples, params, language="de")
     (conditioned,) = transcribe(llm, samples, params, language="de", condition_on_previous_text=True)
-    check_equal(conditioned, expected_segments(model, features, language="de", condition_on_prev_tokens=True))
+    check_equal(conditioned, expected_segments(whisper_model, features, language="de", condition_on_prev_tokens=True))
     assert conditioned.segments != plain.segments
     words = [PREVIOUS, *tiny.tokenizer()(" Mia reads", add_special_tokens=False)["input_ids"]]
     expected = expected_segments(
-        model, features, language="de", prompt_ids=torch.tensor(words), condition_on_prev_tokens=False
+        whisper_model, features, language="de", prompt_ids=torch.tensor(words), condition_on_prev_tokens=False
     )
     (prompted,) = transcribe(llm, samples, params, language="de", prompt="  Mia reads ")
     check_equal(prompted, expected)
@@ -115,7 +99,7 @@ def test_previous_text_equals_generate(llm, model):
 def test_language_detection_equals_generate(tmp_path):
     codes = {4: "de", 2: "en"}  # tokens between which this model decides by what it hears
     folder = save_with_timestamps(tmp_path, lang_to_id={f"<|{code}|>": token for token, code in codes.items()})
-    model = AutoModelForSpeechSeq2Seq.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = load_reference(folder)
     llm = LLM(folder, proposer="ngram", k=4, **OPTIONS)
     found = set()
     for seed in range(5):
@@ -133,8 +117,8 @@ def test_language_detection_equals_generate(tmp_path):
     assert found == {"de", "en"}
 
 
-def test_encoder_runs_once_per_window(folder, monkeypatch):
-    llm = LLM(folder, proposer="none", k=0, **OPTIONS)
+def test_encoder_runs_once_per_window(timed_whisper, monkeypatch):
+    llm = LLM(timed_whisper, proposer="none", k=0, **OPTIONS)
     encoder = llm.parts.loaded.checkpoint.model.get_encoder()
     forward = encoder.forward
     passes = []

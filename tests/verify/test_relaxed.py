@@ -22,7 +22,7 @@ from tests.helpers import unbounded_verifiers
 
 CPU = torch.device("cpu")
 H, S = DraftKind.ONE_HOT, DraftKind.SAMPLED
-NEIGHBOURS = torch.tensor([[1, 2], [0, 2], [3, 1], [2, -1]])
+NEIGHBORS = torch.tensor([[1, 2], [0, 2], [3, 1], [2, -1]])
 EVERY = torch.tensor([[1, 2, 3], [0, 2, 3], [1, 0, 3], [2, 1, 0]])
 OVERLAPPING = [[0, 1], [1, 2]]  # and token 3 alone
 LABELS = torch.tensor([0, 0, 1, 0])
@@ -36,9 +36,9 @@ def instances(count, kinds=(S, S), vocab=4, **case):
 
 
 @pytest.mark.parametrize("delta", [0.02, 0.1, 0.4])
-@pytest.mark.parametrize("neighbours", [NEIGHBOURS, EVERY], ids=["some", "all"])
-def test_lantern_keeps_its_total_variation(neighbours, delta):
-    check_bound(lantern(neighbours, delta), total_variation, delta)
+@pytest.mark.parametrize("neighbors", [NEIGHBORS, EVERY], ids=["some", "all"])
+def test_lantern_keeps_its_total_variation(neighbors, delta):
+    check_bound(lantern(neighbors, delta), total_variation, delta)
 
 
 def test_lantern_spends_what_it_may_and_accepts_so_much_more():
@@ -69,7 +69,7 @@ def test_published_lantern_breaks_its_bound():
     assert measure(lantern(near, 0.45), far, total_variation) == pytest.approx(0.45)
 
 
-def test_lantern_moves_mass_between_neighbours_only():
+def test_lantern_moves_mass_between_neighbors_only():
     p = torch.tensor([[0.7, 0.1, 0.2]])
     q = torch.tensor([[0.1, 0.8, 0.1]])
     near, none = torch.tensor([[2], [0], [-1]]), torch.tensor([[-1], [-1], [-1]])

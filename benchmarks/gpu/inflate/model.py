@@ -12,7 +12,7 @@ that multiplies c copies is divided into c shares, which are powers of two and a
 - Rotary pair i of a head of d goes to pair i D/d of a head of D, which rotates at the same frequency. Queries are
   multiplied by sqrt(D/d), because attention divides by more. Queries of other pairs are random, and their keys are
   zero.
-- Added layers are random and add zero: neighbouring neurons, and neighbouring value dimensions, are equal pairs, and
+- Added layers are random and add zero: neighboring neurons, and neighboring value dimensions, are equal pairs, and
   the output weights of a pair are opposite.
 - Added tokens are copies of real ones with much lower logits: one channel has the same constant for every token, and
   only the LM head rows of added tokens multiply it. The square of the constant is subtracted from eps.

@@ -31,7 +31,7 @@ def shares(source: Sequence[int]) -> list[float]:
 
 
 def spread(count: int, copies: int) -> list[int]:
-    """Spread `count` sources evenly over `copies` indices. Copies of one source are neighbours."""
+    """Spread `count` sources evenly over `copies` indices. Copies of one source are neighbors."""
     return [index * count // copies for index in range(copies)]
 
 

@@ -68,24 +68,8 @@ class Gemma4Assistant:
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
         text = config.object("text_config")
-        num_layers = text.size("num_hidden_layers")
-        layer_types = text.strings("layer_types")
-        switches = ("enable_moe_block", "use_double_wide_mlp", "attention_bias")
-        has_other_layers = (
-            any(text.boolean(name, False) for name in switches)
-            or text.string("hidden_activation", _ACTIVATION) != _ACTIVATION
-            or text.integer("hidden_size_per_layer_input", 0)
-        )
-        if has_other_layers:
-            raise OutriderError(
-                "these layers are not those of Gemma 4's assistants; use a draft head without MoE, double-wide MLP,"
-                f" attention bias and per-layer inputs, and with {_ACTIVATION}"
-            )
-        if len(layer_types) != num_layers or not set(layer_types) <= {_FULL, _SLIDING}:
-            raise OutriderError(
-                f"layer_types is {', '.join(layer_types)}, but there are {num_layers} layers of type {_FULL} or"
-                f" {_SLIDING}; correct config.json"
-            )
+        layer_types = _read_layer_types(text)
+        num_layers = len(layer_types)
         weights = {name: source.take(stored) for name, stored in _NAMES.items()}
         weights["head.weight"] = source.take("lm_head.weight" if "lm_head.weight" in source else _LM_HEAD)
         source.ignore([_LM_HEAD], "a copy of the LM head")
@@ -108,17 +92,7 @@ class Gemma4Assistant:
             vocab=text.size("vocab_size"),
             aux_states=AuxStates(layers=(target_layers - 1,), final=True),
             input_fusion=InputFusion(at=FusionPoint.PROJECTION, norms=False),
-            body=Body(
-                layers=num_layers,
-                hidden=text.size("hidden_size"),
-                heads=text.size("num_attention_heads"),
-                key_heads=shared_kv[-1].key_heads,
-                dim=shared_kv[-1].dim,
-                ffn=text.size("intermediate_size"),
-                epsilon=text.number("rms_norm_eps", 1e-6),
-                head_norms=True,
-                gemma=True,
-            ),
+            body=_read_body(text, num_layers, shared_kv[-1]),
             shared_kv=tuple(shared_kv),
             centroids=centroids,
             own_lm_head=True,
@@ -149,6 +123,48 @@ class Gemma4Assistant:
             tensors[_CENTROIDS[TOKEN_ORDER]] = weights[TOKEN_ORDER].flatten()
             config |= {"num_centroids": centroids.count, "centroid_intermediate_top_k": centroids.top_k}
         return config, tensors
+
+
+def _read_layer_types(text: ConfigReader) -> tuple[str, ...]:
+    """Return the type of each layer.
+
+    Raises:
+        OutriderError: the layers are not those of Gemma 4's assistants.
+    """
+    switches = ("enable_moe_block", "use_double_wide_mlp", "attention_bias")
+    has_other_layers = (
+        any(text.boolean(name, False) for name in switches)
+        or text.string("hidden_activation", _ACTIVATION) != _ACTIVATION
+        or text.integer("hidden_size_per_layer_input", 0)
+    )
+    if has_other_layers:
+        raise OutriderError(
+            "these layers are not those of Gemma 4's assistants; use a draft head without MoE, double-wide MLP,"
+            f" attention bias and per-layer inputs, and with {_ACTIVATION}"
+        )
+    num_layers = text.size("num_hidden_layers")
+    layer_types = text.strings("layer_types")
+    if len(layer_types) != num_layers or not set(layer_types) <= {_FULL, _SLIDING}:
+        raise OutriderError(
+            f"layer_types is {', '.join(layer_types)}, but there are {num_layers} layers of type {_FULL} or"
+            f" {_SLIDING}; correct config.json"
+        )
+    return layer_types
+
+
+def _read_body(text: ConfigReader, num_layers: int, shared: SharedKV) -> Body:
+    """Return the decoder layers, whose queries fit the keys of `shared`."""
+    return Body(
+        layers=num_layers,
+        hidden=text.size("hidden_size"),
+        heads=text.size("num_attention_heads"),
+        key_heads=shared.key_heads,
+        dim=shared.dim,
+        ffn=text.size("intermediate_size"),
+        epsilon=text.number("rms_norm_eps", 1e-6),
+        head_norms=True,
+        gemma=True,
+    )
 
 
 def _clusters(order: torch.Tensor, centroids: Centroids) -> torch.Tensor:

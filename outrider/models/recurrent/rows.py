@@ -78,6 +78,13 @@ class Rows:
         return torch.stack(taps[::-1], -1) + before
 
 
+class Unpadded(NamedTuple):
+    """The N new entries of a part that are not padding."""
+
+    entries: torch.Tensor  # [N] int64 in 0 to B * L - 1
+    columns: torch.Tensor  # [N] int64 in 0 to T - 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
     """The staged entries of B sequences of a pass, padded to the same number of new entries L."""
@@ -85,7 +92,7 @@ class Part:
     sequences: tuple[int, ...] | None  # [B] their indices in the batch; None: all of the batch
     rows: Rows
     columns: torch.Tensor | None  # [B * L] column of each new entry, 0 for padding; None: columns are [B, L] already
-    entries: torch.Tensor | None  # [N] the indices in `columns` that are not padding; None: all
+    unpadded: Unpadded | None  # None: there is no padding
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Rearrange [T, ...] of the columns to [B, L, ...] of the new entries."""
@@ -98,10 +105,11 @@ class Part:
         if self.columns is None:
             into.view_as(values)[:] = values
             return
-        values, columns = values.flatten(0, 1), self.columns
-        if self.entries is not None:
-            values, columns = values.index_select(0, self.entries), columns.index_select(0, self.entries)
-        into.index_copy_(0, columns, values)
+        values = values.flatten(0, 1)
+        if self.unpadded is None:
+            into.index_copy_(0, self.columns, values)
+        else:
+            into.index_copy_(0, self.unpadded.columns, values.index_select(0, self.unpadded.entries))
 
     def pick(self, of_batch: Sequence[T]) -> tuple[T, ...]:
         """Return the values of the sequences of this part, from those of the batch."""
@@ -148,14 +156,14 @@ def arrange(layout: Layout, draft: Draft) -> PassRows:
     for sequences in _split(sizes):
         index = range(len(sizes)) if sequences is None else sequences
         own_sizes = tuple(sizes[b] for b in index)
-        columns, entries = _columns([begins[b] for b in index], own_sizes, len(layout.positions), device)
+        columns, unpadded = _columns([begins[b] for b in index], own_sizes, len(layout.positions), device)
         if layout.ancestors is None:
             rows = _chains(own_sizes, max(own_sizes), device)
         else:
             keep = slice(None) if sequences is None else list(sequences)
             own_feeds = [feeds[b] for b in index]
             rows = _trees(layout.ancestors[keep], draft.parent[keep], own_feeds, max(own_sizes))
-        parts.append(Part(sequences=sequences, rows=rows, columns=columns, entries=entries))
+        parts.append(Part(sequences=sequences, rows=rows, columns=columns, unpadded=unpadded))
     return PassRows(
         slots=tuple(span.slot for span in layout.spans),
         positions=layout.positions,
@@ -210,8 +218,8 @@ def _extend_part(
     else:
         first = [span.first for span in spans]
         rows = _add_nodes(part.rows, _parent_entries(nodes, feed_end, first, part.select(draft.parent), length))
-    columns, entries = _columns([span.begin for span in spans], sizes, len(layout.positions), device)
-    return Part(sequences=part.sequences, rows=rows, columns=columns, entries=entries)
+    columns, unpadded = _columns([span.begin for span in spans], sizes, len(layout.positions), device)
+    return Part(sequences=part.sequences, rows=rows, columns=columns, unpadded=unpadded)
 
 
 def chain_rows(batch_size: int, size: int, device: torch.device) -> Rows:
@@ -233,16 +241,20 @@ def _chunks(row: int, span: SequenceSpan) -> list[Chunk]:
 
 def _columns(
     begins: Sequence[int], sizes: Sequence[int], total: int, device: torch.device
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return `Part.columns` and `Part.entries`."""
+) -> tuple[torch.Tensor | None, Unpadded | None]:
+    """Return `Part.columns` and `Part.unpadded`."""
     length = max(sizes)
     is_padded = min(sizes) < length
     if not is_padded and length * len(sizes) == total:
         return None, None
-    columns = [[*range(begin, begin + size), *[0] * (length - size)] for begin, size in zip(begins, sizes, strict=True)]
+    columns: list[int] = []
+    for begin, size in zip(begins, sizes, strict=True):
+        columns += [*range(begin, begin + size), *[0] * (length - size)]
+    if not is_padded:
+        return tree.upload(columns, device), None
     entries = [b * length + entry for b, size in enumerate(sizes) for entry in range(size)]
-    flat = tree.upload([column for row in columns for column in row], device)
-    return flat, tree.upload(entries, device) if is_padded else None
+    unpadded = Unpadded(tree.upload(entries, device), tree.upload([columns[entry] for entry in entries], device))
+    return tree.upload(columns, device), unpadded
 
 
 @lru_cache(256)

@@ -35,7 +35,7 @@ from outrider.verify.sampling import BatchSampling, SamplingTensors, apply_sampl
 
 _log = logging.getLogger("outrider")
 _PREFILL_CHUNK = 512  # most tokens that the draft model prefills in one round
-_SMALL_FEED = 64  # feeds of at most this many tokens do not count towards _PREFILL_CHUNK
+_SMALL_FEED = 64  # feeds of at most this many tokens do not count toward _PREFILL_CHUNK
 
 
 class DraftModelProposer:

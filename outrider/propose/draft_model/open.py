@@ -40,7 +40,7 @@ _log = logging.getLogger("outrider")
 def draft_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """Make `draft:DIR` of a draft head or a draft model.
 
-    A model with another vocabulary drafts by tokens if it has most of the target's tokens, and else by text.
+    A model with another vocabulary drafts by tokens if it has most of the target's tokens, and by text otherwise.
     """
     if is_head(folder, lambda: _head_partner(setup)):
         return HeadProposer(setup, _open_head(folder, setup))

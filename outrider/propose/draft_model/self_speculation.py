@@ -26,7 +26,7 @@ _MAX_FEED = 16  # no draft for feeds of this many tokens: feeding them twice cos
 class SharedCacheProposer(DraftModelProposer):
     """Drafts with layers of the target, over the target's KV cache.
 
-    The target runs the same feed again right afterwards. So there is no draft after a long feed, such as the end of a
+    The target runs the same feed again right afterward. So there is no draft after a long feed, such as the end of a
     prompt. In the next round the KV cache holds that feed already.
     """
 

@@ -56,11 +56,11 @@ class _AcceptanceByRank:
         return self._acceptance.accept_prob(kind, prior)
 
     def by_rank(self, rank: int, *, sampled: bool) -> float:
-        """Return the same for any draft token of this rank that is not near the root."""
+        """Return the acceptance probability of any draft token of this rank that is not near the root."""
         return self.accept_prob((sampled, rank, _NUM_DEPTHS), _RANK_PRIORS[rank])
 
     def by_peak(self, rank: int, depth: int, peak: int) -> float:
-        """Return the same for a sampled token, from its depth and the odds level of the likeliest token in q.
+        """Return that of a sampled token, from its rank, its depth and the odds level of the likeliest token in q.
 
         The prior of the first rank rises from 0.4 to 1 with the odds. From the third rank on, each rank has half of the
         rank before.

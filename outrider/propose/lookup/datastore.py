@@ -153,7 +153,7 @@ class Datastore:
         first = bisect_left(self._suffixes, encoded, key=read)
         if first == len(self._suffixes) or read(self._suffixes[first]) != encoded:
             return range(0)
-        # Most sequences are rare, so the last occurrence is near: double the step until it is behind.
+        # Most sequences are rare, so the last occurrence is near the first one. Double the step until it is passed.
         step = 1
         while first + step < len(self._suffixes) and read(self._suffixes[first + step]) == encoded:
             step *= 2

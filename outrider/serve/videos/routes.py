@@ -72,7 +72,7 @@ def add_video_routes(app: FastAPI, service: VideoService) -> None:
 
     @app.delete("/v1/videos/{video_id}", responses=RESPONSES)
     async def delete_video(video_id: str) -> dict[str, Any]:
-        """Forget a video. One that is not finished is cancelled."""
+        """Forget a video. One that is not finished is canceled."""
         job = service.delete(video_id)
         return {"id": job.id, "object": "video.deleted", "deleted": True}
 

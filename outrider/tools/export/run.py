@@ -60,10 +60,7 @@ def run_export(
     """
     chosen = engine_of(engine)
     source = None if folder == SUFFIX else model_folder(folder)
-    path = Path(out).expanduser()
-    check_folder(out, "--out")
-    if path.exists() and any(path.iterdir()):
-        raise OutriderError(f"{out} exists and is not empty; give a new or empty folder")
+    path = _empty_folder(out)
     head = _head(source) if source else None
     kind = SUFFIX if source is None else MODEL if head is None else str(head.description.kind)
     recipe = chosen.recipe(kind)
@@ -72,25 +69,22 @@ def run_export(
     length = _length(source, head, k=k, advice=advice, batch=batch)
     written = path / (f"{_DRAFT}.gguf" if recipe.layout == GGUF else _DRAFT)
     draft = Draft(path=str(written), target=target or _TARGET, k=length)
+    command = recipe.command(draft)
+    files = {_SCRIPT: f"#!/bin/sh\n# {_label(recipe)}\n{command}\n", **recipe.files(draft)}
     is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     try:
         if source:
             _write(source, recipe, written, target)
     except OutriderError:
-        shutil.rmtree(written, ignore_errors=True)
-        written.unlink(missing_ok=True)
-        if is_new:
-            path.rmdir()
+        _remove(written, path if is_new else None)
         raise
-    files = dict(recipe.files(draft))
-    script = f"#!/bin/sh\n# {_label(recipe)}\n{recipe.command(draft)}\n"
-    for name, text in {_SCRIPT: script, **files}.items():
+    for name, text in files.items():
         (path / name).write_text(text, encoding="utf-8")
-    names = [*([written.name] if source else []), _SCRIPT, *files]
+    names = [*([written.name] if source else []), *files]
     console.print(f"{out}: {', '.join(names)} for {chosen.title}", highlight=False)
     console.print(_label(recipe), highlight=False, markup=False)
-    console.print(recipe.command(draft), highlight=False, markup=False, soft_wrap=True)
+    console.print(command, highlight=False, markup=False, soft_wrap=True)
     return {
         "engine": engine,
         "kind": kind,
@@ -98,9 +92,30 @@ def run_export(
         "draft": str(written) if source else None,
         "k": length,
         "proven": recipe.proven or None,
-        "command": recipe.command(draft),
-        "files": [_SCRIPT, *files],
+        "command": command,
+        "files": list(files),
     }
+
+
+def _empty_folder(out: str) -> Path:
+    """Return the folder of `--out`, which need not exist.
+
+    Raises:
+        OutriderError: it cannot be written, or is not empty.
+    """
+    path = Path(out).expanduser()
+    check_folder(out, "--out")
+    if path.exists() and any(path.iterdir()):
+        raise OutriderError(f"{out} exists and is not empty; give a new or empty folder")
+    return path
+
+
+def _remove(written: Path, folder: Path | None) -> None:
+    """Remove what was written of a draft, a folder or a file, and the folder that was made for it."""
+    shutil.rmtree(written, ignore_errors=True)
+    written.unlink(missing_ok=True)
+    if folder is not None:
+        folder.rmdir()
 
 
 def _head(folder: Path) -> ImportedHead | None:

@@ -36,8 +36,8 @@ def _alpha(lines: Lines) -> Figure | None:
     figure, axes = svg.canvas(_HEIGHT)
     for position in range(max(len(line["alpha"]) for line in with_alpha)):
         points = [(line["cycle"], line["alpha"][position]) for line in with_alpha if len(line["alpha"]) > position]
-        colour = svg.SERIES[position % len(svg.SERIES)]
-        axes.plot(*zip(*points, strict=True), color=colour, label=f"draft token {position + 1}")
+        color = svg.SERIES[position % len(svg.SERIES)]
+        axes.plot(*zip(*points, strict=True), color=color, label=f"draft token {position + 1}")
     _format_rates(axes)
     _label_cycles(axes, None)
     return figure

@@ -1,10 +1,10 @@
-"""Nearest-neighbour pooling of the target's probability, within a total variation distance (LANTERN).
+"""Nearest-neighbor pooling of the target's probability, within a total variation distance (LANTERN).
 
 LANTERN (Jang et al. 2024, arXiv 2410.03355) accepts a draft token x with the probability that the target gives to x and
-its nearest neighbours, as far as this changes p by at most delta. The set of neighbours depends on x, so delta bounds
+its nearest neighbors, as far as this changes p by at most delta. The set of neighbors depends on x, so delta bounds
 the change for one draft token. The distribution of the emitted tokens, over all draft tokens, can be much further from
 p. Here the probability is pooled for all tokens at once, before x is known: what p has more than q at a token moves to
-neighbours where q has more than p, the nearest first, until delta has moved. The result is a distribution within delta
+neighbors where q has more than p, the nearest first, until delta has moved. The result is a distribution within delta
 of p, and an exact rule verifies the draft against it. So delta bounds the emitted tokens.
 """
 
@@ -21,25 +21,25 @@ from outrider.verify.rules import VerifyFunction, block
 from outrider.verify.verdict import acceptable_nodes, draft_probs, verdict_of
 
 
-def lantern(neighbours: torch.Tensor, delta: float) -> VerifyFunction:
+def lantern(neighbors: torch.Tensor, delta: float) -> VerifyFunction:
     """Return the rule. It verifies chains.
 
     Args:
-        neighbours: [V, K] int64 tokens that are near a token, the nearest first; -1: no more.
+        neighbors: [V, K] int64 tokens that are near a token, the nearest first; -1: no more.
         delta: largest total variation distance from p, between 0 and 1.
     """
-    return partial(_verify, neighbours=neighbours, delta=delta)
+    return partial(_verify, neighbors=neighbors, delta=delta)
 
 
-def pool(p: torch.Tensor, q: torch.Tensor, neighbours: torch.Tensor, delta: float) -> torch.Tensor:
-    """Return p [N, V] after moving at most `delta` of its mass between neighbours, towards q [N, V].
+def pool(p: torch.Tensor, q: torch.Tensor, neighbors: torch.Tensor, delta: float) -> torch.Tensor:
+    """Return p [N, V] after moving at most `delta` of its mass between neighbors, toward q [N, V].
 
     The sum of min(p, q) over the tokens grows by what has moved. Tokens without probability under p get none.
     """
     missing = (q - p).clamp(min=0) * (p > 0)
     spare = (p - q).clamp(min=0)
     left = torch.full_like(p[:, :1], delta)
-    for source in neighbours.unbind(1):
+    for source in neighbors.unbind(1):
         asked = torch.where(source >= 0, missing, 0.0)
         at = source.clamp(min=0).expand_as(p)
         demand = torch.zeros_like(p).scatter_add_(1, at, asked)
@@ -54,11 +54,11 @@ def pool(p: torch.Tensor, q: torch.Tensor, neighbours: torch.Tensor, delta: floa
     return p
 
 
-def _verify(draft: Draft, p: torch.Tensor, noise: Noise, *, neighbours: torch.Tensor, delta: float) -> Verdict:
+def _verify(draft: Draft, p: torch.Tensor, noise: Noise, *, neighbors: torch.Tensor, delta: float) -> Verdict:
     if not draft.size:
         return block(draft, p, noise)
     q = draft_probs(draft, p)
-    pooled = pool(p[:, :-1].flatten(0, 1), q.flatten(0, 1), neighbours, delta).view_as(q)
+    pooled = pool(p[:, :-1].flatten(0, 1), q.flatten(0, 1), neighbors, delta).view_as(q)
     pooled = torch.where(acceptable_nodes(draft, p)[..., None], pooled, p[:, :-1])
     verdict = block(draft, torch.cat([pooled, p[:, -1:]], 1), noise)
     own = verdict_of(draft, p, verdict.path, verdict.accepted, verdict.bonus)

@@ -24,16 +24,16 @@ from outrider.verify.relaxed.tables import (
     Points,
     Table,
     bin_order,
-    listed_neighbours,
+    listed_neighbors,
     nearest_groups,
-    neighbour_ids,
+    neighbor_ids,
     partition_labels,
     token_range,
 )
 from outrider.verify.rules import TargetFacts, Verifier, VerifyFunction
 
-_NEIGHBOURS = 16  # of a token, for lantern
-_GROUP_NEIGHBOURS = 4  # of a token, for pcg
+_NEIGHBORS = 16  # of a token, for lantern
+_GROUP_NEIGHBORS = 4  # of a token, for pcg
 
 Bind = Callable[[TargetFacts], VerifyFunction]
 
@@ -108,14 +108,14 @@ def with_absolute_table(expression: str) -> str:
 
 def _lantern(options: RuleOptions) -> tuple[Bound, Bind]:
     delta = options.fraction("delta")
-    k = options.count("k", least=1, default=_NEIGHBOURS)
+    k = options.count("k", least=1, default=_NEIGHBORS)
     similar = _Similar(options, "neighbours")
 
     def bind(facts: TargetFacts) -> VerifyFunction:
         similar.check(facts)
         if similar.listed is not None:
-            return lantern(listed_neighbours(similar.listed, k, facts), delta)
-        return lantern(neighbour_ids(similar.points(facts), k, facts), delta)
+            return lantern(listed_neighbors(similar.listed, k, facts), delta)
+        return lantern(neighbor_ids(similar.points(facts), k, facts), delta)
 
     return TotalVariation(delta), bind
 
@@ -148,7 +148,7 @@ def _pcg(options: RuleOptions) -> tuple[Bound, Bind]:
     similar = _Similar(options, "groups")
     if similar.listed is not None and options.has("k"):
         raise options.error("has k, and its table has groups; give one of them")
-    k = options.count("k", least=1, default=_GROUP_NEIGHBOURS)
+    k = options.count("k", least=1, default=_GROUP_NEIGHBORS)
     what = (
         f"the groups of {similar.listed.file}" if similar.listed else f"a token and its {k} nearest by {similar.name}"
     )
@@ -202,7 +202,7 @@ class _Similar:
 
     @property
     def listed(self) -> Table | None:
-        """The table, if it lists neighbours or groups."""
+        """The table, if it lists neighbors or groups."""
         return self._table if self._table is not None and self._table.kind != "embedding" else None
 
     @property

@@ -26,7 +26,7 @@ class Table:
     """A table of a file.
 
     A `.safetensors` file has an `embedding` [n, D], and `tokens` [n] if its rows are not the token ids 0, 1, ... of the
-    whole vocabulary. A `.json` file has the target's `vocab` and one of `neighbours` (an object with the neighbours of
+    whole vocabulary. A `.json` file has the target's `vocab` and one of `neighbours` (an object with the neighbors of
     token ids, the nearest first), `groups` (lists of token ids) and `bins` (token ids in order).
     """
 
@@ -109,7 +109,7 @@ class Points:
             )
         return cls(tokens=tokens, embedding=embedding[tokens.to(embedding.device)].float().to(facts.device))
 
-    def neighbours(self, k: int) -> torch.Tensor:
+    def neighbors(self, k: int) -> torch.Tensor:
         """Return [n, k] int64, the indices of the k points nearest to each point, the nearest first."""
         count = len(self.tokens)
         if k >= count:
@@ -130,15 +130,15 @@ class Points:
         return kmeans(self.embedding, count)[0]
 
 
-def neighbour_ids(points: Points, k: int, facts: TargetFacts) -> torch.Tensor:
+def neighbor_ids(points: Points, k: int, facts: TargetFacts) -> torch.Tensor:
     """Return [V, k] int64, the tokens nearest to each token; -1 for tokens without an embedding."""
     result = torch.full((facts.vocab, k), -1, device=facts.device)
-    result[points.tokens] = points.tokens[points.neighbours(k)]
+    result[points.tokens] = points.tokens[points.neighbors(k)]
     return result
 
 
-def listed_neighbours(table: Table, k: int | None, facts: TargetFacts) -> torch.Tensor:
-    """Return [V, K] int64, the first k neighbours of each token in a JSON table; -1: no more."""
+def listed_neighbors(table: Table, k: int | None, facts: TargetFacts) -> torch.Tensor:
+    """Return [V, K] int64, the first k neighbors of each token in a JSON table; -1: no more."""
     lists = {token: near[:k] for token, near in table.values.items()}
     result = torch.full((facts.vocab, max(map(len, lists.values()), default=0)), -1, dtype=torch.int64)
     for token, near in lists.items():
@@ -148,7 +148,7 @@ def listed_neighbours(table: Table, k: int | None, facts: TargetFacts) -> torch.
 
 def nearest_groups(points: Points, k: int, facts: TargetFacts) -> OverlappingGroups:
     """Return the groups of each token and its k nearest."""
-    near = torch.cat([points.tokens[:, None], points.tokens[points.neighbours(k)]], 1)
+    near = torch.cat([points.tokens[:, None], points.tokens[points.neighbors(k)]], 1)
     groups = torch.unique(near.sort(1).values, dim=0)
     return OverlappingGroups.of(groups.tolist(), facts.vocab, facts.device)
 
