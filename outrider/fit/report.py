@@ -14,7 +14,8 @@ def show(document: Document, console: Console) -> None:
     table.add_column("option")
     for plain in document["plain"]:
         table.add_column(f"speedup, T={plain['temperature']:g}")
-    for name in ("tokens per pass", "memory of the draft", "verdict"):
+    table.add_column("tokens per pass", justify="right")
+    for name in ("memory of the draft", "verdict"):
         table.add_column(name)
     rates = [plain["tokens_per_s"] for plain in document["plain"]]
     for option in (Option.from_dict(each) for each in document["fit"]["options"]):

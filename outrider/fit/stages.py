@@ -136,15 +136,15 @@ class _GainReport:
         """Print a line for the figures of an evaluation; `done` is the share of the training that is done."""
         if self._costs is None:
             self._costs = self.training.costs()
-        lines = []
+        parts = []
         for name in self._evaluations():
             acceptance = figures[name]["acceptance"]
             gain = expected_gain(self._costs, acceptance, batch=self._settings.batch, cached=_CACHED)
             self.gains[name] = gain
             expected = f"{gain.speedup:.2f} times plain decoding with k {gain.k}" if gain.k else "no gain yet"
-            lines.append(f"{name}: tau {figures[name]['tau']:.2f}, expected: {expected}")
+            parts.append(f"tau {figures[name]['tau']:.2f} at {name} (expected: {expected})")
         self._console.print(
-            f"  {done:.0%} of {duration(self._settings.minutes)}, on held-out prompts. {'; '.join(lines)}",
+            f"  {done:.0%} of {duration(self._settings.minutes)}, on held-out prompts: {', '.join(parts)}",
             highlight=False,
             soft_wrap=True,
         )
