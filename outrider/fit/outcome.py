@@ -5,44 +5,16 @@ Pure functions of the results, so that tests can make them up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from outrider.fit.rules import ranked
+from outrider.fit.option import Option, Speed, size, speeds
+from outrider.fit.rules import candidates, ranked
 from outrider.propose.expression import command_line_form, short
 from outrider.report.console import count_text
-from outrider.tune.advice import WORTHWHILE
-
-PLAIN = "plain decoding"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One way to decode, with its best draft length."""
-
-    proposer: str  # an expression; "none" for plain decoding
-    k: int | str
-    speedup: float  # over plain decoding, from the prompts to the last token
-    low: float | None  # of the 95% interval
-    high: float | None
-    tau: float
-    memory_bytes: int  # weights and KV cache of the draft
-    held_out: bool  # measured on the held-out prompts; otherwise only in the first measurement
-    verdict: str
-
-    @property
-    def name(self) -> str:
-        """What people read."""
-        return PLAIN if self.proposer == "none" else f"{short(self.proposer)}, k {self.k}"
-
-    @property
-    def interval(self) -> str:
-        """The speedup and its interval."""
-        if self.low is None or self.high is None:
-            return f"{self.speedup:.2f}"
-        return f"{self.speedup:.2f} ({self.low:.2f} to {self.high:.2f})"
+from outrider.tune.candidate import WORTHWHILE, Candidate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,55 +77,57 @@ class Outcome:
     def _failed(self) -> bool:
         return self.certificate is not None and self.certificate["passed"] is False
 
+    @property
+    def _advised(self) -> tuple[str, int | str]:
+        """The proposer and the draft length of the recommendation."""
+        advice = self._measured["advice"]
+        return advice["proposer"], advice["k"]
+
     def _options(self) -> Iterator[Option]:
-        verdict = "the model itself" if self.speculates else "chosen"
         yield Option(
             proposer="none",
             k=0,
             speedup=1.0,
-            low=None,
-            high=None,
-            tau=1.0,
+            by_temperature=tuple(
+                Speed(temperature=plain["temperature"], speedup=1.0, tau=1.0) for plain in self._measured["plain"]
+            ),
             memory_bytes=0,
             held_out=self.complete,
-            verdict=verdict,
+            verdict="the model itself" if self.speculates else "chosen",
         )
-        advice = self._measured["advice"]
-        chosen = (advice["proposer"], advice["k"])
         seen = set()
-        for case in _best_cases(self._measured, chosen):
-            seen.add(case["proposer"])
-            yield self._option(case, self._measured, held_out=self.complete)
+        for candidate in _best(self._measured["cases"], self._advised):
+            seen.add(candidate.proposer)
+            yield self._option(candidate, self._measured, held_out=self.complete)
         if self.final is not None:
-            for case in ranked(self.first["cases"]):
-                if case["proposer"] not in seen:
-                    yield self._option(case, self.first, held_out=False)
+            for candidate in ranked(self.first["cases"]):
+                if candidate.proposer not in seen:
+                    yield self._option(candidate, self.first, held_out=False)
 
-    def _option(self, case: Mapping[str, Any], document: Mapping[str, Any], *, held_out: bool) -> Option:
-        memory = document["memory"][case["proposer"]]
-        overall = case["overall"]
+    def _option(self, candidate: Candidate, document: Mapping[str, Any], *, held_out: bool) -> Option:
+        memory = document["memory"][candidate.proposer]
         return Option(
-            proposer=case["proposer"],
-            k=case["k"],
-            speedup=overall["value"],
-            low=overall["low"],
-            high=overall["high"],
-            tau=case["total"]["tau"],
+            proposer=candidate.proposer,
+            k=candidate.k,
+            speedup=candidate.overall.value,
+            by_temperature=tuple(speeds(candidate, document["cases"])),
             memory_bytes=memory["draft_weight_bytes"] + memory["draft_cache_bytes"],
             held_out=held_out,
-            verdict=self._verdict(case, held_out=held_out),
+            verdict=self._verdict(candidate, held_out=held_out),
         )
 
-    def _verdict(self, case: Mapping[str, Any], *, held_out: bool) -> str:
-        advice = self._measured["advice"]
-        value, low = case["overall"]["value"], case["overall"]["low"]
-        if held_out == self.complete and (case["proposer"], case["k"]) == (advice["proposer"], advice["k"]):
+    def _verdict(self, candidate: Candidate, *, held_out: bool) -> str:
+        if held_out == self.complete and (candidate.proposer, candidate.k) == self._advised:
             return "not exact here: the certificate failed" if self._failed else "chosen"
         if not held_out and self.complete:
             return "first measurement only"
-        if value < 1:
+        slower = [f"{temperature:g}" for temperature, speedup in candidate.speedups.items() if speedup.value < 1]
+        if len(slower) == len(candidate.speedups):
             return "slower than plain decoding"
-        if value < WORTHWHILE or (low is not None and low <= 1):
+        if slower:
+            return f"slower at temperature {_listed(slower)}"
+        overall = candidate.overall
+        if overall.value < WORTHWHILE or (overall.low is not None and overall.low <= 1):
             return "no sure gain"
         return "faster than plain decoding"
 
@@ -165,15 +139,32 @@ class Outcome:
                 " see outrider audit."
             )
         if not advice["speculate"]:
-            return "Chosen: plain decoding. No proposer is surely faster on these prompts."
+            several = len(self._measured["plain"]) > 1
+            condition = " without being slower at one of the temperatures" if several else ""
+            return f"Chosen: plain decoding. No proposer is surely faster on {self._where()}{condition}."
         option = next(each for each in self.options if each.verdict == "chosen")
-        held_out = count_text(self.prompts["held_out"], "held-out prompt")
-        where = held_out if self.complete else "the first measurement"
+        first, *others = option.by_temperature
+        more = "".join(f", {speed.interval} at temperature {speed.temperature:g}" for speed in others)
+        taus = _listed([f"{speed.tau:.2f}" for speed in option.by_temperature])
         memory = f" It takes {size(option.memory_bytes)} of memory." if option.memory_bytes else " It needs no weights."
         return (
-            f"Chosen: {command_line_form(option.proposer)} with k {option.k}. On {where} it is {option.interval} times"
-            f" as fast as plain decoding, with {option.tau:.2f} tokens per pass.{memory}"
+            f"Chosen: {command_line_form(option.proposer)} with k {option.k}. On {self._where()} it is {first.interval}"
+            f" times as fast as plain decoding at temperature {first.temperature:g}{more}, with {taus} tokens per"
+            f" pass.{memory}"
         )
+
+    def _where(self) -> str:
+        """Say which prompts were measured."""
+        if self.final is None:
+            return "the first measurement"
+        held_out = self.prompts["held_out"]
+        full, counts = True, []
+        for plain in self.final["plain"]:
+            all_batches = held_out // plain["batch"]
+            batches = plain.get("batches", all_batches)  # which earlier releases did not store
+            full = full and batches == all_batches
+            counts.append(f"{batches * plain['batch']} of {held_out} at temperature {plain['temperature']:g}")
+        return count_text(held_out, "held-out prompt") if full else f"held-out prompts ({_listed(counts)})"
 
     def _training(self) -> Iterator[str]:
         if self.training is None or not self.training["trained"]:
@@ -209,14 +200,12 @@ def duration(minutes: float) -> str:
     return f"{minutes:g} minute" + ("" if minutes == 1 else "s")
 
 
-def size(count: int) -> str:
-    """Return a number of bytes in words."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+def _best(cases: Sequence[Mapping[str, Any]], chosen: tuple[str, int | str]) -> list[Candidate]:
+    """Return one candidate per proposer: the chosen one, or the best."""
+    taken = [each for each in candidates(cases) if (each.proposer, each.k) == chosen]
+    return [*taken, *(each for each in ranked(cases) if each.proposer != chosen[0])]
 
 
-def _best_cases(document: Mapping[str, Any], chosen: tuple[str, int | str]) -> list[Mapping[str, Any]]:
-    """Return one case per proposer: the chosen one, or the fastest."""
-    cases = document["cases"]
-    taken = [case for case in cases if (case["proposer"], case["k"]) == chosen]
-    others = [case for case in ranked(cases) if case["proposer"] != chosen[0]]
-    return [*taken, *others]
+def _listed(words: Sequence[str]) -> str:
+    """Return words as a list: a, b and c."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))

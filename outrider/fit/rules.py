@@ -11,6 +11,9 @@ from outrider.plan.pass_cost import CostModel
 from outrider.plan.speedup import expected_tau
 from outrider.propose.expression import command_line_form
 from outrider.propose.registry import SAMPLING_PROPOSERS, parse
+from outrider.tune.candidate import Candidate, fastest_first, group
+from outrider.tune.figures import Estimate
+from outrider.tune.trial import Variant
 
 _SMALL = 1024  # width of a target up to which a head of half the width is trained
 _EAGLE_LAYERS = 4  # the fewest layers that EAGLE kinds read
@@ -102,11 +105,17 @@ def expected_gain(costs: CostModel, acceptance: Sequence[float], *, batch: int, 
     return best
 
 
-def ranked(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the best measured case of each proposer, the fastest first."""
-    best: dict[str, Mapping[str, Any]] = {}
-    for case in sorted(cases, key=lambda case: case["overall"]["value"], reverse=True):
-        best.setdefault(case["proposer"], case)
+def candidates(cases: Sequence[Mapping[str, Any]]) -> list[Candidate]:
+    """Return each proposer and draft length that was measured, from the cases of a document."""
+    names = ("proposer", "k", "batch", "temperature")
+    return group((Variant(**{name: case[name] for name in names}), Estimate(**case["overall"])) for case in cases)
+
+
+def ranked(cases: Sequence[Mapping[str, Any]]) -> list[Candidate]:
+    """Return the best draft length of each proposer, over all temperatures. The best proposer comes first."""
+    best: dict[str, Candidate] = {}
+    for candidate in fastest_first(candidates(cases)):
+        best.setdefault(candidate.proposer, candidate)
     return list(best.values())
 
 
@@ -117,7 +126,7 @@ def finalists(cases: Sequence[Mapping[str, Any]], head: str | None) -> tuple[str
         cases: the cases of the first measurement.
         head: folder of the trained head; None if there is none.
     """
-    order = [str(case["proposer"]) for case in ranked(cases)]
+    order = [candidate.proposer for candidate in ranked(cases)]
     chosen = order[:_FINALISTS]
     # Lookups are much alike. One proposer with a model is always measured again.
     if not any(map(_has_model, chosen)):

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.core.params import AUTO
+from outrider.core.params import AUTO, SamplingParams
 from outrider.errors import OutriderError
+from outrider.measure.number_lists import parse_real
 from outrider.propose.options import DraftWindow
 
 AUTO_HEAD = "auto"  # the kind of head follows from the size of the target
@@ -58,7 +59,8 @@ class Settings:
     measure_minutes: Annotated[
         float,
         typer.Option(
-            help="Most time for each of the two measurements. At least two batches of prompts are measured.",
+            help="Most time for each of the two measurements; the temperatures share it. At least two batches of"
+            " prompts are measured at each temperature.",
             rich_help_panel=_MEASURE,
         ),
     ] = 5.0
@@ -89,8 +91,11 @@ class Settings:
     ] = f"2,4,8,{AUTO}"
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.", rich_help_panel=_MEASURE)] = 1
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.", rich_help_panel=_MEASURE)
-    ] = 0.0
+        str,
+        typer.Option(
+            metavar="LIST", help="0 is greedy; the choice is the best one over all of them.", rich_help_panel=_MEASURE
+        ),
+    ] = "0,1"
     max_tokens: Annotated[
         int, typer.Option(min=3, help="Most output tokens, of measurements and of answers to train on.")
     ] = 128
@@ -146,6 +151,15 @@ class Settings:
         if 0 < self.samples < 100:
             raise OutriderError(f"--samples is {self.samples}; use at least 100, or 0 for no certificate")
 
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # raises if it is out of range
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """The temperatures, ascending."""
+        return tuple(sorted(parse_real("--temperature", self.temperature)))
+
     def identity(self) -> dict[str, Any]:
         """Return the options that a resumed fit must have in common with the interrupted one, besides its files."""
-        return {name: value for name, value in asdict(self).items() if name not in _NOT_IN_IDENTITY}
+        options = {name: value for name, value in asdict(self).items() if name not in _NOT_IN_IDENTITY}
+        return options | {"temperature": list(self.temperatures)}

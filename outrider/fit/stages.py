@@ -34,9 +34,10 @@ _REPLAYED_TOKENS = 16  # of the texts that the certificate compares
 
 
 def measure_proposers(settings: Settings, prompts: Path, proposers: Sequence[str], progress: Console) -> Document:
-    """Measure plain decoding and proposers. Returns the document of `outrider tune`."""
+    """Measure plain decoding and proposers. Returns the document of `outrider tune`, for all temperatures together."""
     asked = tune_settings(settings, prompts, proposers)
-    document = make_document(asked, measure(asked, progress, max_seconds=60 * settings.measure_minutes))
+    measured = measure(asked, progress, max_seconds=60 * settings.measure_minutes)
+    document = make_document(asked, measured, every_temperature=True)
     gc.collect()  # the next stage loads the target again
     return document
 
@@ -54,7 +55,7 @@ def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str]) -
         proposers=tuple(proposers),
         ks=read_ks(settings.k),
         batches=(settings.batch,),
-        temperatures=(settings.temperature,),
+        temperatures=settings.temperatures,
         prompts=str(prompts),
         repeats=1,
         max_tokens=settings.max_tokens,
@@ -93,7 +94,7 @@ def train_head(settings: Settings, plan: TrainingPlan, training: Training, progr
         "parameters": document["parameters"],
         "steps": document["steps"],
         "evaluation": document["evaluation"],
-        "expected": None if report.gain is None else report.gain._asdict(),
+        "expected": {name: gain._asdict() for name, gain in report.gains.items()},
     }
 
 
@@ -126,7 +127,7 @@ class _GainReport:
 
     def __init__(self, settings: Settings, training: Training, console: Console) -> None:
         self.training = training
-        self.gain: Gain | None = None
+        self.gains: dict[str, Gain] = {}  # by temperature of the evaluation
         self._settings = settings
         self._console = console
         self._costs: CostModel | None = None
@@ -135,17 +136,23 @@ class _GainReport:
         """Print a line for the figures of an evaluation; `done` is the share of the training that is done."""
         if self._costs is None:
             self._costs = self.training.costs()
-        # The evaluation runs greedily and at temperature 1. Take the nearer one.
-        near = figures["temperature 0" if self._settings.temperature < 0.5 else "temperature 1"]
-        gain = expected_gain(self._costs, near["acceptance"], batch=self._settings.batch, cached=_CACHED)
-        self.gain = gain
-        expected = f"{gain.speedup:.2f} times plain decoding with k {gain.k}" if gain.k else "no gain yet"
+        parts = []
+        for name in self._evaluations():
+            acceptance = figures[name]["acceptance"]
+            gain = expected_gain(self._costs, acceptance, batch=self._settings.batch, cached=_CACHED)
+            self.gains[name] = gain
+            expected = f"{gain.speedup:.2f} times plain decoding with k {gain.k}" if gain.k else "no gain yet"
+            parts.append(f"tau {figures[name]['tau']:.2f} at {name} (expected: {expected})")
         self._console.print(
-            f"  {done:.0%} of {duration(self._settings.minutes)}: tau {near['tau']:.2f} on held-out prompts;"
-            f" expected: {expected}",
+            f"  {done:.0%} of {duration(self._settings.minutes)}, on held-out prompts: {', '.join(parts)}",
             highlight=False,
             soft_wrap=True,
         )
+
+    def _evaluations(self) -> list[str]:
+        """Return the evaluations to show. They run greedily and at temperature 1; the nearer one counts."""
+        near = ("temperature 0" if each < 0.5 else "temperature 1" for each in self._settings.temperatures)
+        return list(dict.fromkeys(near))
 
 
 def certify(settings: Settings, target: Path, proposer: str, k: int, kernels: str, progress: Console) -> Document:

@@ -13,6 +13,7 @@ from outrider.system.atomic_files import write_whole
 
 FILE, HEAD, CONFIG = "state.json", "head", "fit.json"  # in the folder of a fit
 _VERSION = 1
+_HASHED = frozenset({"target", "prompts"})  # parts of an identity that say nothing to people
 
 
 class State:
@@ -41,14 +42,11 @@ class State:
         if not file.exists():
             return cls(folder, identity, {})
         found = _read(file)
-        wanted = json.loads(json.dumps(identity))  # as it is read from a file
-        theirs = found["identity"]
-        # An option that is newer than the file has no value in it, as if it was not given.
-        names = sorted(name for name in {*theirs, *wanted} if theirs.get(name) != wanted.get(name))
-        if found["version"] == _VERSION and not names:
+        changes = _changes(found["identity"], json.loads(json.dumps(identity)))  # as it is read from a file
+        if found["version"] == _VERSION and not changes:
             return cls(folder, identity, found["stages"])
         raise OutriderError(
-            f"{folder} holds a fit with other values of {', '.join(names) or 'its version'}; use the same values,"
+            f"{folder} holds a fit with other values of {', '.join(changes) or 'its version'}; use the same values,"
             " another --out, or --overwrite to start again"
         )
 
@@ -92,6 +90,24 @@ def discard(folder: Path) -> None:
     for name in (FILE, CONFIG):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / HEAD, ignore_errors=True)
+
+
+def _changes(theirs: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Say which values differ between the identities of two fits."""
+    if isinstance(theirs.get("temperature"), float):
+        theirs = {**theirs, "temperature": [theirs["temperature"]]}  # earlier releases measured one
+    changes = []
+    # An option that is newer than the file has no value in it, as if it was not given.
+    for name in sorted({*theirs, *wanted}):
+        if theirs.get(name) != wanted.get(name):
+            values = "" if name in _HASHED else f" ({_text(theirs.get(name))} there, {_text(wanted.get(name))} here)"
+            changes.append(f"{name}{values}")
+    return changes
+
+
+def _text(value: Any) -> str:
+    """Return the value of an option as the command line takes it."""
+    return ",".join(f"{each:g}" for each in value) if isinstance(value, list) else str(value)
 
 
 def _read(file: Path) -> dict[str, Any]:

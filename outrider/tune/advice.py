@@ -5,14 +5,14 @@ The functions are pure, so that every recommendation can be tested on made-up fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from outrider.core.params import AUTO
-from outrider.tune.figures import Case, Plain
+from outrider.tune.candidate import WORTHWHILE, Candidate, fastest, fastest_first, group
+from outrider.tune.figures import Case, Estimate, Plain
 
-WORTHWHILE = 1.02  # overall speedup below which plain decoding is recommended
 _AUTO_SHARE = 0.97  # k auto is preferred from this share of the best overall speedup on, because it adapts
 _DEFAULT_K = 4  # the fixed k if nothing better is known
 _CLOSE = 0.05  # relative difference below which two speedups without intervals are close
@@ -28,18 +28,28 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """The recommendation for the first batch and the first temperature, and what it depends on."""
+    """The recommendation for the first batch and one or several temperatures, and what it depends on."""
 
-    plain: Plain
-    best: Case  # the fastest case overall, whether it is worthwhile or not
-    worth: bool  # whether to use it
+    plain: Plain  # at the first temperature
+    choice: Candidate  # the fastest one, whether it is worthwhile or not
+    cases: tuple[Case, ...]  # of the choice, by temperature
     adaptive: bool  # k auto was preferred to a slightly faster fixed k
     fixed_k: int  # for engines without k auto
-    runner_up: Case | None  # the best case of another proposer
+    runner_up: Candidate | None  # the best one of another proposer
     close: bool  # whether the intervals of the two overlap
     batches: Batches
     others: tuple[tuple[Plain, Case], ...]  # the best case at every other batch and temperature
     break_even_tau: float  # tokens per pass from which a round pays
+
+    @property
+    def best(self) -> Case:
+        """The choice at the first temperature."""
+        return self.cases[0]
+
+    @property
+    def worth(self) -> bool:
+        """Whether to use the choice."""
+        return self.choice.worthwhile
 
     @property
     def decoding(self) -> bool:
@@ -62,50 +72,60 @@ class Advice:
         return self.best.variant.k if self.worth else 0
 
 
-def advise(plains: Sequence[Plain], cases: Sequence[Case]) -> Advice:
-    """Return the recommendation for the first batch and the first temperature.
+def advise(plains: Sequence[Plain], cases: Sequence[Case], *, every_temperature: bool = False) -> Advice:
+    """Return the recommendation for the first batch and the first temperature, or for all temperatures together.
 
-    It is the case with the highest overall speedup, prefill included, if that is a significant gain. k auto is
-    preferred if it is nearly as fast, because it stops drafting where drafting does not pay.
+    It is the candidate with the highest overall speedup, prefill included, if that is a significant gain. k auto is
+    preferred if it is nearly as fast, because it stops drafting where drafting does not pay. For several temperatures
+    the geometric mean counts, and a candidate that is surely slower than plain decoding at one of them is left out.
     """
     plain = plains[0]
-    candidates = _cases_at(cases, plain)
-    fastest = max(candidates, key=_overall)
-    auto = _best(
-        case for case in candidates if case.variant.k == AUTO and case.variant.proposer == fastest.variant.proposer
+    batch = plain.variant.batch
+    chosen_for = [each for each in plains if each.variant.batch == batch] if every_temperature else [plain]
+    candidates = group((case.variant, case.overall) for each in chosen_for for case in _cases_at(cases, each))
+    choice = _choose([each for each in candidates if not each.loses_at])
+    if choice is None or not choice.worthwhile:
+        choice = _choose(candidates)
+    assert choice is not None  # something was measured
+    adaptive = choice.k == AUTO and any(
+        each.proposer == choice.proposer and each.overall.value > choice.overall.value and not each.loses_at
+        for each in candidates
     )
-    adaptive = auto is not None and auto is not fastest and _overall(auto) >= _AUTO_SHARE * _overall(fastest)
-    best = auto if adaptive and auto is not None else fastest
-    runner_up = _best(case for case in candidates if case.variant.proposer != best.variant.proposer)
+    chosen_cases = tuple(_case(cases, each, choice) for each in chosen_for)
+    runner_up = next(iter(fastest_first(each for each in candidates if each.proposer != choice.proposer)), None)
     return Advice(
         plain=plain,
-        best=best,
-        worth=_is_worthwhile(best),
+        choice=choice,
+        cases=chosen_cases,
         adaptive=adaptive,
-        fixed_k=_fixed_k(best, candidates),
+        fixed_k=_fixed_k(choice, candidates, nodes=chosen_cases[0].nodes),
         runner_up=runner_up,
-        close=runner_up is not None and _is_close(best, runner_up),
-        batches=_batches(best, cases),
-        others=tuple((other, max(_cases_at(cases, other), key=_overall)) for other in plains[1:]),
-        break_even_tau=best.break_even_tau(plain),
+        close=runner_up is not None and _is_close(choice.overall, runner_up.overall),
+        batches=_batches(chosen_cases[0], cases),
+        others=tuple(
+            (other, max(_cases_at(cases, other), key=_overall)) for other in plains if other not in chosen_for
+        ),
+        break_even_tau=chosen_cases[0].break_even_tau(plain),
     )
 
 
-def _is_worthwhile(case: Case) -> bool:
-    """Return whether a case gains, significantly so if an interval is known."""
-    return _overall(case) >= WORTHWHILE and (case.overall.low is None or case.overall.sure)
+def _choose(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the fastest candidate, or the one of the same proposer with k auto if it is nearly as fast."""
+    best = fastest(candidates)
+    if best is None:
+        return None
+    auto = fastest(each for each in candidates if each.proposer == best.proposer and each.k == AUTO)
+    return auto if auto is not None and auto.overall.value >= _AUTO_SHARE * best.overall.value else best
 
 
-def _fixed_k(best: Case, candidates: Sequence[Case]) -> int:
+def _fixed_k(choice: Candidate, candidates: Sequence[Candidate], *, nodes: float) -> int:
     """Return the fastest fixed k of the same proposer, or else the mean draft length of k auto."""
-    if not isinstance(best.variant.k, str):
-        return best.variant.k
-    fixed = _best(
-        case for case in candidates if case.variant.proposer == best.variant.proposer and case.variant.k != AUTO
-    )
-    if fixed is not None and not isinstance(fixed.variant.k, str):
-        return fixed.variant.k
-    return ceil(best.nodes) or _DEFAULT_K
+    if not isinstance(choice.k, str):
+        return choice.k
+    fixed = fastest(each for each in candidates if each.proposer == choice.proposer and each.k != AUTO)
+    if fixed is not None and not isinstance(fixed.k, str):
+        return fixed.k
+    return ceil(nodes) or _DEFAULT_K
 
 
 def _batches(best: Case, cases: Sequence[Case]) -> Batches:
@@ -123,23 +143,25 @@ def _batches(best: Case, cases: Sequence[Case]) -> Batches:
     return Batches(speedups=tuple(speedups), stops_paying_at_batch=stops)
 
 
-def _is_close(case: Case, other: Case) -> bool:
-    """Return whether the intervals of two cases overlap. Without intervals, compare the speedups."""
-    bounds = (case.overall.low, case.overall.high, other.overall.low, other.overall.high)
+def _is_close(estimate: Estimate, other: Estimate) -> bool:
+    """Return whether two intervals overlap. Without intervals, compare the values."""
+    bounds = (estimate.low, estimate.high, other.low, other.high)
     if None in bounds:
-        return abs(_overall(case) / _overall(other) - 1) < _CLOSE
+        return abs(estimate.value / other.value - 1) < _CLOSE
     low, high, other_low, other_high = (bound for bound in bounds if bound is not None)
     return low <= other_high and other_low <= high
+
+
+def _case(cases: Sequence[Case], plain: Plain, choice: Candidate) -> Case:
+    """Return the case of a candidate with the batch and the temperature of `plain`."""
+    key = (choice.proposer, choice.k)
+    return next(case for case in _cases_at(cases, plain) if (case.variant.proposer, case.variant.k) == key)
 
 
 def _cases_at(cases: Sequence[Case], plain: Plain) -> list[Case]:
     """Return the cases with the batch and the temperature of `plain`."""
     key = (plain.variant.batch, plain.variant.temperature)
     return [case for case in cases if (case.variant.batch, case.variant.temperature) == key]
-
-
-def _best(cases: Iterable[Case]) -> Case | None:
-    return max(cases, key=_overall, default=None)
 
 
 def _overall(case: Case) -> float:

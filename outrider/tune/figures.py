@@ -32,6 +32,11 @@ class Estimate:
         """Whether the whole interval is above 1."""
         return self.low is not None and self.low > 1
 
+    @property
+    def surely_slower(self) -> bool:
+        """Whether the whole interval is below 1. Without an interval, whether the value is."""
+        return (self.value if self.high is None else self.high) < 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceSummary:
@@ -72,6 +77,7 @@ class Plain:
     """Plain decoding at one batch size and temperature."""
 
     variant: Variant
+    batches: int  # of prompts that were measured
     tokens_per_s: float | None  # of decoding; None: outputs ended in one round
     prefill_share: float  # share of the time until every sequence has a token
     parts: RoundMs
@@ -194,6 +200,7 @@ def _plain(trials: Sequence[Trial]) -> Plain:
     medians = typical(trials)
     return Plain(
         variant=trials[0].variant,
+        batches=len(medians),
         tokens_per_s=_rate(medians),
         prefill_share=sum(trial.prefill_seconds for trial in medians) / sum(trial.seconds for trial in medians),
         parts=RoundMs.of(_sum(trial.stats for trial in medians)),

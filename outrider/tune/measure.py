@@ -45,7 +45,8 @@ class Measured:
 def measure(settings: Settings, progress: Console, *, max_seconds: float = math.inf) -> Measured:
     """Run plain decoding and every proposer with every k, at every batch size and temperature.
 
-    After `max_seconds`, the remaining batches of prompts are left out. Every variant runs the same ones.
+    The batch sizes and temperatures share `max_seconds`. When a share is over, the remaining batches of prompts are
+    left out there. Every variant runs the same ones.
 
     Raises:
         OutriderError: the settings cannot be measured.
@@ -174,15 +175,17 @@ def _interleave(
     max_seconds: float,
 ) -> Iterator[Trial]:
     """Run all variants of all conditions in each round. The order of the variants alternates from batch to batch."""
-    deadline = perf_counter() + max_seconds
+    end = perf_counter() + max_seconds
     per_round = sum(len(group) * len(variants(settings, condition)) for condition, group in batches.items())
     with progress_bar(console) as bar:
         task = bar.add_task("", total=settings.repeats * per_round)
         for round in range(settings.repeats):
-            for condition, group in batches.items():
+            for i, (condition, group) in enumerate(batches.items()):
                 bar.update(task, description=f"round {round + 1} of {settings.repeats}  {condition}")
-                if round and perf_counter() >= deadline:
+                now = perf_counter()
+                if round and now >= end:
                     return
+                deadline = now + max(end - now, 0.0) / (len(batches) - i)
                 for trial in _run_once(engines, variants(settings, condition), group, round, deadline):
                     yield trial
                     bar.advance(task)

@@ -29,7 +29,9 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
         "seconds": "the repeat of median speed of each batch of prompts; acceptance is of all repeats",
         "prefill_share": "share of the time of plain decoding until every sequence of a batch has a token",
         "speedup": "tokens/s after the first token of every sequence, over those of plain decoding",
-        "overall": "tokens/s from the prompts to the last token, over those of plain decoding",
+        "overall": "tokens/s from the prompts to the last token, over those of plain decoding; of the advice, the"
+        " geometric mean over its temperatures",
+        "batches": "batches of prompts that were measured",
         "low, high": "95% interval: 1000 resamples of the batches of prompts, pooled; null with one batch",
         "total": "tau is output tokens per pass, with the bonus token; acceptance is by position, of the draft tokens"
         " whose ancestors were all accepted",
@@ -58,10 +60,13 @@ def run_tune(settings: Settings, *, progress: Console) -> dict[str, Any]:
     return make_document(settings, measure(settings, progress))
 
 
-def make_document(settings: Settings, measured: Measured) -> dict[str, Any]:
-    """Return the JSON document of a measurement, with the recommendation."""
+def make_document(settings: Settings, measured: Measured, *, every_temperature: bool = False) -> dict[str, Any]:
+    """Return the JSON document of a measurement.
+
+    It recommends for the first temperature, or for all temperatures together.
+    """
     plains, cases = figures(measured.trials, seed=settings.seed)
-    advice = advise(plains, cases)
+    advice = advise(plains, cases, every_temperature=every_temperature)
     verifier = find_verifier(settings.verifier, advice.proposer)
     return {
         "benchmark": BENCHMARK,
@@ -88,8 +93,8 @@ def _advice(advice: Advice, memory: Mapping[str, MemoryUse]) -> dict[str, Any]:
     best = advice.best
     runner_up = None
     if advice.runner_up:
-        variant = advice.runner_up.variant
-        runner_up = {"proposer": variant.proposer, "k": variant.k, "overall": asdict(advice.runner_up.overall)}
+        other = advice.runner_up
+        runner_up = {"proposer": other.proposer, "k": other.k, "overall": asdict(other.overall)}
     stops = advice.batches.stops_paying_at_batch
     return {
         "bottleneck": "decoding" if advice.decoding else "prefill",
@@ -101,9 +106,10 @@ def _advice(advice: Advice, memory: Mapping[str, MemoryUse]) -> dict[str, Any]:
         "fixed_k": advice.fixed_k if advice.worth else 0,
         "batch": best.variant.batch,
         "temperature": best.variant.temperature,
+        "temperatures": list(advice.choice.speedups),
         "fastest": {"proposer": best.variant.proposer, "k": best.variant.k},
         "speedup": asdict(best.speedup) if best.speedup else None,
-        "overall": asdict(best.overall),
+        "overall": asdict(advice.choice.overall),
         "break_even_tau": advice.break_even_tau,
         "tau": best.total.tau,
         "stops_paying_at_batch": stops,
@@ -118,6 +124,7 @@ def _plain(plain: Plain) -> dict[str, Any]:
     return {
         "batch": plain.variant.batch,
         "temperature": plain.variant.temperature,
+        "batches": plain.batches,
         "tokens_per_s": plain.tokens_per_s,
         "prefill_share": plain.prefill_share,
         "parts": asdict(plain.parts),

@@ -8,7 +8,8 @@ from shlex import quote
 from outrider.benchmarking.memory import MemoryUse
 from outrider.core.params import AUTO
 from outrider.propose.expression import command_line_form, short
-from outrider.tune.advice import WORTHWHILE, Advice
+from outrider.tune.advice import Advice
+from outrider.tune.candidate import WORTHWHILE
 from outrider.tune.engines import other_engines
 from outrider.tune.figures import Case, Estimate
 
@@ -48,17 +49,23 @@ def _bottleneck(advice: Advice) -> str:
 
 
 def _answer(advice: Advice) -> str:
-    variant = advice.best.variant
-    overall = advice.best.overall
+    choice = advice.choice
+    overall = choice.overall
     if advice.worth:
         reason = ""
         if advice.adaptive:
             reason = " It was a little slower than a fixed k, but it stops where drafting does not pay."
-        return f"Use {quote(command_line_form(variant.proposer))} with k {variant.k}.{reason}"
-    fastest = f"{short(variant.proposer)} with k {variant.k}"
+        return f"Use {quote(command_line_form(choice.proposer))} with k {choice.k}.{reason}"
+    fastest = f"{short(choice.proposer)} with k {choice.k}"
     if overall.value < WORTHWHILE:
         return (
             f"Use plain decoding: the fastest proposer, {fastest}, is {estimate_text(overall)} times as fast overall."
+        )
+    if choice.loses_at:
+        slow = choice.loses_at[0]
+        return (
+            f"Use plain decoding: the fastest proposer, {fastest}, is {estimate_text(overall)} times as fast overall,"
+            f" but {estimate_text(choice.speedups[slow])} at temperature {slow:g}."
         )
     return (
         f"Use plain decoding for now: {fastest} looks {estimate_text(overall)} times as fast overall, which may be"
@@ -67,14 +74,14 @@ def _answer(advice: Advice) -> str:
 
 
 def _expected(advice: Advice) -> Iterator[str]:
-    best = advice.best
     if not advice.worth:
         return
-    condition = f"batch {best.variant.batch} and temperature {best.variant.temperature:g}"
-    decoding = f", decoding alone {estimate_text(best.speedup)}" if best.speedup else ""
-    no_interval = "" if best.overall.low is not None else " With one batch of prompts there is no interval."
-    lossy = "" if best.exact else " Its verifier is lossy: it changes the output distribution."
-    yield f"Expected speedup at {condition}: {estimate_text(best.overall)} overall{decoding}.{no_interval}{lossy}"
+    for case in advice.cases:
+        condition = f"batch {case.variant.batch} and temperature {case.variant.temperature:g}"
+        decoding = f", decoding alone {estimate_text(case.speedup)}" if case.speedup else ""
+        no_interval = "" if case.overall.low is not None else " With one batch of prompts there is no interval."
+        lossy = "" if case.exact else " Its verifier is lossy: it changes the output distribution."
+        yield f"Expected speedup at {condition}: {estimate_text(case.overall)} overall{decoding}.{no_interval}{lossy}"
 
 
 def _batches(advice: Advice) -> str:
@@ -118,7 +125,7 @@ def _changes(advice: Advice) -> Iterator[str]:
     if advice.runner_up is not None and advice.close:
         runner_up = advice.runner_up
         yield (
-            f"{short(runner_up.variant.proposer)} with k {runner_up.variant.k} is too close to decide, at"
+            f"{short(runner_up.proposer)} with k {runner_up.k} is too close to decide, at"
             f" {estimate_text(runner_up.overall)} overall; measure more prompts to decide."
         )
     for plain, case in advice.others:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-PLAIN = {"tokens_per_s": 100.0, "prefill_share": 0.1}
 
-
-def case(proposer, k, value, *, low=None, high=None, tau=2.0):
+def case(proposer, k, value, *, low=None, high=None, tau=2.0, temperature=0.0):
     return {
         "proposer": proposer,
         "k": k,
+        "batch": 1,
+        "temperature": temperature,
         "overall": {"value": value, "low": low, "high": high},
         "total": {"tau": tau},
     }
 
 
-def measured(*cases, speculate=True):
+def measured(*cases, speculate=True, batches=4):
     """The document of a measurement, whose first case is the recommended one if it speculates."""
     best = cases[0]
     return {
-        "plain": [PLAIN],
+        "plain": [
+            {"batch": 1, "temperature": each, "batches": batches, "tokens_per_s": 100.0, "prefill_share": 0.1}
+            for each in dict.fromkeys(each["temperature"] for each in cases)
+        ],
         "cases": list(cases),
         "memory": {
             each["proposer"]: {

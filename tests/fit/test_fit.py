@@ -181,9 +181,49 @@ def test_training_has_the_options_of_the_target(finished):
     assert {name: facts["arguments"][name] for name in ("dtype", "kernels")} == {"dtype": "float32", "kernels": "torch"}
 
 
+def test_both_temperatures_are_measured(finished):
+    _, document = finished
+    for stage in (document, document["fit"]["first_measurement"]):
+        assert [plain["temperature"] for plain in stage["plain"]] == [0.0, 1.0]
+        assert stage["advice"]["temperatures"] == [0.0, 1.0]
+    for option in document["fit"]["options"]:
+        assert [speed["temperature"] for speed in option["by_temperature"]] == [0.0, 1.0]
+    assert set(document["fit"]["training"]["expected"]) == {"temperature 0", "temperature 1"}
+
+
+def as_of_earlier_release(folder):
+    """Rewrite the state of a fit as one that measured temperature 0 only, and stored the temperature as a number."""
+    file = folder / "state.json"
+    state = json.loads(file.read_text())
+    state["identity"]["temperature"] = 0.0
+    for name in ("first", "final"):
+        stage = state["stages"][name]
+        stage["cases"] = [case for case in stage["cases"] if case["temperature"] == 0]
+        stage["plain"] = stage["plain"][:1]
+        del stage["plain"][0]["batches"]
+        del stage["advice"]["temperatures"]
+    file.write_text(json.dumps(state))
+
+
+def test_state_of_earlier_release(fit, copied, monkeypatch):
+    as_of_earlier_release(copied)
+    forbid(monkeypatch, "measure_proposers", "make_training", "train_head", "certify")
+    assert "other values of temperature (0 there, 0,1 here); use the same values" in one_line(fit(copied))
+    result = fit(copied, **{"--temperature": 0})
+    assert result.exit_code == 0, result.output
+    options = json.loads((copied / "fit.json").read_text())["fit"]["options"]
+    assert [len(option["by_temperature"]) for option in options] == [1] * 5
+
+
+def test_temperatures_are_a_list_as_in_tune():
+    assert Settings(out="out").temperatures == (0.0, 1.0)
+    assert Settings(out="out", temperature="1,0,0.7,0").temperatures == (0.0, 0.7, 1.0)
+    assert Settings(out="out", temperature="1,0").identity() == Settings(out="out").identity()
+
+
 def test_table_in_words(finished, fit, copied):
     result = fit(copied)
-    for text in ("tokens/s over plain decoding", "plain decoding", "no weights", "Chosen:", "Use it: outrider run"):
+    for text in ("T=0", "T=1", "tokens/s over plain decoding", "no weights", "Chosen:", "Use it: outrider run"):
         assert text in result.stdout
     for text in ("1 of 4: measure 2 proposers", "2 of 4: train a head", "3 of 4", "4 of 4: certify"):
         assert text in result.stderr
@@ -316,10 +356,11 @@ def one_line(result):
 
 
 def test_changed_options_are_refused(fit, copied, prompts, tmp_path):
-    assert "a fit with other values of temperature; use the same" in one_line(fit(copied, **{"--temperature": 1}))
+    error = one_line(fit(copied, **{"--temperature": 1}))
+    assert "a fit with other values of temperature (0,1 there, 1 here); use the same" in error
     other = tmp_path / "other.jsonl"
     other.write_text(prompts.read_text() + '\n{"prompt": "more"}')
-    assert "other values of prompts" in one_line(fit(copied, **{"--prompts": other}))
+    assert "other values of prompts; use" in one_line(fit(copied, **{"--prompts": other}))
     assert "--overwrite" in one_line(fit(copied, **{"--k": "4", "--max-tokens": 5}))
     moved = tmp_path / "moved.jsonl"
     moved.write_text(prompts.read_text())
@@ -415,6 +456,8 @@ def test_missing_target_is_reported(fit, tmp_path):
         ({"--k": "many"}, "--k is 'many'"),
         ({"--samples": 50}, "use at least 100, or 0"),
         ({"--measure-minutes": 0}, "--measure-minutes is 0"),
+        ({"--temperature": "0,-1"}, "temperature is -1"),
+        ({"--temperature": "hot"}, "--temperature is 'hot'; use up to 64 numbers such as 0,0.7,1"),
         ({"--draft-window": 8}, "--draft-window is 8; use at least 16 tokens"),
         ({"--draft-window": 32, "--head": "medusa"}, "heads of kind medusa support no --draft-window"),
         ({"--draft-window": 32, "--minutes": 0}, "none of ngram, suffix has a draft that reads the text"),

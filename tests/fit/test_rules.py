@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.fit.outcome import Outcome, duration, size
+from outrider.fit.option import Option, size
+from outrider.fit.outcome import Outcome, duration
 from outrider.fit.rules import TargetSize, expected_gain, finalists, head_kind, plan_training, ranked
 from outrider.plan.pass_cost import CostModel, PassCost
 from tests.fit.made_up import TRAINED, case, certificate, measured
@@ -67,7 +68,48 @@ def test_expected_gain_is_none_where_no_length_pays():
 
 def test_best_case_of_each_proposer():
     cases = [case("ngram", 2, 1.1), case("suffix", 2, 1.3), case("ngram", 4, 1.4), case("suffix", 4, 0.9)]
-    assert [(each["proposer"], each["k"]) for each in ranked(cases)] == [("ngram", 4), ("suffix", 2)]
+    assert [(each.proposer, each.k) for each in ranked(cases)] == [("ngram", 4), ("suffix", 2)]
+
+
+# On SmolLM2, as docs/explanation/performance.md gives them: the head is as fast at temperature 0, and loses at 1.
+HEAD, COPY = "best(suffix:100000,draft:/x/head)", "best(suffix:100000,quantized:int4)"
+ROBUST = (
+    case(COPY, "auto", 1.64, low=1.5, high=1.8, tau=4.71),
+    case(COPY, "auto", 1.36, low=1.2, high=1.5, tau=4.3, temperature=1.0),
+)
+FRAGILE = (
+    case(HEAD, "auto", 1.9, low=1.7, high=2.1, tau=2.89),
+    case(HEAD, "auto", 0.97, low=0.96, high=0.98, tau=1.02, temperature=1.0),
+)
+
+
+def test_best_over_both_temperatures_is_ranked_first():
+    assert [each.proposer for each in ranked((*FRAGILE, *ROBUST))] == [COPY, HEAD]
+    assert ranked(ROBUST)[0].overall.value == pytest.approx((1.64 * 1.36) ** 0.5)
+    lengths = [case("ngram", 8, 2.0), case("ngram", 8, 0.9, high=0.95, temperature=1.0)]
+    lengths += [case("ngram", 2, 1.2), case("ngram", 2, 1.1, temperature=1.0)]
+    assert ranked(lengths)[0].k == 2  # k 8 has the higher mean, and is surely slower at temperature 1
+
+
+def test_speedups_at_both_temperatures_are_shown():
+    found = outcome(measured(*ROBUST, *FRAGILE), measured(*ROBUST, *FRAGILE))
+    text = words(found)
+    assert "On 4 held-out prompts it is 1.64 (1.50 to 1.80) times as fast as plain decoding at temperature 0," in text
+    assert "temperature 0, 1.36 (1.20 to 1.50) at temperature 1, with 4.71 and 4.30 tokens per pass." in text
+    assert [option.verdict for option in found.options] == ["the model itself", "chosen", "slower at temperature 1"]
+    stored = found.as_dict()["options"][2]
+    assert [each["speedup"] for each in stored["by_temperature"]] == [1.9, 0.97]
+    assert Option.from_dict(stored) == found.options[2]
+
+
+def test_plain_decoding_if_every_proposer_loses_at_one_temperature():
+    found = outcome(measured(*FRAGILE, speculate=False), measured(*FRAGILE, speculate=False))
+    assert "on 4 held-out prompts without being slower at one of the temperatures" in words(found)
+
+
+def test_prompts_without_time_are_reported():
+    found = outcome(measured(*ROBUST), measured(*ROBUST, batches=3))
+    assert "On held-out prompts (3 of 4 at temperature 0 and 3 of 4 at temperature 1) it is 1.64" in words(found)
 
 
 def test_second_measurement_has_three_proposers_and_head():
@@ -116,7 +158,8 @@ def test_fastest_is_chosen_on_held_out_prompts():
     ]
     assert found.options[1].memory_bytes == 2_000_000
     text = words(found)
-    assert "1.50 (1.20 to 1.80) times as fast as plain decoding, with 2.50 tokens per pass. It takes 2.0 MB" in text
+    assert "1.50 (1.20 to 1.80) times as fast as plain decoding at temperature 0, with 2.50 tokens per pass." in text
+    assert "It takes 2.0 MB" in text
     assert "1.0M parameters and trained for 2 minutes (50 steps): tau 1.50 at temperature 0" in text
     assert "The certificate passed: 12 texts" in text
     assert "--config folder/fit.json" in text

@@ -30,6 +30,7 @@ from outrider.propose.draft_model.window import WindowedTarget
 from outrider.propose.expression import command_line_form, short
 from outrider.propose.registry import parse
 from outrider.system.atomic_files import check_writable, write_whole
+from outrider.tune import measure as tune_measure
 from outrider.tune.advice import advise
 from outrider.tune.config import configured, settings_dict
 from outrider.tune.engines import other_engines
@@ -142,7 +143,7 @@ def summary_text(advice, memory=MEMORY):
 def test_fastest_proposer_is_recommended():
     advice = advise_for({make_variant("ngram", 2): 1.2, make_variant("ngram", 4): 1.5, make_variant("draft:x", 4): 1.3})
     assert (advice.proposer, advice.k, advice.fixed_k, advice.worth) == ("ngram", 4, 4, True)
-    assert advice.runner_up.variant == make_variant("draft:x", 4)
+    assert (advice.runner_up.proposer, advice.runner_up.k) == ("draft:x", 4)
     assert not advice.close
     assert advice.best.overall.low == pytest.approx(advice.best.overall.high)
     assert advice.best.speedup.value == pytest.approx(1.5)
@@ -202,6 +203,45 @@ def test_batch_from_which_speculation_stops_paying():
     assert "Only batch 1 was measured" in summary_text(advise_for({make_variant("ngram", 4): 1.5}))
 
 
+def both_temperatures(speeds, **options):
+    """Return the advice for temperatures 0 and 1 together. `speeds` are of each proposer, at 0 and at 1."""
+    at_both = {}
+    for (name, k), pair in speeds.items():
+        for temperature, speed in zip((0.0, 1.0), pair, strict=True):
+            at_both[make_variant(name, k, temperature=temperature)] = speed
+    return advise(*figures(make_trials(at_both, **options), seed=0), every_temperature=True)
+
+
+def test_one_proposer_for_all_temperatures():
+    speeds = {("ngram", 4): (2.0, 1.1), ("suffix", 4): (1.7, 1.5)}
+    advice = both_temperatures(speeds, prefill=0.0)
+    assert (advice.proposer, advice.k, list(advice.choice.speedups)) == ("suffix", 4, [0.0, 1.0])
+    assert advice.choice.overall.value == pytest.approx((1.7 * 1.5) ** 0.5)
+    assert [case.variant for case in advice.cases] == [make_variant("suffix", 4, temperature=t) for t in (0.0, 1.0)]
+    assert advice.others == ()
+    text = summary_text(advice)
+    assert "at batch 1 and temperature 0: 1.70 (1.70 to 1.70) overall" in text
+    assert "at batch 1 and temperature 1: 1.50 (1.50 to 1.50) overall" in text
+
+
+def test_proposer_that_loses_at_one_temperature_is_not_recommended():
+    fragile, robust = ("ngram", 4), ("suffix", 4)
+    advice = both_temperatures({fragile: (3.0, 0.9), robust: (1.2, 1.2)})
+    assert (advice.proposer, advice.worth) == ("suffix", True)
+    alone = both_temperatures({fragile: (3.0, 0.9), robust: (1.0, 0.9)})
+    assert (alone.proposer, alone.k, alone.worth) == ("none", 0, False)
+    assert alone.choice.loses_at == (1.0,)
+    assert "times as fast overall, but 0.91 (0.91 to 0.91) at temperature 1" in summary_text(alone)
+    unsure = both_temperatures({fragile: (3.0, 0.99)}, spread=0.1)
+    assert unsure.worth  # 0.99 is within the chance of these prompts
+
+
+def test_draft_length_is_chosen_for_all_temperatures():
+    speeds = {("ngram", 8): (3.0, 0.8), ("ngram", 2): (1.5, 1.5), ("ngram", AUTO): (1.5, 1.49)}
+    advice = both_temperatures(speeds)
+    assert (advice.k, advice.adaptive) == (AUTO, True)
+
+
 def test_summary_says_what_would_change_the_recommendation():
     speeds = {
         make_variant("ngram", 4): 1.5,
@@ -229,7 +269,7 @@ def test_summary_names_categories_and_thirds_that_differ():
         name: AcceptanceSummary(tau=tau, acceptance=())
         for name, tau in [("first", 1.0), ("middle", 1.5), ("last", 2.0)]
     }
-    changed = replace(advice, best=replace(advice.best, output_thirds=thirds))
+    changed = replace(advice, cases=(replace(advice.best, output_thirds=thirds),))
     sentence = "1.00 tokens per pass in the first third of an output, 1.50 in the middle, 2.00 in the last"
     assert sentence in summary_text(changed)
 
@@ -879,20 +919,32 @@ def test_model_options_are_fields_of_the_engine_config():
     assert names <= {field.name for field in dataclasses.fields(EngineConfig)}
 
 
-def test_time_limit_leaves_out_prompts_for_all_proposers_alike(tmp_path):
-    file = tmp_path / "prompts.jsonl"
+def four_prompts(folder, **other):
+    file = folder / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"<|endoftext|>def f{i}():"}) for i in range(4)))
-    settings = Settings(
-        target=str(embedded("nano")),
-        proposers=("ngram",),
-        ks=(2,),
-        batches=(1,),
-        prompts=str(file),
-        repeats=2,
-        max_tokens=4,
-        threads=1,
-        dtype="float32",
-    )
+    given = {"proposers": ("ngram",), "ks": (2,), "batches": (1,), "max_tokens": 4, "threads": 1, "dtype": "float32"}
+    return Settings(target=str(embedded("nano")), prompts=str(file), **given, **other)
+
+
+def test_time_limit_leaves_out_prompts_for_all_proposers_alike(tmp_path):
+    settings = four_prompts(tmp_path, repeats=2)
     measured = measure(settings, Console(quiet=True), max_seconds=0.0)
     assert [trial.variant.proposer for trial in measured.trials] == ["", "ngram", "ngram", ""]
     assert sorted(trial.batch_number for trial in measured.trials) == [0, 0, 1, 1]
+
+
+def test_temperatures_share_the_time_limit(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    unchanged = tune_measure.run
+
+    def run_for_a_second(*words):
+        clock.now += 1
+        return unchanged(*words)
+
+    monkeypatch.setattr(tune_measure, "run", run_for_a_second)
+    monkeypatch.setattr(tune_measure, "perf_counter", lambda: clock.now)
+    settings = four_prompts(tmp_path, repeats=1, temperatures=(0.0, 1.0))
+    # A warm-up takes two seconds, and each prompt two. Temperature 0 has seven of the seconds.
+    measured = measure(settings, Console(quiet=True), max_seconds=14.0)
+    plains, _ = figures(measured.trials, seed=0)
+    assert [(plain.variant.temperature, plain.batches) for plain in plains] == [(0.0, 3), (1.0, 2)]

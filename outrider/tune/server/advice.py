@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from outrider.client.metrics import Speculation
-from outrider.tune.advice import WORTHWHILE
+from outrider.tune.candidate import WORTHWHILE
 
 _MAX_BATCH = 512  # largest batch in vLLM's table of k by batch size
 # Options that start an engine with speculation.
