@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from outrider.media.calibration.document import Calibration
     from outrider.media.calibration.drift import DriftWatch
     from outrider.media.calibration.tune import tune
-    from outrider.media.contract import BlockGenerator, Choice, Judgement, Position, Router, Scorer, StreamDecoder
+    from outrider.media.contract import BlockGenerator, Choice, Judgment, Position, Router, Scorer, StreamDecoder
     from outrider.media.engine import MediaEngine, MediaRun
     from outrider.media.models.store import AudioModels, VideoModels, load_models
     from outrider.media.results import BlockResult, Maker, MediaResult, Seconds
@@ -29,7 +29,7 @@ _HOMES = {
     "DriftWatch": "calibration.drift",
     "FixedBlocks": "routers",
     "ImageRewardScorer": "scorers",
-    "Judgement": "contract",
+    "Judgment": "contract",
     "Maker": "results",
     "MediaEngine": "engine",
     "MediaResult": "results",
@@ -58,7 +58,7 @@ __all__ = [
     "DriftWatch",
     "FixedBlocks",
     "ImageRewardScorer",
-    "Judgement",
+    "Judgment",
     "Maker",
     "MediaEngine",
     "MediaResult",

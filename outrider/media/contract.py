@@ -95,7 +95,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class Judgment:
     """A router's opinion of a draft."""
 
     score: float
@@ -121,7 +121,7 @@ class Router(Protocol):
     def choose(self, position: Position) -> Choice:
         """Return what to do for the next block."""
 
-    def judge(self, scores: Tensor) -> Judgement:
+    def judge(self, scores: Tensor) -> Judgment:
         """Return the score of a draft and whether it is accepted. Called after `Choice.SCORE`.
 
         Args:

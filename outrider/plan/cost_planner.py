@@ -46,9 +46,9 @@ class CostPlanner:
 
     The planner is a state machine. Each decision opens a `PlanWindow`, whose `Mode` is the state:
 
-    - SPECULATE: an alternative drafts for all sequences. Left when its gain falls below `_required_gain`.
+    - SPECULATE: an alternative drafts for all sequences. Left when its gain falls below `Gains.required`.
     - PLAIN: plain decoding. Left when an alternative promises enough, or when a trial is due.
-    - TRIAL: an alternative drafts for a few sequences, to learn its acceptance. `TrialBudget` limits the time of trials
+    - TRIAL: an alternative drafts for a few sequences, to learn its acceptance. `Trials` limits the time of trials
       that fail.
     - PROBE: two rounds without draft tokens while speculating. The second one measures what plain decoding costs.
 

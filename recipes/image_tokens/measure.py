@@ -42,7 +42,7 @@ _RELAXED = (
     "bins:distance=8",
     "bins:distance=24",
 )
-_COLUMNS = ("verifier", "bound", "tau", "accepted", "caption", "size", "colour", "shape", "nats", "distance", "seams")
+_COLUMNS = ("verifier", "bound", "tau", "accepted", "caption", "size", "color", "shape", "nats", "distance", "seams")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Row:
     accepted: float  # accepted draft tokens per draft token that was verified
     caption: float  # share of the images in which the classifier sees size, color and shape of the caption
     size: float
-    colour: float
+    color: float
     shape: float
     nats: float  # per token, under the target's own softmax
     distance: float  # energy distance between the images and those of plain decoding, in units of a pixel's value
@@ -173,7 +173,7 @@ class Gauge:
             accepted=round(sum(stats.accepted) / sum(stats.reached), 3) if stats else 0.0,
             caption=round(float(right.prod(1).mean()), 3),
             size=round(size, 3),
-            colour=round(color, 3),
+            color=round(color, 3),
             shape=round(shape, 3),
             nats=round(self._nats(tokens), 3),
             distance=round(energy_distance(images, self.reference), 4),

@@ -205,8 +205,8 @@ def test_trees_are_refused_by_rules_for_chains():
         ("t.json", {"vocab": 6, "bins": [0, 9]}, "bins:distance=1,table=", "names token 9"),
         ("t.json", {"vocab": 6, "bins": [0, 1]}, "bins:distance=1,first=0,table=", "leave them out"),
         ("t.json", {"vocab": 6, "bins": [0, 1]}, "bins:distance=1,last=5,table=", "leave them out"),
-        ("t.json", {"vocab": 6, "neighbours": {"9": [0]}}, "lantern:delta=0.1,table=", "names token 9"),
-        ("t.json", {"vocab": 6, "neighbours": {"x": [0]}}, "lantern:delta=0.1,table=", "not by token id"),
+        ("t.json", {"vocab": 6, "neighbors": {"9": [0]}}, "lantern:delta=0.1,table=", "names token 9"),
+        ("t.json", {"vocab": 6, "neighbors": {"x": [0]}}, "lantern:delta=0.1,table=", "not by token id"),
         ("t.json", "{", "pcg:table=", "cannot be read"),
         ("t.safetensors", {"embedding": torch.eye(5)}, "pcg:k=1,table=", "has 5 rows, and the target has 6 tokens"),
         ("t.safetensors", {"embedding": torch.eye(6) / 0}, "pcg:k=1,table=", "no finite tensor embedding"),
@@ -254,7 +254,7 @@ def test_tables_from_files_mean_what_they_say(tmp_path):
     places = torch.tensor([[0.0], [1.0], [10.0], [11.5], [30.0]])
     save_file({"embedding": places, "tokens": torch.tensor([4, 0, 2, 3, 1])}, tmp_path / "places.safetensors")
     near = {4: [0], 0: [4], 2: [3], 3: [2], 1: [3]}
-    (tmp_path / "near.json").write_text(json.dumps({"vocab": 6, "neighbours": near}))
+    (tmp_path / "near.json").write_text(json.dumps({"vocab": 6, "neighbors": near}))
     (tmp_path / "groups.json").write_text(json.dumps({"vocab": 6, "groups": [[4, 0], [2, 3], [1, 3]]}))
     (tmp_path / "bins.json").write_text(json.dumps({"vocab": 6, "bins": [4, 0, 2, 3, 1]}))
     pairs = [

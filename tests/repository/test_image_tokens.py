@@ -68,7 +68,7 @@ def test_the_table(pair, tmp_path):
     assert rows["bins:distance=4"]["bound"] == "bin distance 4"
     assert all(rows[name]["tau"] > 1 for name in names)
     assert rows["plain decoding, these seeds"]["distance"] == 0
-    assert all(0 <= row["caption"] <= min(row["size"], row["colour"], row["shape"]) <= 1 for row in rows.values())
+    assert all(0 <= row["caption"] <= min(row["size"], row["color"], row["shape"]) <= 1 for row in rows.values())
     assert (tmp_path / "sheet.png").exists()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.media.contract import Choice, Judgement, Position
+from outrider.media.contract import Choice, Judgment, Position
 from outrider.media.engine import MediaEngine
 from outrider.media.routers.gate import parse_aggregate
 
@@ -27,8 +27,8 @@ class _AcceptAll:
     def choose(self, position: Position) -> Choice:
         return Choice.SCORE if position.block else Choice.TARGET
 
-    def judge(self, scores: Tensor) -> Judgement:
-        return Judgement(score=self._aggregated(scores), accepted=True)
+    def judge(self, scores: Tensor) -> Judgment:
+        return Judgment(score=self._aggregated(scores), accepted=True)
 
 
 def draft_scores(engine: MediaEngine, prompts: Sequence[str], *, aggregate: str) -> list[float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from outrider.errors import OutriderError
-from outrider.media.contract import Choice, Judgement, Position
+from outrider.media.contract import Choice, Judgment, Position
 
 _WINDOW = "window:"
 
@@ -82,10 +82,10 @@ class QualityGate:
             return Choice.DRAFT
         return Choice.SCORE
 
-    def judge(self, scores: Tensor) -> Judgement:
+    def judge(self, scores: Tensor) -> Judgment:
         """Return the aggregated score, and whether it reaches the threshold."""
         score = self._aggregated(scores)
-        return Judgement(score=score, accepted=score >= self._threshold)
+        return Judgment(score=score, accepted=score >= self._threshold)
 
 
 def _worst_window(scores: Tensor, width: int) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from outrider.errors import OutriderError
-from outrider.media.contract import Choice, Judgement, Position
+from outrider.media.contract import Choice, Judgment, Position
 
 
 class _Placement:
@@ -24,7 +24,7 @@ class _Placement:
         """Return what to do for the next block."""
         return Choice.TARGET if self._by_target(position) else Choice.DRAFT
 
-    def judge(self, scores: Tensor) -> Judgement:
+    def judge(self, scores: Tensor) -> Judgment:
         """Never called, because `choose` never asks for a score."""
         raise NotImplementedError(f"{self.name} does not judge scores")
 

@@ -109,7 +109,7 @@ def with_absolute_table(expression: str) -> str:
 def _lantern(options: RuleOptions) -> tuple[Bound, Bind]:
     delta = options.fraction("delta")
     k = options.count("k", least=1, default=_NEIGHBORS)
-    similar = _Similar(options, "neighbours")
+    similar = _Similar(options, "neighbors")
 
     def bind(facts: TargetFacts) -> VerifyFunction:
         similar.check(facts)

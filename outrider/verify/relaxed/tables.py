@@ -18,7 +18,7 @@ from outrider.verify.relaxed.groups import OverlappingGroups
 from outrider.verify.relaxed.kmeans import MAX_DISTANCES, kmeans
 from outrider.verify.rules import TargetFacts
 
-_KINDS = ("neighbours", "groups", "bins")  # what a JSON file may hold
+_KINDS = ("neighbors", "groups", "bins")  # what a JSON file may hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Table:
     """A table of a file.
 
     A `.safetensors` file has an `embedding` [n, D], and `tokens` [n] if its rows are not the token ids 0, 1, ... of the
-    whole vocabulary. A `.json` file has the target's `vocab` and one of `neighbours` (an object with the neighbors of
+    whole vocabulary. A `.json` file has the target's `vocab` and one of `neighbors` (an object with the neighbors of
     token ids, the nearest first), `groups` (lists of token ids) and `bins` (token ids in order).
     """
 
@@ -209,9 +209,9 @@ def _read_json(path: Path) -> Table:
         raise OutriderError(f"table {path} needs the number vocab and one of {', '.join(_KINDS)}; correct it")
     (kind,) = kinds
     values = document[kind]
-    if kind == "neighbours":
+    if kind == "neighbors":
         if not isinstance(values, Mapping) or not all(token.isdecimal() for token in values):
-            raise OutriderError(f"table {path} has neighbours that are not by token id; correct it")
+            raise OutriderError(f"table {path} has neighbors that are not by token id; correct it")
         values = {int(token): near for token, near in values.items()}
         lists = list(values.values())
     else:
