@@ -21,7 +21,7 @@ _COLORS = {
 _BACKGROUNDS = {"black": 0.05, "gray": 0.5, "white": 0.95}
 _RADIUS = (6.5, 7.5)  # pixels
 _SPEED = (0.9, 1.1)  # pixels per frame
-_PLACES = (8.5, 16.0, 23.5)  # rows and columns of the centre at the start
+_PLACES = (8.5, 16.0, 23.5)  # rows and columns of the center at the start
 _JITTER = 1.0  # pixels
 _DIRECTIONS = {"right": (1.0, 0.0), "left": (-1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}  # x first
 
@@ -43,7 +43,7 @@ def random_clips(count: int, frames: int, size: int, seed: int) -> tuple[Tensor,
 
 
 def _path(scene: Scene, frames: int, size: int, radius: float, rng: random.Random) -> Tensor:
-    """Return the centre at each frame, (frames, 2) in pixels, x first. Shapes bounce off the edges."""
+    """Return the center at each frame, (frames, 2) in pixels, x first. Shapes bounce off the edges."""
     speed = rng.uniform(*_SPEED)
     start = (_PLACES[COLUMNS.index(scene.column)], _PLACES[ROWS.index(scene.row)])
     low, high = radius, size - radius
@@ -62,11 +62,11 @@ def _bounce(x: Tensor, low: float, high: float) -> Tensor:
     return low + torch.where(folded > length, 2 * length - folded, folded)
 
 
-def _cover(shape: str, centres: Tensor, radius: float, size: int) -> Tensor:
+def _cover(shape: str, centers: Tensor, radius: float, size: int) -> Tensor:
     """Return how much of each pixel a shape covers, (frames, size, size)."""
     grid = torch.arange(size) + 0.5
-    x = grid[None, None, :] - centres[:, 0, None, None]
-    y = grid[None, :, None] - centres[:, 1, None, None]
+    x = grid[None, None, :] - centers[:, 0, None, None]
+    y = grid[None, :, None] - centers[:, 1, None, None]
     return (0.5 - _distance(shape, x, y, radius)).clamp(0.0, 1.0)
 
 

@@ -59,9 +59,9 @@ def test_random_choices_have_their_rate_and_their_seed():
     ("aggregate", "score"), [("min", 0.2), ("mean", 0.5), ("window:2", 0.4), ("window:1", 0.2), ("window:9", 0.5)]
 )
 def test_aggregates(aggregate, score):
-    judgement = QualityGate(score - 0.01, aggregate=aggregate).judge(torch.tensor([0.6, 0.2, 0.6, 0.6]))
-    assert judgement.score == pytest.approx(score)
-    assert judgement.accepted
+    judgment = QualityGate(score - 0.01, aggregate=aggregate).judge(torch.tensor([0.6, 0.2, 0.6, 0.6]))
+    assert judgment.score == pytest.approx(score)
+    assert judgment.accepted
     assert not QualityGate(score + 0.01, aggregate=aggregate).judge(torch.tensor([0.6, 0.2, 0.6, 0.6])).accepted
 
 

@@ -161,8 +161,8 @@ class MediaRun(Iterator[BlockResult]):
             failure = scores.failure
             accepted = False
             if scores.values is not None:
-                judgement = self._router.judge(scores.values)
-                score, accepted = judgement.score, judgement.accepted
+                judgment = self._router.judge(scores.values)
+                score, accepted = judgment.score, judgment.accepted
             clock.stop("score")
         if accepted:
             return self._finish(Maker.DRAFTER, latent, content, clock, drafted=True, score=score, failure=failure)

@@ -61,7 +61,7 @@ class StreamingSynthesizer:
             before = frequencies[t]
         bins = np.zeros((len(spectra), hop + 1), dtype=np.complex64)
         bins[:, 1:] = spectra * np.exp(1j * phases)
-        # Phases are those at the centre of a frame, which the inverse transform puts at the first sample.
+        # Phases are those at the center of a frame, which the inverse transform puts at the first sample.
         frames = np.roll(np.fft.irfft(bins, n=2 * hop).astype(np.float32), hop, axis=-1)
         tails = np.concatenate([self._state.tail[None], frames[:, hop:]])
         self._state = _State(phase, before, tails[-1])
@@ -87,7 +87,7 @@ def follow_peaks(spectra: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     padded = np.pad(logs, ((0, 0), (1, 1)), constant_values=math.log(_SMALL))
     left, right = padded[:, :-2], padded[:, 2:]
     is_peak = (logs > left) & (logs >= right)
-    # The top of the parabola through a peak and its neighbours.
+    # The top of the parabola through a peak and its neighbors.
     curve = np.where(is_peak, left - 2 * logs + right, -1.0)
     offsets = np.where(is_peak, 0.5 * (left - right) / np.minimum(curve, -_SMALL), 0.0)
     numbers = np.arange(count)
