@@ -25,7 +25,7 @@ from outrider.train.optimizer import Optimizer
 from outrider.train.precision import matmul_dtype
 
 STATE = "state.pt"
-_STATE_KEYS = frozenset({"module", "optimiser", "step", "random", "identity", "cycle"})
+_STATE_KEYS = frozenset({"module", "optimizer", "step", "random", "identity", "cycle"})
 _ALPHA_EVERY = 4  # steps between two records of alpha; to read alpha takes as long as the loss itself
 _WARMUP = 0.03  # share of the training in which the learning rate rises
 _FINAL_LR = 0.05  # learning rate at the end, as a share of its peak
@@ -170,7 +170,7 @@ class Trainer:
         """
         state = {
             "module": self.trainee.module.state_dict(),
-            "optimiser": self._optimizer.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
             "step": self.step,
             "random": torch.get_rng_state(),
             **extra,
@@ -198,7 +198,7 @@ class Trainer:
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a state that `save` has written."""
         self.trainee.module.load_state_dict(state["module"])
-        self._optimizer.load_state_dict(state["optimiser"])
+        self._optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
         torch.set_rng_state(state["random"].cpu())
 
