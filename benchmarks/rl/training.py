@@ -123,6 +123,8 @@ def _line(seed: int, name: str, report: StepReport) -> dict[str, Any]:
         "tau": report.speculation.tau,
         "tokens": report.speculation.tokens,
         "generation": seconds.generation,
+        "reference": seconds.reference,
+        "training": seconds.training,
         "sync": seconds.sync,
         "draft": seconds.draft,
         "total": seconds.total,

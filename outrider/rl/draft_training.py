@@ -1,7 +1,8 @@
 """Train the draft together with the policy, on hidden states that the policy has computed already.
 
-The passes of the policy's first update also record its hidden states. They are detached and belong to no graph, and the draft has its own optimizer and its own clipping of gradients. So the policy's
-gradients are the same with and without it, bit by bit.
+The passes of the policy's first update also record its hidden states. They are detached and belong to no graph, and the
+draft has its own optimizer and its own clipping of gradients. So the policy's gradients are the same with and without
+it, bit by bit.
 """
 
 from __future__ import annotations
