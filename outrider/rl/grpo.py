@@ -7,53 +7,27 @@ answers, plus a KL penalty against the first policy.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from copy import deepcopy
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
-from outrider.rl.answers import Answers, answer_logprobs, split_answers
 from outrider.rl.checkpoint import read_checkpoint, write_checkpoint
 from outrider.rl.draft_training import DraftTraining
-from outrider.rl.objective import clipped_objective, down_sample, group_advantages, importance_weights, kl_estimate
+from outrider.rl.objective import down_sample, group_advantages
 from outrider.rl.peft import merged_weights
-from outrider.rl.records import Rollout
 from outrider.rl.report import Speculation, StepReport, StepSeconds, by_draft_age, by_phase, by_version
 from outrider.rl.rewards import Problem, RewardFunction, compute_rewards
 from outrider.rl.rollout import RolloutEngine
 from outrider.rl.settings import GRPOSettings
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Answers of one forward pass, with the log-probabilities [B, A] that are the same in all updates of a step."""
-
-    answers: Answers
-    reference: torch.Tensor | None  # under the reference model; None: no KL penalty
-    old: torch.Tensor | None = None  # under the policy before the updates, from the first pass
-
-    @property
-    def logprob_error(self) -> float:
-        """The largest difference between the log-probabilities of engine and trainer."""
-        return 0.0 if self.old is None else float((self.old - self.answers.sampled_logprobs).abs().max())
-
-
-class _Update(NamedTuple):
-    """The figures of the updates of a step."""
-
-    loss: float = 0.0
-    kl: float = 0.0  # estimate of the divergence from the reference model
-    grad_norm: float = 0.0
-    logprob_error: float = 0.0  # largest difference between the log-probabilities of engine and trainer
+from outrider.rl.update import PolicyUpdater, UpdateFigures
 
 
 class GRPO:
@@ -71,7 +45,7 @@ class GRPO:
         """Prepare a run.
 
         Args:
-            policy: a trainable causal language model of transformers, also one with a LoRA adapter of PEFT. The engine gets
+            policy: a trainable causal language model of transformers, also with a LoRA adapter of PEFT. The engine gets
                 its weights at once.
             engine: samples the rollouts. It must be exact.
             reward: called with a rollout and its problem; returns a number.
@@ -84,10 +58,10 @@ class GRPO:
         self.settings = settings or GRPOSettings()
         self.draft = draft
         self.steps = 0  # finished steps
-        trained = [weight for weight in policy.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=self.settings.lr, weight_decay=0.0, fused=True)
-        self._reference = deepcopy(policy).requires_grad_(False) if self.settings.beta else None
-        self._shares_prompts = not engine.llm.parts.loaded.checkpoint.recurrent
+        self.clock: Callable[[], float] = perf_counter  # of the report's seconds
+        recurrent = engine.llm.parts.loaded.checkpoint.recurrent
+        self._updater = PolicyUpdater(self.policy, self.settings, share_prompts=not recurrent, draft=draft)
+        self.optimizer = self._updater.optimizer
         self.engine.update_weights(merged_weights(policy))
 
     def train(
@@ -98,7 +72,8 @@ class GRPO:
         `checkpoint` is a folder that gets a checkpoint after every `every` steps.
 
         Raises:
-            OutriderError: there are no problems, `every` is below 1, or a checkpoint cannot be written.
+            OutriderError: there are no problems, `every` is below 1, a gradient is not finite, or a checkpoint cannot
+                be written.
         """
         if not problems:
             raise OutriderError("there are no problems to train on; give at least one")
@@ -124,7 +99,7 @@ class GRPO:
         seconds = StepSeconds()
         version = self.engine.version
         params = SamplingParams(temperature=settings.temperature, max_tokens=settings.max_tokens)
-        with _timed(seconds, "generation"):
+        with self._timed(seconds, "generation"):
             batch = self.engine.generate(
                 [problem.prompt for problem in problems],
                 params,
@@ -132,7 +107,7 @@ class GRPO:
                 seed=derive_seed(settings.seed, 1 + self.steps),
             )
         rolled_back = self.draft is not None and self.draft.judge(batch.stats)
-        with _timed(seconds, "reward"):
+        with self._timed(seconds, "reward"):
             pairs = [(rollout, problems[rollout.prompt]) for rollout in batch.rollouts]
             rewards = compute_rewards(self.reward, pairs, timeout=settings.reward_timeout)
         values = torch.tensor([reward.value for reward in rewards], dtype=torch.float64).view(len(problems), -1)
@@ -142,12 +117,18 @@ class GRPO:
         used = (~values.isnan()).flatten().tolist()
         # Without a KL penalty, an answer as good as the mean of its group has no gradient.
         learned = [b for b in range(len(rewards)) if used[b] and (settings.beta or advantages[b] != 0)]
-        update = self._update([batch.rollouts[b] for b in learned], advantages[learned].tolist(), seconds)
+        update = UpdateFigures()
+        if learned:
+            with self._timed(seconds, "reference"):
+                rollouts = [batch.rollouts[b] for b in learned]
+                batches = self._updater.micro_batches(rollouts, advantages[learned].tolist())
+            with self._timed(seconds, "training"):
+                update = self._updater.update(batches)
         self.steps += 1
         if self.draft is not None:
-            with _timed(seconds, "draft"):
+            with self._timed(seconds, "draft"):
                 self.draft.train()
-        with _timed(seconds, "sync"):
+        with self._timed(seconds, "sync"):
             self.engine.update_weights(merged_weights(self.policy))
         return StepReport(
             step=self.steps,
@@ -197,73 +178,9 @@ class GRPO:
         self.steps = state["steps"]
         self.engine.update_weights(merged_weights(self.policy), max(state["version"], self.engine.version + 1))
 
-    def _update(self, rollouts: Sequence[Rollout], advantages: Sequence[float], seconds: StepSeconds) -> _Update:
-        """Update the policy on rollouts.
-
-        Raises:
-            OutriderError: the gradient is not finite.
-        """
-        if not rollouts:
-            return _Update()
-        settings = self.settings
-        tokens = sum(len(rollout.token_ids) for rollout in rollouts)
-        device = next(self.policy.parameters()).device
-        parts = split_answers(rollouts, advantages, settings.micro_batch, device)
-        with _timed(seconds, "reference"):
-            batches = [_Batch(part, self._reference_logprobs(part)) for part in parts]
-        loss, kl, norm = 0.0, 0.0, 0.0
-        with _timed(seconds, "training"):
-            for _ in range(settings.updates):
-                self.optimizer.zero_grad()
-                loss, kl = 0.0, 0.0
-                for batch in batches:
-                    batch_loss, batch_kl = self._backward(batch, tokens)
-                    loss += batch_loss
-                    kl += batch_kl
-                norm = float(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), settings.max_grad_norm))
-                if not math.isfinite(norm):
-                    raise OutriderError(f"the gradient of step {self.steps + 1} is not finite; lower lr")
-                self.optimizer.step()
-        return _Update(loss, kl, norm, max(batch.logprob_error for batch in batches))
-
-    def _backward(self, batch: _Batch, tokens: int) -> tuple[float, float]:
-        """Add the gradient of a batch. Return its loss and KL estimate, each divided by `tokens`."""
-        settings = self.settings
-        answers = batch.answers
-        # The weights do not change before the first update is complete, so its passes are those of the old policy.
-        if batch.old is None:
-            recording = nullcontext() if self.draft is None else self.draft.recording(self.policy, answers.rollouts)
-            with recording:
-                new = self._logprobs(self.policy, answers)
-            batch.old = new.detach()
-        else:
-            new = self._logprobs(self.policy, answers)
-        objective = clipped_objective(new, batch.old, answers.advantages, settings.clip)
-        if settings.importance_cap is not None:
-            weights = importance_weights(batch.old, answers.sampled_logprobs, settings.importance_cap)
-            objective = objective * weights
-        loss = objective[answers.mask].sum()
-        kl = 0.0
-        if batch.reference is not None:
-            divergence = kl_estimate(new, batch.reference)[answers.mask].sum()
-            loss = loss + settings.beta * divergence
-            kl = float(divergence.detach()) / tokens
-        (loss / tokens).backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach()) / tokens, kl
-
-    def _logprobs(self, model: Any, answers: Answers) -> torch.Tensor:
-        return answer_logprobs(
-            model, answers, temperature=self.settings.temperature, share_prompt=self._shares_prompts
-        )
-
-    @torch.no_grad()
-    def _reference_logprobs(self, answers: Answers) -> torch.Tensor | None:
-        return None if self._reference is None else self._logprobs(self._reference, answers)
-
-
-@contextmanager
-def _timed(seconds: StepSeconds, part: str) -> Iterator[None]:
-    """Add the time of a block to a part of the step."""
-    began = perf_counter()
-    yield
-    setattr(seconds, part, getattr(seconds, part) + perf_counter() - began)
+    @contextmanager
+    def _timed(self, seconds: StepSeconds, part: str) -> Iterator[None]:
+        """Add the time of a block to a part of the step."""
+        began = self.clock()
+        yield
+        setattr(seconds, part, getattr(seconds, part) + self.clock() - began)

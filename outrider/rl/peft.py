@@ -34,7 +34,9 @@ def merged_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     for config in configs.values():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         if kind != _LORA:
-            raise OutriderError(f"the policy has an adapter of type {kind}, which is not LoRA; use LoraConfig, or {_MERGE}")
+            raise OutriderError(
+                f"the policy has an adapter of type {kind}, which is not LoRA; use LoraConfig, or {_MERGE}"
+            )
     base: Any = model
     return dict(_weights(base.get_base_model() if hasattr(base, "get_base_model") else base, ""))
 
@@ -52,7 +54,7 @@ def _weights(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor
             yield from _weights(child, f"{prefix}{name}.")
 
 
-def _merged(module: nn.Module, prefix: str) -> nn.Module:
+def _merged(module: nn.Module, prefix: str) -> Any:
     """Return a module of the base model that computes what a module with its adapter does.
 
     Raises:

@@ -16,7 +16,7 @@ _PHASE = 16  # output tokens of a phase
 
 @dataclass(slots=True, kw_only=True)
 class StepSeconds:
-    """Wall-clock seconds of the parts of a step."""
+    """Seconds of the parts of a step, by the clock of `GRPO`: the wall clock, unless it is replaced."""
 
     generation: float = 0.0
     reward: float = 0.0

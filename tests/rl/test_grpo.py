@@ -166,13 +166,13 @@ def test_update_uses_some_of_the_answers(shelf):
     settings = GRPOSettings(problems=2, samples=4, trained_samples=2, max_tokens=8, lr=1e-2, seed=4)
     run = make(shelf / "policy", settings=settings)
     counts = []
-    update = run._update
+    split = run._updater.micro_batches
 
-    def record(rollouts, advantages, seconds):
+    def record(rollouts, advantages):
         counts.append(len(rollouts))
-        return update(rollouts, advantages, seconds)
+        return split(rollouts, advantages)
 
-    run._update = record
+    run._updater.micro_batches = record
     (report,) = run.train(PROBLEMS, 1)
     assert len(report.rewards) == 8
     assert 0 < counts[0] <= 4
