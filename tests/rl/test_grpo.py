@@ -180,6 +180,22 @@ def test_update_uses_some_of_the_answers(shelf):
         GRPOSettings(samples=4, trained_samples=5)
 
 
+@pytest.mark.parametrize(("updates", "beta"), [(1, 0.0), (3, 0.0), (1, 0.05)])
+def test_an_update_has_one_pass_for_each_prompt_and_its_answers(shelf, updates, beta):
+    settings = GRPOSettings(problems=2, samples=4, max_tokens=8, updates=updates, beta=beta)
+    run = make(shelf / "policy", settings=settings, reward=lambda rollout, _: float(rollout.sample))
+    passes = {"policy": 0, "reference": 0}
+    models = {"policy": run.policy}
+    if beta:
+        models["reference"] = run._updater._reference
+    for name, model in models.items():
+        model.register_forward_hook(lambda *_, name=name: passes.update({name: passes[name] + 1}))
+    (report,) = run.train(PROBLEMS, 1)
+    assert passes == {"policy": 2 * 2 * updates, "reference": 2 * 2 if beta else 0}
+    assert report.logprob_error < 1e-4
+    assert report.kl == 0 or updates > 1  # policy and reference are the same before the first update
+
+
 def test_objective_and_divergence():
     old = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     new = old + torch.tensor([0.0, 0.5, -0.5, 0.1])
