@@ -29,6 +29,7 @@ from outrider.train.model.draft_model import load_trainable
 from recipes.arithmetic.word_problems import reward, word_problems
 
 _IMPORTANCE_CAP = 2.0
+_RUNS = "exact,weighted,biased"
 
 
 class LeaningDraft:
@@ -64,6 +65,7 @@ def main(
     steps: int = 40,
     every: Annotated[int, typer.Option(help="Steps between two evaluations.")] = 10,
     seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "0",
+    runs: Annotated[str, typer.Option(help="Of exact, weighted and biased, separated by commas.")] = _RUNS,
     problems: int = 2,
     samples: int = 16,
     trained_samples: int = 8,
@@ -74,11 +76,14 @@ def main(
     """Compare exact and biased speculation."""
     folder = target or embedded("mini")
     blend = f"blend:share={share}"
-    kinds: dict[str, tuple[str, float | None]] = {
+    if unknown := set(runs.split(",")) - set(_RUNS.split(",")):
+        raise typer.BadParameter(f"--runs has {min(unknown)}; use some of {_RUNS}")
+    every_kind: dict[str, tuple[str, float | None]] = {
         "exact": ("rejection", None),
         "weighted": (blend, _IMPORTANCE_CAP),
         "biased": (blend, None),
     }
+    kinds = {name: every_kind[name] for name in runs.split(",")}
     lines: list[dict[str, Any]] = []
     for seed in map(int, seeds.split(",")):
         evaluator = RolloutEngine.load(folder, proposer="none", dtype="float32", max_num_seqs=32, max_model_len=512)

@@ -5,7 +5,8 @@
 Each proposer has its own policy, optimizer and engine. All of them start with the same weights and the same seed, and
 take turns after each step. On the native kernels their tokens, rewards and weights must stay equal, bit by bit; the
 script checks that. "+train" trains the draft with the policy. The speedups are ratios of the times of a step with the
-first proposer and with another one. Prints a line of JSON per step and a table at the end.
+first proposer and with another one. On a machine with other work, use --processor-time and OMP_NUM_THREADS=1. Prints a
+line of JSON per step and a table at the end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
+from time import perf_counter, process_time
 from typing import Annotated, Any
 
 import torch
@@ -56,6 +58,7 @@ def main(
     different: Annotated[int, typer.Option(help="Different problems.")] = 64,
     lr: float = 1e-5,
     dtype: str = "float32",
+    processor_time: Annotated[bool, typer.Option(help="Count processor time, for a busy machine.")] = False,
     plot: Annotated[Path | None, typer.Option(help="File for the curves.")] = None,
 ) -> None:
     """Measure GRPO with several drafts."""
@@ -73,6 +76,8 @@ def main(
             seed=seed,
         )
         runs = {name: _start(folder, name, settings, k=k, dtype=dtype, max_num_seqs=max_num_seqs) for name in names}
+        for run in runs.values():
+            run.clock = process_time if processor_time else perf_counter
         engines = {name: run.engine for name, run in runs.items()}
         todo = word_problems(engines[names[0]], different, seed=seed)
         for step in range(steps):
@@ -123,6 +128,8 @@ def _line(seed: int, name: str, report: StepReport) -> dict[str, Any]:
         "tau": report.speculation.tau,
         "tokens": report.speculation.tokens,
         "generation": seconds.generation,
+        "reference": seconds.reference,
+        "training": seconds.training,
         "sync": seconds.sync,
         "draft": seconds.draft,
         "total": seconds.total,

@@ -277,6 +277,11 @@ def _read_config(path: Path) -> Any:
     """Return the transformers configuration of a model folder."""
     if not path.is_dir():
         raise OutriderError(f"{path} is not a folder; give the folder that holds the model's config.json")
+    if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
+        raise OutriderError(
+            f"{path} holds a PEFT adapter and no model; merge it with merge_and_unload(), and give the folder in which"
+            " save_pretrained writes the result"
+        )
     if not (path / "config.json").is_file():
         raise OutriderError(f"{path} holds no config.json; give the folder of a Hugging Face model")
     if is_head(path):

@@ -8,6 +8,8 @@ import torch
 
 from outrider.errors import OutriderError
 
+_PEFT_PARTS = (".lora_", ".base_layer.", ".modules_to_save.", ".original_module.")  # of names in a state_dict
+
 
 def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:
     """Check that new values fit the weights of a model.
@@ -20,6 +22,10 @@ def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torc
         OutriderError: a name is unknown, or a value has another shape or no float dtype.
     """
     for name, value in weights.items():
+        if name not in shapes and _is_adapter(name):
+            raise OutriderError(
+                f"{name!r} is a weight of a PEFT adapter that is not merged; give outrider.rl.merged_weights(model)"
+            )
         if name not in shapes:
             raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
         if value.shape != shapes[name]:
@@ -27,6 +33,11 @@ def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torc
         if not value.is_floating_point():
             dtype = str(value.dtype).removeprefix("torch.")
             raise OutriderError(f"{name} has dtype {dtype}; give float32, bfloat16 or float16")
+
+
+def _is_adapter(name: str) -> bool:
+    """Return whether a name is one of PEFT."""
+    return name.startswith("base_model.model.") or any(part in name for part in _PEFT_PARTS)
 
 
 def finite_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from outrider.rl.draft_training import DraftTraining
-from outrider.rl.grpo import GRPO, GRPOSettings
+from outrider.rl.grpo import GRPO
+from outrider.rl.peft import merged_weights
 from outrider.rl.records import Provenance, Rollout, RolloutBatch
 from outrider.rl.report import StepReport
 from outrider.rl.rewards import Problem
 from outrider.rl.rollout import RolloutEngine
+from outrider.rl.settings import GRPOSettings
 from outrider.rl.trl import TRLRollouts
 
 __all__ = [
@@ -21,4 +23,5 @@ __all__ = [
     "RolloutEngine",
     "StepReport",
     "TRLRollouts",
+    "merged_weights",
 ]

@@ -1,13 +1,14 @@
 """Train the draft together with the policy, on hidden states that the policy has computed already.
 
-The pass that computes the log-probabilities of the rollouts also records the hidden states of the policy. They are
-detached and belong to no graph, and the draft has its own optimizer and its own clipping of gradients. So the policy's
-gradients are the same with and without it, bit by bit.
+The passes of the policy's first update also record its hidden states. They are detached and belong to no graph, and the
+draft has its own optimizer and its own clipping of gradients. So the policy's gradients are the same with and without
+it, bit by bit.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -106,13 +107,16 @@ class DraftTraining:
         self._tolerance = tolerance
         self._samples: list[Sample] = []
         self._layers: list[int] = []  # of the policy whose outputs samples have
-        self._recorded: dict[int, torch.Tensor] = {}  # by layer, of the pass that is recorded
+        self._recorded: dict[int, list[torch.Tensor]] = defaultdict(list)  # by layer, of the passes that are recorded
         self._previous: dict[str, torch.Tensor] | None = None  # weights before the last update
         self._previous_acceptance: AcceptanceEstimate | None = None
 
     @contextmanager
     def recording(self, policy: Any, rollouts: Sequence[Rollout]) -> Iterator[None]:
-        """Record the hidden states of a pass of the policy over rollouts, which are padded on the right."""
+        """Record the hidden states of the policy for rollouts of one prompt, which are padded on the right.
+
+        The policy may read the first tokens of the prompt in a pass of their own, once for all rollouts.
+        """
         stack = layer_stack(policy)[1]
         layers = self._layers = sorted({*self._trainee.aux_states.layers, len(stack) - 1})
         hooks = [stack[layer].register_forward_hook(partial(self._record, layer)) for layer in layers]
@@ -121,7 +125,11 @@ class DraftTraining:
         finally:
             for hook in hooks:
                 hook.remove()
-        states = torch.stack([self._recorded.pop(layer) for layer in layers], 2)
+        by_layer = []
+        for layer in layers:
+            passes = [states.expand(len(rollouts), -1, -1) for states in self._recorded.pop(layer)]
+            by_layer.append(torch.cat(passes, 1))
+        states = torch.stack(by_layer, 2)
         for b, rollout in enumerate(rollouts):
             tokens = rollout.prompt_token_ids + rollout.token_ids
             self._samples.append(
@@ -201,7 +209,7 @@ class DraftTraining:
 
     def _record(self, layer: int, _module: nn.Module, _inputs: object, output: Any) -> None:
         out = output[0] if isinstance(output, tuple) else output
-        self._recorded[layer] = out.detach()
+        self._recorded[layer].append(out.detach())
 
 
 def _copied(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,11 +16,11 @@ _PHASE = 16  # output tokens of a phase
 
 @dataclass(slots=True, kw_only=True)
 class StepSeconds:
-    """Wall-clock seconds of the parts of a step."""
+    """Seconds of the parts of a step, by the clock of `GRPO`: the wall clock, unless it is replaced."""
 
     generation: float = 0.0
     reward: float = 0.0
-    logprobs: float = 0.0  # the trainer's own log-probabilities: old policy and reference
+    reference: float = 0.0  # log-probabilities under the reference model of the KL penalty
     training: float = 0.0  # forward, backward and optimizer
     draft: float = 0.0  # training of the draft
     sync: float = 0.0  # new weights into the engine
@@ -28,7 +28,7 @@ class StepSeconds:
     @property
     def total(self) -> float:
         """The seconds of the step."""
-        return self.generation + self.reward + self.logprobs + self.training + self.draft + self.sync
+        return self.generation + self.reward + self.reference + self.training + self.draft + self.sync
 
     @property
     def generation_share(self) -> float:

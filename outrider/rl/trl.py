@@ -9,14 +9,13 @@ policy. So the adapter accepts exact engines only, and loads the weights wheneve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
+from outrider.rl.peft import merged_weights
 from outrider.rl.records import Rollout, RolloutBatch
 from outrider.rl.rollout import RolloutEngine
 
@@ -33,6 +32,8 @@ class TRLRollouts:
 
     def __init__(self, engine: RolloutEngine, *, statistics: bool = True) -> None:
         """Use an engine for the model that the trainer trains. The names of their weights must be the same.
+
+        With `peft_config`, the engine gets the base model's weights with the LoRA adapter merged.
 
         Args:
             engine: a rollout engine with an exact verifier.
@@ -89,10 +90,7 @@ class TRLRollouts:
         if step == self._loaded_step:
             return
         model = trainer.accelerator.unwrap_model(trainer.model)
-        if hasattr(model, "peft_config"):
-            raise OutriderError("the trainer has a PEFT model, whose weights the engine cannot load; train all weights")
-        weights: Mapping[str, torch.Tensor] = model.state_dict()
-        self.engine.update_weights({name: value.detach() for name, value in weights.items()})
+        self.engine.update_weights(merged_weights(model))
         self._loaded_step = step
         self._calls = 0
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from outrider import OutriderError
 from outrider.core.stats import Stats
+from outrider.models.submodel import layer_stack
 from outrider.rl import GRPO, DraftTraining, GRPOSettings, Problem, RolloutEngine
 from outrider.rl.draft_training import acceptance_estimate
 from outrider.train.model.draft_model import load_trainable
@@ -51,6 +54,23 @@ def test_the_policy_does_not_notice(shelf, head, kind):
     assert fixed.engine.draft_version == 0
     assert [list(report.by_draft_age) for report in other_reports] == [[1], [2], [3]]
     assert all(report.seconds.draft > 0 for report in reports)
+
+
+@native
+def test_the_recorded_states_are_those_of_whole_sequences(shelf):
+    run = make(shelf / "policy", shelf / "draft", settings=replace(SETTINGS, updates=2))
+    samples = []
+    run.draft.train = lambda: samples.extend(run.draft._samples)
+    (report,) = run.train(PROBLEMS, 1)
+    assert 0 < len(samples) <= len(report.rewards)  # once per rollout, not per update
+    policy = load_trainable(shelf / "policy", torch.device("cpu")).model.eval()  # before the updates
+    outputs = []
+    layer_stack(policy)[1][-1].register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    for sample in samples:
+        policy(input_ids=torch.tensor([sample.tokens[:-1]]), use_cache=False)
+        (states,) = outputs.pop()
+        assert torch.allclose(sample.states[:, -1], states.detach(), atol=1e-4)
+        assert not sample.states.requires_grad
 
 
 @native

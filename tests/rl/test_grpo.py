@@ -12,7 +12,13 @@ import torch
 
 from outrider import OutriderError
 from outrider.rl import GRPO, GRPOSettings, Problem, RolloutEngine
-from outrider.rl.grpo import clipped_objective, down_sample, group_advantages, kl_estimate
+from outrider.rl.objective import (
+    clipped_objective,
+    down_sample,
+    group_advantages,
+    importance_weights,
+    kl_estimate,
+)
 from outrider.rl.report import by_phase
 from outrider.train.model.draft_model import load_trainable
 from tests.helpers import tiny
@@ -159,19 +165,35 @@ def test_down_sampling_keeps_the_largest_variance():
 def test_update_uses_some_of_the_answers(shelf):
     settings = GRPOSettings(problems=2, samples=4, trained_samples=2, max_tokens=8, lr=1e-2, seed=4)
     run = make(shelf / "policy", settings=settings)
-    lengths = []
-    logprobs = run.logprobs
+    counts = []
+    split = run._updater.micro_batches
 
-    def record(model, tensors):
-        lengths.append(len(tensors.token_ids))
-        return logprobs(model, tensors)
+    def record(rollouts, advantages):
+        counts.append(len(rollouts))
+        return split(rollouts, advantages)
 
-    run.logprobs = record
+    run._updater.micro_batches = record
     (report,) = run.train(PROBLEMS, 1)
     assert len(report.rewards) == 8
-    assert 0 < max(lengths) <= 4
+    assert 0 < counts[0] <= 4
     with pytest.raises(OutriderError, match="trained_samples is 5; use 2 to 4"):
         GRPOSettings(samples=4, trained_samples=5)
+
+
+@pytest.mark.parametrize(("updates", "beta"), [(1, 0.0), (3, 0.0), (1, 0.05)])
+def test_an_update_has_one_pass_for_each_prompt_and_its_answers(shelf, updates, beta):
+    settings = GRPOSettings(problems=2, samples=4, max_tokens=8, updates=updates, beta=beta)
+    run = make(shelf / "policy", settings=settings, reward=lambda rollout, _: float(rollout.sample))
+    passes = {"policy": 0, "reference": 0}
+    models = {"policy": run.policy}
+    if beta:
+        models["reference"] = run._updater._reference
+    for name, model in models.items():
+        model.register_forward_hook(lambda *_, name=name: passes.update({name: passes[name] + 1}))
+    (report,) = run.train(PROBLEMS, 1)
+    assert passes == {"policy": 2 * 2 * updates, "reference": 2 * 2 if beta else 0}
+    assert report.logprob_error < 1e-4
+    assert report.kl == 0 or updates > 1  # policy and reference are the same before the first update
 
 
 def test_objective_and_divergence():
@@ -227,7 +249,7 @@ def test_importance_weights_correct_rollouts_of_a_blend(shelf):
     (report,) = run.train(PROBLEMS, 1)
     assert report.logprob_error > 0.01  # the rollouts have the log-probabilities of the blend
     logprobs, law = torch.tensor([[0.0, -1.0, -2.0]]), torch.tensor([[0.0, -2.0, -1.0]])
-    weights = run._importance(logprobs, SimpleNamespace(sampled_logprobs=law))
+    weights = importance_weights(logprobs, law, 1.5)
     assert torch.allclose(weights, torch.tensor([[1.0, 1.5, math.exp(-1)]]))
     with pytest.raises(OutriderError, match="and correct it by importance weights"):
         make(shelf / "policy", **{**options, "allow_lossy": None})

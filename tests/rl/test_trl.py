@@ -85,9 +85,9 @@ def test_what_is_refused(shelf):
     with pytest.raises(OutriderError, match="chat_template_kwargs"):
         function([[{"role": "user", "content": "a"}]], trainer(shelf, chat_template_kwargs={"x": 1}))
     grpo = trainer(shelf)
-    grpo.model.peft_config = {}
+    grpo.model.peft_config = {"default": SimpleNamespace(peft_type="IA3")}
     grpo.state.global_step = 5
-    with pytest.raises(OutriderError, match="PEFT"):
+    with pytest.raises(OutriderError, match="an adapter of type IA3, which is not LoRA; use LoraConfig, or"):
         function(["a"], grpo)
     lossy = RolloutEngine(LLM(shelf / "policy", proposer="ngram", verifier="typical", **OPTIONS), allow_lossy="typical")
     with pytest.raises(OutriderError, match="typical is lossy, and TRL does not correct"):
@@ -147,6 +147,48 @@ def test_training_with_trl(shelf, tmp_path, monkeypatch):
     assert set(taus[8:]) == {1.0}
     if function.engine.provenance.same_tokens:
         assert all(torch.equal(value, trained[1][name]) for name, value in trained[0].items())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_training_a_lora_adapter_with_trl(shelf, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    pytest.importorskip("trl")
+    peft = pytest.importorskip("peft")
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(shelf / "policy")
+    tokenizer.eos_token, tokenizer.pad_token = tokenizer.convert_ids_to_tokens([3, 0])
+    function = rollouts(shelf, verifier="coupled")
+    start = function.engine.llm.weights.checksum()
+    trainer = GRPOTrainer(
+        model=load_trainable(shelf / "policy", torch.device("cpu")).model,
+        reward_funcs=lambda completion_ids, **_: [sum(token % 2 == 0 for token in ids) for ids in completion_ids],
+        args=GRPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=8,
+            max_steps=2,
+            learning_rate=1e-1,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            seed=1,
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["class A:", "def f", "import os"]}),
+        processing_class=tokenizer,
+        rollout_func=function,
+        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    )
+    errors = _watch_logprobs(trainer, function)
+    trainer.train()
+    assert function.engine.version == 2
+    assert function.engine.llm.weights.checksum() != start  # of the second step: the adapter has changed
+    assert all(max(each) < 1e-4 for each in errors)
 
 
 def _watch_logprobs(trainer, function):

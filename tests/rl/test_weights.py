@@ -79,6 +79,8 @@ def test_a_bad_update_changes_nothing(shelf, changed, kernels):
     hole[3] = torch.nan
     for bad, message in (
         ({"model.zork": torch.zeros(1)}, "no weight 'model.zork'"),
+        ({"base_model.model.zork": torch.zeros(1)}, r"not merged; give outrider.rl.merged_weights\(model\)"),
+        ({"zork.base_layer.weight": torch.zeros(1)}, r"not merged; give outrider.rl.merged_weights\(model\)"),
         ({norm: weights[norm][1:]}, r"has shape \(63,\); give \(64,\)"),
         ({norm: torch.ones(64, dtype=torch.int64)}, "has dtype int64"),
         ({norm: hole}, "NaN or infinite in float32; the old weights stay"),
