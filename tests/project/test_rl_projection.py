@@ -57,8 +57,8 @@ def test_longer_drafts_are_slower_in_a_full_batch(alpha):
 def test_a_published_projection():
     """NeMo-RL, Qwen3-235B-A22B in FP8, 2048 GB200, k = 5 with 4 tokens per pass: 3.5 for rollouts, 2.5 for the step.
 
-    A replica has 8 GPUs here, so 256 replicas have a batch of 4096 and the rollouts of two later steps: 48 sequences each.
-    The share of the generation, 0.84, follows from the two published figures.
+    A replica has 8 GPUs here, so 256 replicas have a batch of 4096 and the rollouts of two later steps: 48 sequences
+    each. The share of the generation, 0.84, follows from the two published figures.
     """
     layout = ("--devices", "8", "--link", "900", "--weight-bits", "8", "--context", "8192")
     result = project(*layout, "--alpha", "0.834", "--k", "5", "--rl", "0.84", target="235B-A22B", batch="48")
