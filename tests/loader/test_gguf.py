@@ -232,6 +232,14 @@ def test_rotary_scaling_is_named(tmp_path, monkeypatch):
         load_checkpoint(path)
 
 
+def test_partial_rotary_embeddings_are_refused(tmp_path, monkeypatch):
+    add = gguf.GGUFWriter.add_rope_dimension_count
+    monkeypatch.setattr(gguf.GGUFWriter, "add_rope_dimension_count", lambda writer, _: add(writer, 24))
+    path = write_gguf(tmp_path / "model.gguf", _model())
+    with pytest.raises(UnsupportedModel, match="rotates 24 of 32 dimensions of each head"):
+        load_checkpoint(path)
+
+
 def test_a_missing_tensor_is_named(tmp_path):
     model = _model()
     del model.model.layers[1].mlp.up_proj
