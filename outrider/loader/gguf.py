@@ -211,8 +211,8 @@ def _check_rotary(file: GGUFFile, name: str) -> None:
     rotated = file.field(f"{name}.rope.dimension_count")
     if rotated not in (None, size):
         raise UnsupportedModel(
-            f"{file.path} rotates {rotated} of {size} dimensions of each head, which GGUF files do not support here; use"
-            " the folder of the Hugging Face model"
+            f"{file.path} rotates {rotated} of {size} dimensions of each head, which is not supported in GGUF"
+            " files; use the folder of the Hugging Face model"
         )
 
 
