@@ -109,6 +109,7 @@ def open_gguf(path: Path) -> GGUFFile:
         raise OutriderError(f"{path} has no tokenizer; convert the model again, with its tokenizer")
     if (head_dim := file.field(f"{name}.attention.key_length")) is not None:
         config.head_dim = head_dim  # transformers reads it for some architectures only
+    _check_rotary(file, name)
     config.dtype = file.dtype
     return file
 
@@ -200,6 +201,18 @@ def _check_types(file: GGUFFile) -> None:
         raise UnsupportedModel(
             f"{file.path} has tensors of type {', '.join(unknown)}, which are not supported; convert the model to one"
             " of Q8_0, Q4_K, Q4_0, BF16, F16"
+        )
+
+
+def _check_rotary(file: GGUFFile, name: str) -> None:
+    """Refuse files that rotate a part of each head, which transformers does not read from them."""
+    config = file.config
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = file.field(f"{name}.rope.dimension_count")
+    if rotated not in (None, size):
+        raise UnsupportedModel(
+            f"{file.path} rotates {rotated} of {size} dimensions of each head, which is not supported in GGUF"
+            " files; use the folder of the Hugging Face model"
         )
 
 

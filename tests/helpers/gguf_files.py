@@ -89,10 +89,25 @@ def _reordered(config: Any, module: str, weight: torch.Tensor) -> np.ndarray:
 
 def _add(writer: Any, name: str, values: np.ndarray, kind: str) -> None:
     type_ = gguf.GGMLQuantizationType[kind]
+    if kind in ("Q4_K", "Q6_K"):  # the package gguf reads them and does not write them
+        writer.add_tensor(name, random_blocks(kind, *values.shape), raw_dtype=type_)
+        return
     if kind in ("F32", "F16"):
         writer.add_tensor(name, values.astype(np.float32 if kind == "F32" else np.float16))
         return
     writer.add_tensor(name, gguf.quantize(values, type_), raw_dtype=type_)
+
+
+def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
+    """Return random blocks [outputs, bytes] of a type. Their half floats are finite."""
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    source = np.random.default_rng(seed)
+    data = source.integers(0, 256, (outputs, inputs // block, size), dtype=np.uint8)
+    halves = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind, (0,))
+    for at in halves:
+        numbers = source.uniform(-0.01, 0.01, (outputs, inputs // block)).astype(np.float16)
+        data[:, :, at : at + 2] = numbers[..., None].view(np.uint8)
+    return data.reshape(outputs, -1)
 
 
 def _add_tokenizer(writer: Any, rule: str) -> None:

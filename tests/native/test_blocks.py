@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gguf
-import numpy as np
 import pytest
 import torch
 
@@ -11,21 +10,13 @@ from outrider.models.gguf_linear import BlockWeight
 from outrider.native import decoder
 from outrider.native.blocks import can_pack, join_blocks, pack_blocks
 from outrider.native.pack import pack
+from tests.helpers.gguf_files import random_blocks
 
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
 def _random(kind: str, outputs: int, inputs: int, seed: int = 0) -> BlockWeight:
-    """Return random blocks. Their half floats are finite."""
-    type_ = gguf.GGMLQuantizationType[kind]
-    block, size = gguf.GGML_QUANT_SIZES[type_]
-    source = np.random.default_rng(seed)
-    data = source.integers(0, 256, (outputs, inputs // block, size), dtype=np.uint8)
-    halves = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind, (0,))
-    for at in halves:
-        numbers = source.uniform(-0.01, 0.01, (outputs, inputs // block)).astype(np.float16)
-        data[:, :, at : at + 2] = numbers[..., None].view(np.uint8)
-    return BlockWeight(data.reshape(outputs, -1), type_, inputs)
+    return BlockWeight(random_blocks(kind, outputs, inputs, seed), gguf.GGMLQuantizationType[kind], inputs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
