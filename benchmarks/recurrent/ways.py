@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from outrider.models.recurrent import delta_rule, staging, state_space
+from outrider.models.recurrent import delta_rule, state_space
 from outrider.models.recurrent.layer import Staged
 from outrider.models.recurrent.rows import Rows, chain_rows
+from outrider.models.recurrent.staging import keeps_states
 
 ROUNDS = 30
 # By name: sequences, heads, and the two sizes of a state matrix.
@@ -37,9 +39,10 @@ def main() -> None:
     for name, sizes in SIZES.items():
         for module, make in ((state_space, _state_space_round), (delta_rule, _delta_round)):
             for entries in ENTRIES:
-                seconds = _measure(make(*sizes, entries))
+                seconds = _measure(module, make(*sizes, entries))
                 base = torch.empty(sizes)
-                chosen = seconds["states" if staging.keeps_states(base, entries) else "inputs"]
+                by_states = keeps_states(base, entries, module._LIMITS)
+                chosen = seconds["states" if by_states else "inputs"]
                 table.add_row(
                     name,
                     module.__name__.rpartition(".")[2],
@@ -51,17 +54,17 @@ def main() -> None:
     Console(width=110).print(table)
 
 
-def _measure(run: Callable[[], None]) -> dict[str, float]:
+def _measure(module: Any, run: Callable[[], None]) -> dict[str, float]:
     """Return the seconds of a round by way."""
-    limits = staging._MAX_ENTRIES, staging._MAX_NUMBERS
+    choose = module._keeps_states
     best = {"states": float("inf"), "inputs": float("inf")}
     for _ in range(ROUNDS):
-        for way, limit in (("states", 1 << 30), ("inputs", 0)):
-            staging._MAX_ENTRIES = staging._MAX_NUMBERS = limit
+        for way in best:
+            module._keeps_states = lambda *_, way=way: way == "states"
             begin = time.thread_time()
             run()
             best[way] = min(best[way], time.thread_time() - begin)
-    staging._MAX_ENTRIES, staging._MAX_NUMBERS = limits
+    module._keeps_states = choose
     return best
 
 

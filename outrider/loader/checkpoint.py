@@ -372,6 +372,11 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> 
                 f"transformers cannot read the model in {path} into {tp} ranks ({error}); use --tp 1, or copy the"
                 " checkpoint again if that fails, too"
             ) from error
+        if isinstance(error, ImportError):
+            raise OutriderError(
+                f"the model in {path} ({config.model_type}) needs a package that is missing ({_first_line(error)});"
+                " install it with pip"
+            ) from error
         raise OutriderError(f"the model in {path} cannot be read ({error}); copy the checkpoint again") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -386,6 +391,11 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> 
             f" {tuple(expected_shape)}; copy both from one checkpoint"
         )
     return model.eval()
+
+
+def _first_line(error: Exception) -> str:
+    """Return the message of an error, without the lines that transformers adds to those of missing packages."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _attention(config: Any) -> dict[str, str]:

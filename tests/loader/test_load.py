@@ -97,6 +97,17 @@ def test_error_message_for_invalid_folder(case, folder):
         load_checkpoint(folder, device="cpu")
 
 
+def test_missing_package_is_named(shelf, monkeypatch):
+    def fail(*_args, **_settings):
+        raise ImportError("\nMambaMixer requires the mamba_ssm library but it was not found.\nInstall it. \n")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    message = r"\(mamba2\) needs a package that is missing \(MambaMixer requires the mamba_ssm library .*\); install it"
+    with pytest.raises(OutriderError, match=message) as raised:
+        load_checkpoint(shelf.folder("mamba2"), device="cpu")
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

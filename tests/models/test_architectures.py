@@ -13,7 +13,8 @@ from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
-from outrider.testing import random_tree
+from outrider.loader.make import make_target
+from outrider.testing import check_cache, random_tree
 from tests.helpers import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # GPTBigCode
@@ -103,6 +104,28 @@ def test_committed_cache_equals_fresh_prefill(name, shelf):
             assert relative_error(logits, expected[0]) < TOLERANCE
             target.cache.release(seq.slot)
             fresh.cache.release(seq.slot)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tiny.ATTENTION)
+def test_batch_of_16_equals_transformers(name, shelf):
+    rng = random.Random(6)
+    prompts = [tiny.text(rng, length) for length in (2, 3, 5, 8, 13, 21, 34, 40, 1, 31, 16, 17, 7, 9, 38, 2)]
+    expected = [tiny.greedy(shelf.model(name), prompt, 6) for prompt in prompts]
+    options = {"dtype": "float32", "device": "cpu", "max_num_seqs": 16, "max_model_len": 64}
+    llm = LLM(shelf.folder(name), proposer="merge(ngram,recycle)", k=4, **options)
+    completions = llm.generate(prompts, SamplingParams(max_tokens=6))
+    assert [list(completion.token_ids) for completion in completions] == expected
+    assert llm.stats.draft_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@torch.inference_mode()
+def test_conformance_of_the_cache(name, shelf):
+    checkpoint = load_checkpoint(shelf.folder(name), dtype="float32", device="cpu")
+    # Deep layers of random weights enlarge rounding.
+    check_cache(lambda: make_target(checkpoint, slots=4, context=128), trials=1, tolerance=2e-4)
 
 
 @pytest.mark.parametrize("name", tiny.REFUSED)

@@ -10,7 +10,7 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
-from outrider.models.recurrent import staging
+from outrider.models.recurrent import delta_rule, state_space
 from outrider.models.recurrent.rows import CHUNK
 from outrider.testing import random_tree
 from outrider.testing.drive import append, make_round
@@ -107,9 +107,9 @@ def test_chain_that_is_drafted_token_by_token(name, shelf):
 @torch.inference_mode()
 def test_both_ways_give_the_same_states(name, is_chain, shelf, monkeypatch):
     logits = {}
-    for limit in (0, 1 << 30):
-        monkeypatch.setattr(staging, "_MAX_ENTRIES", limit)
-        monkeypatch.setattr(staging, "_MAX_NUMBERS", limit)
+    for by_states in (False, True):
+        for rule in (delta_rule, state_space):
+            monkeypatch.setattr(rule, "_keeps_states", lambda *_, choice=by_states: choice)
         rng = random.Random(2)
         target = shelf.target(name)
         seqs = [tiny.admit(target, slot, tiny.text(rng, 4 + 5 * slot)) for slot in range(3)]
@@ -120,8 +120,8 @@ def test_both_ways_give_the_same_states(name, is_chain, shelf, monkeypatch):
             paths = [tiny.branch(draft, b, rng.randint(-1, width - 1)) for b, width in enumerate(draft.width)]
             batch = tiny.everything(seqs)
             commit(target, batch, draft, target.score(batch, draft), paths, [rng.randrange(tiny.VOCAB)] * 3)
-        logits[limit] = next_logits(target, seqs)
-    assert relative_error(logits[0], logits[1 << 30]) < TOLERANCE
+        logits[by_states] = next_logits(target, seqs)
+    assert relative_error(logits[False], logits[True]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -158,3 +158,19 @@ def test_shared_prefix_continues_from_a_snapshot(name, shelf):
     assert relative_error(next_logits(target, [again])[0], expected_logits(model, again)) < TOLERANCE
     target.cache.forget()
     assert admit(3, [*common, 1]).num_cached_tokens == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("proposer", ["draft", "tree"])
+@pytest.mark.parametrize("name", NAMES)
+def test_as_draft_of_itself(name, proposer, shelf):
+    folder = shelf.folder(name)
+    prompts = [list(b"to be or not to be"), [5, 6, 7]]
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    options = OPTIONS | {"max_model_len": 64, "max_num_seqs": 2}
+    plain = LLM(folder, proposer="none", **options).generate(prompts, params)
+    llm = LLM(folder, proposer=f"{proposer}:{folder}", k=3, **options)
+    assert [c.token_ids for c in llm.generate(prompts, params)] == [c.token_ids for c in plain]
+    if proposer == "draft":
+        assert llm.stats.accepted == llm.stats.offered
+    assert sum(llm.stats.accepted) > 0

@@ -19,6 +19,7 @@ from outrider.cli.app import app as cli
 from outrider.errors import OutriderError
 from outrider.media import load_models
 from outrider.media.calibration.document import Calibration
+from outrider.media.calibration.drift import DriftWatch
 from outrider.media.evaluation.bootstrap import Interval
 from outrider.serve.command import load_videos
 from outrider.serve.openai.errors import add_handlers
@@ -311,6 +312,37 @@ def test_the_calibration_of_the_folder_is_the_default(tmp_path):
     (folder / "calibration.json").write_text("{}")
     with pytest.raises(OutriderError, match=r"calibration .* cannot be read"):
         load_videos(Settings(media=str(folder)))
+
+
+def test_drift_of_the_accepted_share_is_logged_once(tmp_path, caplog):
+    folder = write_models(tmp_path / "shapes")
+    interval = Interval(value=0.98, low=0.97, high=0.99)
+    measured = {"quality": interval, "held_out": interval, "speedup": 1.5, "accepted_share": 0.5, "drafts": 400}
+    calibration = Calibration(wanted=0.98, threshold=0.0, aggregate="min", reached=True, **measured)
+    calibration.write(folder / "calibration.json")
+    service = load_videos(Settings(media=str(folder)))
+    service._watch = DriftWatch(calibration, window=20)
+    app = FastAPI()
+    add_video_routes(app, service)
+    service.start()
+    client = TestClient(app)
+
+    def make(**fields):  # all drafts are accepted: no score is below 0
+        video = client.post("/v1/videos", json={"prompt": CAPTION, "seed": 1, **fields}).json()
+        assert wait(client, video)["speculation"]["accepted_share"] == 1
+
+    def warnings():
+        return [record.message for record in caplog.records if "at calibration" in record.message]
+
+    for fields in ({"blocks": 2}, {"budget": 1}, {"threshold": 0}):  # not as at calibration
+        for _ in range(20):
+            make(**fields)
+    assert not warnings()
+    for _ in range(25):
+        make()
+    service.stop()
+    (warning,) = warnings()
+    assert warning.startswith("shapes: 100 % of the last 20 drafts were accepted, but 50 % at calibration")
 
 
 @pytest.mark.parametrize(

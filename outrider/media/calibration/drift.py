@@ -7,7 +7,7 @@ from collections import deque
 
 from outrider.errors import OutriderError
 from outrider.media.calibration.document import Calibration
-from outrider.media.results import Maker, MediaResult
+from outrider.media.results import BlockResult, Maker, MediaResult
 
 _LIMIT = 4.0  # standard deviations; with a check after every output, a smaller limit warns too often by chance
 
@@ -56,7 +56,13 @@ class DriftWatch:
 
     def update(self, result: MediaResult) -> None:
         """Add the drafts of an output."""
-        self._accepted.extend(block.maker is Maker.DRAFTER for block in result.blocks if block.drafted)
+        for block in result.blocks:
+            self.add(block)
+
+    def add(self, block: BlockResult) -> None:
+        """Add the draft of a block, if there was one."""
+        if block.drafted:
+            self._accepted.append(block.maker is Maker.DRAFTER)
 
     def message(self) -> str | None:
         """Return a warning, or None if nothing has changed."""

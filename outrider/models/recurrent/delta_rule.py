@@ -17,6 +17,7 @@ from outrider.models.recurrent.staging import keeps_states
 STATE = "state"  # [B, H, K, V] float32
 STATES = "states"  # [B, E, H, K, V], by states
 _KEY, _VALUE, _OWN, _DECAY = "key", "value", "own decay", "decay"  # by inputs
+_LIMITS = (1 << 20, 1 << 20, 1 << 17)  # of `keeps_states`, from `benchmarks/recurrent/ways.py`
 
 
 def advance(
@@ -32,9 +33,13 @@ def advance(
     if decay.dim() == 3:
         decay = decay[..., None]
     is_first = rows.num_entries == rows.num_new
-    if STATES in staged.entries or (is_first and keeps_states(staged.base[STATE], rows.num_entries)):
+    if STATES in staged.entries or (is_first and _keeps_states(staged, rows)):
         return _advance_by_states(staged, query, key, value, decay, beta, rows)
     return _advance_by_inputs(staged, query, key, value, decay, beta, rows)
+
+
+def _keeps_states(staged: Staged, rows: Rows) -> bool:
+    return keeps_states(staged.base[STATE], rows.num_entries, _LIMITS)
 
 
 def state_after(staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:

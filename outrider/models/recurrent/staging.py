@@ -7,12 +7,18 @@ States take fewer operations, and inputs move fewer bytes (`benchmarks/recurrent
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-_MAX_ENTRIES = 3
-_MAX_NUMBERS = 1 << 17  # of the states after all entries of all sequences, which is 512 KB
 
+def keeps_states(base: torch.Tensor, entries: int, limits: Sequence[int]) -> bool:
+    """Return whether the state after each of a few tokens is kept.
 
-def keeps_states(base: torch.Tensor, entries: int) -> bool:
-    """Return whether the state after each of `entries` tokens is kept. `base` is the state [B, ...] before them."""
-    return entries <= _MAX_ENTRIES and entries * base.numel() <= _MAX_NUMBERS
+    Args:
+        base: the state [B, ...] before them.
+        entries: the number of tokens.
+        limits: for 1, 2, ... tokens: up to so many numbers of the states after all tokens of all sequences, states are
+            faster than inputs in this kind of layer. More tokens are always processed by inputs.
+    """
+    return entries <= len(limits) and entries * base.numel() <= limits[entries - 1]

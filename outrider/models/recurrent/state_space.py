@@ -17,6 +17,7 @@ STATE = "state"  # [B, H, P, N] float32
 STATES = "states"  # [B, E, H, P, N], by states
 # By inputs: [B, E, H, P], [B, E, H, N] and [B, E, H], the decay of each entry and its sum along the path.
 _X, _B, _OWN, _DECAY = "x", "B", "own decay", "decay"
+_LIMITS = (1 << 17, 1 << 17)  # of `keeps_states`, from `benchmarks/recurrent/ways.py`
 
 
 def advance(
@@ -29,7 +30,7 @@ def advance(
 ) -> torch.Tensor:
     """Add new entries and return their outputs [B, L, H, P]. All tensors are float32."""
     is_first = rows.num_entries == rows.num_new
-    if STATES in staged.entries or (is_first and keeps_states(staged.base[STATE], rows.num_entries)):
+    if STATES in staged.entries or (is_first and _keeps_states(staged, rows)):
         new = linear_scan(
             staged.base[STATE],
             staged.entries.get(STATES),
@@ -40,6 +41,10 @@ def advance(
         add_entries(staged, {STATES: new})
         return (new @ c[..., None])[..., 0]
     return _advance_by_inputs(staged, x, decay, b, c, rows)
+
+
+def _keeps_states(staged: Staged, rows: Rows) -> bool:
+    return keeps_states(staged.base[STATE], rows.num_entries, _LIMITS)
 
 
 def state_after(staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:

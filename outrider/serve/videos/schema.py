@@ -39,6 +39,7 @@ class VideoTask:
     blocks: int
     scale: int  # rows and columns that a pixel of a frame becomes
     output_format: str
+    calibrated: bool  # whether router and number of blocks are those of the calibration
 
 
 class VideoRequest(BaseModel):
@@ -91,13 +92,16 @@ class VideoRequest(BaseModel):
         router = self._router(served)
         with attribute_errors("threshold"):
             served.models.engine.check(router)
+        blocks = self._blocks(served)
+        whole = blocks == served.max_blocks and self.budget is None
         return VideoTask(
             prompt=self.prompt,
             router=router,
             seed=random.getrandbits(32) if self.seed is None else self.seed,
-            blocks=self._blocks(served),
+            blocks=blocks,
             scale=self._scale(served),
             output_format=self.output_format,
+            calibrated=self.router == "gate" and self.threshold is None and whole,
         )
 
     def _router(self, served: ServedModels) -> Router:

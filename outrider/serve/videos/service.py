@@ -8,6 +8,8 @@ from threading import Condition, Thread
 import torch
 
 from outrider.core.params import InvalidParam
+from outrider.media.calibration.drift import DriftWatch
+from outrider.media.results import BlockResult
 from outrider.serve.async_llm import QueueFull
 from outrider.serve.openai.errors import UnknownName
 from outrider.serve.videos.encode import encode_video
@@ -36,6 +38,8 @@ class VideoService:
         self._jobs: dict[str, VideoJob] = {}  # by id, in the order in which they were created
         self._changed = Condition()  # guards the jobs and `_stopping`
         self._stopping = False
+        self._watch = None if served.calibration is None else DriftWatch(served.calibration)
+        self._warned = False  # of the present drift
         self._thread = Thread(target=self._run, name="videos", daemon=True)
 
     def start(self) -> None:
@@ -145,7 +149,18 @@ class VideoService:
                 return
             frames.append(block.content)
             job.add(block)
+            if task.calibrated:
+                self._watch_drift(block)
         job.complete(encode_video(torch.cat(frames), scale=task.scale, output_format=task.output_format))
+
+    def _watch_drift(self, block: BlockResult) -> None:
+        """Log a warning when drafts are no longer accepted as often as at calibration."""
+        assert self._watch is not None
+        self._watch.add(block)
+        message = self._watch.message()
+        if message is not None and not self._warned:
+            _log.warning("%s: %s", self.served.name, message)
+        self._warned = message is not None
 
     def _drop_old(self) -> None:
         ended = [job for job in self._jobs.values() if job.ended]
