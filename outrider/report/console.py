@@ -14,7 +14,7 @@ from rich.table import Table
 from outrider.errors import OutriderError
 
 NONE = "–"  # printed in place of a missing number
-_FILE_WIDTH = 120  # columns of tables if the output is not a terminal
+_FILE_WIDTH = 160  # columns of tables if the output is not a terminal
 
 Document = dict[str, Any]
 
