@@ -21,7 +21,7 @@ HEAD = """\
 This page lists every command of `outrider` and its options. `outrider COMMAND --help` prints the same text.
 
 `outrider --version` prints the version. Every command has `-h` and `--help`. A mistake in an option or a file ends the
-command with exit code 2 and a message on standard error that says what to change.
+command with exit code 2 and one line on standard error that says what to change.
 
 | Command | Purpose |
 |---|---|

@@ -12,13 +12,13 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
 
 from outrider._version import __version__
 from outrider.audit.server.settings import ServerOptions, check_given
 from outrider.cli import drafts, options
 from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.media import media
+from outrider.cli.mistakes import Commands, print_mistake
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.source import SourceOptions, read_source
 from outrider.errors import OutriderError
@@ -66,19 +66,8 @@ _SERVER_LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_round_ms", "cac
 _Models = TypeVar("_Models", bound=options.EngineOptions)
 
 
-class _Commands(TyperGroup):
-    """Prints an `OutriderError` as one line, without a traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except OutriderError as error:
-            _say(str(error))
-            raise typer.Exit(2) from None
-
-
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -98,14 +87,8 @@ def main() -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that flushing at exit does not fail again
         if error.errno != errno.EPIPE:  # the reader has closed the pipe
-            _say(f"the output cannot be written ({error.strerror}); free some space, or write it elsewhere")
+            print_mistake(f"the output cannot be written ({error.strerror}); free some space, or write it elsewhere")
         raise SystemExit(1) from None
-
-
-def _say(mistake: str) -> None:
-    # Print paths and names without wrapping and markup.
-    Console(stderr=True).print("[red]error:[/red]", end=" ")
-    typer.echo(mistake, err=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -513,4 +496,4 @@ def _tune_server(
 
 for command in (drafts.fit, drafts.train, drafts.inspect, drafts.convert, drafts.export, drafts.index, drafts.layers):
     app.command()(command)
-app.add_typer(media, name="media")
+app.add_typer(media, name="media", cls=Commands)

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import click
+import typer
 
 from outrider.errors import OutriderError
 from outrider.parallel.processes import rank, world_size
@@ -37,7 +37,7 @@ def joined(tp: int, device: str) -> Iterator[Ranks | None]:
     assert ranks is not None
     try:
         yield ranks
-    except click.exceptions.Exit:
+    except typer.Exit:
         ranks.leave()
         raise
     except OutriderError as error:

@@ -257,7 +257,7 @@ def test_error_messages_are_one_line(words, message):
 def test_error_of_a_negative_seed(command):
     result = invoke(command, "--seed", "-1")
     assert result.exit_code == 2
-    assert "Invalid value for '--seed'" in result.stderr
+    assert result.stderr == "error: --seed is -1; use a number of at least 0\n"
 
 
 def test_error_of_binary_input():
@@ -349,7 +349,7 @@ def test_audit_command(monkeypatch, passed, code):
 
 
 @pytest.mark.parametrize(
-    ("k", "message"), [("auto", "Invalid value for '--k'"), ("0", "k is 0; use a whole number of at least 1")]
+    ("k", "message"), [("auto", "--k is 'auto'; use a whole number"), ("0", "k is 0; use a whole number of at least 1")]
 )
 def test_audit_needs_a_number_of_draft_tokens(k, message):
     result = invoke("audit", "--k", k)

@@ -1,0 +1,82 @@
+"""Print every mistake of a user as one line."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from outrider.errors import OutriderError
+
+# The exceptions of click, or of the copy of click in newer releases of typer.
+_exceptions: Any = import_module(typer.BadParameter.__module__)
+# By the type of pydantic's error: what an option takes.
+_EXPECTED = {
+    "greater_than_equal": "a number of at least {ge:.15g}",
+    "less_than_equal": "a number of at most {le:.15g}",
+    "int_parsing": "a whole number",
+    "float_parsing": "a number",
+}
+
+
+class Commands(TyperGroup):
+    """Commands that print a mistake as one line, without a traceback or a usage text, and exit with code 2."""
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        """Read the options of the group itself."""
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except _exceptions.UsageError as error:
+            _report(error)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Read the options of a command and run it."""
+        try:
+            return super().invoke(ctx)
+        except OutriderError as error:
+            print_mistake(str(error))
+            raise typer.Exit(2) from None
+        except _exceptions.UsageError as error:
+            _report(error, command=f"{ctx.command_path} {ctx.invoked_subcommand}")
+
+
+def print_mistake(mistake: str) -> None:
+    """Print one line on standard error, with paths and names as they are: without wrapping and markup."""
+    Console(stderr=True).print("[red]error:[/red]", end=" ")
+    typer.echo(mistake, err=True)
+
+
+def _report(error: Any, command: str | None = None) -> NoReturn:
+    """Print a mistake that click has found, and end the program.
+
+    Args:
+        error: The mistake.
+        command: The command with the mistake, for an error that does not know it.
+    """
+    if type(error).__name__ == "NoArgsIsHelpError":  # typer prints the help; old releases of click lack this class
+        raise error
+    print_mistake(_value_mistake(error) or _with_help(error, error.ctx.command_path if error.ctx else command))
+    raise typer.Exit(error.exit_code) from None
+
+
+def _value_mistake(error: Any) -> str | None:
+    """Return what is wrong with the value of an option, if pydantic's error tells it."""
+    if error.__cause__ is None or not hasattr(error.__cause__, "errors"):
+        return None
+    details = error.__cause__.errors()[0]
+    expected = _EXPECTED.get(details["type"])
+    if expected is None:
+        return None
+    value = repr(details["input"]) if details["type"].endswith("parsing") else str(details["input"]).strip()
+    return f"{max(error.param.opts, key=len)} is {value}; use {expected.format(**details.get('ctx', {}))}"
+
+
+def _with_help(error: Any, command: str | None) -> str:
+    """Return click's message in one line, and the command that explains the options."""
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    if command is None:
+        return message
+    return f"{message}{' See' if message.endswith('?') else '; see'} {command} --help"

@@ -1,0 +1,68 @@
+"""Tests of the line that a wrong option, value, argument or command prints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.cli.app import app
+
+
+def invoke(words):
+    return CliRunner().invoke(app, words, prog_name="outrider")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["fit", "--minutes", "-3"], "--minutes is -3; use a number of at least 0"),
+        (["fit", "--minutes", " -3\n"], "--minutes is -3; use a number of at least 0"),
+        (["fit", "--minutes", "x"], "--minutes is 'x'; use a number"),
+        (["fit", "--minutes", "a\nb"], "--minutes is 'a\\nb'; use a number"),
+        (["fit", "--batch", "1.5"], "--batch is '1.5'; use a whole number"),
+        (["scale", "--replicas", "0"], "--replicas is 0; use a number of at least 1"),
+        (["serve", "--port", "65536"], "--port is 65536; use a number of at most 65535"),
+        (["media", "demo", "--seed", "-2"], "--seed is -2; use a number of at least 0"),
+        (["run", "--temperature"], "Option '--temperature' requires an argument; see outrider run --help"),
+        (["media", "demo", "--seed"], "Option '--seed' requires an argument; see outrider media demo --help"),
+        (["run", "--chat=1"], "Option '--chat' does not take a value; see outrider run --help"),
+        (["--version=1"], "Option '--version' does not take a value"),
+        (
+            ["run", "--tempurature", "1"],
+            "No such option: --tempurature (Possible options: --temperature); see outrider run --help",
+        ),
+        (["--unknown"], "No such option: --unknown; see outrider --help"),
+        (["rn"], "No such command 'rn'. Did you mean 'run'? See outrider --help"),
+        (["unknown"], "No such command 'unknown'; see outrider --help"),
+        (["media", "demoo"], "No such command 'demoo'. Did you mean 'demo'? See outrider media --help"),
+        (["fit"], "Missing option '--out'; see outrider fit --help"),
+        (["convert"], "Missing argument 'DIR'; see outrider convert --help"),
+        (["run", "a", "b"], "Got unexpected extra argument(s) (b); see outrider run --help"),
+        (
+            ["run", "--k", "lots"],
+            "Invalid value for '--k': 'lots' is not a number of draft tokens; use for example 4, or auto;"
+            " see outrider run --help",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(words, line):
+    result = invoke(words)
+    assert result.exit_code == 2
+    assert not result.stdout
+    assert result.stderr == f"error: {line}\n"
+
+
+def test_mistake_of_python_m_outrider():
+    command = [sys.executable, "-m", "outrider", "run", "--tempurature", "1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    suggestion = "No such option: --tempurature (Possible options: --temperature)"
+    assert done.stderr == f"error: {suggestion}; see python -m outrider run --help\n"
+
+
+@pytest.mark.parametrize("words", [[], ["media"]])
+def test_without_arguments_the_help_is_printed(words):
+    assert invoke(words).output.strip() == invoke([*words, "--help"]).output.strip()
