@@ -25,7 +25,7 @@ from outrider.media.models.config import GeneratorConfig
 from outrider.media.models.transformer import BlockTransformer
 from outrider.media.output.wav import check_sound_file, write_wav
 from recipes.audio import train
-from recipes.audio.scorers import damage
+from recipes.audio.scorers import damage_sounds
 from recipes.audio.sounds import make_sound, random_sounds
 
 CAPTION = "a bright arpeggio on a low do at a fast tempo"
@@ -173,7 +173,7 @@ def test_sounds_have_the_pitches_of_their_caption():
 
 def test_damage_changes_every_clip():
     clips = torch.randn(16, 8, *AUDIO.latent_shape[1:], generator=torch.Generator().manual_seed(0))
-    damaged = damage(clips, torch.Generator().manual_seed(1))
+    damaged = damage_sounds(clips, torch.Generator().manual_seed(1))
     assert damaged.shape == clips.shape
     assert bool(((damaged - clips).abs().amax((1, 2, 3, 4)) > 0.1).all())
 
