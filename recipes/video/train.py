@@ -46,7 +46,9 @@ def main(
     drafter = train_generator(
         DRAFTER, VIDEO, data, steps=drafter_steps, batch=8, lr=4e-3, file=out / "drafter.pt", seed=seed + 1
     )
-    scorer = train_frame_scorer(SCORER, autoencoder.decoder, data, steps=scorer_steps, file=out / "scorer.pt", seed=seed + 2)
+    scorer = train_frame_scorer(
+        SCORER, autoencoder.decoder, data, steps=scorer_steps, file=out / "scorer.pt", seed=seed + 2
+    )
     held_out_scorer = train_frame_scorer(
         HELD_OUT_SCORER,
         autoencoder.decoder,

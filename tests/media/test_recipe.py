@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from outrider.media import Stride, load_models
 from outrider.media.models.captions import LANGUAGE, Scene
-from recipes.video import train
 from recipes.media.loop import train as train_module
 from recipes.media.scorers import one_wrong_word
+from recipes.video import train
 from recipes.video.shapes import draw_clip, random_clips
 from tests.media.made_up import AUTOENCODER, CAPTION, DRAFTER, TARGET, VIDEO
 
