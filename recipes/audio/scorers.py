@@ -1,4 +1,4 @@
-"""Trains the models that score windows of sound: true pairs against wrong captions and damaged sounds."""
+"""Trains the models that score windows of sound."""
 
 from __future__ import annotations
 
@@ -8,80 +8,57 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.media.models.audio.captions import LANGUAGE
 from outrider.media.models.audio.config import AudioConfig
 from outrider.media.models.audio.scorer import SoundMatchModel, SoundScorerConfig
 from outrider.media.models.audio.synthesizer import StreamingSynthesizer
-from recipes.video.loop import train
-from recipes.video.scorers import one_wrong_word
+from recipes.audio.fits import CaptionFits
+from recipes.media.clips import Clips
+from recipes.media.scorers import Batch, damage, pair_loss, slightly_noisy, train_scorer
 
-_BATCH = 48  # clips
 _MARGIN = 4  # frames before a window, whose sound is not used: the synthesizer starts in them
-_SEEN = (0, 2, 3)  # the words that any window lets hear: timbre, height and note
+_HEARD = (0, 2, 3)  # the words of which one is wrong: timbre, height and note
 
 
-def train_scorer(
-    config: SoundScorerConfig,
-    audio: AudioConfig,
-    latents: Tensor,
-    tokens: Tensor,
-    *,
-    steps: int,
-    file: Path,
-    seed: int,
+def train_sound_scorer(
+    config: SoundScorerConfig, audio: AudioConfig, clips: Clips, *, steps: int, file: Path, seed: int
 ) -> SoundMatchModel:
     """Return a trained scorer. It learns from samples that the synthesizer made, as it will hear them."""
     torch.manual_seed(seed)
     model = SoundMatchModel(config, audio)
+    caption_fits = CaptionFits(audio)
     frames = config.window + _MARGIN
 
-    def loss(generator: torch.Generator) -> Tensor:
-        rows = torch.randint(len(latents), (_BATCH,), generator=generator)
-        first = int(torch.randint(latents.shape[1] - frames + 1, (), generator=generator))
-        clips = latents[rows, first : first + frames].float()
-        return pair_loss(model, clips, tokens[rows], generator)
+    def loss(batch: Batch, generator: torch.Generator) -> Tensor:
+        whole = batch.latents[:, batch.first : batch.first + frames]
+        true = slightly_noisy(whole, 0.1, generator)
+        sounds = model.embed_windows(_decode(torch.cat([true, damage_sounds(whole, generator)]), audio))
 
-    train(model, loss, steps=steps, lr=2e-3, file=file, seed=seed)
+        def fits(captions: Tensor) -> Tensor:
+            # Samples come one hop after their frame, so the last frame of the window is heard only in part.
+            return caption_fits(captions, batch.tokens, batch.first + _MARGIN, config.window - 1)
+
+        return pair_loss(model, sounds, batch.tokens, _HEARD, fits, generator)
+
+    train_scorer(model, clips, loss, frames=frames, steps=steps, file=file, seed=seed)
     return model
 
 
-def pair_loss(model: SoundMatchModel, clips: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the cross entropy of right pairs, of pairs with a wrong word or caption, and of damaged sounds.
+def damage_sounds(clips: Tensor, generator: torch.Generator) -> Tensor:
+    """Return clips with the faults of weak generators: noise, smeared pitch, lost loudness, or another sound in it.
 
     Args:
-        model: the scorer.
-        clips: latents of a window and the frames before it, (n, frames, channels, 1, 1).
-        tokens: the captions, (n, words).
-        generator: of the damage and the wrong words.
+        clips: latents, (n, frames, channels, 1, 1).
+        generator: of the damage.
     """
-    slight = 0.1 * torch.rand(len(clips), 1, 1, 1, 1, generator=generator)
-    true = clips + slight * torch.randn(clips.shape, generator=generator)
-    sounds = model.embed_windows(_decode(torch.cat([true, damage(clips, generator)]), model.audio))
-    captions = [tokens, *(one_wrong_word(tokens, _SEEN, generator, LANGUAGE) for _ in range(3)), tokens.roll(1, 0)]
-    losses = []
-    for i, caption in enumerate(captions):
-        embedding, offset = model.embed_captions(caption)
-        label = (caption == tokens).all(-1).float()
-        logits = (sounds[: len(tokens)] * embedding).sum(-1) + offset
-        losses.append(functional.binary_cross_entropy_with_logits(logits, label))
-        if i == 0:
-            logits = (sounds[len(tokens) :] * embedding).sum(-1) + offset
-            losses.append(functional.binary_cross_entropy_with_logits(logits, torch.zeros(len(tokens))))
-    return 2 * losses[0] + losses[1] + sum(losses[2:]) / 2
 
+    def faults(strength: Tensor) -> list[Tensor]:
+        smeared = functional.avg_pool1d(clips[..., 0, 0], 5, stride=1, padding=2)[..., None, None]
+        silence = clips.amin((1, 2), keepdim=True)
+        faint = silence + (0.6 - 0.4 * strength) * (clips - silence)
+        mixed = torch.maximum(clips, silence + strength * (clips.roll(1, 0) - silence))
+        return [smeared, faint, mixed]
 
-def damage(clips: Tensor, generator: torch.Generator) -> Tensor:
-    """Return clips with the faults of weak generators: noise, smeared pitch, lost loudness, or another sound in it."""
-    kinds = torch.randint(4, (len(clips), 1, 1, 1, 1), generator=generator)
-    strength = 0.5 + 0.5 * torch.rand(kinds.shape, generator=generator)
-    noisy = clips + strength * torch.randn(clips.shape, generator=generator)
-    smeared = functional.avg_pool1d(clips[..., 0, 0], 5, stride=1, padding=2)[..., None, None]
-    silence = clips.amin((1, 2), keepdim=True)
-    faint = silence + (0.6 - 0.4 * strength) * (clips - silence)
-    mixed = torch.maximum(clips, silence + strength * (clips.roll(1, 0) - silence))
-    out = torch.where(kinds == 0, noisy, smeared)
-    out = torch.where(kinds == 2, faint, out)
-    return torch.where(kinds == 3, mixed, out)
+    return damage(clips, faults, generator)
 
 
 def _decode(clips: Tensor, audio: AudioConfig) -> Tensor:

@@ -38,19 +38,16 @@ def make_sound(words: tuple[str, ...], samples: int, audio: AudioConfig, rng: ra
         audio: gives the sample rate.
         rng: of the variation.
     """
-    timbre, pattern, height, note, tempo = words
+    timbre, pattern, _, _, tempo = words
     times = torch.arange(samples, dtype=torch.float64) / audio.sample_rate
-    semitones, since = _pattern(pattern, tempo, times)
-    root = _NOTES[note] + 12 * (height == "high") + rng.uniform(-_DETUNED, _DETUNED)
-    frequencies = _DO * 2 ** ((root + semitones) / 12)
-    phases = (2 * math.pi / audio.sample_rate) * frequencies.cumsum(0)
+    since = times % _length(pattern, tempo)
+    pitches = semitones(words, times) + rng.uniform(-_DETUNED, _DETUNED)
+    phases = (2 * math.pi / audio.sample_rate) * _frequencies(pitches).cumsum(0)
     envelope = (since / _ATTACK).clamp(max=1.0) * (-since / _DECAY).exp()
-    harmonics = _HARMONICS[timbre]
     sound = torch.zeros(samples, dtype=torch.float64)
-    for harmonic in harmonics:
-        audible = (harmonic * frequencies < _HIGHEST * audio.sample_rate / 2).double()
-        sound += audible * (harmonic * phases).sin() / harmonic
-    total = sum(1 / harmonic for harmonic in harmonics)
+    for harmonic, audible in audible_harmonics(timbre, pitches, audio).items():
+        sound += audible.double() * (harmonic * phases).sin() / harmonic
+    total = sum(1 / harmonic for harmonic in _HARMONICS[timbre])
     return (rng.uniform(*_LOUDNESS) / total**0.5 * envelope * sound).float()
 
 
@@ -63,12 +60,30 @@ def random_sounds(count: int, audio: AudioConfig, seed: int) -> tuple[Tensor, Te
     return sounds, torch.tensor([LANGUAGE.ids(words) for words in captions])
 
 
-def _pattern(pattern: str, tempo: str, times: Tensor) -> tuple[Tensor, Tensor]:
-    """Return semitones above the caption's note, and the seconds since the note or chirp began, for each time."""
+def semitones(words: tuple[str, ...], times: Tensor) -> Tensor:
+    """Return the pitch of a caption's sound at times in seconds, in semitones above the low do."""
+    _, pattern, height, note, tempo = words
+    root = _NOTES[note] + 12 * (height == "high")
+    length = _length(pattern, tempo)
     if pattern in _STEPS:
-        length = _NOTE_SECONDS[tempo]
         steps = torch.tensor(_STEPS[pattern], dtype=torch.float64)
-        return steps[(times / length).long() % len(steps)], times % length
-    length = _CHIRP_SECONDS[tempo]
+        return root + steps[(times / length).long() % len(steps)]
     share = times % length / length
-    return 12 * (share if pattern == "rise" else 1 - share), times % length
+    return root + 12 * (share if pattern == "rise" else 1 - share)
+
+
+def audible_harmonics(timbre: str, pitches: Tensor, audio: AudioConfig) -> dict[int, Tensor]:
+    """Return for each harmonic of a timbre whether it can be heard at pitches in semitones above the low do."""
+    limit = _HIGHEST * audio.sample_rate / 2
+    frequencies = _frequencies(pitches)
+    return {harmonic: harmonic * frequencies < limit for harmonic in _HARMONICS[timbre]}
+
+
+def _length(pattern: str, tempo: str) -> float:
+    """Return the seconds of a note or chirp."""
+    return _NOTE_SECONDS[tempo] if pattern in _STEPS else _CHIRP_SECONDS[tempo]
+
+
+def _frequencies(pitches: Tensor) -> Tensor:
+    """Return the frequencies in Hz of semitones above the low do."""
+    return _DO * 2 ** (pitches / 12)

@@ -16,17 +16,17 @@ from outrider.media.models.audio.scorer import SoundScorerConfig
 from outrider.media.models.audio.spectrum import encode
 from outrider.media.models.audio.store import AudioNetworks, save_audio_networks
 from outrider.media.models.config import GeneratorConfig
-from recipes.audio.scorers import train_scorer
+from recipes.audio.scorers import train_sound_scorer
 from recipes.audio.sounds import random_sounds
 from recipes.family.train import say
-from recipes.video.autoencoder import Clips
-from recipes.video.generators import train_generator
+from recipes.media.clips import Clips
+from recipes.media.generators import train_generator
 
 AUDIO = AudioConfig()
 TARGET = GeneratorConfig(width=64, layers=5, heads=2, repeats=2, text_width=32, patch=1)
 DRAFTER = GeneratorConfig(width=40, layers=2, heads=1, text_width=16, patch=1)
-SCORER = SoundScorerConfig(width=32)
-HELD_OUT_SCORER = SoundScorerConfig(width=40, window=12, step=6)
+SCORER = SoundScorerConfig(width=48)
+HELD_OUT_SCORER = SoundScorerConfig(width=64, window=12, step=6)
 
 
 def main(
@@ -34,8 +34,8 @@ def main(
     sounds: Annotated[int, typer.Option(min=64, help="Training sounds.")] = 2000,
     target_steps: Annotated[int, typer.Option(min=1, help="Training steps of the target.")] = 2500,
     drafter_steps: Annotated[int, typer.Option(min=1, help="Training steps of the drafter.")] = 14000,
-    scorer_steps: Annotated[int, typer.Option(min=1, help="Training steps of the scorer.")] = 1000,
-    held_out_scorer_steps: Annotated[int, typer.Option(min=1, help="Training steps of the held-out scorer.")] = 1000,
+    scorer_steps: Annotated[int, typer.Option(min=1, help="Training steps of the scorer.")] = 3000,
+    held_out_scorer_steps: Annotated[int, typer.Option(min=1, help="Training steps of the held-out scorer.")] = 3000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,
 ) -> None:
     """Train all models, and write them to OUT/models."""
@@ -47,12 +47,11 @@ def main(
     drafter = train_generator(
         DRAFTER, AUDIO, data, steps=drafter_steps, batch=8, lr=4e-3, file=out / "drafter.pt", seed=seed + 1
     )
-    scorer = train_scorer(SCORER, AUDIO, latents, tokens, steps=scorer_steps, file=out / "scorer.pt", seed=seed + 2)
-    held_out_scorer = train_scorer(
+    scorer = train_sound_scorer(SCORER, AUDIO, data, steps=scorer_steps, file=out / "scorer.pt", seed=seed + 2)
+    held_out_scorer = train_sound_scorer(
         HELD_OUT_SCORER,
         AUDIO,
-        latents,
-        tokens,
+        data,
         steps=held_out_scorer_steps,
         file=out / "held_out_scorer.pt",
         seed=seed + 3,

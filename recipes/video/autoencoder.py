@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +13,14 @@ from outrider.media.models.captions import random_scene
 from outrider.media.models.config import AutoencoderConfig, VideoConfig
 from outrider.media.models.vae import Decoder, Encoder
 from recipes.family.train import say
-from recipes.video.loop import train
+from recipes.media.clips import Clips
+from recipes.media.loop import train
 from recipes.video.shapes import draw_clip, random_clips
 
 _CLIPS = 6  # in a batch
 _FRAMES = 6  # of a clip in a batch
 _KL_WEIGHT = 1e-4
 _ENCODED_AT_ONCE = 64  # clips
-
-
-class Clips(NamedTuple):
-    """Encoded training videos."""
-
-    latents: Tensor  # (clips, frames, channels, rows, columns), float16, mean 0 and deviation 1 for each channel
-    tokens: Tensor  # (clips, words)
 
 
 class Autoencoder(nn.Module):

@@ -14,9 +14,9 @@ import typer
 from outrider.media.models.config import AutoencoderConfig, GeneratorConfig, ScorerConfig, VideoConfig
 from outrider.media.models.store import Networks, save_networks
 from recipes.family.train import say
+from recipes.media.generators import train_generator
 from recipes.video.autoencoder import encode_clips, train_autoencoder
-from recipes.video.generators import train_generator
-from recipes.video.scorers import train_scorer
+from recipes.video.scorers import train_frame_scorer
 
 VIDEO = VideoConfig()
 AUTOENCODER = AutoencoderConfig()
@@ -46,8 +46,10 @@ def main(
     drafter = train_generator(
         DRAFTER, VIDEO, data, steps=drafter_steps, batch=8, lr=4e-3, file=out / "drafter.pt", seed=seed + 1
     )
-    scorer = train_scorer(SCORER, autoencoder.decoder, data, steps=scorer_steps, file=out / "scorer.pt", seed=seed + 2)
-    held_out_scorer = train_scorer(
+    scorer = train_frame_scorer(
+        SCORER, autoencoder.decoder, data, steps=scorer_steps, file=out / "scorer.pt", seed=seed + 2
+    )
+    held_out_scorer = train_frame_scorer(
         HELD_OUT_SCORER,
         autoencoder.decoder,
         data,

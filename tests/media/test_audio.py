@@ -25,7 +25,8 @@ from outrider.media.models.config import GeneratorConfig
 from outrider.media.models.transformer import BlockTransformer
 from outrider.media.output.wav import check_sound_file, write_wav
 from recipes.audio import train
-from recipes.audio.scorers import damage
+from recipes.audio.fits import CaptionFits
+from recipes.audio.scorers import damage_sounds
 from recipes.audio.sounds import make_sound, random_sounds
 
 CAPTION = "a bright arpeggio on a low do at a fast tempo"
@@ -171,9 +172,37 @@ def test_sounds_have_the_pitches_of_their_caption():
     assert bool((falling[4:60].diff() <= 0).all())
 
 
+def test_captions_fit_the_windows_that_they_may_belong_to():
+    fits = CaptionFits(AudioConfig())
+
+    def may_be(caption, other, first=0):
+        tokens, others = (torch.tensor([LANGUAGE.tokens(each)]) for each in (caption, other))
+        return bool(fits(others, tokens, first, 7))
+
+    rise = "a pure rise on a low do at a slow tempo"
+    # A frame is 16 ms. The chirp leaves do, which re's never has; later it has pitches of both.
+    assert not may_be(rise, rise.replace("do", "re"))
+    assert may_be(rise, rise.replace("do", "re"), first=20)
+    assert not may_be(rise, rise.replace("do", "ti"), first=20)
+    assert not may_be(rise, rise.replace("rise", "fall"), first=20)
+    assert not may_be(rise, rise.replace("pure", "bright"), first=20)
+    sol = "a pure pulse on a low sol at a slow tempo"
+    assert may_be(sol, "a pure arpeggio on a low do at a slow tempo")
+    # An arpeggio on sol has more notes than sol. Its first note lasts 16 frames.
+    assert may_be(sol.replace("pulse", "arpeggio"), sol)
+    assert not may_be(sol.replace("pulse", "arpeggio"), sol, first=12)
+    # Only the first harmonic of the highest pitches can be heard, so timbres sound alike there.
+    high = "a hollow pulse on a high ti at a slow tempo"
+    assert not may_be(high, high.replace("hollow", "pure"))
+    top = high.replace("pulse", "arpeggio")
+    assert may_be(top, top.replace("hollow", "pure"), first=52)
+    every = torch.tensor([LANGUAGE.tokens(each) for each in LANGUAGE.random_captions(504, 0)])
+    assert bool(fits(every, every, 40, 11).all())
+
+
 def test_damage_changes_every_clip():
     clips = torch.randn(16, 8, *AUDIO.latent_shape[1:], generator=torch.Generator().manual_seed(0))
-    damaged = damage(clips, torch.Generator().manual_seed(1))
+    damaged = damage_sounds(clips, torch.Generator().manual_seed(1))
     assert damaged.shape == clips.shape
     assert bool(((damaged - clips).abs().amax((1, 2, 3, 4)) > 0.1).all())
 

@@ -15,7 +15,7 @@ from outrider.media.models.generator import TransformerGenerator
 from outrider.media.models.scorer import MatchScorer, stack_frames
 from outrider.media.models.transformer import CLEAN
 from outrider.media.models.vae import StreamingDecoder
-from recipes.video.generators import teacher_forced
+from recipes.media.generators import teacher_forced
 from tests.media.made_up import CAPTION, VIDEO, networks, write_models
 
 NETWORKS = networks()

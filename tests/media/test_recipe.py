@@ -9,10 +9,10 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from outrider.media import Stride, load_models
-from outrider.media.models.captions import Scene
+from outrider.media.models.captions import LANGUAGE, Scene
+from recipes.media.loop import train as train_module
+from recipes.media.scorers import one_wrong_word
 from recipes.video import train
-from recipes.video.loop import train as train_module
-from recipes.video.scorers import one_wrong_word
 from recipes.video.shapes import draw_clip, random_clips
 from tests.media.made_up import AUTOENCODER, CAPTION, DRAFTER, TARGET, VIDEO
 
@@ -35,7 +35,7 @@ def test_the_recipe_from_end_to_end(tmp_path, monkeypatch):
 
 
 def test_an_interrupted_training_gives_the_same_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.video.loop._SAVE_EVERY", 2)
+    monkeypatch.setattr("recipes.media.loop._SAVE_EVERY", 2)
 
     def run(file, stop_at=None):
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ def test_drawn_clips_show_their_scene():
 
 def test_one_word_is_wrong():
     tokens = torch.tensor([[0, 6, 10, 14, 17, 20]] * 20)
-    wrong = one_wrong_word(tokens, (0, 1, 5), torch.Generator().manual_seed(0))
+    wrong = one_wrong_word(tokens, (0, 1, 5), torch.Generator().manual_seed(0), LANGUAGE)
     changed = wrong != tokens
     assert changed.sum(1).tolist() == [1] * 20
     assert not changed[:, [2, 3, 4]].any()

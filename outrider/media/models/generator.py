@@ -73,12 +73,12 @@ class TransformerGenerator:
         modulations = self._modulations[-1]
         x = network.enter(network.to_tokens(latent), cache.condition)
         written: list[KeyValue] = []
-        for i in range(network.depth):
-            layer = network.layer(i)
-            queries, keys, values = layer.project(x, modulations[i], self._rotations[block])
+        last = network.depth - 1
+        for i in range(last):
+            queries, keys, values = network.layer(i).project(x, modulations[i], self._rotations[block])
             written.append((keys, values))
-            if i + 1 < network.depth:
-                x = self._layer(i, x, queries, keys, values, modulations[i], cache)
+            x = self._layer(i, x, queries, keys, values, modulations[i], cache)
+        written.append(network.layer(last).keys_and_values(x, modulations[last], self._rotations[block]))
         cache.append(written)
 
     def _denoise(self, x: Tensor, block: int, step: int, cache: TransformerCache) -> Tensor:

@@ -55,12 +55,14 @@ class Layer(nn.Module):
 
     def project(self, x: Tensor, modulation: Sequence[Tensor], rotation: KeyValue) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values. Queries and keys are unit vectors, rotated by the time of their frame."""
-        shift, scale = modulation[0], modulation[1]
-        states = functional.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
-        queries, keys, values = (self.split(part) for part in self.qkv(states).chunk(3, dim=-1))
-        queries = rotate(functional.normalize(queries, dim=-1), rotation)
-        keys = rotate(functional.normalize(keys, dim=-1), rotation)
-        return queries, keys, values
+        queries, keys, values = self._split_states(x, modulation)
+        return _turn(queries, rotation), _turn(keys, rotation), values
+
+    def keys_and_values(self, x: Tensor, modulation: Sequence[Tensor], rotation: KeyValue) -> KeyValue:
+        """Return the keys and values of `project`, with the same bits."""
+        # One product for all three, as in `project`: a product of another shape may round in another way.
+        _, keys, values = self._split_states(x, modulation)
+        return _turn(keys, rotation), values
 
     def finish(self, x: Tensor, attended: Tensor, modulation: Sequence[Tensor]) -> Tensor:
         """Return the states after attention and the MLP."""
@@ -68,6 +70,11 @@ class Layer(nn.Module):
         states = functional.layer_norm(x, x.shape[-1:]) * (1 + modulation[4]) + modulation[3]
         hidden: Tensor = self.down(functional.gelu(self.up(states), approximate="tanh"))
         return x + modulation[5] * hidden
+
+    def _split_states(self, x: Tensor, modulation: Sequence[Tensor]) -> list[Tensor]:
+        shift, scale = modulation[0], modulation[1]
+        states = functional.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
+        return [self.split(part) for part in self.qkv(states).chunk(3, dim=-1)]
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return what the queries attend to."""
@@ -166,14 +173,17 @@ class BlockTransformer(nn.Module):
 
     def enter(self, tokens: Tensor, condition: Tensor) -> Tensor:
         """Return the first states of tokens (..., tokens, values), with the caption's part (..., width)."""
-        repeats = tokens.shape[-2] // self.frame_tokens
-        embedded: Tensor = self.embed(tokens)
-        return embedded + self.place.repeat(repeats, 1) + condition.unsqueeze(-2)
+        frames: Tensor = self.embed(tokens).unflatten(-2, (-1, self.frame_tokens))
+        return (frames + self.place).flatten(-3, -2) + condition.unsqueeze(-2)
 
     def leave(self, x: Tensor) -> Tensor:
         """Return the clean values that the last states predict."""
         values: Tensor = self.head(functional.layer_norm(x, x.shape[-1:]))
         return values
+
+
+def _turn(x: Tensor, rotation: KeyValue) -> Tensor:
+    return rotate(functional.normalize(x, dim=-1), rotation)
 
 
 def rotate(x: Tensor, rotation: KeyValue) -> Tensor:

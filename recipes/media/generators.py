@@ -10,8 +10,8 @@ from torch import Tensor
 
 from outrider.media.models.config import BlockConfig, GeneratorConfig
 from outrider.media.models.transformer import CLEAN, BlockTransformer, KeyValue, Layer
-from recipes.video.autoencoder import Clips
-from recipes.video.loop import train
+from recipes.media.clips import Clips
+from recipes.media.loop import train
 
 _CONTEXT_NOISE = 0.25  # the largest deviation of noise on clean blocks, so that small errors of the past are forgiven
 
