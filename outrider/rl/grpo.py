@@ -25,8 +25,8 @@ from outrider.rl.draft_training import DraftTraining
 from outrider.rl.objective import down_sample, group_advantages
 from outrider.rl.overlap import Overlap
 from outrider.rl.peft import merged_weights
-from outrider.rl.report import Speculation, StepReport, StepSeconds, by_draft_age, by_phase, by_version
 from outrider.rl.records import RolloutBatch
+from outrider.rl.report import Speculation, StepReport, StepSeconds, by_draft_age, by_phase, by_version
 from outrider.rl.rewards import Problem, RewardFunction, compute_rewards
 from outrider.rl.rollout import RolloutEngine
 from outrider.rl.settings import GRPOSettings

@@ -1,6 +1,7 @@
-"""Common beginnings of the answers to a problem, with those of the previous pass over the problems and among each other.
+"""Common beginnings of answers to a problem: with those of the previous pass over the problems, and among each other.
 
-Prefix reuse bounds what drafts from earlier answers can save. Low diversity shows that the policy explores little.
+Prefix reuse is the share of a new answer that an old one predicts until it first fails. Low diversity shows that the
+policy explores little.
 """
 
 from __future__ import annotations
