@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
 from time import perf_counter, process_time
@@ -127,6 +128,7 @@ def _line(seed: int, name: str, report: StepReport) -> dict[str, Any]:
         "reward": report.mean_reward,
         "tau": report.speculation.tau,
         "tokens": report.speculation.tokens,
+        "overlap": asdict(report.overlap),
         "generation": seconds.generation,
         "reference": seconds.reference,
         "training": seconds.training,

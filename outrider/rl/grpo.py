@@ -7,6 +7,7 @@ answers, plus a KL penalty against the first policy.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,7 +23,9 @@ from outrider.errors import OutriderError
 from outrider.rl.checkpoint import read_checkpoint, write_checkpoint
 from outrider.rl.draft_training import DraftTraining
 from outrider.rl.objective import down_sample, group_advantages
+from outrider.rl.overlap import Overlap
 from outrider.rl.peft import merged_weights
+from outrider.rl.records import RolloutBatch
 from outrider.rl.report import Speculation, StepReport, StepSeconds, by_draft_age, by_phase, by_version
 from outrider.rl.rewards import Problem, RewardFunction, compute_rewards
 from outrider.rl.rollout import RolloutEngine
@@ -58,6 +61,7 @@ class GRPO:
         self.settings = settings or GRPOSettings()
         self.draft = draft
         self.steps = 0  # finished steps
+        self._answers: dict[str, list[array[int]]] = {}  # token ids of the last answers to each problem, by group
         self.clock: Callable[[], float] = perf_counter  # of the report's seconds
         recurrent = engine.llm.parts.loaded.checkpoint.recurrent
         self._updater = PolicyUpdater(self.policy, self.settings, share_prompts=not recurrent, draft=draft)
@@ -141,6 +145,7 @@ class GRPO:
             grad_norm=update.grad_norm,
             logprob_error=update.logprob_error,
             speculation=Speculation.of(batch.rollouts),
+            overlap=self._overlap(batch),
             by_version=by_version(batch.rollouts),
             by_draft_age=by_draft_age(batch.rollouts),
             by_phase=by_phase(batch.rollouts),
@@ -161,6 +166,7 @@ class GRPO:
             "version": self.engine.version,
             "settings": asdict(self.settings),
             "draft": None if self.draft is None else self.draft.state_dict(),
+            "answers": {group: [each.tolist() for each in answers] for group, answers in self._answers.items()},
         }
         write_checkpoint(folder, state)
 
@@ -175,8 +181,19 @@ class GRPO:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.draft is not None and state["draft"] is not None:
             self.draft.load_state_dict(state["draft"])
+        answers = state.get("answers", {})  # older checkpoints have none; their problems then count as not seen
+        self._answers = {group: [array("i", each) for each in given] for group, given in answers.items()}
         self.steps = state["steps"]
         self.engine.update_weights(merged_weights(self.policy), max(state["version"], self.engine.version + 1))
+
+    def _overlap(self, batch: RolloutBatch) -> Overlap:
+        """Compare rollouts with the previous answers to their problems, and keep them for the next pass."""
+        groups = {}
+        for group in batch.groups():
+            groups[group[0].group] = [array("i", each.token_ids) for each in group if not each.error]
+        overlap = Overlap.of(groups, self._answers)
+        self._answers |= groups  # 4 bytes per token
+        return overlap
 
     @contextmanager
     def _timed(self, seconds: StepSeconds, part: str) -> Iterator[None]:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from outrider.core.stats import Stats
+from outrider.rl.overlap import Overlap
 from outrider.rl.records import Rollout
 from outrider.rl.regimes import Regime
 
@@ -111,6 +112,7 @@ class StepReport:
     # Largest difference between the log-probabilities of engine and trainer. It is rounding, unless something is wrong.
     logprob_error: float
     speculation: Speculation
+    overlap: Overlap = field(default_factory=Overlap)  # of the answers with each other and with the previous pass
     by_version: dict[str, Speculation] = field(default_factory=dict)
     by_draft_age: dict[int, Speculation] = field(default_factory=dict)
     by_phase: dict[int, Speculation] = field(default_factory=dict)  # by the index of the output token

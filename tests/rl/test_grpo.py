@@ -19,6 +19,7 @@ from outrider.rl.objective import (
     importance_weights,
     kl_estimate,
 )
+from outrider.rl.overlap import Overlap
 from outrider.rl.report import by_phase
 from outrider.train.model.draft_model import load_trainable
 from tests.helpers import tiny
@@ -88,6 +89,29 @@ def test_rewards_rise(shelf):
     assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.1
 
 
+def test_the_report_compares_answers_with_the_previous_pass(shelf):
+    settings = GRPOSettings(problems=3, samples=4, max_tokens=6, lr=1e-9)
+    run = make(shelf / "policy", settings=settings)
+    reports, tokens = recorded(run, 2)
+    first, second = reports
+    assert first.overlap.prefix_reuse is None
+    old, new = (
+        {
+            problem.prompt: tokens[at + i * 4 : at + i * 4 + 4]
+            for i, problem in enumerate(run.problems_of(PROBLEMS, step))
+        }
+        for step, at in enumerate((0, 12))
+    )
+    assert second.overlap == Overlap.of(new, old)
+    assert second.overlap.prefix_reuse is not None
+    document = second.as_dict()["overlap"]
+    assert document == {
+        "prefix_reuse": second.overlap.prefix_reuse,
+        "distinct_answers": second.overlap.distinct_answers,
+        "prefix_diversity": second.overlap.prefix_diversity,
+    }
+
+
 @native
 def test_a_killed_run_goes_on_with_the_same_tokens(shelf, tmp_path):
     whole, tokens = recorded(make(shelf / "policy"), 4)
@@ -98,6 +122,7 @@ def test_a_killed_run_goes_on_with_the_same_tokens(shelf, tmp_path):
     assert first + second == tokens
     assert [report.rewards for report in reports] == [report.rewards for report in whole[2:]]
     assert [report.version for report in reports] == [report.version for report in whole[2:]]
+    assert [report.overlap for report in reports] == [report.overlap for report in whole[2:]]  # with answers of step 1
     other = make(shelf / "policy", settings=GRPOSettings(problems=2, samples=4))
     with pytest.raises(OutriderError, match="made with samples 3, and samples is 4 now"):
         other.restore(tmp_path / "run")
