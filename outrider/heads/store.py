@@ -16,7 +16,7 @@ from outrider.errors import OutriderError
 from outrider.heads.description import HeadDescription
 from outrider.heads.files import read_config, text_config, write_folder
 from outrider.heads.formats.base import ImportedHead, TargetInfo
-from outrider.heads.formats.registry import find
+from outrider.heads.formats.registry import check_projection, find
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.block import BlockHead
 from outrider.heads.modules.centroids import TOKEN_ORDER
@@ -89,6 +89,7 @@ def import_head(folder: str | Path, target: TargetInfo | None = None) -> Importe
         return ImportedHead(description=description, weights=weights, ignored={}, format="Outrider's own")
     found = find(path)
     if found is None:
+        check_projection(path)
         raise OutriderError(f"{path} holds no draft head in a known format; see docs/reference/formats.md")
     if text_config(config).get("quantization_config") or config.get("quantization_config"):
         _log.warning("%s: config.json has a quantization_config, but the weights are read as unquantized", path)
@@ -115,43 +116,62 @@ def read_head(
     trained = import_head(folder, target)
     for reason, names in trained.ignored.items():
         _log.warning("%s: %d tensors are ignored (%s): %s", folder, len(names), reason, names[0])
-    module = load_module(trained.description, trained.weights, where=str(folder))
+    module = load_module(trained.description, trained.weights, where=str(folder), stored_name=trained.stored_name)
     return module.to(device=device, dtype=dtype).requires_grad_(False).eval()
 
 
-def load_module(description: HeadDescription, weights: Mapping[str, torch.Tensor], *, where: str) -> HeadModule:
+def load_module(
+    description: HeadDescription,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    where: str,
+    stored_name: Callable[[str], str] | None = None,
+) -> HeadModule:
     """Return a module with these weights.
 
     Args:
         description: the architecture.
         weights: exactly the weights that the module has, by name.
         where: a name for the checkpoint in error messages.
+        stored_name: returns the name of a weight in the checkpoint, for error messages. None: it is the same.
 
     Raises:
         OutriderError: a weight is missing, unexpected, of another shape or dtype, or NaN or infinite.
     """
+    stored = stored_name or str
+
+    def label(name: str) -> str:
+        return name if stored(name) == name else f"{stored(name)} ({name} in Outrider)"
+
     with torch.device("meta"):
         module = make_module(description)
     expected_shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     shapes = {name: tuple(value.shape) for name, value in weights.items()}
     if missing := sorted(expected_shapes.keys() - shapes.keys()):
-        raise OutriderError(f"{where} lacks {missing[0]!r} (and {len(missing) - 1} more); copy the draft head again")
+        raise OutriderError(
+            f"{where} lacks {stored(missing[0])!r} (and {len(missing) - 1} more); copy the draft head again"
+        )
     if unexpected := sorted(shapes.keys() - expected_shapes.keys()):
         raise OutriderError(
-            f"{where} has {unexpected[0]!r}, which a draft head of kind {description.kind} does not have; copy it again"
+            f"{where} has {stored(unexpected[0])!r}, which a draft head of kind {description.kind} does not have;"
+            " copy it again"
         )
     for name, expected_shape in expected_shapes.items():
         weight = weights[name]
         if shapes[name] != expected_shape:
-            raise OutriderError(f"{where}: {name} has shape {shapes[name]} instead of {expected_shape}; copy it again")
+            raise OutriderError(
+                f"{where}: {label(name)} has shape {shapes[name]} instead of {expected_shape}; copy it again"
+            )
         must_be_float = name not in ("ids", TOKEN_ORDER)
         if weight.is_floating_point() is not must_be_float:
             kind = "floating-point" if must_be_float else "integer"
-            raise OutriderError(f"{where}: {name} has dtype {weight.dtype} instead of a {kind} type; copy it again")
+            raise OutriderError(
+                f"{where}: {label(name)} has dtype {weight.dtype} instead of a {kind} type; copy it again"
+            )
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             raise OutriderError(
-                f"{where}: {name} has values that are NaN or infinite; copy it again, or train it again if the training"
-                " diverged"
+                f"{where}: {label(name)} has values that are NaN or infinite; copy it again, or train it again if the"
+                " training diverged"
             )
     ids = weights.get("ids")
     if ids is not None and not (bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < description.vocab):

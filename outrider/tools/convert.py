@@ -73,7 +73,7 @@ def checked(folder: str | Path, target: TargetInfo | None) -> ImportedHead:
         OutriderError: the head cannot be read, its weights do not fit, or it belongs to another target.
     """
     head = import_head(folder, target)
-    load_module(head.description, head.weights, where=str(folder))
+    load_module(head.description, head.weights, where=str(folder), stored_name=head.stored_name)
     description = head.description
     sizes = (description.vocab, description.target_hidden, description.target_layers)
     if target and sizes != (target.vocab, target.hidden, target.layers):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
 from transformers import BambaConfig, BambaForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from outrider.heads.config import ConfigReader
+from outrider.heads.formats.llama import read_body
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.layers import Attention
 from outrider.train.model.presets import Sizes, describe
@@ -64,16 +67,16 @@ def make_hybrid(source: LlamaForCausalLM, attention: Sequence[int], *, state: in
 
 
 def make_mtp(source: LlamaConfig, seed: int) -> AutoregressiveHead:
-    """Return a new MTP module with one layer of the Llama model's size."""
+    """Return a new MTP module with a layer like those of the Llama model, as the hybrid's config describes it."""
     torch.manual_seed(seed)
     sizes = Sizes(
         hidden=source.hidden_size,
         layers=source.num_hidden_layers,
         vocab=source.vocab_size,
         epsilon=source.rms_norm_eps,
-        ffn=source.intermediate_size,
     )
-    return AutoregressiveHead(describe("mtp", sizes))
+    body = read_body(ConfigReader(source.to_dict()), 1, lambda _: False)
+    return AutoregressiveHead(replace(describe("mtp", sizes), body=body))
 
 
 def mtp_logits(

@@ -106,7 +106,7 @@ def train_layers(
         losses = [functional.mse_loss(mixers[i](x), y) / y.square().mean() for i, (x, y) in seen.items()]
         update(optimizer, sum(losses))
         if step % 20 == 0:
-            say(f"layers: step {step}, relative error {', '.join(f'{float(loss):.3f}' for loss in losses)}")
+            say(f"layers: step {step}, relative error {', '.join(f'{loss.item():.3f}' for loss in losses)}")
     for layer in teacher.model.layers:
         layer.self_attn._forward_hooks.clear()
     return step + 1
@@ -145,7 +145,7 @@ def train_whole(
         agreements.append(agreement)
         if step % 20 == 0:
             say(
-                f"step {step}: divergence {float(own):.3f}, of the module {float(ahead):.3f}, agreement"
+                f"step {step}: divergence {own.item():.3f}, of the module {ahead.item():.3f}, agreement"
                 f" {agreements[-1]:.3f}"
             )
     tail = agreements[-20:]

@@ -645,6 +645,32 @@ def test_config_with_fewer_modules_than_the_checkpoint(tmp_path):
     assert all(name.startswith("model.layers.10.") for name in names)
 
 
+@pytest.mark.parametrize(
+    ("case", "projection"),
+    [
+        ("deepseek", "model.layers.8.eh_proj.weight"),
+        ("three modules", "model.layers.8.eh_proj.weight"),
+        ("qwen", "mtp.fc.weight"),
+        ("mimo", "model.mtp_layers.0.input_proj.weight"),
+        ("mtp of speculators", "mtp_layers.0.input_proj.weight"),
+        ("nemotron", "mtp.layers.0.eh_proj.weight"),
+    ],
+)
+def test_module_without_its_projection_is_damaged(case, projection, tmp_path):
+    folder = export_changed(tmp_path, case, lambda _, tensors: tensors.pop(projection))
+    with pytest.raises(OutriderError, match=f"no tensor '{projection}'; copy"):
+        import_head(folder)
+
+
+def test_size_in_a_later_module_is_named_as_in_the_checkpoint(tmp_path):
+    def lengthen(_, tensors):
+        tensors["model.layers.10.hnorm.weight"] = torch.ones(3)
+
+    folder = export_changed(tmp_path, "three modules", lengthen)
+    with pytest.raises(OutriderError, match=r"model.layers.10.hnorm.weight \(deeper.1.state_norm.weight in Outrider\)"):
+        read_head(folder, dtype=torch.float32, device=CPU)
+
+
 @pytest.mark.parametrize("name", ["mtp-qwen", "mtp-mimo", "mtp-speculators", "mtp-nemotron"])
 def test_only_deepseek_names_support_several_modules(name):
     # Formats that do not fit for an earlier reason report that one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 
 import pytest
 import torch
@@ -141,3 +142,60 @@ def test_module_in_the_checkpoint_is_the_default(folders, tmp_path):
         LLM(without, proposer="mtp", dtype="float32", device="cpu")
     with pytest.raises(OutriderError, match="mtp takes no argument"):
         LLM(without, proposer="mtp:2", dtype="float32", device="cpu")
+
+
+PROJECTIONS = {"bamba": "mtp.fc.weight", "nemotron_h": "mtp.layers.0.eh_proj.weight"}
+
+
+def copy_changed(source, folder, change):
+    """Copy a model, with its tensors changed."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+@pytest.mark.parametrize("proposer", ["mtp", None])
+def test_module_without_its_projection_is_an_error(name, proposer, folders, tmp_path):
+    missing = PROJECTIONS[name]
+    damaged = copy_changed(folders[name], tmp_path / "damaged", lambda tensors: tensors.pop(missing))
+    with pytest.raises(OutriderError, match=f"has no tensor '{missing}'; copy the checkpoint again, or use") as error:
+        LLM(damaged, proposer=proposer, **OPTIONS)
+    assert "\n" not in str(error.value)
+    plain = LLM(damaged, proposer="ngram", **OPTIONS)
+    assert plain.generate([[3, 4, 5]], SamplingParams(max_tokens=2))[0].token_ids
+
+
+@pytest.mark.parametrize("proposer", ["mtp", None])
+def test_module_without_a_norm_is_an_error(proposer, folders, tmp_path):
+    damaged = copy_changed(folders["bamba"], tmp_path / "damaged", lambda tensors: tensors.pop("mtp.norm.weight"))
+    with pytest.raises(OutriderError, match=r"there is no tensor 'mtp\.norm\.weight'; copy"):
+        LLM(damaged, proposer=proposer, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "own"),
+    [
+        ("bamba", "mtp.pre_fc_norm_embedding.weight", "embedding_norm.weight"),
+        ("bamba", "mtp.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
+        ("nemotron_h", "mtp.layers.0.hnorm.weight", "state_norm.weight"),
+        ("nemotron_h", "mtp.layers.1.final_layernorm.weight", "norm.weight"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named_as_in_the_checkpoint(name, stored, own, folders, tmp_path):
+    def lengthen(tensors):
+        tensors[stored] = torch.cat([tensors[stored], tensors[stored]])
+
+    damaged = copy_changed(folders[name], tmp_path / "damaged", lengthen)
+    with pytest.raises(OutriderError) as error:
+        LLM(damaged, proposer="mtp", **OPTIONS)
+    assert f": {stored} ({own} in Outrider) has shape (" in str(error.value)
+
+
+def test_missing_weight_of_the_layer_is_named_as_in_the_checkpoint(folders, tmp_path):
+    missing = "mtp.layers.0.mlp.up_proj.weight"
+    damaged = copy_changed(folders["bamba"], tmp_path / "damaged", lambda tensors: tensors.pop(missing))
+    with pytest.raises(OutriderError, match=f"lacks '{missing}' \\(and 0 more\\)"):
+        LLM(damaged, proposer="mtp", **OPTIONS)

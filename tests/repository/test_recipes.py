@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -20,6 +21,8 @@ from recipes.correction import measure, pairs
 from recipes.correction import train as train_correction
 from recipes.family import prompts, train
 from recipes.family.corpus import is_for_validation, read_texts
+from recipes.hybrid import heal
+from recipes.hybrid import train as train_hybrid
 from recipes.moe import train as train_moe
 from recipes.moe.model import cluster
 from recipes.moe.routing import balance_loss
@@ -210,6 +213,34 @@ def test_a_mixture_of_experts_learns_from_a_dense_model(family, tmp_path):
     llm = LLM(tmp_path / "moe", proposer="ngram", k=2, max_num_seqs=1, max_model_len=64)
     assert llm.parts.loaded.checkpoint.model.config.model_type == "mixtral"
     assert llm.generate("<|endoftext|>the cat", SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids
+
+
+def test_a_hybrid_is_trained_and_healed(family, tmp_path):
+    """The source has two layers, one of which becomes a Mamba-2 layer."""
+    data, hybrid, healed = tmp_path / "prompts.jsonl", tmp_path / "hybrid", tmp_path / "healed"
+    data.write_text("\n".join(json.dumps({"prompt": f"<|endoftext|>the {word}"}) for word in WORDS))
+    words = ["--data", data, "--out", hybrid, "--source", family[0] / "target", "--attention", "1", "--state", "8"]
+    sizes = "--answers 40 --sequence 16 --layer-minutes 0.01 --minutes 0.04 --lr 3e-3"
+    result = _run(train_hybrid.main, *words, *sizes.split())
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert report["steps"] > 1
+    assert report["layer_steps"] > 0
+    assert 0.2 < report["agreement"] <= 1
+    result = _run(heal.main, hybrid, "--data", data, "--out", healed, "--minutes", 0.05, "--steps", 2)
+    assert result.exit_code == 0, result.output
+    old, new = (load_file(folder / "model.safetensors") for folder in (hybrid, healed))
+    assert old.keys() == new.keys()
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert "mtp.fc.weight" in changed
+    assert all(name.startswith("mtp.") for name in changed)
+    options = {"dtype": "float32", "device": "cpu", "max_num_seqs": 1, "max_model_len": 64}
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    drafted, plain = (LLM(healed, proposer=name, k=3, **options) for name in ("mtp", "none"))
+    assert plain.parts.loaded.checkpoint.model.config.model_type == "bamba"
+    ours, theirs = (llm.generate("<|endoftext|>the cat", params)[0] for llm in (drafted, plain))
+    assert ours.token_ids == theirs.token_ids
+    assert drafted.stats.draft_tokens
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ class ImportedHead:
     weights: Tensors
     ignored: Mapping[str, tuple[str, ...]]  # ignored tensors by reason
     format: str  # the title of its format
+    stored_name: Callable[[str], str] | None = None  # name in the checkpoint of a weight; None: not known
 
 
 def refuse(name: str, reasons: Mapping[str, bool]) -> None:

@@ -61,6 +61,7 @@ class Mtp:
     place: str  # prefix of a module; {} stands for its number
     outer: tuple[str, ...]  # names of `_OUTER`, after the prefix
     layer: str = ""  # prefix of the decoder layer, after the prefix of the module
+    parts: tuple[str, ...] = ("self_attn", "mlp")  # of the layer, by which a module without its projection is found
     embedding_first: bool = True
     recycle: Feedback = Feedback.NORMED
     zero_first: bool = False
@@ -79,7 +80,30 @@ class Mtp:
         first = min(matches, key=lambda match: int(match["number"] or 0), default=None)
         return first["prefix"] if first else None
 
+    def missing_projection(self, names: Collection[str]) -> str | None:
+        """Return the name of the first module's projection if the checkpoint has other tensors of it, but not this."""
+        pattern = re.compile(self._place_pattern() + self._member_pattern())
+        matches = [match for name in names if (match := pattern.match(name))]
+        first = min(matches, key=lambda match: int(match["number"] or 0), default=None)
+        projection = first["prefix"] + self.outer[_PROJECT] if first else None
+        return None if projection in names else projection
+
+    def stored_name(self, names: Collection[str], name: str) -> str:
+        """Return the name in the checkpoint of a weight of the draft head.
+
+        Args:
+            names: the names of all tensors in the checkpoint.
+            name: the name of the weight in the draft head.
+        """
+        prefix = self.module(names) or ""
+        if later := re.match(r"deeper\.(\d+)\.", name):
+            number = int(module_number(prefix)) + 1 + int(later[1])
+            return self._stored_in_module(f"{_before_number(prefix)}{number}.", name[later.end() :])
+        return self._stored_in_module(prefix, name)
+
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
+        if missing := self.missing_projection(source.names):
+            raise OutriderError(f"there is no tensor {missing!r}; copy the draft head again")
         config = self._target_config(source)
         prefix = self.module(source.names) or ""
         layers = self._target_layers(config)
@@ -145,10 +169,24 @@ class Mtp:
 
     def _project_pattern(self) -> re.Pattern[str]:
         """Return a pattern for the name of the projection, with the groups `prefix` and `number`."""
+        return re.compile(self._place_pattern() + re.escape(self.outer[_PROJECT]))
+
+    def _place_pattern(self) -> str:
+        """Return a pattern for the prefix of a module, with the groups `prefix` and `number`."""
         place = re.escape(self.place).replace(r"\{\}", r"(?P<number>\d+)")
         if "number" not in place:
             place += "(?P<number>)"
-        return re.compile(rf"(?P<prefix>{place}){re.escape(self.outer[_PROJECT])}")
+        return f"(?P<prefix>{place})"
+
+    def _member_pattern(self) -> str:
+        """Return a pattern for the names after the prefix that no layer of a target has."""
+        outer = [re.escape(name) + "$" for name in self.outer]
+        return f"(?:{'|'.join([*outer, *(re.escape(f'{self.layer}{part}.') for part in self.parts)])})"
+
+    def _stored_in_module(self, prefix: str, name: str) -> str:
+        """Return the name in the checkpoint of a weight of the module with this prefix."""
+        stored = {f"{outer}.weight": stored for outer, stored in zip(_OUTER, self.outer, strict=False)}
+        return prefix + stored.get(name, self.layer + name.removeprefix("layers.0."))
 
     def _tensor_prefix(self, prefix: str) -> str:
         """Return the common prefix of all tensors of a module."""
@@ -321,6 +359,7 @@ NAMINGS: tuple[Mtp, ...] = (
             "shared_head.head.weight",
             "embed_tokens.weight",
         ),
+        parts=(),  # the target's layers have the same names
         recycle=Feedback.RAW,
         zero_first=True,
         after=True,

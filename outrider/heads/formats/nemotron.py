@@ -58,6 +58,9 @@ class NemotronMtp(Mtp):
             gated=False,
         )
 
+    def _stored_in_module(self, prefix: str, name: str) -> str:
+        return _STORED_NAMES.get(name) or super()._stored_in_module(prefix, name)
+
     def _take_layers(self, source: Source, prefix: str) -> Tensors:
         return {name: source.take(stored) for name, stored in _STORED_NAMES.items()}
 
@@ -86,4 +89,5 @@ NEMOTRON = NemotronMtp(
     title="MTP (Nemotron-H's names)",
     place="mtp.layers.{}.",
     outer=("enorm.weight", "hnorm.weight", "eh_proj.weight"),
+    parts=("mixer",),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from outrider.heads.formats.eagle3 import Eagle3, SpeculatorsEagle3
 from outrider.heads.formats.gemma import Gemma4Assistant
 from outrider.heads.formats.hydra import Hydra
 from outrider.heads.formats.medusa import MEDUSA, MEDUSA_SAFE, VllmMedusa
-from outrider.heads.formats.mtp import NAMINGS
+from outrider.heads.formats.mtp import NAMINGS, Mtp
 from outrider.heads.formats.nemotron import NEMOTRON
 from outrider.heads.formats.peagle import PEagle, SpeculatorsPEagle
 
@@ -69,7 +70,14 @@ class Found:
         """
         source = Source(self.config, self.stored, target)
         description, weights = self.format.read(source)
-        return ImportedHead(description=description, weights=weights, ignored=source.close(), format=self.format.title)
+        named = partial(self.format.stored_name, self.stored.keys()) if isinstance(self.format, Mtp) else None
+        return ImportedHead(
+            description=description,
+            weights=weights,
+            ignored=source.close(),
+            format=self.format.title,
+            stored_name=named,
+        )
 
 
 def find(folder: Path) -> Found | None:
@@ -93,6 +101,32 @@ def find(folder: Path) -> Found | None:
                 )
             return Found(format=format, config=config, stored=stored)
     return None
+
+
+def missing_projection(folder: Path) -> str | None:
+    """Return the name of the projection that an MTP module of a folder lacks, so that `find` does not find the module.
+
+    None: no module lacks it.
+
+    Raises:
+        OutriderError: a file is damaged.
+    """
+    names = TensorFiles(folder).keys()
+    missing = (naming.missing_projection(names) for naming in (*NAMINGS, NEMOTRON))
+    return next(filter(None, missing), None)
+
+
+def check_projection(folder: Path) -> None:
+    """Check that the MTP modules of a folder have their projection.
+
+    Raises:
+        OutriderError: the folder has other tensors of a module, but not its projection; or a file is damaged.
+    """
+    if missing := missing_projection(folder):
+        raise OutriderError(
+            f"{folder}: its module for multi-token prediction has no tensor {missing!r}; copy the checkpoint again, or"
+            " use another proposer, such as ngram"
+        )
 
 
 def _unsupported_reason(config: Mapping[str, Any], names: Collection[str]) -> str | None:

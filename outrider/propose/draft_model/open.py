@@ -12,7 +12,7 @@ from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.files import read_context, read_target_info
 from outrider.heads.formats.base import TargetInfo
-from outrider.heads.formats.registry import find
+from outrider.heads.formats.registry import check_projection, find, missing_projection
 from outrider.heads.store import HeadModule, is_head, read_head
 from outrider.heads.targets.base import HeadTarget
 from outrider.heads.targets.registry import make_head_target, supports_window
@@ -65,10 +65,12 @@ def mtp_proposer(setup: ProposerSetup) -> Proposer:
     """Make `mtp`, the module for multi-token prediction in the target's own checkpoint.
 
     Raises:
-        OutriderError: the checkpoint has no such module, or its kind is not supported.
+        OutriderError: the checkpoint has no such module, or it is damaged, or its kind is not supported.
     """
     folder = setup.target_folder
     if not (folder and is_head(folder, lambda: _head_partner(setup))):
+        if folder and Path(folder).is_dir():
+            check_projection(Path(folder))
         raise OutriderError(
             "the target's checkpoint has no module for multi-token prediction; use ngram, draft:DIR or quantized:int4"
         )
@@ -76,11 +78,16 @@ def mtp_proposer(setup: ProposerSetup) -> Proposer:
 
 
 def has_mtp(folder: str | Path) -> bool:
-    """Return whether the checkpoint of a target has a supported module for multi-token prediction."""
+    """Return whether the checkpoint of a target has a module for multi-token prediction of a known kind.
+
+    A damaged module counts, so that loading it reports what is missing.
+    """
     path = Path(folder).expanduser()
     try:
         found = find(path)
-        return found is not None and found.whole() and found.belongs(read_target_info(path))
+        if found is None:
+            return missing_projection(path) is not None
+        return found.whole() and found.belongs(read_target_info(path))
     except OutriderError:
         return False
 
