@@ -23,17 +23,18 @@ from recipes.media.clips import Clips
 from recipes.media.generators import train_generator
 
 AUDIO = AudioConfig()
-TARGET = GeneratorConfig(width=64, layers=5, heads=2, repeats=2, text_width=32, patch=1)
-DRAFTER = GeneratorConfig(width=40, layers=2, heads=1, text_width=16, patch=1)
+TARGET = GeneratorConfig(width=160, layers=4, heads=4, repeats=2, patch=1)
+# A token is a whole spectrum. Below a width of about 80 a model cannot hold the spectra of the training sounds.
+DRAFTER = GeneratorConfig(width=96, layers=2, heads=2, text_width=32, patch=1)
 SCORER = SoundScorerConfig(width=48)
 HELD_OUT_SCORER = SoundScorerConfig(width=64, window=12, step=6)
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the models. The same command continues in it.")],
-    sounds: Annotated[int, typer.Option(min=64, help="Training sounds.")] = 2000,
-    target_steps: Annotated[int, typer.Option(min=1, help="Training steps of the target.")] = 2500,
-    drafter_steps: Annotated[int, typer.Option(min=1, help="Training steps of the drafter.")] = 14000,
+    sounds: Annotated[int, typer.Option(min=64, help="Training sounds.")] = 6000,
+    target_steps: Annotated[int, typer.Option(min=1, help="Training steps of the target.")] = 2000,
+    drafter_steps: Annotated[int, typer.Option(min=1, help="Training steps of the drafter.")] = 12000,
     scorer_steps: Annotated[int, typer.Option(min=1, help="Training steps of the scorer.")] = 3000,
     held_out_scorer_steps: Annotated[int, typer.Option(min=1, help="Training steps of the held-out scorer.")] = 3000,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data.")] = 0,

@@ -301,4 +301,4 @@ def test_the_recipe_from_end_to_end(tmp_path, monkeypatch):
 def test_the_recipe_keeps_the_ratio_of_compute():
     target, drafter = (BlockTransformer(config, train.AUDIO) for config in (train.TARGET, train.DRAFTER))
     assert target.pass_work > 8 * drafter.pass_work
-    assert sum(parameter.numel() for parameter in target.parameters()) < 300_000
+    assert sum(parameter.numel() for parameter in target.parameters()) < 1_500_000
