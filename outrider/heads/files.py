@@ -6,7 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,23 @@ def save_tensors(state: Mapping[str, Any], file: Path) -> None:
             torch.save(state, out)
     except RuntimeError as error:
         raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
+def replace_tensors(state: Mapping[str, Any], file: Path) -> None:
+    """Write a file for `torch.load`, and its folder if necessary. If this fails, an existing file stays intact.
+
+    Raises:
+        OSError, RuntimeError: the disk is full, or the file cannot be written.
+    """
+    temporary = file.with_name(f"{file.name}.new")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_tensors(state, temporary)
+        temporary.replace(file)
+    except (OSError, RuntimeError):
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], file: str) -> None:

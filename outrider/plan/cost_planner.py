@@ -187,7 +187,6 @@ class CostPlanner:
 
     def _decide(self, batch: Batch, load: RoundLoad) -> None:
         self._prefills.see(batch.seqs)
-        self._trials.see(batch.seqs)
         known = self._prefills.prefilled | self._prefills.excluded
         previous = self._window
         alternative = self._choose_alternative(batch, load) if load.seqs else -1

@@ -16,16 +16,16 @@ class Prefills:
         self._clock = clock
         self.prefilled: frozenset[int] = frozenset()  # ids of requests
         self.excluded: frozenset[int] = frozenset()  # requests that are not worth a prefill
-        self._seqs: tuple[SequenceState, ...] = ()  # of the last decision
+        self.seqs: tuple[SequenceState, ...] = ()  # of the last decision
         self._output_length = 0.0  # recent mean; 0: no completion has ended yet
 
     def see(self, seqs: tuple[SequenceState, ...]) -> None:
         """Take the sequences of the next decision. Learn how long outputs are from those that have ended."""
-        for seq in self._seqs:
+        for seq in self.seqs:
             if seq.finish_reason:
                 rate = _LENGTH_RATE if self._output_length else 1.0
                 self._output_length += (seq.num_output_tokens - self._output_length) * rate
-        self._seqs = seqs
+        self.seqs = seqs
 
     def keep(self, ids: frozenset[int]) -> None:
         """Forget all prefilled requests except these."""
@@ -41,9 +41,15 @@ class Prefills:
         prefilled: frozenset[int],
         margin: int,
     ) -> bool:
-        """Find the requests for which a prefill, `margin` times, takes longer than speculation with this `gain` saves.
+        """Exclude requests whose prefill takes longer than speculation saves. Return whether any request can draft.
 
-        `prefilled` are requests that need no prefill. Returns whether any request can draft.
+        Args:
+            proposer: the alternative with the draft model.
+            gain: its expected speedup.
+            batch: the next round.
+            load: of the next round.
+            prefilled: requests that need no prefill.
+            margin: factor of the prefill time.
         """
         excluded = set()
         can_draft = False

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
-from outrider.core.types import Batch, SequenceState
+from outrider.core.types import Batch
 from outrider.plan.gains import START_GAIN, Gains
 from outrider.plan.pass_cost import Clock
 from outrider.plan.prefills import Prefills
@@ -25,7 +25,6 @@ class Trials:
         self._clock = clock
         self._gains = gains
         self._prefills = prefills
-        self._seqs: tuple[SequenceState, ...] = ()  # of the last decision
         self._drafted: frozenset[int] = frozenset()  # all requests when draft tokens were last allowed
         self._in_trial: set[int] = set()  # requests of the last trial
         self.budget = TrialBudget()
@@ -39,10 +38,6 @@ class Trials:
     def has_saved_time(self) -> bool:
         """Whether any alternative has saved time so far, over whole texts."""
         return any(proposer.saved_seconds > 0 and (proposer.text_gain or inf) > 1 for proposer in self._proposers)
-
-    def see(self, seqs: tuple[SequenceState, ...]) -> None:
-        """Take the sequences of the next decision."""
-        self._seqs = seqs
 
     def draft_allowed(self, ids: frozenset[int]) -> None:
         """Note that requests may draft."""
@@ -73,9 +68,10 @@ class Trials:
         return chosen
 
     def must_repeat(self, alternative: int, load: RoundLoad, window: PlanWindow, known: frozenset[int]) -> bool:
-        """Return whether the draft model in use has not prefilled most requests, whose texts may differ in kind.
+        """Return whether the draft model in use needs a new trial, because most requests are new to it.
 
-        Not if it gains enough over whole texts, which includes its prefills. It has prefilled `known`, or would not.
+        Their texts may differ in kind. No trial is needed if the speedup over whole texts, which includes prefills, is
+        high enough. `known` are the requests that have been prefilled, or were not worth it.
         """
         proposer = self._proposers[alternative]
         if (proposer.text_gain or 0.0) >= START_GAIN:
@@ -93,7 +89,8 @@ class Trials:
         return tuple(count if b in chosen else 0 for b, count in enumerate(budget))
 
     def _mostly_new(self, known: frozenset[int]) -> bool:
-        return sum(seq.request.id not in known for seq in self._seqs) > len(self._seqs) / 2
+        seqs = self._prefills.seqs
+        return sum(seq.request.id not in known for seq in seqs) > len(seqs) / 2
 
     def _is_due(self, alternative: int, load: RoundLoad, gain: float) -> bool:
         """Return whether an alternative may pay, and the trial fits into the budget even if it fails."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.errors import OutriderError
-from outrider.heads.files import save_tensors
+from outrider.heads.files import replace_tensors
 
 _FILE = "grpo.pt"
 _KEYS = frozenset({"policy", "optimizer", "steps", "version", "settings", "draft"})
@@ -22,18 +21,11 @@ def write_checkpoint(folder: str | Path, state: dict[str, Any]) -> None:
     Raises:
         OutriderError: the disk is full, or the folder cannot be written.
     """
-    path = Path(folder).expanduser()
-    temporary = path / f"{_FILE}.new"
+    file = Path(folder).expanduser() / _FILE
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        save_tensors(state, temporary)
-        temporary.replace(path / _FILE)
+        replace_tensors(state, file)
     except (OSError, RuntimeError) as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise OutriderError(
-            f"{path / _FILE} cannot be written ({error}); free some space, or give another folder"
-        ) from error
+        raise OutriderError(f"{file} cannot be written ({error}); free some space, or give another folder") from error
 
 
 def read_checkpoint(folder: str | Path, settings: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.errors import OutriderError
-from outrider.heads.files import save_tensors
+from outrider.heads.files import replace_tensors
 from outrider.parallel.processes import world_size
 from outrider.train.distributed import all_reduce_sum
 from outrider.train.loss.chunked import chunked_loss
@@ -175,13 +175,9 @@ class Trainer:
             "random": torch.get_rng_state(),
             **extra,
         }
-        temporary = folder / f"{STATE}.new"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_tensors(state, temporary)
-            temporary.replace(folder / STATE)
+            replace_tensors(state, folder / STATE)
         except (OSError, RuntimeError) as error:
-            temporary.unlink(missing_ok=True)
             raise OutriderError(
                 f"{folder / STATE} cannot be written ({error}); the state that was saved before is intact. Free some"
                 " space and run the same command again"

@@ -20,6 +20,7 @@ from outrider.models.attention_layers.alibi import _mpt_slopes, _slopes
 from outrider.models.attention_layers.registry import LAYERS
 from outrider.models.rounding import TOLERANCE
 from tests.helpers import tiny
+from tests.helpers.self_draft import check_draft_of_itself
 
 ALIBI = ("bloom", "mpt", "falcon with alibi", "falcon with alibi and one key head")
 NAMES = (*ALIBI, "falcon", "falcon with grouped queries", "stablelm", "nemotron", "doge", "llama4_text")
@@ -55,16 +56,7 @@ def test_batch_of_many_lengths_equals_generate(name, shelf):
 @pytest.mark.parametrize("proposer", ["draft", "tree"])
 @pytest.mark.parametrize("name", [*NAMES, *ROPES])
 def test_as_draft_of_itself(name, proposer, shelf):
-    folder = shelf.folder(name)
-    prompts = [list(b"to be or not to be"), [5, 6, 7]]
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    options = OPTIONS | {"max_model_len": 64, "max_num_seqs": 2}
-    plain = LLM(folder, proposer="none", **options).generate(prompts, params)
-    llm = LLM(folder, proposer=f"{proposer}:{folder}", k=3, **options)
-    assert [c.token_ids for c in llm.generate(prompts, params)] == [c.token_ids for c in plain]
-    if proposer == "draft":
-        assert llm.stats.accepted == llm.stats.offered
-    assert sum(llm.stats.accepted) > 0
+    check_draft_of_itself(shelf.folder(name), proposer)
 
 
 @pytest.mark.parametrize("name", [*ALIBI, "falcon", "doge"])

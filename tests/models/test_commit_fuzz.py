@@ -23,9 +23,9 @@ from tests.helpers import tiny
 SEQUENCES = int(os.environ.get("OUTRIDER_FUZZ", "120"))
 ROWS = 4  # sequences at once
 SOURCE = (7, 8, 9)  # of encoder-decoder models
-# Relative to the norm of the logits. Of 10,000 sequences of the gated delta rule, rounding alone exceeds 1e-5 in 70 and
-# reaches 2.7e-4; in all other kinds it stays below 2e-4.
-TOLERANCE = 1e-3
+TOLERANCE = 2e-4  # relative to the norm of the logits
+# Of 10,000 sequences of the gated delta rule, rounding alone exceeds 1e-5 in 70 and reaches 2.7e-4.
+TOLERANCES = {"gated delta rule and attention": TOLERANCE if SEQUENCES <= 120 else 1e-3}
 KINDS = {  # by name: architecture, kernels
     "keys and values": ("llama", "torch"),
     "keys and values, paged": ("llama", "native"),
@@ -73,7 +73,7 @@ def test_commits_equal_a_fresh_prefill(kind, tmp_path, monkeypatch):
         clean = [tiny.admit(fresh, seq.slot, seq.token_ids, source) for seq in seqs]
         expected = fresh.score(tiny.everything(clean), tree.empty(len(seqs), fresh.device)).logits[:, 0]
         error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
-        assert error.max() < TOLERANCE, [seq.token_ids for seq in seqs]
+        assert error.max() < TOLERANCES.get(kind, TOLERANCE), [seq.token_ids for seq in seqs]
         for seq in seqs:
             fuzzed.cache.release(seq.slot)
             fresh.cache.release(seq.slot)

@@ -15,6 +15,7 @@ from outrider.models.recurrent.rows import CHUNK
 from outrider.testing import random_tree
 from outrider.testing.drive import append, make_round
 from tests.helpers import tiny
+from tests.helpers.self_draft import check_draft_of_itself
 
 NAMES = tuple(tiny.RECURRENT)
 TOLERANCE = 1e-4  # relative to the norm of the logits
@@ -164,13 +165,4 @@ def test_shared_prefix_continues_from_a_snapshot(name, shelf):
 @pytest.mark.parametrize("proposer", ["draft", "tree"])
 @pytest.mark.parametrize("name", NAMES)
 def test_as_draft_of_itself(name, proposer, shelf):
-    folder = shelf.folder(name)
-    prompts = [list(b"to be or not to be"), [5, 6, 7]]
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    options = OPTIONS | {"max_model_len": 64, "max_num_seqs": 2}
-    plain = LLM(folder, proposer="none", **options).generate(prompts, params)
-    llm = LLM(folder, proposer=f"{proposer}:{folder}", k=3, **options)
-    assert [c.token_ids for c in llm.generate(prompts, params)] == [c.token_ids for c in plain]
-    if proposer == "draft":
-        assert llm.stats.accepted == llm.stats.offered
-    assert sum(llm.stats.accepted) > 0
+    check_draft_of_itself(shelf.folder(name), proposer)

@@ -100,7 +100,7 @@ def test_training_with_trl(shelf, tmp_path, monkeypatch):
     pytest.importorskip("trl")
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     taus = []
     errors = []
@@ -113,20 +113,7 @@ def test_training_with_trl(shelf, tmp_path, monkeypatch):
     tokenizer.eos_token, tokenizer.pad_token = tokenizer.convert_ids_to_tokens([3, 0])
     trained = []
     for proposer in (f"draft:{shelf / 'draft'}", "none"):
-        arguments = GRPOConfig(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=8,
-            max_steps=2,
-            learning_rate=1e-2,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            seed=1,
-            save_strategy="no",
-            disable_tqdm=True,
-        )
+        arguments = _arguments(tmp_path, learning_rate=1e-2)
         function = rollouts(shelf, proposer, verifier="coupled")
         model = load_trainable(shelf / "policy", torch.device("cpu")).model
         trainer = GRPOTrainer(
@@ -156,7 +143,7 @@ def test_training_a_lora_adapter_with_trl(shelf, tmp_path, monkeypatch):
     peft = pytest.importorskip("peft")
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(shelf / "policy")
     tokenizer.eos_token, tokenizer.pad_token = tokenizer.convert_ids_to_tokens([3, 0])
@@ -165,20 +152,7 @@ def test_training_a_lora_adapter_with_trl(shelf, tmp_path, monkeypatch):
     trainer = GRPOTrainer(
         model=load_trainable(shelf / "policy", torch.device("cpu")).model,
         reward_funcs=lambda completion_ids, **_: [sum(token % 2 == 0 for token in ids) for ids in completion_ids],
-        args=GRPOConfig(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=8,
-            max_steps=2,
-            learning_rate=1e-1,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            seed=1,
-            save_strategy="no",
-            disable_tqdm=True,
-        ),
+        args=_arguments(tmp_path, learning_rate=1e-1),
         train_dataset=Dataset.from_dict({"prompt": ["class A:", "def f", "import os"]}),
         processing_class=tokenizer,
         rollout_func=function,
@@ -189,6 +163,26 @@ def test_training_a_lora_adapter_with_trl(shelf, tmp_path, monkeypatch):
     assert function.engine.version == 2
     assert function.engine.llm.weights.checksum() != start  # of the second step: the adapter has changed
     assert all(max(each) < 1e-4 for each in errors)
+
+
+def _arguments(folder, *, learning_rate):
+    """Return the arguments of a training with two steps."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=2,
+        learning_rate=learning_rate,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        seed=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
 
 
 def _watch_logprobs(trainer, function):
