@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.models.recurrent.layer import Staged, Tensors, add_entries, pick
+from outrider.models.recurrent.layer import Staged, Tensors, add_entries, add_product, pick
 from outrider.models.recurrent.rows import Rows
 from outrider.models.recurrent.scan import scan
 from outrider.models.recurrent.staging import keeps_states
@@ -17,7 +17,7 @@ from outrider.models.recurrent.staging import keeps_states
 STATE = "state"  # [B, H, K, V] float32
 STATES = "states"  # [B, E, H, K, V], by states
 _KEY, _VALUE, _OWN, _DECAY = "key", "value", "own decay", "decay"  # by inputs
-_LIMITS = (1 << 20, 1 << 20, 1 << 17)  # of `keeps_states`, from `benchmarks/recurrent/ways.py`
+_LIMITS = (1 << 23, 1 << 18, 1 << 17)  # of `keeps_states`, from `benchmarks/recurrent/ways.py`
 
 
 def advance(
@@ -51,7 +51,8 @@ def state_after(staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:
     on_path = pick(rows.ancestors, last)  # [B, E]
     weight = (at_last[:, None] - total).masked_fill(~on_path[..., None, None], -torch.inf).exp()
     key = (staged.entries[_KEY] * weight).permute(0, 2, 3, 1)  # [B, H, K, E]
-    return {STATE: at_last.exp()[..., None] * staged.base[STATE] + key @ staged.entries[_VALUE].transpose(1, 2)}
+    state = at_last.exp()[..., None] * staged.base[STATE]
+    return {STATE: add_product(state, key, staged.entries[_VALUE].transpose(1, 2))}
 
 
 def _advance_by_states(
@@ -67,7 +68,7 @@ def _advance_by_states(
         decayed = decay[:, index].exp()[..., None] * before
         known = (key[:, index, :, None] @ decayed)[..., 0, :]  # [B, H, V]
         corrected = beta[:, index, :, None] * (value[:, index] - known)
-        return decayed + key[:, index, ..., None] * corrected[..., None, :]
+        return decayed.addcmul_(key[:, index, ..., None], corrected[..., None, :])
 
     states = scan(staged.base[STATE], staged.entries.get(STATES), step, rows)
     add_entries(staged, {STATES: states})

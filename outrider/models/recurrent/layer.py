@@ -135,5 +135,13 @@ def add_entries(staged: Staged, new: Mapping[str, torch.Tensor]) -> None:
 
 
 def pick(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return [B, ...]: entry `index` [B] of the values [B, E, ...]."""
+    """Return [B, ...]: entry `index` [B] of the values [B, E, ...]. It may be a view."""
+    if values.shape[1] == 1:
+        return values[:, 0]
     return values[torch.arange(len(index), device=index.device), index]
+
+
+def add_product(state: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Add a product of matrices [B, H, P, E] and [B, H, E, N] to the state [B, H, P, N], in place, and return it."""
+    state.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
+    return state

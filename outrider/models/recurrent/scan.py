@@ -25,7 +25,7 @@ def scan(
         for index in range(rows.num_new):
             before = step(index, before)
             states.append(before)
-        return torch.stack(states, 1)
+        return states[0][:, None] if len(states) == 1 else torch.stack(states, 1)
     num_earlier = rows.num_entries - rows.num_new
     every = base.new_empty(len(base), 1 + rows.num_entries, *base.shape[1:])  # the base first
     every[:, 0] = base

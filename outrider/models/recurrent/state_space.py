@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.models.recurrent.layer import Staged, Tensors, add_entries, pick
+from outrider.models.recurrent.layer import Staged, Tensors, add_entries, add_product, pick
 from outrider.models.recurrent.rows import Rows
 from outrider.models.recurrent.scan import linear_scan
 from outrider.models.recurrent.staging import keeps_states
@@ -57,7 +57,7 @@ def state_after(staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:
     weight = (at_last[:, None] - total).masked_fill(~on_path[..., None], -torch.inf).exp()  # [B, E, H]
     x = (staged.entries[_X] * weight[..., None]).permute(0, 2, 3, 1)  # [B, H, P, E]
     state = at_last.exp()[..., None, None] * staged.base[STATE]
-    return {STATE: state + x @ staged.entries[_B].transpose(1, 2)}
+    return {STATE: add_product(state, x, staged.entries[_B].transpose(1, 2))}
 
 
 def _advance_by_inputs(
