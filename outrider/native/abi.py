@@ -27,8 +27,9 @@ class CLayer(ctypes.Structure):
 
     _fields_ = (
         *((name, CLinear) for name in ("qkv", "out", "gate_up", "down", "value", "router")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
-        *((name, ctypes.c_int32) for name in ("window", "wide_norms", "top", "normalized")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm")),
+        *((name, ctypes.c_void_p) for name in ("attention_post_norm", "mlp_post_norm", "query_norm", "key_norm")),
+        *((name, ctypes.c_int32) for name in ("window", "wide_norms", "rotary", "top", "normalized")),
     )
 
 
@@ -48,12 +49,18 @@ class CModel(ctypes.Structure):
 
     _fields_ = (
         ("layer", ctypes.POINTER(CLayer)),
-        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "frequency", "entry", "id", "pool")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("embedding", "norm", "frequency", "rotary_scale", "entry", "id", "pool")
+        ),
         ("head", CLinear),
         ("table", CLinear),
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "key_heads", "dim", "ffn")),
-        ("threads", ctypes.c_int32),
-        *((name, ctypes.c_float) for name in ("epsilon", "scale", "rotary_scale")),
+        *((name, ctypes.c_int32) for name in ("threads", "rotaries", "rotary_dim", "gelu")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("epsilon", "scale", "embedding_scale", "residual_scale", "logit_divisor")
+        ),
     )
 
 

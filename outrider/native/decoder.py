@@ -7,25 +7,24 @@ import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
-from types import MappingProxyType
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from outrider.cache.paged import PagedCache
 from outrider.core.types import SharedWeights
-from outrider.errors import OutriderError, UnsupportedModel
+from outrider.errors import OutriderError
 from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight, block_types
 from outrider.models.submodel import refuse_weight_update
 from outrider.models.weights import check_weights, tied_weight
-from outrider.native.abi import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD, CLayer, CLinear, CModel
+from outrider.native.abi import CLayer, CLinear, CModel
 from outrider.native.blocks import PackedBlocks, can_pack, join_blocks, pack_blocks
 from outrider.native.calls import Passes
-from outrider.native.experts import PackedExperts, Routing, pack_experts
+from outrider.native.dimensions import Dimensions
+from outrider.native.experts import PackedExperts, pack_experts
 from outrider.native.library import Library
 from outrider.native.pack import FLOAT_DTYPES, PANEL, Arena, PackedWeight, Refill, address, interleave, pack, separate
-from outrider.native.support import FAMILIES
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head"
@@ -33,93 +32,9 @@ _PANELS_AT_ONCE = 128  # panels of a table that are expanded to float32 at once
 Weight = torch.Tensor | BlockWeight
 Packed = PackedWeight | PackedBlocks
 _log = logging.getLogger("outrider")
-_PACKED_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "out": ("self_attn.o_proj",),
-        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "down": ("mlp.down_proj",),
-    }
-)
-_PACKED_EXPERTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"router": ("mlp.gate",), "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",)}
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dimensions:
-    """The dimensions of a model."""
-
-    layers: int
-    hidden: int
-    heads: int
-    key_heads: int
-    dim: int  # of a head
-    ffn: int  # of an MLP
-    epsilon: float
-    scale: float
-    rotary_scale: float
-    windows: tuple[int, ...]  # [layers]; 0: full attention
-    wide_norms: bool  # whether queries and keys are normalized over all heads
-    routing: Routing | None  # of the experts, if there are any
-
-    @classmethod
-    def of(cls, model: Any) -> Dimensions:
-        """Read the dimensions of a transformers model.
-
-        Raises:
-            UnsupportedModel: the kernels do not support this model.
-        """
-        config = model.config
-        if config.model_type not in FAMILIES:
-            raise UnsupportedModel(f"{config.model_type}: the native kernels support {', '.join(sorted(FAMILIES))}")
-        attention = model.model.layers[0].self_attn
-        shape = cls(
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            key_heads=config.num_key_value_heads,
-            dim=attention.head_dim,
-            ffn=config.intermediate_size,
-            epsilon=config.rms_norm_eps,
-            scale=attention.scaling,
-            rotary_scale=model.model.rotary_emb.attention_scaling,
-            windows=_windows(config),
-            wide_norms=config.model_type == "olmoe",
-            routing=Routing.of(model),
-        )
-        unaligned = any(size % 16 for size in (shape.hidden, shape.dim, *shape.mlp_sizes))
-        other_mlp = config.hidden_act != "silu" or getattr(config, "mlp_bias", False)
-        if unaligned or shape.dim > MAX_HEAD_DIM or other_mlp:
-            raise UnsupportedModel(
-                f"{config.model_type}: the native kernels need sizes that are multiples of 16, heads of at most"
-                f" {MAX_HEAD_DIM}, and SiLU MLPs without bias"
-            )
-        if shape.heads > MAX_QUERIES_PER_KEY_HEAD * shape.key_heads:
-            raise UnsupportedModel(
-                f"{config.model_type}: the native kernels support at most {MAX_QUERIES_PER_KEY_HEAD} query heads per"
-                f" key head; this model has {shape.heads} for {shape.key_heads}"
-            )
-        return shape
-
-    @property
-    def mlp_sizes(self) -> tuple[int, ...]:
-        """The sizes of the MLPs and of the experts that the layers have."""
-        if self.routing is None:
-            return (self.ffn,)
-        return (self.routing.ffn,) if len(self.routing.layers) == self.layers else (self.ffn, self.routing.ffn)
-
-
-def _windows(config: Any) -> tuple[int, ...]:
-    """Return the attention window of each layer; 0: full attention."""
-    window = getattr(config, "sliding_window", None) or 0
-    default_type = "sliding_attention" if window else "full_attention"
-    layer_types = getattr(config, "layer_types", None) or (default_type,) * config.num_hidden_layers
-    if unsupported := sorted(set(layer_types) - {"sliding_attention", "full_attention"}):
-        raise UnsupportedModel(
-            f"{config.model_type}: the native kernels do not support layers of type {', '.join(unsupported)}"
-        )
-    return tuple(window if layer_type == "sliding_attention" else 0 for layer_type in layer_types)
+_OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
+# The parts of a layer with experts, by the name of the packed weight.
+_EXPERTS = {"router": ("mlp.gate",), "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",)}
 
 
 def _weights(model: Any) -> dict[str, Weight]:
@@ -131,11 +46,13 @@ def _weights(model: Any) -> dict[str, Weight]:
     return weights
 
 
-def _split_values(state: Mapping[str, Weight], layers: int) -> frozenset[int]:
+def _split_values(state: Mapping[str, Weight], shape: Dimensions) -> frozenset[int]:
     """Return the layers whose value projection has another block type than the query and key projections."""
     split = set()
-    for i in range(layers):
-        key, value = (state[f"model.layers.{i}.self_attn.{part}.weight"] for part in ("k_proj", "v_proj"))
+    if len(shape.family.attention) == 1:  # one layer for queries, keys and values
+        return frozenset()
+    for i in range(shape.layers):
+        key, value = (state[f"model.layers.{i}.{part}.weight"] for part in shape.family.attention[1:])
         if isinstance(key, BlockWeight) and isinstance(value, BlockWeight) and key.kind != value.kind:
             split.add(i)
     return frozenset(split)
@@ -190,13 +107,12 @@ class Decoder(Passes):
         self._shapes = {name: value.shape for name, value in state.items()}
         self._tied = bool(model.config.tie_word_embeddings)
         self.types = block_types(model)  # GGUF types, if the weights are in blocks
-        self._split_values = _split_values(state, self.shape.layers)
+        self._split_values = _split_values(state, self.shape)
         self._norms = {
-            name: value.float().clone()
+            name: self._norm_factors(value)
             for name, value in state.items()
             if isinstance(value, torch.Tensor) and name.endswith("norm.weight")
         }
-        self._frequency = model.model.rotary_emb.inv_freq.float().clone()
         self._packed: dict[str, Packed | PackedExperts] = {}
         for name, parts in self._groups().items():
             self._packed[name] = self._pack(name, parts, state)
@@ -287,7 +203,7 @@ class Decoder(Passes):
             new[_EMBEDDING] = tied
             new[f"{_HEAD}.weight"] = tied
         for name in self._norms.keys() & new.keys():
-            self._norms[name] = new[name].float().clone()
+            self._norms[name] = self._norm_factors(new[name])
         stale = []
         for name, parts in self._groups().items():
             keys = {key for part in parts for key in (_weight_name(part), f"{part}.bias") if key in self._shapes}
@@ -367,7 +283,13 @@ class Decoder(Passes):
         """Return the bytes of the weights, without those of the decoder that this one was made from."""
         if self._source is None:
             separate_table = self._table if self._table is not self._packed[_HEAD] else None
-            tensors = (self._embedding, separate_table, self._frequency, *self._norms.values(), *self._packed.values())
+            tensors = (
+                self._embedding,
+                separate_table,
+                self.shape.rotary.frequency,
+                *self._norms.values(),
+                *self._packed.values(),
+            )
             return sum(tensor.nbytes for tensor in tensors if tensor is not None)
         if self._packed is self._source._packed:
             return 0
@@ -405,7 +327,9 @@ class Decoder(Passes):
         groups: dict[str, tuple[str, ...]] = {_HEAD: (_HEAD,)}
         for i in range(self.shape.layers):
             has_experts = self.shape.routing is not None and i in self.shape.routing.layers
-            for name, parts in ({**_PACKED_GROUPS, **_PACKED_EXPERTS} if has_experts else _PACKED_GROUPS).items():
+            family = self.shape.family
+            packed = {"qkv": family.attention, "out": (_OUT,), "gate_up": family.mlp, "down": (_DOWN,)}
+            for name, parts in (packed | _EXPERTS if has_experts else packed).items():
                 groups[f"{i}.{name}"] = tuple(f"model.layers.{i}.{part}" for part in parts)
             if i in self._split_values:
                 *query_key, value = groups[f"{i}.qkv"]
@@ -413,10 +337,16 @@ class Decoder(Passes):
                 groups[f"{i}.value"] = (value,)
         return groups
 
+    def _norm_factors(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a float32 copy of what a norm multiplies by."""
+        return weight.float() + 1 if self.shape.family.norms_plus_one else weight.float().clone()
+
     def _embed(self, table: Weight) -> torch.Tensor:
         """Return the embedding table. If it is tied to the LM head, it is the table after quantization."""
         changed = self._tied and self._packed_head.bits not in FLOAT_DTYPES
-        return (self._packed_head.unpack() if changed else _dense(table)).to(self.dtype)
+        embedding = (self._packed_head.unpack() if changed else _dense(table)).to(self.dtype)
+        scale = self.shape.table_scale
+        return embedding if scale == 1 else embedding * torch.tensor(scale, dtype=self.dtype)
 
     def _pack_table(self, table: Weight) -> PackedBlocks | None:
         """Return the embedding table in blocks, or None if it is dense."""
@@ -439,7 +369,7 @@ class Decoder(Passes):
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
         types = {weight.kind.name for weight in blocks}
         if len(blocks) == len(weights) and len(types) == 1 and can_pack(min(types)):
-            order = _interleaved_rows(blocks[0].shape[0]) if gate_up else None
+            order = _interleaved_rows(sum(block.shape[0] for block in blocks) // 2) if gate_up else None
             return pack_blocks(join_blocks(blocks, order), bias, arena=self._arena)
         if blocks:
             _log.info("%s: weights of type %s are converted to %d bits", name, ", ".join(sorted(types)), self._bits)
@@ -449,7 +379,9 @@ class Decoder(Passes):
         arena = Refill(packed_weight) if isinstance(packed_weight, PackedWeight) else self._arena
         if ".experts." in parts[0]:
             return pack_experts(dense[0], gated=gate_up, bits=self._bits, arena=arena)
-        weight = interleave(*dense) if gate_up else torch.cat(dense)
+        weight = torch.cat(dense)
+        if gate_up:
+            weight = interleave(*weight.chunk(2))
         bits = self._bits
         if name == _HEAD:
             bits = self._head_bits
@@ -464,7 +396,9 @@ class Decoder(Passes):
             return {parts[0]: packed.unpack()}
         sizes = [self._shapes[f"{part}.weight"][0] for part in parts]
         weight = packed.unpack()
-        weights = separate(weight) if name.endswith("gate_up") else torch.split(weight, sizes)
+        if name.endswith("gate_up"):
+            weight = torch.cat(separate(weight))
+        weights = torch.split(weight, sizes)
         state = {f"{part}.weight": weight for part, weight in zip(parts, weights, strict=True)}
         if packed.bias is not None:
             for part, bias in zip(parts, torch.split(packed.bias, sizes), strict=True):
@@ -484,7 +418,8 @@ class Decoder(Passes):
             layer=layers,
             embedding=address(self._embedding),
             norm=self._norms["model.norm.weight"].data_ptr(),
-            frequency=self._frequency.data_ptr(),
+            frequency=shape.rotary.frequency.data_ptr(),
+            rotary_scale=shape.rotary.scale.data_ptr(),
             id=0 if self._ids is None else self._ids.data_ptr(),
             pool=self._memory.address(),
             head=self._packed[_HEAD].c(),
@@ -496,9 +431,14 @@ class Decoder(Passes):
             dim=shape.dim,
             ffn=shape.ffn,
             threads=torch.get_num_threads(),
+            rotaries=len(shape.rotary.frequency),
+            rotary_dim=shape.rotary.dim,
+            gelu=shape.gelu,
             epsilon=shape.epsilon,
             scale=shape.scale,
-            rotary_scale=shape.rotary_scale,
+            embedding_scale=shape.embedding_scale,
+            residual_scale=shape.residual_scale,
+            logit_divisor=shape.logit_divisor,
         )
         self._handle = self._code.outrider_open(ctypes.byref(model))
         self._layers = layers  # the kernels keep its address
@@ -507,10 +447,11 @@ class Decoder(Passes):
     def _layer(self, i: int) -> CLayer:
         """Return the structure of layer `i`."""
 
-        def norm(name: str) -> int:
+        def norm(name: str | None) -> int:
             weight = self._norms.get(f"model.layers.{i}.{name}.weight")
             return 0 if weight is None else weight.data_ptr()
 
+        family = self.shape.family
         routing = self.shape.routing
         router = self._packed.get(f"{i}.router")
         return CLayer(
@@ -520,12 +461,15 @@ class Decoder(Passes):
             down=self._packed[f"{i}.down"].c(),
             value=self._packed[f"{i}.value"].c() if i in self._split_values else CLinear(),
             router=router.c() if router else CLinear(),
-            attention_norm=norm("input_layernorm"),
-            mlp_norm=norm("post_attention_layernorm"),
+            attention_norm=norm(family.attention_norm),
+            mlp_norm=norm(family.mlp_norm),
+            attention_post_norm=norm(family.attention_post_norm),
+            mlp_post_norm=norm(family.mlp_post_norm),
             query_norm=norm("self_attn.q_norm"),
             key_norm=norm("self_attn.k_norm"),
             window=self.shape.windows[i],
-            wide_norms=self.shape.wide_norms,
+            wide_norms=family.wide_norms,
+            rotary=self.shape.rotary.table[i],
             top=routing.top if routing else 0,
             normalized=routing.normalized if routing else 0,
         )

@@ -11,7 +11,7 @@ from torch.nn import functional
 from outrider.errors import UnsupportedModel
 from outrider.native.abi import CLinear
 from outrider.native.pack import PANEL, Arena, PackedWeight, Refill, interleave, pack, separate
-from outrider.native.support import ROUTED_FAMILIES
+from outrider.native.support import FAMILIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Routing:
             UnsupportedModel: the kernels do not support these experts.
         """
         config = model.config
-        if config.model_type not in ROUTED_FAMILIES:
+        if not FAMILIES[config.model_type].routed:
             return None
         if getattr(config, "clip_qkv", None) is not None:
             raise UnsupportedModel(

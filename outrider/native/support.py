@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from outrider.errors import UnsupportedModel
 from outrider.native.library import find_compiler
 
-ROUTED_FAMILIES = frozenset({"mixtral", "olmoe", "qwen3_moe"})  # with routed experts instead of an MLP
-# Decoder layers consist of a norm, rotary attention, a norm, and an MLP with SiLU gates, or experts of such MLPs.
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"}) | ROUTED_FAMILIES
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How the decoder layers of a model type are built. The names are those of modules in transformers.
+
+    A layer consists of rotary attention and a gated MLP, or experts of such MLPs. Their inputs, their outputs or both
+    have an RMSNorm.
+    """
+
+    attention: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    mlp: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    attention_norm: str | None = "input_layernorm"
+    attention_post_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_post_norm: str | None = None
+    wide_norms: bool = False  # whether queries and keys are normalized over all heads
+    norms_plus_one: bool = False  # whether a norm multiplies by 1 + weight
+    routed: bool = False  # whether there are layers with routed experts
+
+
+_LLAMA = Family()
+_POST_NORMS = Family(
+    attention_norm=None,
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_post_norm="post_feedforward_layernorm",
+    wide_norms=True,
+)
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "gemma": Family(norms_plus_one=True),
+        "gemma3_text": Family(
+            attention_post_norm="post_attention_layernorm",
+            mlp_norm="pre_feedforward_layernorm",
+            mlp_post_norm="post_feedforward_layernorm",
+            norms_plus_one=True,
+        ),
+        "granite": _LLAMA,
+        "llama": _LLAMA,
+        "ministral": _LLAMA,
+        "mistral": _LLAMA,
+        "mixtral": Family(routed=True),
+        "olmo2": _POST_NORMS,
+        "olmo3": _POST_NORMS,
+        "olmoe": Family(routed=True, wide_norms=True),
+        "phi3": Family(attention=("self_attn.qkv_proj",), mlp=("mlp.gate_up_proj",)),
+        "qwen2": _LLAMA,
+        "qwen3": _LLAMA,
+        "qwen3_moe": Family(routed=True),
+        "seed_oss": _LLAMA,
+        "smollm3": _LLAMA,
+    }
+)
 
 
 def may_run(config: Any) -> bool:

@@ -104,7 +104,7 @@ CHECKPOINTS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0},
             "tie_word_embeddings": True,
         },
-        False,
+        True,
     ),
     "Gemma-3-270m": (
         "Gemma3TextConfig",
@@ -120,7 +120,7 @@ CHECKPOINTS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
             "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
             "tie_word_embeddings": True,
         },
-        False,
+        True,
     ),
     "Phi-4-mini": (
         "Phi3Config",
@@ -144,7 +144,7 @@ CHECKPOINTS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {
             "tie_word_embeddings": True,
             "sliding_window": 262144,
         },
-        False,
+        True,
     ),
 }
 

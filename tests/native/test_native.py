@@ -25,6 +25,7 @@ from outrider.native.pack import Arena, interleave, pack, separate
 from outrider.native.target import NativeTarget
 from outrider.testing.drive import random_tree
 from tests.helpers import tiny
+from tests.helpers.configs import MIXED
 from tests.helpers.threads import torch_threads
 
 pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
@@ -46,11 +47,29 @@ MODELS = {
             "original_max_position_embeddings": 32,
         },
     ),
+    "ministral": tiny.make_config("MinistralConfig", head_dim=16, sliding_window=tiny.WINDOW, layer_types=MIXED),
     "mistral": tiny.make_config("MistralConfig", head_dim=64, sliding_window=tiny.WINDOW),
     "qwen2": tiny.make_config(
         "Qwen2Config", hidden_size=64, use_sliding_window=True, sliding_window=tiny.WINDOW, max_window_layers=2
     ),
     "qwen3": tiny.make_config("Qwen3Config", head_dim=16, num_key_value_heads=1),
+    "gemma": tiny.make_config("GemmaConfig", head_dim=16),
+    "gemma3": tiny.make_config(
+        "Gemma3TextConfig", head_dim=32, sliding_window=tiny.WINDOW, layer_types=MIXED, query_pre_attn_scalar=24
+    ),
+    "granite": tiny.make_config(
+        "GraniteConfig",
+        hidden_size=64,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.2,
+        logits_scaling=8.0,
+    ),
+    "olmo2": tiny.make_config("Olmo2Config", hidden_size=64),
+    "olmo3": tiny.make_config("Olmo3Config", hidden_size=64, sliding_window=tiny.WINDOW, layer_types=MIXED),
+    "phi3": tiny.make_config("Phi3Config", hidden_size=64, sliding_window=None, partial_rotary_factor=0.5),
+    "seed_oss": tiny.make_config("SeedOssConfig", head_dim=16, attention_bias=True, attention_out_bias=True),
+    "smollm3": tiny.make_config("SmolLM3Config", hidden_size=64, no_rope_layer_interval=2),
     "wide": tiny.make_config("LlamaConfig", head_dim=80, hidden_size=96, num_attention_heads=6),
 }
 
@@ -476,8 +495,8 @@ def test_falls_back_to_torch_without_a_cache_folder(folders, monkeypatch, tmp_pa
 
 def test_unsupported_architectures_and_sizes_run_on_torch(tmp_path):
     wrong_size = tiny.save(tmp_path / "size", tiny.make_config("LlamaConfig", head_dim=8))
-    wrong_architecture = tiny.save(tmp_path / "architecture", tiny.make_config("Olmo2Config"))
-    cases = ((wrong_size, "multiples of 16"), (wrong_architecture, "the native kernels support llama"))
+    wrong_architecture = tiny.save(tmp_path / "architecture", tiny.make_config("CohereConfig", hidden_size=64))
+    cases = ((wrong_size, "multiples of 16"), (wrong_architecture, "the native kernels support gemma, gemma3_text"))
     for folder, reason in cases:
         checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
         assert make_target(checkpoint, slots=1, context=32).kernels == "torch"

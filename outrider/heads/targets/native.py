@@ -62,6 +62,7 @@ class HeadDecoder(Passes):
         embedding = self._keep_tensor(module.embedding.weight.to(dtype) if own_embedding else tables.embedding)
         radians_per_position, amplitude = frequencies(body)
         frequency = self._keep_tensor(radians_per_position)
+        rotary_scale = self._keep_tensor(torch.tensor([amplitude], dtype=torch.float32))
         ids = self._keep_tensor(module.ids.to(torch.int32))
         layers = (CLayer * body.layers)(*map(self._layer, range(body.layers)))
         entry = self._entry(tables)
@@ -70,6 +71,7 @@ class HeadDecoder(Passes):
             embedding=embedding.data_ptr(),
             norm=self._norm(module, "norm"),
             frequency=frequency.data_ptr(),
+            rotary_scale=rotary_scale.data_ptr(),
             entry=ctypes.addressof(entry),
             id=ids.data_ptr() if description.draft_vocab else 0,
             pool=kv_cache.address(),
@@ -81,9 +83,13 @@ class HeadDecoder(Passes):
             dim=body.dim,
             ffn=body.ffn,
             threads=torch.get_num_threads(),
+            rotaries=1,
+            rotary_dim=body.dim,
             epsilon=body.epsilon,
             scale=body.dim**-0.5,
-            rotary_scale=amplitude,
+            embedding_scale=1,
+            residual_scale=1,
+            logit_divisor=1,
         )
         self._keep_alive += [layers, entry, kv_cache]
         self._handle = self._code.outrider_open(ctypes.byref(model))

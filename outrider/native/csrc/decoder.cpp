@@ -22,10 +22,12 @@ struct Layer {
   Linear qkv, out, gate_up, down;
   Linear value;                            // the value projection in another format; no outputs: `qkv` has it
   Linear router;                           // [experts][hidden]; no outputs: one MLP. `gate_up` and `down` hold all experts
-  const float *attention_norm, *mlp_norm;  // [hidden]
+  const float *attention_norm, *mlp_norm;  // [hidden] of the inputs of attention and MLP; or null: they have no norm
+  const float *attention_post_norm, *mlp_post_norm;  // [hidden] of their outputs; or null
   const float *query_norm, *key_norm;      // [dim], or [heads * dim] with `wide_norms`; or null
   int32_t window;                          // 0: full attention
   int32_t wide_norms;                      // whether queries and keys are normalized over all heads of a column
+  int32_t rotary;                          // the rotary table; -1: queries and keys are not rotated
   int32_t top, normalized;                 // experts of a column; whether their weights add up to 1
 };
 
@@ -52,14 +54,18 @@ struct Model {
   const Layer* layer;
   const void* embedding;      // [vocab][hidden], in the element type of the pool; null: `table`
   const float* norm;          // [hidden], or null: the LM head reads the output of the last layer without a norm
-  const float* frequency;     // [dim / 2]
+  const float* frequency;     // [rotaries][rotary_dim / 2]
+  const float* rotary_scale;  // [rotaries]
   const Entry* entry;         // null: the input is the embedding alone
   const int32_t* id;          // [head.out], ascending: token ids of the outputs; null: output i is token i
   const Pool* pool;
   Linear head;
   Linear table;               // the embedding in GGUF blocks, if `embedding` is null
   int32_t layers, hidden, heads, key_heads, dim, ffn, threads;
-  float epsilon, scale, rotary_scale;
+  int32_t rotaries, rotary_dim;  // rotary tables; leading dimensions of a head that they rotate
+  int32_t gelu;                  // whether gates use GELU, approximated by tanh, instead of SiLU
+  float epsilon, scale;
+  float embedding_scale, residual_scale, logit_divisor;  // 1 in most models
 };
 
 // One forward pass. A column is a token at a position. Its keys and values are written to an entry of its slot.
@@ -293,14 +299,19 @@ class Decoder final : public Runner {
 
   // Write the embeddings to the residual stream, and compute rotary angles.
   void embed(Team& team, const Pass& pass) {
-    const int half = model_.dim / 2;
+    const int half = model_.rotary_dim / 2;
+    const int angles = model_.rotaries * half;
     team.share(pass.num_columns, [&](int c) {
-      embed(pass.token[c], &residual_[size_t(c) * model_.hidden]);
+      float* out = &residual_[size_t(c) * model_.hidden];
+      embed(pass.token[c], out);
+      if (model_.embedding_scale != 1)
+        for (int i = 0; i < model_.hidden; i++) out[i] *= model_.embedding_scale;
       if (model_.entry) join_state(pass, c);
-      for (int i = 0; i < half; i++) {
+      for (int i = 0; i < angles; i++) {
         const float angle = float(pass.position[c]) * model_.frequency[i];
-        cosine_[c * half + i] = std::cos(angle) * model_.rotary_scale;
-        sine_[c * half + i] = std::sin(angle) * model_.rotary_scale;
+        const float scale = model_.rotary_scale[i / half];
+        cosine_[size_t(c) * angles + i] = std::cos(angle) * scale;
+        sine_[size_t(c) * angles + i] = std::sin(angle) * scale;
       }
     });
   }
@@ -371,7 +382,23 @@ class Decoder final : public Runner {
              wide_.data(), scratch_[team.thread]);
     });
     pack_rows(team, pass.num_columns, wide_.data(), width, layer.out);
-    apply<Store::kAdd>(team, layer.out, packed_, pass.num_columns, residual_.data(), model_.hidden);
+    add_output(team, pass.num_columns, layer.out, layer.attention_post_norm);
+  }
+
+  // Multiply the packed rows with the last linear layer of attention or of an MLP, and add the result to the residual
+  // stream, after a norm and a factor if the model has them.
+  void add_output(Team& team, int rows, const Linear& linear, const float* norm) {
+    const int hidden = model_.hidden;
+    if (!norm && model_.residual_scale == 1)
+      return apply<Store::kAdd>(team, linear, packed_, rows, residual_.data(), hidden);
+    apply<Store::kSet>(team, linear, packed_, rows, output_.data(), hidden);
+    const Floats scale = broadcast(model_.residual_scale);
+    team.share(rows, [&](int r) {
+      float* x = &output_[size_t(r) * hidden];
+      float* out = &residual_[size_t(r) * hidden];
+      if (norm) rms_norm(x, norm, hidden, x);
+      for (int i = 0; i < hidden; i += kLanes) store(out + i, load(out + i) + scale * load(x + i));
+    });
   }
 
   Entries<Element> slot_entries(int slot, int layer) const {
@@ -383,9 +410,12 @@ class Decoder final : public Runner {
 
   void mlp(Team& team, const Pass& pass, const Layer& layer) {
     normalize_rows(team, pass.num_columns, nullptr, layer.mlp_norm, layer.gate_up);
-    apply<Store::kGate>(team, layer.gate_up, packed_, pass.num_columns, wide_.data(), model_.ffn);
+    if (model_.gelu)
+      apply<Store::kGeluGate>(team, layer.gate_up, packed_, pass.num_columns, wide_.data(), model_.ffn);
+    else
+      apply<Store::kGate>(team, layer.gate_up, packed_, pass.num_columns, wide_.data(), model_.ffn);
     pack_rows(team, pass.num_columns, wide_.data(), model_.ffn, layer.down);
-    apply<Store::kAdd>(team, layer.down, packed_, pass.num_columns, residual_.data(), model_.hidden);
+    add_output(team, pass.num_columns, layer.down, layer.mlp_post_norm);
   }
 
   static int expert_ffn(const Layer& layer) { return layer.gate_up.out / layer.router.out / 2; }
@@ -443,7 +473,10 @@ class Decoder final : public Runner {
     normalize_rows(team, pass.num_outputs, pass.output_columns, model_.norm, model_.head);
     apply<Store::kSet>(team, model_.head, packed_, pass.num_outputs, pass.logits, model_.head.out);
     const auto choose = [&](int k) {
-      pass.best[k] = likeliest(pass.logits + size_t(k) * model_.head.out, num_candidates_);
+      float* logits = pass.logits + size_t(k) * model_.head.out;
+      if (model_.logit_divisor != 1)
+        for (int i = 0; i < model_.head.out; i++) logits[i] /= model_.logit_divisor;
+      pass.best[k] = likeliest(logits, num_candidates_);
     };
     team.share(pass.num_outputs, choose, 1);
   }
@@ -481,7 +514,6 @@ class Decoder final : public Runner {
     const Layer& layer = model_.layer[number];
     const int key_heads = model_.key_heads;
     const int dim = model_.dim;
-    const int half = dim / 2;
     const bool is_query = head < model_.heads;
     const bool is_key = !is_query && head < model_.heads + key_heads;
     float* x = &wide_[(size_t(c) * (model_.heads + 2 * key_heads) + head) * dim];
@@ -493,14 +525,7 @@ class Decoder final : public Runner {
       for (int i = 0; i < dim; i++) set(to[entries.value_offset(i)], x[i]);
       return;
     }
-    for (int i = 0; i < half; i++) {
-      const float a = x[i];
-      const float b = x[i + half];
-      const float cosine = cosine_[c * half + i];
-      const float sine = sine_[c * half + i];
-      x[i] = a * cosine - b * sine;
-      x[i + half] = b * cosine + a * sine;
-    }
+    if (layer.rotary >= 0) rotate(c, layer.rotary, x);
     if (is_query) {
       Element* to = &query_[(size_t(c) * model_.heads + head) * dim];
       for (int i = 0; i < dim; i++) set(to[i], x[i]);
@@ -508,6 +533,20 @@ class Decoder final : public Runner {
       const Entries<Element> entries = slot_entries(pass.slot[c], number);
       Element* to = entries.key(pass.entry[c], head - model_.heads);
       for (int i = 0; i < dim; i++) set(to[entries.key_offset(i)], x[i]);
+    }
+  }
+
+  // Rotate the leading dimensions of a query or key of a column by the angles of a rotary table.
+  void rotate(int c, int table, float* x) const {
+    const int half = model_.rotary_dim / 2;
+    const size_t first = (size_t(c) * model_.rotaries + table) * half;
+    for (int i = 0; i < half; i++) {
+      const float a = x[i];
+      const float b = x[i + half];
+      const float cosine = cosine_[first + i];
+      const float sine = sine_[first + i];
+      x[i] = a * cosine - b * sine;
+      x[i + half] = b * cosine + a * sine;
     }
   }
 
@@ -539,8 +578,9 @@ class Decoder final : public Runner {
     normed_.resize(size_t(model_.threads) * model_.hidden);
     wide_.resize(count * widest);
     query_.resize(count * model_.heads * model_.dim);
-    cosine_.resize(count * model_.dim / 2);
-    sine_.resize(count * model_.dim / 2);
+    output_.resize(count * model_.hidden);
+    cosine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
+    sine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
     const int words = widest * int(sizeof(Input<Element>)) / 4;  // enough for inputs in bytes, too
     words_.resize(count * words);
     scale_.resize(count * widest / kSmallGroup);
@@ -572,8 +612,9 @@ class Decoder final : public Runner {
   std::vector<Tile> tiles_;
   std::vector<Scratch<Element>> scratch_;  // [threads]
   // [columns][...]. `pair_` holds embedding and state of a draft head. `wide_` holds the outputs of qkv, attention and
-  // gate_up.
-  std::vector<float> aux_states_, fused_, pair_, states_, residual_, normed_, wide_, cosine_, sine_, scale_, logits_;
+  // gate_up, and `output_` those of attention and MLP before a norm or a factor.
+  std::vector<float> aux_states_, fused_, pair_, states_, residual_, normed_, wide_, output_, cosine_, sine_, scale_;
+  std::vector<float> logits_;
   std::vector<Element> query_;
   std::vector<int32_t> words_, total_, empty_tails_, best_;
   Rows packed_{};  // inputs of the next linear layer

@@ -223,16 +223,23 @@ inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Flo
 
 // How the outputs of a layer are stored.
 enum class Store {
-  kSet,   // out = y
-  kAdd,   // out += y
-  kGate,  // out = silu(first half) * second half; each panel holds 16 gate outputs and the same 16 up outputs
+  kSet,       // out = y
+  kAdd,       // out += y
+  kGate,      // out = silu(first half) * second half; each panel holds 16 gate outputs and the same 16 up outputs
+  kGeluGate,  // the same with GELU, approximated by tanh
 };
+
+// GELU (Hendrycks and Gimpel 2016) in the approximation by tanh. (1 + tanh(y)) / 2 is the logistic function of 2 y.
+inline Floats gelu(Floats x) {
+  const Floats y = 1.5957691216f * (x + 0.044715f * x * x * x);  // 2 sqrt(2 / pi)
+  return x / (1.0f + exponential(-y));
+}
 
 template <Store mode>
 inline void store_panel(const Linear& layer, int panel, Floats first, Floats second, float* out) {
   int column = panel * kPanel;
-  if (mode == Store::kGate) {
-    store(out + column / 2, first / (1.0f + exponential(-first)) * second);
+  if (mode == Store::kGate || mode == Store::kGeluGate) {
+    store(out + column / 2, (mode == Store::kGate ? first / (1.0f + exponential(-first)) : gelu(first)) * second);
     return;
   }
   float sums[kPanel];
