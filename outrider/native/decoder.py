@@ -16,7 +16,7 @@ from outrider.cache.paged import PagedCache
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight, block_types
-from outrider.models.submodel import refuse_weight_update
+from outrider.models.submodel import layer_stack, refuse_weight_update
 from outrider.models.weights import check_weights, tied_weight
 from outrider.native.abi import CLayer, CLinear, CModel
 from outrider.native.blocks import PackedBlocks, can_pack, join_blocks, pack_blocks
@@ -26,7 +26,6 @@ from outrider.native.experts import PackedExperts, pack_experts
 from outrider.native.library import Library
 from outrider.native.pack import FLOAT_DTYPES, PANEL, Arena, PackedWeight, Refill, address, interleave, pack, separate
 
-_EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head"
 _PANELS_AT_ONCE = 128  # panels of a table that are expanded to float32 at once
 Weight = torch.Tensor | BlockWeight
@@ -37,22 +36,25 @@ _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
 _EXPERTS = {"router": ("mlp.gate",), "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",)}
 
 
-def _weights(model: Any) -> dict[str, Weight]:
-    """Return the weights of a model by name. Those of GGUF files are in blocks."""
+def _weights(model: Any, body: str) -> dict[str, Weight]:
+    """Return the weights of the decoder layers in module `body` and of the LM head, by name.
+
+    Those of GGUF files are in blocks.
+    """
     weights: dict[str, Weight] = {name: value.detach() for name, value in model.state_dict().items()}
     for name, module in model.named_modules():
         if isinstance(module, BlockLinear | BlockEmbedding):
             weights[f"{name}.weight"] = module.blocks
-    return weights
+    return {name: value for name, value in weights.items() if name.startswith((f"{body}.", f"{_HEAD}."))}
 
 
-def _split_values(state: Mapping[str, Weight], shape: Dimensions) -> frozenset[int]:
+def _split_values(state: Mapping[str, Weight], shape: Dimensions, body: str) -> frozenset[int]:
     """Return the layers whose value projection has another block type than the query and key projections."""
     split = set()
     if len(shape.family.attention) == 1:  # one layer for queries, keys and values
         return frozenset()
     for i in range(shape.layers):
-        key, value = (state[f"model.layers.{i}.{part}.weight"] for part in shape.family.attention[1:])
+        key, value = (state[f"{body}.layers.{i}.{part}.weight"] for part in shape.family.attention[1:])
         if isinstance(key, BlockWeight) and isinstance(value, BlockWeight) and key.kind != value.kind:
             split.add(i)
     return frozenset(split)
@@ -99,15 +101,16 @@ class Decoder(Passes):
         Raises:
             UnsupportedModel: the kernels do not support this model.
         """
-        self.shape = Dimensions.of(model)
+        self._body = layer_stack(model)[0].rpartition(".")[0]  # name of the module with the decoder layers
+        self.shape = Dimensions.of(model.config.get_text_config(decoder=True), model.get_submodule(self._body))
         super().__init__(library.code, hidden=self.shape.hidden)
         self._bits = bits
         self._arena = Arena()
-        state = _weights(model)
+        state = _weights(model, self._body)
         self._shapes = {name: value.shape for name, value in state.items()}
         self._tied = bool(model.config.tie_word_embeddings)
         self.types = block_types(model)  # GGUF types, if the weights are in blocks
-        self._split_values = _split_values(state, self.shape)
+        self._split_values = _split_values(state, self.shape, self._body)
         self._norms = {
             name: self._norm_factors(value)
             for name, value in state.items()
@@ -117,14 +120,18 @@ class Decoder(Passes):
         for name, parts in self._groups().items():
             self._packed[name] = self._pack(name, parts, state)
         self.dtype = FLOAT_DTYPES[32 if bits == 32 else 16]  # of the embedding, keys and values
-        self._table = self._pack_table(state[_EMBEDDING])  # the embedding, if it is in blocks
-        self._embedding = None if self._table else self._arena.keep(self._embed(state[_EMBEDDING]))
+        self._table = self._pack_table(state[self._embedding_name])  # the embedding, if it is in blocks
+        self._embedding = None if self._table else self._arena.keep(self._embed(state[self._embedding_name]))
         self._stack: Sequence[int] = range(self.shape.layers)  # indices of the layers that run, in order
         self._source: Decoder | None = None  # the decoder that this one shares weights with or was quantized from
         self._derived: weakref.WeakSet[Decoder] = weakref.WeakSet()  # decoders made from this one
         self._memory: PagedCache | None = None
         self._close: weakref.finalize[[int], Decoder] | None = None
         self._ids: torch.Tensor | None = None  # [Vd] int32 ids of the tokens that have logits; None: all
+
+    @property
+    def _embedding_name(self) -> str:
+        return f"{self._body}.embed_tokens.weight"
 
     @property
     def vocab(self) -> int:
@@ -199,8 +206,8 @@ class Decoder(Passes):
             )
         check_weights(weights, self._shapes)
         new = {name: value.detach() for name, value in weights.items()}
-        if self._tied and (tied := tied_weight(new, _EMBEDDING, f"{_HEAD}.weight")) is not None:
-            new[_EMBEDDING] = tied
+        if self._tied and (tied := tied_weight(new, self._embedding_name, f"{_HEAD}.weight")) is not None:
+            new[self._embedding_name] = tied
             new[f"{_HEAD}.weight"] = tied
         for name in self._norms.keys() & new.keys():
             self._norms[name] = self._norm_factors(new[name])
@@ -211,9 +218,9 @@ class Decoder(Passes):
                 state = new if changed == keys else {**self._unpacked(name, parts), **new}
                 self._packed[name] = self._pack(name, parts, state)
                 stale.append(name)
-        if _EMBEDDING in new:
+        if self._embedding_name in new:
             assert self._embedding is not None
-            self._embedding.copy_(self._embed(new[_EMBEDDING]))
+            self._embedding.copy_(self._embed(new[self._embedding_name]))
         self._open()
         for other in self._derived:
             other._update_from_source(stale)
@@ -274,7 +281,7 @@ class Decoder(Passes):
         return SharedWeights(
             embedding=embedding,
             head=head,
-            norm=self._norms["model.norm.weight"],
+            norm=self._norms[f"{self._body}.norm.weight"],
             epsilon=self.shape.epsilon,
             packed=packed,
         )
@@ -330,7 +337,7 @@ class Decoder(Passes):
             family = self.shape.family
             packed = {"qkv": family.attention, "out": (_OUT,), "gate_up": family.mlp, "down": (_DOWN,)}
             for name, parts in (packed | _EXPERTS if has_experts else packed).items():
-                groups[f"{i}.{name}"] = tuple(f"model.layers.{i}.{part}" for part in parts)
+                groups[f"{i}.{name}"] = tuple(f"{self._body}.layers.{i}.{part}" for part in parts)
             if i in self._split_values:
                 *query_key, value = groups[f"{i}.qkv"]
                 groups[f"{i}.qkv"] = tuple(query_key)
@@ -417,7 +424,7 @@ class Decoder(Passes):
         model = CModel(
             layer=layers,
             embedding=address(self._embedding),
-            norm=self._norms["model.norm.weight"].data_ptr(),
+            norm=self._norms[f"{self._body}.norm.weight"].data_ptr(),
             frequency=shape.rotary.frequency.data_ptr(),
             rotary_scale=shape.rotary.scale.data_ptr(),
             id=0 if self._ids is None else self._ids.data_ptr(),
@@ -448,7 +455,7 @@ class Decoder(Passes):
         """Return the structure of layer `i`."""
 
         def norm(name: str | None) -> int:
-            weight = self._norms.get(f"model.layers.{i}.{name}.weight")
+            weight = self._norms.get(f"{self._body}.layers.{i}.{name}.weight")
             return 0 if weight is None else weight.data_ptr()
 
         family = self.shape.family

@@ -25,16 +25,16 @@ class Rotary:
     table: tuple[int, ...]  # [layers]; -1: no rotary embedding
 
     @classmethod
-    def of(cls, model: Any, layer_types: tuple[str, ...]) -> Rotary:
-        """Read the rotary embedding of a transformers model whose layers have these types."""
-        module = model.model.rotary_emb
+    def of(cls, body: Any, layer_types: tuple[str, ...]) -> Rotary:
+        """Read the rotary embedding from the module with the decoder layers, which have these types."""
+        module = body.rotary_emb
         if hasattr(module, "inv_freq"):
             prefixes = {"": 0}
             table = [0] * len(layer_types)
         else:
             prefixes = {f"{name}_": i for i, name in enumerate(sorted(set(layer_types)))}
             table = [prefixes[f"{name}_"] for name in layer_types]
-        for i, layer in enumerate(model.model.layers):
+        for i, layer in enumerate(body.layers):
             if not getattr(layer.self_attn, "use_rope", True):
                 table[i] = _NO_ROTARY
         return cls(
@@ -72,16 +72,15 @@ class Dimensions:
     routing: Routing | None  # of the experts, if there are any
 
     @classmethod
-    def of(cls, model: Any) -> Dimensions:
-        """Read the dimensions of a transformers model.
+    def of(cls, config: Any, body: Any) -> Dimensions:
+        """Read the dimensions from a text configuration and the module of transformers with the decoder layers.
 
         Raises:
             UnsupportedModel: the kernels do not support this model.
         """
-        config = model.config
         if config.model_type not in FAMILIES:
             raise UnsupportedModel(f"{config.model_type}: the native kernels support {', '.join(sorted(FAMILIES))}")
-        attention = model.model.layers[0].self_attn
+        attention = body.layers[0].self_attn
         layer_types = _layer_types(config)
         window = getattr(config, "sliding_window", None) or 0
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
@@ -95,14 +94,14 @@ class Dimensions:
             ffn=config.intermediate_size,
             epsilon=config.rms_norm_eps,
             scale=attention.scaling,
-            rotary=Rotary.of(model, layer_types),
+            rotary=Rotary.of(body, layer_types),
             windows=tuple(window if layer_type == "sliding_attention" else 0 for layer_type in layer_types),
             gelu=activation == "gelu_pytorch_tanh",
-            table_scale=float(getattr(model.get_input_embeddings(), "embed_scale", 1.0)),
+            table_scale=float(getattr(body.embed_tokens, "embed_scale", 1.0)),
             embedding_scale=getattr(config, "embedding_multiplier", 1.0),
             residual_scale=getattr(config, "residual_multiplier", 1.0),
             logit_divisor=getattr(config, "logits_scaling", 1.0),
-            routing=Routing.of(model),
+            routing=Routing.of(config, body),
         )
         shape._check(config, activation)
         return shape

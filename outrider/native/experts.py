@@ -25,20 +25,22 @@ class Routing:
     layers: frozenset[int]  # with experts; the others have one MLP
 
     @classmethod
-    def of(cls, model: Any) -> Routing | None:
-        """Read the sizes of the experts of a transformers model. Return None if no layer has experts.
+    def of(cls, config: Any, body: Any) -> Routing | None:
+        """Read the sizes of experts from a text configuration and the module with the decoder layers.
+
+        Returns:
+            The sizes; None if no layer has experts.
 
         Raises:
             UnsupportedModel: the kernels do not support these experts.
         """
-        config = model.config
         if not FAMILIES[config.model_type].routed:
             return None
         if getattr(config, "clip_qkv", None) is not None:
             raise UnsupportedModel(
                 f"{config.model_type}: the native kernels do not support clip_qkv; use kernels torch"
             )
-        blocks = {i: layer.mlp for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
+        blocks = {i: layer.mlp for i, layer in enumerate(body.layers) if hasattr(layer.mlp, "experts")}
         if not blocks:
             return None
         block = next(iter(blocks.values()))

@@ -66,8 +66,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def may_run(config: Any) -> bool:
-    """Return whether the kernels know the architecture of a configuration and can be compiled here."""
-    if config.model_type not in FAMILIES:
+    """Return whether the kernels know the architecture of a configuration and can be compiled here.
+
+    Of a multimodal model they run the text part.
+    """
+    if config.get_text_config(decoder=True).model_type not in FAMILIES:
         return False
     try:
         return bool(find_compiler())

@@ -29,9 +29,9 @@ from tests.helpers.configs import (
 from tests.helpers.further_architectures import COMMON, RARE
 
 
-def _gemma3() -> PreTrainedConfig:
-    """A text model inside a larger one; its tower for images has as many layers."""
-    text = make_config("Gemma3TextConfig", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW).to_dict()
+def gemma3(dim: int = 8) -> PreTrainedConfig:
+    """A text model with heads of `dim` inside a larger one; its tower for images has as many layers."""
+    text = make_config("Gemma3TextConfig", head_dim=dim, query_pre_attn_scalar=dim, sliding_window=WINDOW).to_dict()
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
     return transformers.Gemma3Config(
         text_config=text,
@@ -81,7 +81,7 @@ _ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3_text": config_of(
         "Gemma3TextConfig", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=MIXED
     ),
-    "gemma3": _gemma3,
+    "gemma3": gemma3,
     "gemma3n_text": config_of("Gemma3nTextConfig", altup_num_inputs=2, laurel_rank=4, **_SHARED),
     "gemma4_text": config_of("Gemma4TextConfig", global_head_dim=16, **_SHARED),
     "phi": config_of("PhiConfig"),
@@ -534,7 +534,7 @@ class Architecture:
     @property
     def native(self) -> bool:
         """Whether the native kernels run it, which the code declares."""
-        return self.kind == "attention" and self.config().model_type in FAMILIES
+        return self.kind == "attention" and self.config().get_text_config(decoder=True).model_type in FAMILIES
 
 
 _WITH_ENCODER = ("encoder-decoder", "speech")

@@ -25,6 +25,7 @@ from outrider.native.pack import Arena, interleave, pack, separate
 from outrider.native.target import NativeTarget
 from outrider.testing.drive import random_tree
 from tests.helpers import tiny
+from tests.helpers.architectures import gemma3
 from tests.helpers.configs import MIXED
 from tests.helpers.threads import torch_threads
 
@@ -57,6 +58,7 @@ MODELS = {
     "gemma3": tiny.make_config(
         "Gemma3TextConfig", head_dim=32, sliding_window=tiny.WINDOW, layer_types=MIXED, query_pre_attn_scalar=24
     ),
+    "gemma3 with images": gemma3(dim=16),
     "granite": tiny.make_config(
         "GraniteConfig",
         hidden_size=64,
