@@ -110,6 +110,7 @@ def open_gguf(path: Path) -> GGUFFile:
     if (head_dim := file.field(f"{name}.attention.key_length")) is not None:
         config.head_dim = head_dim  # transformers reads it for some architectures only
     _check_rotary(file, name)
+    config.pad_token_id = None  # a default of transformers, which may be beyond the vocabulary
     config.dtype = file.dtype
     return file
 

@@ -46,7 +46,10 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if window := getattr(config, "sliding_window", None):
+        writer.add_sliding_window(window)
     writer.add_vocab_size(config.vocab_size)
     head_dim = config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
@@ -79,8 +82,10 @@ def _kind(tensor: str, weight: torch.Tensor, kind: str, kinds: Mapping[str, str]
 
 
 def _reordered(config: Any, module: str, weight: torch.Tensor) -> np.ndarray:
-    """llama.cpp has the two halves of a rotary head as neighbors."""
+    """llama.cpp has the two halves of a rotary head as neighbors, and norms of Gemma with their offset."""
     values = weight.float().numpy()
+    if config.model_type == "gemma3_text" and weight.dim() == 1:
+        return values + 1
     if config.model_type not in ("llama", "mistral") or not module.endswith(("q_proj", "k_proj")):
         return values
     heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads

@@ -21,7 +21,14 @@ from outrider.models.gguf_linear import BlockLinear, block_types
 from tests.helpers import tiny
 from tests.helpers.gguf_files import CHAT, SIZES, write_gguf
 
-NAMES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+NAMES = {
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "phi3": "Phi3Config",
+    "gemma3": "Gemma3TextConfig",
+}
 
 
 def _model(name="llama", **settings):
@@ -45,7 +52,7 @@ def file(tmp_path_factory):
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
 @torch.inference_mode()
 def test_logits_are_those_of_the_model_that_was_written(tmp_path, name, kind, dtype):
-    model = _model(name, tie_word_embeddings=name == "qwen2")
+    model = _model(name, tie_word_embeddings=name in ("qwen2", "gemma3"))
     for weight in model.parameters():
         weight.copy_(weight.to(dtype))
     path = write_gguf(tmp_path / "model.gguf", model, kind)
@@ -55,14 +62,18 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path, name, kind, dt
     assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", kind) for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K")]
+    + [("phi3", "Q8_0"), ("gemma3", "Q8_0")],
+)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
 @torch.inference_mode()
-def test_the_kernels_multiply_the_blocks(tmp_path, kind, tied):
+def test_the_kernels_multiply_the_blocks(tmp_path, name, kind, tied):
     """Activations of 8 bits leave errors of about a percent. Tree, chain and plain pass agree in all bits."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64} if kind.endswith("K") else {}
-    path = write_gguf(tmp_path / "model.gguf", _model(tie_word_embeddings=tied, **sizes), kind)
+    path = write_gguf(tmp_path / "model.gguf", _model(name, tie_word_embeddings=tied, **sizes), kind)
     target = tiny.make_target(load_checkpoint(path), slots=2, context=64, kernels="native")
     assert target.kernels == f"native {kind}"
     model = load_checkpoint(path).model
