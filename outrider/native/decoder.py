@@ -446,6 +446,8 @@ class Decoder(Passes):
             embedding_scale=shape.embedding_scale,
             residual_scale=shape.residual_scale,
             logit_divisor=shape.logit_divisor,
+            score_cap=shape.score_cap,
+            logit_cap=shape.logit_cap,
         )
         self._handle = self._code.outrider_open(ctypes.byref(model))
         self._layers = layers  # the kernels keep its address

@@ -69,6 +69,8 @@ class Dimensions:
     embedding_scale: float  # factor of embeddings that is not one of the table: draft heads read them without it
     residual_scale: float  # factor of the outputs of attention and MLP
     logit_divisor: float
+    score_cap: float  # limits of attention scores and of logits; 0: none
+    logit_cap: float
     routing: Routing | None  # of the experts, if there are any
 
     @classmethod
@@ -101,6 +103,8 @@ class Dimensions:
             embedding_scale=getattr(config, "embedding_multiplier", 1.0),
             residual_scale=getattr(config, "residual_multiplier", 1.0),
             logit_divisor=getattr(config, "logits_scaling", 1.0),
+            score_cap=getattr(config, "attn_logit_softcapping", None) or 0.0,
+            logit_cap=getattr(config, "final_logit_softcapping", None) or 0.0,
             routing=Routing.of(config, body),
         )
         shape._check(config, activation)
@@ -119,9 +123,6 @@ class Dimensions:
                 f"{config.model_type}: the native kernels support at most {MAX_QUERIES_PER_KEY_HEAD} query heads per"
                 f" key head; this model has {self.heads} for {self.key_heads}"
             )
-        softcaps = ("attn_logit_softcapping", "final_logit_softcapping")
-        if any(getattr(config, name, None) for name in softcaps):
-            raise UnsupportedModel(f"{config.model_type}: the native kernels do not support capped logits")
 
     @property
     def mlp_sizes(self) -> tuple[int, ...]:

@@ -31,6 +31,12 @@ class Family:
 
 
 _LLAMA = Family()
+_GEMMA = Family(
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+    norms_plus_one=True,
+)
 _POST_NORMS = Family(
     attention_norm=None,
     attention_post_norm="post_attention_layernorm",
@@ -41,12 +47,8 @@ _POST_NORMS = Family(
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "gemma": Family(norms_plus_one=True),
-        "gemma3_text": Family(
-            attention_post_norm="post_attention_layernorm",
-            mlp_norm="pre_feedforward_layernorm",
-            mlp_post_norm="post_feedforward_layernorm",
-            norms_plus_one=True,
-        ),
+        "gemma2": _GEMMA,
+        "gemma3_text": _GEMMA,
         "granite": _LLAMA,
         "llama": _LLAMA,
         "ministral": _LLAMA,

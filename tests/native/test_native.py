@@ -55,6 +55,13 @@ MODELS = {
     ),
     "qwen3": tiny.make_config("Qwen3Config", head_dim=16, num_key_value_heads=1),
     "gemma": tiny.make_config("GemmaConfig", head_dim=16),
+    "gemma2": tiny.make_config(
+        "Gemma2Config",
+        head_dim=16,
+        sliding_window=tiny.WINDOW,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=0.3,
+    ),
     "gemma3": tiny.make_config(
         "Gemma3TextConfig", head_dim=32, sliding_window=tiny.WINDOW, layer_types=MIXED, query_pre_attn_scalar=24
     ),
@@ -498,7 +505,7 @@ def test_falls_back_to_torch_without_a_cache_folder(folders, monkeypatch, tmp_pa
 def test_unsupported_architectures_and_sizes_run_on_torch(tmp_path):
     wrong_size = tiny.save(tmp_path / "size", tiny.make_config("LlamaConfig", head_dim=8))
     wrong_architecture = tiny.save(tmp_path / "architecture", tiny.make_config("CohereConfig", hidden_size=64))
-    cases = ((wrong_size, "multiples of 16"), (wrong_architecture, "the native kernels support gemma, gemma3_text"))
+    cases = ((wrong_size, "multiples of 16"), (wrong_architecture, "the native kernels support gemma, gemma2"))
     for folder, reason in cases:
         checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
         assert make_target(checkpoint, slots=1, context=32).kernels == "torch"

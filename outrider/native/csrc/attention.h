@@ -42,7 +42,10 @@ struct Columns {
 struct Heads {
   int query, key, dim;
   float scale;
+  float cap;   // scores are limited to -cap .. cap; 0: no limit
   int window;  // maximum entries that a column attends to, including itself; 0: no limit
+
+  Floats score(Floats product) const { return cap ? capped(product * scale, cap) : product * scale; }
 };
 
 // Columns first .. last - 1, all of one slot.
@@ -234,7 +237,7 @@ inline void attend_block(const QueryRow<Element>* rows, const Heads& heads, cons
     for (int g = 0; g < groups; g++) {
       const Ints at = lanes() + g * kLanes;
       const auto visible = (at >= rows[i].low) & (at < rows[i].count);
-      scores[i][g] = visible ? scores[i][g] * heads.scale : broadcast(-INFINITY);
+      scores[i][g] = visible ? heads.score(scores[i][g]) : broadcast(-INFINITY);
       block_max = maximum(block_max, scores[i][g]);
     }
     const float old_max = max;
@@ -298,7 +301,7 @@ inline void attend_whole_block(MatrixUnits& units, int first, int end, const Hea
       Floats score[kGroups];
       Floats block_max = broadcast(-INFINITY);
       for (int g = 0; g < kGroups; g++) {
-        score[g] = load(&scores[i][g * kLanes]) * heads.scale;
+        score[g] = heads.score(load(&scores[i][g * kLanes]));
         block_max = maximum(block_max, score[g]);
       }
       float& max = s.max[r + i];

@@ -66,6 +66,7 @@ struct Model {
   int32_t gelu;                  // whether gates use GELU, approximated by tanh, instead of SiLU
   float epsilon, scale;
   float embedding_scale, residual_scale, logit_divisor;  // 1 in most models
+  float score_cap, logit_cap;    // limits of attention scores and of logits; 0: none
 };
 
 // One forward pass. A column is a token at a position. Its keys and values are written to an entry of its slot.
@@ -375,7 +376,7 @@ class Decoder final : public Runner {
     const int all_heads = model_.heads + 2 * model_.key_heads;
     team.share(pass.num_columns * all_heads, [&](int i) { store_head(pass, number, i / all_heads, i % all_heads); });
     const Columns columns{pass.position, pass.prefix, pass.tail_begin, pass.tail};
-    const Heads heads{model_.heads, model_.key_heads, model_.dim, model_.scale, layer.window};
+    const Heads heads{model_.heads, model_.key_heads, model_.dim, model_.scale, model_.score_cap, layer.window};
     team.share_interleaved(int(tiles_.size()) * model_.key_heads, [&](int i) {
       const Tile& tile = tiles_[i / model_.key_heads];
       attend(columns, tile, i % model_.key_heads, heads, slot_entries(pass.slot[tile.first], number), query_.data(),
@@ -476,9 +477,16 @@ class Decoder final : public Runner {
       float* logits = pass.logits + size_t(k) * model_.head.out;
       if (model_.logit_divisor != 1)
         for (int i = 0; i < model_.head.out; i++) logits[i] /= model_.logit_divisor;
+      if (model_.logit_cap) cap(logits, model_.head.out, model_.logit_cap);
       pass.best[k] = likeliest(logits, num_candidates_);
     };
     team.share(pass.num_outputs, choose, 1);
+  }
+
+  static void cap(float* x, int size, float limit) {
+    int i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(x + i, capped(load(x + i), limit));
+    for (; i < size; i++) x[i] = capped(broadcast(x[i]), limit)[0];
   }
 
   // Pack rows of the residual stream for a linear layer, after RMSNorm (Zhang and Sennrich 2019) if it has weights.

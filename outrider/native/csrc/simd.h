@@ -189,6 +189,9 @@ inline Floats exponential(Floats x) {
   return x < low ? Floats{} : out;
 }
 
+// cap tanh(x / cap), which is between -cap and cap.
+inline Floats capped(Floats x, float cap) { return cap - 2 * cap / (1.0f + exponential(x * (2 / cap))); }
+
 // acc + w[even] x[even] + w[odd] x[odd], for a pair of bfloat16 in each lane.
 template <class F, class I>
 inline F dot_pairs(F acc, I w, I x) {
