@@ -16,6 +16,7 @@ MAX_QUERIES_PER_KEY_HEAD = 48  # kMaxTileRows of attention.h
 class CLinear(ctypes.Structure):
     """`Linear` of linear.h."""
 
+    __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "scale", "minimum", "sub_scale", "sub_minimum", "bias")),
         *((name, ctypes.c_int32) for name in ("inputs", "outputs", "bits", "group", "offset")),
@@ -25,6 +26,7 @@ class CLinear(ctypes.Structure):
 class CLayer(ctypes.Structure):
     """`Layer` of decoder.cpp: the weights of one decoder layer."""
 
+    __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
         *((name, CLinear) for name in ("qkv", "out", "gate_up", "down", "value", "router")),
         *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm")),
@@ -36,6 +38,7 @@ class CLayer(ctypes.Structure):
 class CEntry(ctypes.Structure):
     """`Entry` of decoder.cpp: how a draft head combines embeddings and hidden states."""
 
+    __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
         *((name, CLinear) for name in ("fuse", "project")),
         *((name, ctypes.c_void_p) for name in ("last_norm", "tap_norm", "embedding_norm", "state_norm")),
@@ -47,6 +50,7 @@ class CEntry(ctypes.Structure):
 class CModel(ctypes.Structure):
     """`Model` of decoder.cpp: sizes, tables and layers. They must live as long as the model is open."""
 
+    __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
         ("layer", ctypes.POINTER(CLayer)),
         *(
@@ -65,6 +69,7 @@ class CModel(ctypes.Structure):
 class CPass(ctypes.Structure):
     """`Pass` of decoder.cpp: addresses of the inputs and outputs of one forward pass."""
 
+    __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("token", "position", "slot", "entry", "prefix", "tail_begin", "tail")),
         *((name, ctypes.c_void_p) for name in ("output_columns", "logits", "best")),
@@ -76,6 +81,7 @@ class CPass(ctypes.Structure):
 class CChain(ctypes.Structure):
     """`Chain` of decoder.cpp: chains of draft tokens that the kernels extend."""
 
+    __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("slot", "position", "entry", "budget", "weight", "bias", "end_ids")),
         *((name, ctypes.c_void_p) for name in ("token", "count", "scored", "margin", "accept_prob")),
@@ -88,6 +94,7 @@ class CChain(ctypes.Structure):
 class CDistributions(ctypes.Structure):
     """`Distributions` of rules.cpp."""
 
+    __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("probs", "params")),
         *((name, ctypes.c_int32) for name in ("count", "vocab", "nodes")),
@@ -97,6 +104,7 @@ class CDistributions(ctypes.Structure):
 class CVerification(ctypes.Structure):
     """`Verification` of rules.cpp."""
 
+    __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("token", "parent", "kind", "count", "p", "p_index", "q", "q_index")),
         *((name, ctypes.c_void_p) for name in ("seed", "first", "path", "accepted", "bonus", "logprob")),
