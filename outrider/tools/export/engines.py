@@ -197,7 +197,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.DFLASH: Recipe(
                     layout="dflash-speculators",
                     command=_vllm("dflash"),
-                    proven="vLLM 0.32.0 for CPU, with 7% shorter accepted lengths at 3 draft tokens of blocks of 8",
+                    proven=_COMPARED,
                     note=_BLOCKS,
                 ),
                 Kind.DSPARK: Recipe(
@@ -214,8 +214,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.MTP: Recipe(
                     layout=IN_TARGET,
                     command=_vllm_mtp,
-                    proven=_COMPARED,
-                    note="a target of MiMo's family was run",
+                    proven="vLLM 0.32.0 for CPU with a MiMo target (docs/how-to/export.md); Qwen3.5 was not run",
                     families=_FAMILIES,
                 ),
                 SUFFIX: Recipe(
@@ -255,7 +254,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.DFLASH: Recipe(
                     layout="dflash",
                     command=_llamacpp_head("dflash"),
-                    proven=f"{_LLAMACPP}, with 6% shorter accepted lengths at 3 draft tokens of blocks of 8",
+                    proven=f"{_LLAMACPP}, with 4% shorter accepted lengths at k = block size - 1",
                     note=_BLOCKS,
                 ),
                 Kind.DSPARK: Recipe(
@@ -266,7 +265,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.MTP: Recipe(
                     layout=IN_TARGET,
                     command=_llamacpp_mtp,
-                    proven="llama.cpp b11434, with the accepted lengths of Outrider (docs/how-to/export.md)",
+                    proven="llama.cpp b11434 with a Qwen3.5 target (docs/how-to/export.md)",
                     families=_QWEN,
                 ),
             },

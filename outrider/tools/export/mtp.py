@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, safe_open, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
 from outrider.errors import OutriderError
 from outrider.heads.files import read_config, read_target_info, text_config
@@ -82,7 +82,9 @@ def write_in_target(source: Path, target: Path, written: Path) -> None:
         if (written / _INDEX).is_file():
             _write_index(written / _INDEX, family, tensors, shards[-1].name)
     except (OSError, SafetensorError) as error:
-        raise OutriderError(f"{written} cannot be written ({error}); free some space, or copy {target} again") from error
+        raise OutriderError(
+            f"{written} cannot be written ({error}); free some space, or copy the target again"
+        ) from error
     read_back = checked(written, info).description
     if read_back != head.description:
         differences = "; ".join(changes(head.description, read_back))
