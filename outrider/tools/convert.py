@@ -106,11 +106,11 @@ def _print_result(head: ImportedHead, converted: ImportedHead, out: str, console
     for reason, names in head.ignored.items():
         show(f"{len(names)} tensors were ignored ({reason}), such as {names[0]}")
     if converted.description != head.description:
-        changes = ", ".join(_changes(head.description, converted.description))
-        show(f"the new format describes the head differently: {changes}")
+        differences = ", ".join(changes(head.description, converted.description))
+        show(f"the new format describes the head differently: {differences}")
 
 
-def _changes(before: HeadDescription, after: HeadDescription) -> list[str]:
+def changes(before: HeadDescription, after: HeadDescription) -> list[str]:
     """Return the fields in which two descriptions differ."""
     old = before.to_json()
     new = after.to_json()

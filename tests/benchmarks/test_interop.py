@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 from outrider.heads.files import read_target_info
-from outrider.heads.store import write_head
+from outrider.heads.store import import_head, write_head
 from outrider.loader.embedded import embedded
 from tests.helpers.heads import cases, random_draft
 from tests.helpers.metrics_server import recorded, serving, vllm_metrics
@@ -79,6 +81,26 @@ def test_a_draft_head_is_converted_and_a_difference_is_reported(run, tmp_path):
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["drafts"][0]["format"] == "eagle3-speculators"
     assert report["versions"]["in vLLM's environment"][0]["method"] == "eagle3"
+
+
+def test_blocks_as_short_as_in_vllm(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(INTEROP)
+    with_short_blocks = import_module("outrider_side").with_short_blocks
+    target = read_target_info(embedded("mini"))
+    head, short = tmp_path / "head", tmp_path / "short"
+    for name, size in (("anchored dflash", 2), ("dflash", 3)):
+        _, description = cases(target.hidden, target.vocab)[name]
+        module = random_draft(description, table=target.embedding())
+        write_head(head, module, dtype=torch.float32)
+        assert with_short_blocks(str(head), str(embedded("mini")), 2, short) == str(short)
+        copied = import_head(short)
+        assert copied.description == replace(description, block=replace(description.block, size=size))
+        assert torch.equal(copied.weights["mask"], module.mask)
+    for draft in (str(embedded("nano")), str(embedded("eagle31")), "@nano", "suffix"):
+        assert with_short_blocks(draft, str(embedded("mini")), 2, tmp_path / "none") == draft
+    assert not (tmp_path / "none").exists()
+    done = run(head, options=("--tolerance", 9, "--short-blocks"))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

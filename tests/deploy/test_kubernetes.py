@@ -44,6 +44,64 @@ def test_schema_check_finds_mistakes():
         validator.validate(damaged, validator.latest_version(), strict=True)
 
 
+def test_schema_of_the_service_monitor():
+    models = pytest.importorskip(
+        "cloudcoil.models.prometheus_operator.v1",
+        reason="pip install cloudcoil-models-prometheus-operator checks the schema of the Prometheus operator",
+    )
+
+    def is_valid(manifest):
+        try:
+            model = models.ServiceMonitor.model_validate(manifest)
+        except ValueError:
+            return False
+        # The model drops fields that it does not know.
+        return model.model_dump(mode="json", by_alias=True, exclude_unset=True) == manifest
+
+    monitor = MANIFESTS["ServiceMonitor"]
+    (endpoint,) = monitor["spec"]["endpoints"]
+    assert is_valid(monitor)
+    for damage in ({"interval": "15 s"}, {"port": 8000}, {"credentials": {}}):
+        assert not is_valid({**monitor, "spec": {**monitor["spec"], "endpoints": [{**endpoint, **damage}]}})
+
+
+def test_fields_of_the_kustomization():
+    kustomization = MANIFESTS["Kustomization"]
+    assert kustomization["apiVersion"] == "kustomize.config.k8s.io/v1beta1"
+    # kustomize refuses unknown fields. These are the documented ones that are used here, with their types.
+    types = {
+        "apiVersion": str,
+        "kind": str,
+        "namespace": str,
+        "labels": [{"pairs": {str: str}, "includeSelectors": bool}],
+        "resources": [str],
+        "images": [{"name": str, "newName": str, "newTag": str}],
+    }
+    assert has_type(kustomization, types)
+    for damage in ({"resource": []}, {"images": [{"name": "outrider", "newTag": 0.1}]}, {"namespace": None}):
+        assert not has_type({**kustomization, **damage}, types)
+    assert kustomization["namespace"] == MANIFESTS["Namespace"]["metadata"]["name"]
+    (image,) = kustomization["images"]
+    assert image["name"] == CONTAINER["image"]
+    (label,) = kustomization["labels"]
+    # Selectors of a Deployment cannot be changed later.
+    assert label["includeSelectors"] is False
+    assert label["pairs"].items() <= POD["metadata"]["labels"].items()
+
+
+def has_type(value, expected):
+    """Return whether a value has a type: a class, [type of the items], {str: type} or {key: type of its value}."""
+    if isinstance(expected, type):
+        return isinstance(value, expected)
+    if not isinstance(value, type(expected)):
+        return False
+    if isinstance(expected, list):
+        return all(has_type(item, expected[0]) for item in value)
+    if str in expected:
+        return all(isinstance(key, str) and has_type(item, expected[str]) for key, item in value.items())
+    return value.keys() == expected.keys() and all(has_type(item, expected[key]) for key, item in value.items())
+
+
 def test_kustomization_lists_every_manifest():
     listed = set(MANIFESTS["Kustomization"]["resources"])
     assert listed == {file.name for file in FOLDER.glob("*.yaml")} - {"kustomization.yaml", "adapter-rules.yaml"}

@@ -7,6 +7,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from outrider.cli.app import app
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
 from outrider.heads.files import read_target_info
+from outrider.heads.formats.registry import format_of
 from outrider.heads.store import import_head, write_head
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
@@ -139,8 +141,9 @@ def test_refusals_name_the_reason(model, tmp_path):
     for folder, engine, message in (
         (embedded("medusa"), "vllm", "loads no Medusa heads with a reduced draft vocabulary"),
         ("suffix", "sglang", "cannot run a draft of kind suffix"),
-        (embedded("mtp"), "vllm", "it reads MTP modules only from the checkpoint of their target"),
-        (embedded("mtp"), "sglang", "it runs dflash, draft model, dspark, eagle, eagle3"),
+        (embedded("mtp"), "vllm", "vLLM reads MTP modules from the checkpoint of their target; give it with --target"),
+        (embedded("mtp"), "ollama", "no command for MTP modules was checked; it runs dflash"),
+        ("suffix", "mlx", "it runs dflash, draft model, eagle3"),
         (model, "ollama", "it takes every separate draft for a DFlash head"),
         (model, "lmdeploy", "use one of: vllm, sglang, llama.cpp, mlx, ollama, tensorrt-llm"),
     ):
@@ -150,6 +153,80 @@ def test_refusals_name_the_reason(model, tmp_path):
         assert not (tmp_path / "out").exists()
     result, _ = export(model, "--for", "vllm", "--out", tmp_path / "out")
     assert "give one of --k N and --advice FILE" in result.output
+
+
+@pytest.fixture
+def family(tmp_path):
+    """A function that writes an MTP module and a target of its family, which has another module."""
+
+    def write(case, architecture):
+        layout, description = cases()[case]
+        module = random_draft(description)
+        write_head(tmp_path / "head", module, dtype=torch.float32)
+        config, tensors = format_of(layout).write(description, random_draft(description, seed=1).state_dict(), None)
+        target = tmp_path / "target"
+        target.mkdir()
+        (target / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+        names = sorted(tensors)
+        shards = {
+            "model-00001-of-00002.safetensors": {names[0]: tensors[names[0]], "model.norm.weight": torch.ones(64)},
+            "model-00002-of-00002.safetensors": {name: tensors[name] for name in names[1:]},
+        }
+        for file, values in shards.items():
+            save_file({name: value.contiguous() for name, value in values.items()}, target / file)
+        weight_map = {name: file for file, values in shards.items() for name in values}
+        weight_map["mtp.old.weight" if layout == "mtp-qwen" else "model.mtp_layers.1.old"] = file
+        (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        return module, target
+
+    return write
+
+
+@pytest.mark.parametrize(("case", "architecture"), [("gated qwen", "Qwen3_5ForCausalLM"), ("mimo", "MiMoForCausalLM")])
+def test_a_module_replaces_that_of_its_target(case, architecture, family, tmp_path):
+    module, target = family(case, architecture)
+    is_qwen = architecture.startswith("Qwen")
+    out = tmp_path / "out"
+    result, summary = export(tmp_path / "head", "--for", "vllm", "--out", out, "--k", 3, "--target", target)
+    assert result.exit_code == 0, result.output
+    command = words(summary["command"])
+    assert command[:3] == ["vllm", "serve", str(out / "draft")]
+    assert json.loads(command[-1]) == {"method": "mtp", "num_speculative_tokens": 3}
+    count = "mtp_num_hidden_layers" if is_qwen else "num_nextn_predict_layers"
+    assert json.loads((out / "draft" / "config.json").read_text())[count] == 1
+    written = import_head(out / "draft")
+    assert written.description == module.description
+    for name, value in module.state_dict().items():
+        if name != "ids":
+            torch.testing.assert_close(written.weights[name], value, msg=name)
+    files = sorted(file.name for file in (out / "draft").glob("*.safetensors"))
+    stored = {name: file for file in files for name in load_file(out / "draft" / file)}
+    index = json.loads((out / "draft" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert stored == index
+    assert "model.norm.weight" in stored
+    result, _ = export(tmp_path / "head", "--for", "llama.cpp", "--out", tmp_path / "b", "--k", 3, "--target", target)
+    assert (result.exit_code == 0) is is_qwen, result.output
+
+
+def test_a_module_that_does_not_fit_its_target(family, tmp_path):
+    _, target = family("mimo", "MiMoForCausalLM")
+    file = target / "config.json"
+    config = json.loads(file.read_text())
+    for change, message in (
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "is not known to run MTP modules of LlamaForCausalLM; use a target",
+        ),
+        ({"architectures": []}, "modules of a target without architectures; use a target of MiMo"),
+        ({"rope_theta": 5.0}, "read the layer of a module from the config of the target"),
+        ({"rope_parameters": {"rope_theta": 5.0}}, "body.theta was 10000.0 and is 5.0"),
+        ({"num_hidden_layers": 3}, "and the given target has 96, 64 and 3; give the target of the head"),
+    ):
+        file.write_text(json.dumps({**config, **change}))
+        result, _ = export(tmp_path / "head", "--for", "vllm", "--out", tmp_path / "out", "--k", 3, "--target", target)
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.split())
+        assert not (tmp_path / "out").exists()
 
 
 def test_unproven_commands_say_so(model, tmp_path):

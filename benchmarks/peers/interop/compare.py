@@ -44,6 +44,7 @@ class Exported:
 
     kind: str
     format: str
+    target: str  # what vLLM serves
     speculation: Mapping[str, Any]  # vLLM's speculative configuration
 
 
@@ -53,7 +54,7 @@ def main() -> None:
     try:
         with TemporaryDirectory() as folder:
             exports = [export(draft, args, Path(folder) / str(i)) for i, draft in enumerate(args.draft)]
-            report = compare(args, exports)
+            report = compare(args, exports, Path(folder))
     except OutriderError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
@@ -69,7 +70,7 @@ def export(draft: str, args: argparse.Namespace, out: Path) -> Exported:
     """Write a draft for vLLM as `outrider export` does. With --method, vLLM reads the draft as it is."""
     if args.method:
         speculation = {"method": args.method, "model": draft, "num_speculative_tokens": args.k}
-        return Exported(kind=args.method, format="as it is", speculation=speculation)
+        return Exported(kind=args.method, format="as it is", target=args.target, speculation=speculation)
     summary = run_export(
         draft,
         engine="vllm",
@@ -82,16 +83,22 @@ def export(draft: str, args: argparse.Namespace, out: Path) -> Exported:
     )
     command = words(summary["command"])
     speculation = json.loads(command[command.index("--speculative-config") + 1])
-    return Exported(kind=summary["kind"], format=summary["layout"], speculation=speculation)
+    target = command[command.index("serve") + 1]
+    return Exported(kind=summary["kind"], format=summary["layout"], target=target, speculation=speculation)
 
 
-def compare(args: argparse.Namespace, exports: Sequence[Exported]) -> dict[str, Any]:
-    """Run both engines, one after the other. Return the JSON document."""
+def compare(args: argparse.Namespace, exports: Sequence[Exported], folder: Path) -> dict[str, Any]:
+    """Run both engines, one after the other. Return the JSON document. Drafts are written to the folder."""
     prompts = read_prompts(args.prompts, limit=args.limit)
     results = []
-    for draft in args.draft:
-        llm = outrider_side.load(args, _proposer(draft, args.k))
-        request = outrider_side.make_request(llm, args, prompts, [exported.speculation for exported in exports])
+    for i, draft in enumerate(args.draft):
+        own = draft
+        if args.short_blocks:
+            own = outrider_side.with_short_blocks(draft, args.target, args.k, folder / f"short-{i}")
+        llm = outrider_side.load(args, _proposer(own, args.k))
+        targets = [exported.target for exported in exports]
+        speculations = [exported.speculation for exported in exports]
+        request = outrider_side.make_request(llm, args, prompts, targets=targets, speculations=speculations)
         results.append(outrider_side.run(llm, request))
     answer = _run_vllm(args.python, request)
     return {
@@ -165,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=96, help="longest completion (default: 96)")
     parser.add_argument("--dtype", default="float32", help="of both engines (default: float32, see README.md)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--short-blocks", action="store_true", help=outrider_side.SHORT_BLOCKS)
     parser.add_argument("--method", help="vLLM's name of the method: it reads the drafts as they are, not exported")
     parser.add_argument("--tolerance", type=float, default=0.05, help="relative difference allowed (default: 0.05)")
     parser.add_argument("--python", required=True, help="the Python of an environment with vLLM")

@@ -6,10 +6,12 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from shared import Completed, Counts, Request, cut
 
 from outrider import LLM, SamplingParams
@@ -18,10 +20,15 @@ from outrider.core import tree
 from outrider.core.stats import Stats, StatsAccumulator
 from outrider.core.types import Batch, Draft, Needs, Round
 from outrider.core.types import Request as EngineRequest
+from outrider.heads.files import read_config, read_target_info
+from outrider.heads.formats.registry import find
+from outrider.heads.store import KEY, import_head, load_module, write_head
 from outrider.measure.prompts import Prompt
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.tools.vllm_suffix import VllmSuffix
+
+SHORT_BLOCKS = "Outrider, too, computes blocks of k draft tokens (DFlash, DSpark), not the blocks of the training"
 
 
 class AfterFirstToken(FixedPlanner):
@@ -78,13 +85,40 @@ def load(args: argparse.Namespace, proposer: str | Callable[[ProposerSetup], Pro
     )
 
 
+def with_short_blocks(draft: str, target: str, k: int, folder: Path) -> str:
+    """Write a copy of a head that fills in blocks (DFlash, DSpark), with blocks of k draft tokens.
+
+    vLLM and llama.cpp compute no more columns than they need for k draft tokens, whatever the head was trained with.
+    Outrider computes the whole block. Columns attend to later ones, so the draft tokens differ.
+
+    Returns:
+        The folder of the copy, or `draft` itself if it is no such head.
+    """
+    path = Path(draft)
+    if not path.is_dir() or (KEY not in read_config(path) and find(path) is None):
+        return draft
+    head = import_head(draft, read_target_info(target))
+    block = head.description.block
+    if block is None:
+        return draft
+    size = k + block.size - block.draft_tokens
+    description = replace(head.description, block=replace(block, size=size))
+    write_head(folder, load_module(description, head.weights, where=draft), dtype=torch.float32)
+    return str(folder)
+
+
 def make_request(
-    llm: LLM, args: argparse.Namespace, prompts: Sequence[Prompt], speculations: Sequence[Mapping[str, Any]]
+    llm: LLM,
+    args: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    *,
+    targets: Sequence[str] = (),
+    speculations: Sequence[Mapping[str, Any]] = (),
 ) -> Request:
-    """Return the request for both engines, with prompts as token ids."""
+    """Return the request for both engines, with prompts as token ids. The last two are those of vLLM."""
     encoded = [encode_prompt(llm, prompt) for prompt in prompts]
     return Request(
-        target=args.target,
+        targets=targets,
         speculations=speculations,
         k=args.k,
         dtype=args.dtype,

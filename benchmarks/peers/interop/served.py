@@ -15,6 +15,8 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import outrider_side
@@ -51,9 +53,13 @@ def main() -> None:
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run both engines, one after the other. Return the JSON document."""
     prompts = read_prompts(args.prompts, limit=args.limit)
-    llm = outrider_side.load(args, _MTP if args.draft == _MTP else f"draft:{args.draft}")
-    request = outrider_side.make_request(llm, args, prompts, ())
-    completions = outrider_side.run(llm, request)
+    with TemporaryDirectory() as folder:
+        draft = args.draft
+        if args.short_blocks:
+            draft = outrider_side.with_short_blocks(draft, args.target, args.k, Path(folder) / "short")
+        llm = outrider_side.load(args, _MTP if draft == _MTP else f"draft:{draft}")
+        request = outrider_side.make_request(llm, args, prompts)
+        completions = outrider_side.run(llm, request)
     texts = [llm.parts.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in completions]
     served_texts, speculation = asyncio.run(_ask(args.server, request.prompts, args.max_tokens))
     if not speculation.drafts or not speculation.accepted_by_position:
@@ -110,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=int, default=96, help="longest completion (default: 96)")
     parser.add_argument("--dtype", default="float32", help="of Outrider (default: float32)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of Outrider (default: 2)")
+    parser.add_argument("--short-blocks", action="store_true", help=outrider_side.SHORT_BLOCKS)
     parser.add_argument("--tolerance", type=float, default=0.05, help="relative difference allowed (default: 0.05)")
     return parser
 

@@ -11,7 +11,7 @@ from typing import Any
 class Request:
     """Greedy completions of prompts, one at a time, once with each draft."""
 
-    target: str
+    targets: Sequence[str]  # what vLLM serves with each draft: the target, or a copy with an MTP module in it
     speculations: Sequence[Mapping[str, Any]]  # vLLM's speculative configuration for each draft
     k: int  # draft tokens per round
     dtype: str

@@ -27,21 +27,22 @@ def run(request: Request) -> list[dict[str, Any]]:
     from vllm.distributed import cleanup_dist_env_and_memory  # type: ignore[import-not-found]
 
     answers: list[dict[str, Any]] = []
-    for speculation in request.speculations:
+    for target, speculation in zip(request.targets, request.speculations, strict=True):
         try:
-            answers.append({"completed": [completion.to_json() for completion in complete(request, speculation)]})
+            completed = complete(request, target, speculation)
+            answers.append({"completed": [completion.to_json() for completion in completed]})
         except Exception as error:  # any error of vLLM is the answer
             answers.append({"error": f"{type(error).__name__}: {error}"})
         cleanup_dist_env_and_memory()
     return answers
 
 
-def complete(request: Request, speculation: Mapping[str, Any]) -> list[Completed]:
+def complete(request: Request, target: str, speculation: Mapping[str, Any]) -> list[Completed]:
     """Complete the prompts with one draft. vLLM runs eagerly, because compiling would take longer than all prompts."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        request.target,
+        target,
         dtype=request.dtype,
         max_num_seqs=1,
         max_model_len=request.context,

@@ -16,11 +16,14 @@ from outrider.heads.description import Kind
 MODEL = "draft model"  # a whole small language model; other kinds are those of draft heads, and `SUFFIX`
 GGUF = "gguf"  # a layout: one GGUF file
 FOLDER = "folder"  # a layout: the folder of the model as it is
+IN_TARGET = "in target"  # a layout: the checkpoint of the target with the module in it
 NOTHING = "nothing"  # a layout: no files, because the proposer has no weights
 SUFFIX = "suffix"  # the proposer of this name, which runs inside of the engine
 
 _VLLM_SUFFIX = "outrider.tools.vllm_suffix.VllmSuffix"
-_IN_TARGET = "it reads MTP modules only from the checkpoint of their target"
+_NO_MTP = "no command for MTP modules was checked"
+_QWEN = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+_FAMILIES = ("MiMoForCausalLM", *_QWEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,7 @@ class Recipe:
     proven: str = ""  # what was run; "": nothing
     files: Callable[[Draft], Mapping[str, str]] = lambda draft: {}  # more files by name
     note: str = ""
+    families: tuple[str, ...] = ()  # with `IN_TARGET`: architectures of the targets whose modules the engine runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,11 @@ def _vllm(method: str, **others: Any) -> Callable[[Draft], str]:
     return command
 
 
+def _vllm_mtp(draft: Draft) -> str:
+    config = json.dumps({"method": "mtp", "num_speculative_tokens": draft.k})
+    return f"vllm serve {quote(draft.path)} \\\n  --speculative-config {quote(config)}"
+
+
 def _vllm_suffix(draft: Draft) -> str:
     return _vllm("custom_class")(replace(draft, path=_VLLM_SUFFIX))
 
@@ -88,6 +97,14 @@ def _sglang(algorithm: str) -> Callable[[Draft], str]:
     return command
 
 
+def _sglang_mtp(draft: Draft) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {quote(draft.path)} \\\n"
+        f"  --speculative-algorithm NEXTN --speculative-num-steps {draft.k} --speculative-eagle-topk 1"
+        f" --speculative-num-draft-tokens {draft.k + 1}"
+    )
+
+
 def _llamacpp_head(kind: str) -> Callable[[Draft], str]:
     def command(draft: Draft) -> str:
         file = f"{draft.path}/{kind}.gguf"
@@ -99,6 +116,14 @@ def _llamacpp_head(kind: str) -> Callable[[Draft], str]:
         )
 
     return command
+
+
+def _llamacpp_mtp(draft: Draft) -> str:
+    file = quote(f"{draft.path}.gguf")
+    return (
+        f"python convert_hf_to_gguf.py {quote(draft.path)} --outtype bf16 --outfile {file}\n"
+        f"llama-server -m {file} --spec-type draft-mtp --spec-draft-n-max {draft.k}"
+    )
 
 
 def _llamacpp_model(draft: Draft) -> str:
@@ -172,7 +197,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.DFLASH: Recipe(
                     layout="dflash-speculators",
                     command=_vllm("dflash"),
-                    proven="vLLM 0.32.0 for CPU, with 7% shorter accepted lengths at 3 draft tokens of blocks of 8",
+                    proven=_COMPARED,
                     note=_BLOCKS,
                 ),
                 Kind.DSPARK: Recipe(
@@ -186,6 +211,12 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                     proven=_COMPARED,
                     note="vLLM 0.33 has removed Medusa: use vLLM 0.32",
                 ),
+                Kind.MTP: Recipe(
+                    layout=IN_TARGET,
+                    command=_vllm_mtp,
+                    proven="vLLM 0.32.0 for CPU with a MiMo target (docs/how-to/export.md); Qwen3.5 was not run",
+                    families=_FAMILIES,
+                ),
                 SUFFIX: Recipe(
                     layout=NOTHING,
                     command=_vllm_suffix,
@@ -193,9 +224,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                     note="install Outrider in the environment of vLLM",
                 ),
             },
-            reasons={
-                Kind.MTP: f"{_IN_TARGET}; use `outrider convert --to mtp-mimo` and put both in one folder",
-            },
+            reasons={},
         ),
         "sglang": OtherEngine(
             title="SGLang",
@@ -205,8 +234,9 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.EAGLE3: Recipe(layout="eagle3", command=_sglang("EAGLE3")),
                 Kind.DFLASH: Recipe(layout="dflash", command=_sglang("DFLASH")),
                 Kind.DSPARK: Recipe(layout="dspark", command=_sglang("DSPARK")),
+                Kind.MTP: Recipe(layout=IN_TARGET, command=_sglang_mtp, families=_FAMILIES),
             },
-            reasons={Kind.MTP: _IN_TARGET},
+            reasons={},
         ),
         "llama.cpp": OtherEngine(
             title="llama.cpp",
@@ -224,7 +254,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.DFLASH: Recipe(
                     layout="dflash",
                     command=_llamacpp_head("dflash"),
-                    proven=f"{_LLAMACPP}, with 6% shorter accepted lengths at 3 draft tokens of blocks of 8",
+                    proven=f"{_LLAMACPP}, with 4% shorter accepted lengths at k = block size - 1",
                     note=_BLOCKS,
                 ),
                 Kind.DSPARK: Recipe(
@@ -232,8 +262,14 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                     command=_llamacpp_head("dspark"),
                     proven="llama.cpp b11434, with 2 to 3% shorter accepted lengths (docs/how-to/export.md)",
                 ),
+                Kind.MTP: Recipe(
+                    layout=IN_TARGET,
+                    command=_llamacpp_mtp,
+                    proven="llama.cpp b11434 with a Qwen3.5 target (docs/how-to/export.md)",
+                    families=_QWEN,
+                ),
             },
-            reasons={Kind.MTP: _IN_TARGET},
+            reasons={},
         ),
         "mlx": OtherEngine(
             title="MLX",
@@ -242,12 +278,12 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.EAGLE3: Recipe(layout="eagle3", command=_mlx_head("eagle3")),
                 Kind.DFLASH: Recipe(layout="dflash", command=_mlx_head("dflash")),
             },
-            reasons={Kind.MTP: _IN_TARGET},
+            reasons={Kind.MTP: _NO_MTP},
         ),
         "ollama": OtherEngine(
             title="Ollama",
             recipes={Kind.DFLASH: Recipe(layout="dflash", command=_ollama, files=_modelfile)},
-            reasons={"": "it takes every separate draft for a DFlash head", Kind.MTP: _IN_TARGET},
+            reasons={"": "it takes every separate draft for a DFlash head", Kind.MTP: _NO_MTP},
         ),
         "tensorrt-llm": OtherEngine(
             title="TensorRT-LLM",
@@ -257,7 +293,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.DFLASH: Recipe(layout="dflash", command=_trtllm, files=_trtllm_config("DFlash")),
                 Kind.DSPARK: Recipe(layout="dspark", command=_trtllm, files=_trtllm_config("DSpark")),
             },
-            reasons={Kind.MTP: _IN_TARGET, Kind.MEDUSA: "its PyTorch backend has no Medusa"},
+            reasons={Kind.MTP: _NO_MTP, Kind.MEDUSA: "its PyTorch backend has no Medusa"},
         ),
     }
 )

@@ -17,8 +17,9 @@ from outrider.heads.store import KEY, import_head
 from outrider.loader.embedded import model_folder
 from outrider.system.atomic_files import check_folder
 from outrider.tools.convert import run_convert
-from outrider.tools.export.engines import FOLDER, GGUF, MODEL, SUFFIX, Draft, Recipe, engine_of
+from outrider.tools.export.engines import FOLDER, GGUF, IN_TARGET, MODEL, SUFFIX, Draft, Recipe, engine_of
 from outrider.tools.export.gguf_model import same_tokens, write_gguf
+from outrider.tools.export.mtp import architecture_of, write_in_target
 from outrider.tools.export.tuned import tuned_k
 
 _TARGET = "TARGET"  # in commands, if no folder is given
@@ -66,6 +67,8 @@ def run_export(
     recipe = chosen.recipe(kind)
     if head is not None:
         _check(engine, head)
+    if recipe.layout == IN_TARGET:
+        _check_family(chosen.title, recipe, target)
     length = _length(source, head, k=k, advice=advice, batch=batch)
     written = path / (f"{_DRAFT}.gguf" if recipe.layout == GGUF else _DRAFT)
     draft = Draft(path=str(written), target=target or _TARGET, k=length)
@@ -156,6 +159,22 @@ def _check(engine: str, head: ImportedHead) -> None:
         )
 
 
+def _check_family(title: str, recipe: Recipe, target: str | None) -> None:
+    """Check the target of an MTP module.
+
+    Raises:
+        OutriderError: there is none, or the engine runs no modules of its family.
+    """
+    if target is None:
+        raise OutriderError(f"{title} reads MTP modules from the checkpoint of their target; give it with --target DIR")
+    architecture = architecture_of(model_folder(target))
+    if architecture not in recipe.families:
+        raise OutriderError(
+            f"{title} is not known to run MTP modules of {architecture or 'a target without architectures'}; use a"
+            f" target of {', '.join(recipe.families)}, or another kind of draft"
+        )
+
+
 def _length(
     source: Path | None, head: ImportedHead | None, *, k: int | None, advice: str | None, batch: int | None
 ) -> int:
@@ -180,6 +199,8 @@ def _write(source: Path, recipe: Recipe, written: Path, target: str | None) -> N
             raise OutriderError(
                 f"the tokenizer of {source} changes when it is written as GGUF; use convert_hf_to_gguf.py of llama.cpp"
             )
+    elif recipe.layout == IN_TARGET:
+        write_in_target(source, model_folder(target or ""), written)
     elif recipe.layout == FOLDER:
         written.mkdir()
         for pattern in _MODEL_FILES:
