@@ -28,7 +28,7 @@ from outrider.fleet.options import check_given as check_fleet_given
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_figures, parse_real, parse_whole, sweep_values
 from outrider.project.options import ProjectOptions
-from outrider.propose.options import DraftWindow
+from outrider.propose.options import DraftPlacement, DraftWindow
 from outrider.report.console import print_document
 from outrider.scale.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
@@ -318,7 +318,7 @@ def audit(
     quantize: options.Quantize = None,
     threads: options.Threads = None,
     tp: options.TensorParallel = 1,
-    draft_placement: options.DraftPlacement = AUTO,
+    draft_placement: DraftPlacement = AUTO,
     server: ServerOptions,
     as_json: options.Json = False,
 ) -> None:

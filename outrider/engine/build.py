@@ -196,9 +196,7 @@ def build_engine(
     checkpoint, model = loaded.checkpoint, loaded.model
     spec = _proposer_of(config)
     rule = find_verifier(config.verifier, spec)
-    setup = make_setup(
-        loaded, rule.draw, draft_window=config.draft_window, draft_placement=config.draft_placement
-    )
+    setup = make_setup(loaded, rule.draw, draft_window=config.draft_window, draft_placement=config.draft_placement)
     proposer = make_proposer(spec, setup)
     caching = CacheConfig(gigabytes=config.cache_gb, share=config.prefix_caching)
     share_out([each.cache for each in (model, *draft_models(proposer))], model.context, caching)

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from tests.helpers.heads import random_draft
 from tests.helpers.tiny import ARCHITECTURES, EVERY, RECURRENT, Shelf, make_config, save
 from tests.parallel.launch import ENVIRONMENT, ROOT, TORCHRUN, compare, needs_accelerate, torchrun
 from tests.parallel.two_ranks import complete
+
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
