@@ -345,8 +345,15 @@ def audit(
         if server.server is None:
             from outrider.audit.run import run_audit
 
-            ranks = {"tp": tp, "draft_placement": draft_placement}
-            report = run_audit(target, proposer, verifier=verifier, draft_window=draft_window, **ranks, **shared)
+            report = run_audit(
+                target,
+                proposer,
+                verifier=verifier,
+                tp=tp,
+                draft_placement=draft_placement,
+                draft_window=draft_window,
+                **shared,
+            )
         else:
             from outrider.audit.server.run import run_server_audit
 
