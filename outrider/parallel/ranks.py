@@ -129,11 +129,11 @@ class Ranks:
 
     def _exit(self) -> None:
         """Tell the other ranks how this process has ended."""
-        self._release()
         if error := getattr(sys, "last_value", None):
             self._watchdog.fail(str(error))
         else:
             self._watchdog.finish()
+        self._release()
 
     def fail(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on. They end."""

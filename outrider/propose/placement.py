@@ -130,9 +130,12 @@ def place_draft_model(
     try:
         _check_can_split(folder, ranks.size)
     except OutriderError as error:
+        reason = str(error).partition(";")[0]
         if asked == SHARDED:
-            raise
-        return replicated(folder, ranks.size, str(error).partition(";")[0])
+            raise OutriderError(
+                f"draft_placement is {asked}, and the draft in {folder} cannot be split: {reason}; use auto"
+            ) from None
+        return replicated(folder, ranks.size, reason)
     size, layers, hidden = _pass_work(folder, dtype)
     ranks.barrier()
     bandwidth = _read_bandwidth(int(size), device)
