@@ -12,7 +12,7 @@ from outrider.audit.prompts import Prompt, encode
 from outrider.core import tree
 from outrider.core.config import EngineConfig, weight_bits
 from outrider.core.noise import PositionNoise, derive_seed
-from outrider.core.params import SamplingParams
+from outrider.core.params import AUTO, SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Batch, Draft, FinishReason, Request, Round, SequenceState
 from outrider.engine.build import assemble, full_dtype, make_proposer, make_setup, prepare_target
@@ -25,7 +25,7 @@ from outrider.models.quantize import QuantizedLinear, quantize_model
 from outrider.native.target import NativeTarget
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import NoProposer, Proposer
-from outrider.propose.registry import check_window
+from outrider.propose.registry import check_placement, check_window
 from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 
@@ -57,6 +57,7 @@ class Pair:
         kernels: str = "auto",
         quantize: str | None = None,
         tp: int = 1,
+        draft_placement: str = AUTO,
         draft_window: int | None = None,
     ) -> None:
         """Load target and proposer.
@@ -71,6 +72,7 @@ class Pair:
             kernels: as in `EngineConfig`.
             quantize: as in `EngineConfig`. With float32, the weights are quantized as on torch and then widened.
             tp: as in `EngineConfig`.
+            draft_placement: as in `EngineConfig`.
             draft_window: as in `EngineConfig`.
 
         Raises:
@@ -82,10 +84,12 @@ class Pair:
             max_num_seqs=_MAX_NUM_SEQS,
             prefix_caching=False,
             tp=tp,
+            draft_placement=draft_placement,
             draft_window=draft_window,
         )
         refuse_sources(target, "audit")
         check_window(draft_window, proposer)
+        check_placement(draft_placement, proposer)
         bits = weight_bits(quantize)
         wide = bits < 16 and dtype == "float32"
         wanted = "bfloat16" if wide else full_dtype(dtype, bits)
@@ -107,8 +111,11 @@ class Pair:
             )
         self._loaded = prepare_target(checkpoint, replace(config, max_model_len=self._context))
         self._target = self._loaded.model
-        self._setup = make_setup(self._loaded, EXACT["walk"].draw, draft_window=draft_window)
+        self._setup = make_setup(
+            self._loaded, EXACT["walk"].draw, draft_window=draft_window, draft_placement=draft_placement
+        )
         self._proposer = make_proposer(proposer, self._setup)
+        self.draft_placements = tuple(self._setup.placements)
         self._target.export_hidden_states(self._proposer.needs.layers)
         self.kernels = self._target.kernels
         self.steady = isinstance(self._target, NativeTarget)  # logits do not depend on the batch, bit for bit

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from outrider.propose.placement import describe_placement
+
 
 class ProgressBar:
     """A progress bar of completions. Silent without a console."""
@@ -54,6 +56,8 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         console.print(_mismatch(detail))
     if not report["exact"]:
         console.print(f"The verifier {report['verifier']} is lossy by design, so no pair passes with it.")
+    for placement in report["draft_placements"]:
+        console.print(describe_placement(placement), highlight=False, markup=False)
     console.print(f"Verdict: {_verdict(report['passed'])}, after {report['seconds']:.0f} s.")
 
 

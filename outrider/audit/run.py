@@ -16,6 +16,7 @@ from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import ProgressBar, show
 from outrider.core.config import weight_bits
+from outrider.core.params import AUTO
 from outrider.engine.default_proposer import default_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
@@ -42,6 +43,7 @@ def run_audit(
     kernels: str = "auto",
     quantize: str | None = None,
     tp: int = 1,
+    draft_placement: str = AUTO,
     console: Console | None,
     verifier: str | None = None,
     tokens: int = _TOKENS,
@@ -60,6 +62,7 @@ def run_audit(
         kernels: as in `EngineConfig`.
         quantize: as in `EngineConfig`. The audit tests the quantized model.
         tp: as in `EngineConfig`.
+        draft_placement: as in `EngineConfig`.
         console: where to print progress and results; None: print nothing.
         verifier: name of the verifier; None: the default of the proposer.
         tokens: output tokens per prompt of the replay test. The flip test uses four times as many.
@@ -90,6 +93,7 @@ def run_audit(
         kernels=kernels,
         quantize=quantize,
         tp=tp,
+        draft_placement=draft_placement,
         draft_window=draft_window,
     )
     with ProgressBar(console) as progress:
@@ -116,6 +120,7 @@ class _Task:
     kernels: str
     quantize: str | None
     tp: int
+    draft_placement: str
     draft_window: int | None
 
     def run(self, progress: ProgressBar) -> dict[str, Any]:
@@ -136,6 +141,7 @@ class _Task:
             "bound": self.rule.bound and self.rule.bound.as_dict(),
             "k": self.k,
             "weight_bits": weight_bits(self.quantize),
+            "draft_placements": [placement.as_dict() for placement in pair.draft_placements],
             "seed": _SEED,
             **sections,
             "versions": versions(),
@@ -161,6 +167,7 @@ class _Task:
             kernels=self.kernels,
             quantize=self.quantize,
             tp=self.tp,
+            draft_placement=self.draft_placement,
             draft_window=self.draft_window,
             room=room,
         )

@@ -46,8 +46,9 @@ def _all_bytes(llm: LLM, folder: Path) -> int:
         return sum(layers) + head
     embedding_weights, tied = _embedding(folder)
     # A packed or quantized LM head is a copy of its own.
-    copied = can_prepack(parts.device, parts.dtype) or parts.target.kernels not in ("torch", "graphs")
-    return parts.target.bytes() - (embedding_weights * parts.dtype.itemsize if copied or not tied else 0)
+    copied = can_prepack(parts.device, parts.dtype) or parts.target.kernels.partition(",")[0] not in ("torch", "graphs")
+    own_embedding = embedding_weights * parts.dtype.itemsize // parts.loaded.checkpoint.ranks  # of this rank
+    return parts.target.bytes() - (own_embedding if copied or not tied else 0)
 
 
 def flops_per_token(folder: Path) -> float:

@@ -107,6 +107,7 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
         threads=settings.threads,
         draft_window=settings.draft_window,
         tp=settings.tp,
+        draft_placement=settings.draft_placement,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         prefix_caching=False,  # the prefill of a prompt must cost the same each time
@@ -161,6 +162,7 @@ def _document(
         "exact": parts.verifier.exact,
         "bound": parts.verifier.bound and parts.verifier.bound.as_dict(),
         "kernels": parts.target.kernels,
+        "draft_placements": [placement.as_dict() for placement in parts.draft_placements],
         "weight_bits": weight_bits(settings.quantize) if settings.quantize else 8 * parts.dtype.itemsize,
         "compile_seconds": _compile_seconds(llm),
         "dtype": str(parts.dtype).removeprefix("torch."),

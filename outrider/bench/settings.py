@@ -47,6 +47,7 @@ class Settings:
     context: int | None = None
     plan: str | None = None
     tp: int = 1  # ranks of tensor parallelism
+    draft_placement: str = AUTO
     sweep: Sweep = field(default_factory=Sweep)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from outrider.bench.conditions import latency_text, median_text, memory, rates
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
+from outrider.propose.placement import describe_placement
 from outrider.report.console import NONE, new_table
 
 _ROUND_PARTS = ("draft_ms", "target_ms", "host_ms")
@@ -23,6 +24,8 @@ def show(document: dict[str, Any], console: Console) -> None:
     for axis, entries in document["sweeps"].items():
         console.print(_sweep(axis, entries))
     machine = _list("This machine, before and after", rates(document))
+    for placement in document["draft_placements"]:
+        console.print(describe_placement(placement), highlight=False, markup=False)
     for line in (*_notes(document), machine, _limits(document), _list("Memory", memory(document))):
         console.print(line, highlight=False)
 

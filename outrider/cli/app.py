@@ -21,13 +21,14 @@ from outrider.cli.media import media
 from outrider.cli.mistakes import Commands, print_mistake
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.source import SourceOptions, read_source
+from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.fleet.options import FleetOptions
 from outrider.fleet.options import check_given as check_fleet_given
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_figures, parse_real, parse_whole, sweep_values
 from outrider.project.options import ProjectOptions
-from outrider.propose.options import DraftWindow
+from outrider.propose.options import DraftPlacement, DraftWindow
 from outrider.report.console import print_document
 from outrider.scale.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
@@ -317,6 +318,7 @@ def audit(
     quantize: options.Quantize = None,
     threads: options.Threads = None,
     tp: options.TensorParallel = 1,
+    draft_placement: DraftPlacement = AUTO,
     server: ServerOptions,
     as_json: options.Json = False,
 ) -> None:
@@ -343,7 +345,15 @@ def audit(
         if server.server is None:
             from outrider.audit.run import run_audit
 
-            report = run_audit(target, proposer, verifier=verifier, tp=tp, draft_window=draft_window, **shared)
+            report = run_audit(
+                target,
+                proposer,
+                verifier=verifier,
+                tp=tp,
+                draft_placement=draft_placement,
+                draft_window=draft_window,
+                **shared,
+            )
         else:
             from outrider.audit.server.run import run_server_audit
 

@@ -12,7 +12,7 @@ import typer
 
 from outrider.cli.sampling_options import SAMPLING
 from outrider.core.params import AUTO
-from outrider.propose.options import DraftWindow
+from outrider.propose.options import DraftPlacement, DraftWindow
 
 _MODEL, _MEASURE, _OUTPUT = "Models", "Measuring", "Output"
 
@@ -281,6 +281,7 @@ class EngineOptions:
     draft_window: DraftWindow = None
     plan: Plan = None
     tp: TensorParallel = 1
+    draft_placement: DraftPlacement = AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

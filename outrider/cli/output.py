@@ -126,8 +126,8 @@ class Output:
             dtype = str(parts.dtype).removeprefix("torch.")
             lines[-1] += f"; {dtype} {parts.loaded.checkpoint.dtype_reason}, {parts.target.kernels} kernels"
             lines.append(f"proposer {proposer_name(parts.proposer_spec)}, verifier {parts.verifier.name}")
-        for line in lines:
-            self._stderr.print(line, style="dim")
+        for line in (*lines, *map(str, self._llm.parts.draft_placements)):
+            self._stderr.print(line, style="dim", soft_wrap=True)
         failed = [each for each in outcome.completions if each.finish_reason is FinishReason.ERROR]
         for completion in failed:
             self._stderr.print(f"[red]error:[/red] {completion.error}; try another dtype", soft_wrap=True)
@@ -211,6 +211,7 @@ def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
         "tokens_per_s": outcome.speed.rate,
         "dtype": str(llm.parts.dtype).removeprefix("torch."),
         "kernels": llm.parts.target.kernels,
+        "draft_placements": [placement.as_dict() for placement in llm.parts.draft_placements],
         "versions": machine.versions(),
     }
 

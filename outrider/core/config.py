@@ -12,6 +12,8 @@ from typing import Any, TypeGuard
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 
+REPLICATED, SHARDED = "replicated", "sharded"  # placements of a draft on several ranks
+PLACEMENTS = (AUTO, REPLICATED, SHARDED)
 QUANTIZE_BITS = {"int8": 8, "int4": 4}
 FULL_BITS = 16
 
@@ -63,6 +65,9 @@ class EngineConfig:
     tp: int = 1
     """Ranks of tensor parallelism. Start the program with torchrun and this number of processes, one for each GPU. Each
     process loads a part of the target. 1: one process."""
+    draft_placement: str = AUTO
+    """With `tp` above 1: replicated (each rank runs the whole draft model), sharded (it is split as the target is), or
+    auto (the faster one, by measured costs)."""
     isolate_faults: bool = False
     """An exception in a proposer costs its draft only. It is logged and counted, and decoding goes on. It has no effect
     with `tp` above 1, because all ranks must draft the same tokens."""
@@ -75,8 +80,15 @@ class EngineConfig:
         self._check_k()
         weight_bits(self.quantize)
         _check_count("tp", self.tp)
+        if self.draft_placement not in PLACEMENTS:
+            raise OutriderError(f"draft_placement is {self.draft_placement!r}; use {', '.join(PLACEMENTS)}")
         if self.tp > 1:
             self._check_tensor_parallel()
+        elif self.draft_placement != AUTO:
+            raise OutriderError(
+                f"draft_placement is {self.draft_placement}, which needs several ranks, and tp is 1; leave it out, or"
+                " set tp"
+            )
         _check_count("max_num_seqs", self.max_num_seqs)
         _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
         for name in ("max_model_len", "draft_window"):

@@ -14,6 +14,7 @@ import torch
 from outrider.cache.base import Cache, CacheConfig, CacheUsage
 from outrider.core.config import EngineConfig
 from outrider.core.grammar import remove_time_limit
+from outrider.core.params import AUTO
 from outrider.core.types import Draw
 from outrider.engine.default_proposer import default_proposer
 from outrider.engine.engine import Engine
@@ -37,7 +38,16 @@ from outrider.propose.base import NoProposer, Proposer, ProposerSetup
 from outrider.propose.combine import Switch
 from outrider.propose.isolate import IsolatedProposer, isolate
 from outrider.propose.leaves import draft_model, draft_models, model_sources
-from outrider.propose.registry import Maker, alternatives, check_window, draft_sources, find_proposer, own_proposer
+from outrider.propose.placement import DraftPlacement
+from outrider.propose.registry import (
+    Maker,
+    alternatives,
+    check_placement,
+    check_window,
+    draft_sources,
+    find_proposer,
+    own_proposer,
+)
 from outrider.system.machine import free_memory
 from outrider.verify.rules import Verifier
 
@@ -88,6 +98,11 @@ class EngineParts:
         return self.loaded.checkpoint.source
 
     @property
+    def draft_placements(self) -> tuple[DraftPlacement, ...]:
+        """Where the drafts run under tensor parallelism; () in one process."""
+        return tuple(self.setup.placements)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the target's weights."""
         return self.setup.dtype
@@ -126,6 +141,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
     config = replace(config, proposer=proposer)
     find_verifier(config.verifier, proposer)
     check_window(config.draft_window, proposer)
+    check_placement(config.draft_placement, proposer)
     return build_engine(load_target(config), config, planner=planner)
 
 
@@ -180,7 +196,7 @@ def build_engine(
     checkpoint, model = loaded.checkpoint, loaded.model
     spec = _proposer_of(config)
     rule = find_verifier(config.verifier, spec)
-    setup = make_setup(loaded, rule.draw, draft_window=config.draft_window)
+    setup = make_setup(loaded, rule.draw, draft_window=config.draft_window, draft_placement=config.draft_placement)
     proposer = make_proposer(spec, setup)
     caching = CacheConfig(gigabytes=config.cache_gb, share=config.prefix_caching)
     share_out([each.cache for each in (model, *draft_models(proposer))], model.context, caching)
@@ -247,7 +263,9 @@ def assemble(
     )
 
 
-def make_setup(loaded: LoadedTarget, draw: Draw, *, draft_window: int | None = None) -> ProposerSetup:
+def make_setup(
+    loaded: LoadedTarget, draw: Draw, *, draft_window: int | None = None, draft_placement: str = AUTO
+) -> ProposerSetup:
     """Return the setup that a proposer for this target is made from."""
     checkpoint, target = loaded.checkpoint, loaded.model
     return ProposerSetup(
@@ -263,6 +281,8 @@ def make_setup(loaded: LoadedTarget, draw: Draw, *, draft_window: int | None = N
         source_rules=checkpoint.source,
         draft_window=draft_window,
         target_folder=checkpoint.folder,
+        ranks=checkpoint.ranks,
+        draft_placement=draft_placement,
     )
 
 

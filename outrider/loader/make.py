@@ -10,7 +10,7 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.attention_target import AttentionTarget
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
-from outrider.models.cuda_graphs import CudaRecorder
+from outrider.models.cuda_graphs import CudaRecorder, Recorder
 from outrider.models.encoder_decoder_target import EncoderDecoderTarget
 from outrider.models.gguf_linear import block_types
 from outrider.models.quantize import quantize_model
@@ -71,11 +71,17 @@ def make_target(
     elif checkpoint.recurrent:
         target = RecurrentTarget(checkpoint, slots=slots, context=context)
     else:
-        records = checkpoint.device.type == "cuda" and kernels == "auto" and checkpoint.ranks == 1
-        record = CudaRecorder(checkpoint.device) if records else None
-        target = AttentionTarget(checkpoint, slots=slots, context=context, record=record)
+        target = AttentionTarget(checkpoint, slots=slots, context=context, record=_recorder(checkpoint, kernels))
     target.kernels += "" if bits == 16 else f" int{bits}"
     return target
+
+
+def _recorder(checkpoint: Checkpoint, kernels: str) -> Recorder | None:
+    """Return what records the passes of a model; None: every pass is eager.
+
+    Ranks on GPUs use NCCL, whose operations can be recorded. Ranks on CPUs use gloo, and there are no graphs on CPUs.
+    """
+    return CudaRecorder(checkpoint.device) if checkpoint.device.type == "cuda" and kernels == "auto" else None
 
 
 def _check_settings(checkpoint: Checkpoint, kernels: str, bits: int, types: tuple[str, ...]) -> None:

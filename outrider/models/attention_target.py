@@ -194,6 +194,10 @@ class AttentionTarget:
         if self._ranks > 1:
             raise OutriderError(f"{action} a target that is split over ranks, and tp is {self._ranks}; use tp 1")
 
+    def _on_ranks(self, kernels: str) -> str:
+        """Return the name of the kernels, with the number of ranks."""
+        return kernels if self._ranks == 1 else f"{kernels}, {self._ranks} ranks"
+
     def _allocate_cache(self) -> None:
         """Allocate a KV cache."""
         cache_class = SpareCache if self._recorder else StaticCache
@@ -204,7 +208,7 @@ class AttentionTarget:
 
     def _reset(self) -> None:
         """Reset what a copy does not share with its source."""
-        self.kernels = "torch" if self._ranks == 1 else f"torch, {self._ranks} ranks"
+        self.kernels = self._on_ranks("torch")
         self._replaced = replace_attention(self._model)
         self._outputs: dict[int, torch.Tensor] = {}  # of the last pass, by exported layer
         self._hooks: dict[int, RemovableHandle] = {}  # by exported layer
@@ -239,7 +243,7 @@ class AttentionTarget:
         except UnsupportedModel as reason:
             _log.info("no passes are recorded: %s", reason)
             return None
-        self.kernels = "graphs"
+        self.kernels = self._on_ranks("graphs")
         return Graphs(self._static, slots=self.slots, record=record)
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:

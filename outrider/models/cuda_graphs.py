@@ -4,6 +4,10 @@ A bucket is the shape of a recorded pass. It is recorded at its second use, with
 ahead of time with compiled layers, which takes minutes. Until then, and for shapes without a bucket, such as long
 prompts, the eager pass runs. The first round of a recorded bucket runs both passes. If they differ by more than
 rounding, or recording fails, only the eager pass is used from then on.
+
+With tensor parallelism a recorded pass has the collective operations of NCCL. NCCL needs every rank to replay it, or
+none: a bucket is padded, so the messages of the eager pass have another size. All ranks run the same rounds and so
+record the same buckets in the same order. After a recording and after a comparison they agree on the result.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -23,6 +28,7 @@ from outrider.core.types import Batch, Draft, Scores
 from outrider.errors import UnsupportedModel
 from outrider.models.rounding import TOLERANCE, TRIALS
 from outrider.models.static_pass import Bucket, StaticModel, StaticPass
+from outrider.parallel.ranks import all_ranks, current
 
 _log = logging.getLogger("outrider")
 _MAX_COLUMNS = 64  # tokens per sequence
@@ -49,9 +55,17 @@ class CudaRecorder:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._bytes = 0
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        if (ranks := current()) is not None:
+            ranks.holders.add(self)
 
     def bytes(self) -> int:
         return self._bytes
+
+    def release(self) -> None:
+        """Free the recordings. NCCL waits for them when its communicator is destroyed. None may run afterwards."""
+        for graph in self._graphs:
+            graph.reset()
 
     def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
         with torch.cuda.device(self._device):
@@ -74,8 +88,10 @@ class CudaRecorder:
                 torch.cuda.set_sync_debug_mode(mode)
         main.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # During a capture, the watchdog of NCCL queries events in its own thread, which "global" would not allow.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = run()
+        self._graphs.add(graph)
         self._bytes += max(torch.cuda.memory_reserved(self._device) - reserved, 0)
 
         def replay() -> Any:
@@ -220,8 +236,10 @@ class Graphs:
         return self._make(bucket, compiled=False) if self._uses[bucket] >= _USES_UNTIL_RECORDED else None
 
     def _make(self, bucket: Bucket, *, compiled: bool) -> _Recorded | None:
-        """Record a bucket. Without success, disable all recordings and return None."""
+        """Record a bucket. If that fails in any rank, disable all recordings and return None."""
         start = perf_counter()
+        replay: Callable[[], Any] | None = None
+        failure = "another rank cannot record it"
         buffers = StaticPass(self._model, bucket)
         compiled &= self.compiled is not False
         self._model.compiled = compiled
@@ -229,17 +247,19 @@ class Graphs:
             run = buffers.draft_greedy if bucket.steps else buffers.score
             with torch._dynamo.config.patch(recompile_limit=_RECOMPILATIONS) if compiled else nullcontext():
                 replay = self._record(run)
-            self.compiled = compiled or self.compiled
         except (RuntimeError, UnsupportedModel) as reason:
-            if compiled:
-                _log.warning("layers are not compiled: %s", reason)
-                self.compiled = False
-                return self._make(bucket, compiled=False)
-            self._disable(f"its pass cannot be recorded ({reason})")
-            return None
+            failure = str(reason)
         finally:
             self._model.compiled = False
             self.seconds += perf_counter() - start
+        if not all_ranks(replay is not None) or replay is None:
+            if compiled:
+                _log.warning("layers are not compiled: %s", failure)
+                self.compiled = False
+                return self._make(bucket, compiled=False)
+            self._disable(f"its pass cannot be recorded ({failure})")
+            return None
+        self.compiled = compiled or self.compiled
         self._recorded[bucket] = _Recorded(buffers=buffers, replay=replay)
         return self._recorded[bucket]
 
@@ -251,7 +271,7 @@ class Graphs:
         finite = eager.logits.amax(-1).isfinite()
         error = (scores.logits - eager.logits).norm(dim=-1)
         differs = error > TOLERANCE[self._model.dtype] * eager.logits.norm(dim=-1)
-        agree = not ((differs | ~scores.logits.amax(-1).isfinite()) & finite).any()
+        agree = all_ranks(not ((differs | ~scores.logits.amax(-1).isfinite()) & finite).any())
         recorded.trials = 0 if agree else recorded.trials - 1
         if not agree and not recorded.trials:
             self._disable("a recorded pass differs from the eager pass")

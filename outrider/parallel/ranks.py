@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import sleep
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -38,6 +39,13 @@ class RankError(OutriderError):
     """The ranks cannot go on together. The process must end."""
 
 
+class Holder(Protocol):
+    """An object that uses the process group until it is released."""
+
+    def release(self) -> None:
+        """Drop what uses the process group."""
+
+
 class Ranks:
     """The process group of tensor parallelism."""
 
@@ -46,6 +54,7 @@ class Ranks:
         self.rank = rank()
         self.size = size
         self.on_failure: Callable[[str], None] = lambda reason: None  # called before a failure ends the process
+        self.holders: WeakSet[Holder] = WeakSet()  # released before the group is destroyed
         cuda = torch.device(local_device(device)).type == "cuda" if device != "auto" else torch.cuda.is_available()
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -95,6 +104,12 @@ class Ranks:
             )
         return tuple(shared)
 
+    def all_true(self, value: bool) -> bool:
+        """Return whether the value is true in all ranks."""
+        tensor = torch.tensor(int(value))
+        distributed.all_reduce(tensor, distributed.ReduceOp.MIN, group=self._control)
+        return bool(tensor)
+
     def barrier(self) -> None:
         """Wait for all ranks, without a time limit."""
         distributed.barrier(self._control)
@@ -104,8 +119,13 @@ class Ranks:
         global _joined
         self.barrier()
         self._watchdog.finish()
+        self._release()
         distributed.destroy_process_group()
         _joined = None
+
+    def _release(self) -> None:
+        for holder in self.holders:
+            holder.release()
 
     def _exit(self) -> None:
         """Tell the other ranks how this process has ended."""
@@ -113,6 +133,7 @@ class Ranks:
             self._watchdog.fail(str(error))
         else:
             self._watchdog.finish()
+        self._release()
 
     def fail(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on. They end."""
@@ -181,6 +202,11 @@ def of_first_rank(value: T) -> T:
 def seconds_of_first_rank(seconds: float) -> float:
     """Return a measured time of rank 0, or `seconds` itself without tensor parallelism."""
     return seconds if _joined is None else _joined.share((seconds,))[0]
+
+
+def all_ranks(value: bool) -> bool:
+    """Return whether the value is true in all ranks, or `value` itself without tensor parallelism."""
+    return value if _joined is None else _joined.all_true(value)
 
 
 def is_first_rank() -> bool:

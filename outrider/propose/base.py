@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from outrider.core import tree
+from outrider.core.params import AUTO
 from outrider.core.types import Batch, Draft, Draw, Needs, Request, Round, SequenceState
 from outrider.errors import OutriderError
 from outrider.models.base import Target
 from outrider.models.checkpoint import SourceRules
+from outrider.propose.placement import DraftPlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,9 @@ class ProposerSetup:
     source_rules: SourceRules | None = None  # what the target takes as source; None: a decoder-only model
     draft_window: int | None = None  # tokens that a draft model reads at once; None: as many as it was made for
     target_folder: str = ""  # folder or file of the target's checkpoint; "": unknown
+    ranks: int = 1  # of tensor parallelism
+    draft_placement: str = AUTO  # of draft models: auto, replicated or sharded
+    placements: list[DraftPlacement] = field(default_factory=list)  # of the drafts that were opened, with several ranks
 
 
 class Proposer(Protocol):

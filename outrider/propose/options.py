@@ -1,4 +1,4 @@
-"""The option of the command line that every command with a draft model has."""
+"""Options of the command line for draft models."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ DraftWindow = Annotated[
     typer.Option(
         metavar="TOKENS",
         help="The latest tokens that a draft model or draft head reads. Default: as many as it was made for.",
+        rich_help_panel="Models",
+    ),
+]
+DraftPlacement = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="With --tp: replicated (each rank runs the whole draft model), sharded (it is split, too), or auto (the"
+        " faster one, by measured costs).",
         rich_help_panel="Models",
     ),
 ]

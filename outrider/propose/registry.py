@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from outrider.core.params import AUTO
 from outrider.core.types import Needs
 from outrider.errors import OutriderError
 from outrider.loader.embedded import embedded
@@ -184,6 +185,20 @@ def check_window(size: int | None, *specs: str | Maker) -> None:
     subject = f"the proposer {names} has no draft" if len(specs) == 1 else f"none of {names} has a draft"
     raise OutriderError(
         f"draft_window is {size} and {subject} that reads the text; use draft:DIR, or leave draft_window out"
+    )
+
+
+def check_placement(placement: str, spec: str | Maker) -> None:
+    """Check that the placement of a draft applies to a proposer.
+
+    Raises:
+        OutriderError: it has no draft of its own.
+    """
+    if placement == AUTO or not isinstance(spec, str) or reads_window(spec):
+        return
+    raise OutriderError(
+        f"draft_placement is {placement} and the proposer {spec} has no draft of its own; use draft:DIR, or leave"
+        " draft_placement out"
     )
 
 

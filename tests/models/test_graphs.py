@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten as flatten
-from torch.utils._pytree import tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM
 
 from outrider.core import tree
@@ -28,35 +27,13 @@ from outrider.propose.base import NoProposer
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.testing.drive import random_tree
 from tests.helpers import engines, tiny
+from tests.helpers.recorder import FakeRecorder
 
 CPU = torch.device("cpu")
 CONTEXT = 96
 NAMES = ["llama", "qwen2", "gemma2", "gemma3n_text", "gpt2", "mixtral", "gpt_oss", "deepseek_v3"]
 NAMES.append("llama4_text without temperature")
 TEXT = list(b"the quick brown fox")
-
-
-class FakeRecorder:
-    """A recorder without CUDA graphs. A replay runs the function again and writes the results to the same memory."""
-
-    def __init__(self):
-        self.count = 0  # replays
-        self.recorded = 0  # recordings
-
-    def __call__(self, run):
-        self.recorded += 1
-        out, shape = flatten(tree_map_only(torch.Tensor, torch.clone, run()))
-
-        def replay():
-            self.count += 1
-            for old, new in zip(out, flatten(run())[0], strict=True):
-                old.copy_(new)
-            return tree_unflatten(out, shape)
-
-        return replay
-
-    def bytes(self):
-        return 1000
 
 
 @pytest.fixture(autouse=True)

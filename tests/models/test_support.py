@@ -25,7 +25,8 @@ from outrider.models.quantize import QuantizedLinear
 from outrider.models.recurrent.rows import CHUNK
 from outrider.models.static_pass import Bucket, StaticPass
 from tests.helpers import tiny
-from tests.models.test_graphs import FakeRecorder, ForbidHostSync, HostSync
+from tests.helpers.recorder import FakeRecorder
+from tests.models.test_graphs import ForbidHostSync, HostSync
 
 pytestmark = [
     pytest.mark.slow,

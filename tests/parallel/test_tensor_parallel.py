@@ -7,11 +7,9 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -30,48 +28,13 @@ from outrider.loader.tensor_parallel import check_plan, tensor_parallel_plan
 from tests.helpers.heads import cases as head_cases
 from tests.helpers.heads import random_draft
 from tests.helpers.tiny import ARCHITECTURES, EVERY, RECURRENT, Shelf, make_config, save
+from tests.parallel.launch import ENVIRONMENT, ROOT, TORCHRUN, compare, needs_accelerate, torchrun
 from tests.parallel.two_ranks import complete
-
-ROOT = Path(__file__).parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "PATH": os.environ["PATH"],
-    "OMP_NUM_THREADS": "1",
-    "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
-}
-needs_accelerate = pytest.mark.skipif(
-    find_spec("accelerate") is None, reason='tensor parallelism needs accelerate: pip install "outrider[tp]"'
-)
 
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
     return Shelf(tmp_path_factory.mktemp("models"))
-
-
-def torchrun(*words, timeout=300):
-    return subprocess.run(
-        [*TORCHRUN, *map(str, words)], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=timeout
-    )
-
-
-def compare(cases, folder, *, timeout=300):
-    """Run cases in two ranks and in this process."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    done = torchrun("tests/parallel/two_ranks.py", folder / "cases.json", folder, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-4000:]
-    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-    assert ranks[0] == ranks[1]
-    for name, options in cases.items():
-        expected = json.loads(json.dumps(complete({**options, "kernels": "torch"})))
-        got = ranks[0][name]
-        if "refused" in got:
-            continue
-        assert got["tokens"] == expected["tokens"], name
-        assert (got["drafted"], got["kernels"]) == (expected["drafted"], "torch, 2 ranks"), name
-        assert got["cache_bytes"] <= expected["cache_bytes"], name
-    return ranks[0]
 
 
 @needs_accelerate

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from outrider.core.params import SamplingParams
 from outrider.errors import UnsupportedModel
 from outrider.llm import LLM
+from outrider.loader import make
+from outrider.models.base import Target
+from outrider.models.checkpoint import Checkpoint
+from outrider.models.cuda_graphs import Graphs
 from outrider.parallel.ranks import current
+from outrider.propose import placement
+from outrider.propose.leaves import draft_models
+from tests.helpers.recorder import FakeRecorder
 
+REAL_RECORDER = make._recorder
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 9, 5, 6], [100, 101], [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2]]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
@@ -21,9 +31,51 @@ PARAMS = [
 ]
 
 
-def complete(options: dict[str, object]) -> dict[str, object]:
-    """Return the tokens of all completions, and facts of the engine."""
+class _FailingRecorder(FakeRecorder):
+    """A recorder that works in rank 0 only."""
+
+    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        replay = super().__call__(run)
+        ranks = current()
+        if ranks is not None and not ranks.first:
+            raise RuntimeError("no memory in this rank")
+        return replay
+
+
+def _record(kind: str | None) -> list[FakeRecorder]:
+    """Let targets with kernels auto record their passes on a CPU. Return the list of their recorders, which grows."""
+    recorders: list[FakeRecorder] = []
+    make._recorder = REAL_RECORDER
+    if kind is None:
+        return recorders
+
+    def recorder(checkpoint: Checkpoint, kernels: str) -> FakeRecorder | None:
+        if kernels != "auto":
+            return None
+        recorders.append(FakeRecorder() if kind == "works" else _FailingRecorder())
+        return recorders[-1]
+
+    make._recorder = recorder
+    return recorders
+
+
+def _graphs(model: Target) -> Graphs | None:
+    return getattr(model, "graphs", None)
+
+
+def complete(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the tokens of all completions, and facts of the engine.
+
+    `options` are those of `LLM`, and "record": whether recordings work, or fail in a rank; "estimate": seconds of a
+    pass of a replicated and a sharded draft.
+    """
+    options = dict(options)
+    recorders = _record(options.pop("record", None))
+    if estimate := options.pop("estimate", None):
+        seconds = placement.PassEstimate(replicated=estimate[0], sharded=estimate[1])
+        placement.estimate_pass = lambda *_, **__: seconds
     llm = LLM(**options, dtype="float32", max_num_seqs=2, max_model_len=64)
+    models = [llm.parts.target, *draft_models(llm.parts.proposer)]
     completions = llm.generate(PROMPTS, PARAMS)
     unseeded = llm.generate(PROMPTS[:2], SamplingParams(temperature=1.0, max_tokens=6))
     return {
@@ -31,6 +83,11 @@ def complete(options: dict[str, object]) -> dict[str, object]:
         "unseeded": [each.token_ids for each in unseeded],
         "drafted": sum(each.stats.draft_tokens for each in completions),
         "kernels": llm.parts.target.kernels,
+        "draft_kernels": [model.kernels for model in models[1:]],
+        "placements": ["sharded" if each.sharded else "replicated" for each in llm.parts.draft_placements],
+        "reasons": [each.reason for each in llm.parts.draft_placements],
+        "buckets": [len(graphs.buckets()) for graphs in map(_graphs, models) if graphs],
+        "replays": [recorder.count for recorder in recorders],
         "cache_bytes": llm.parts.target.cache.bytes(),
     }
 

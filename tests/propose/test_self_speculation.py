@@ -30,7 +30,7 @@ from outrider.testing import ToyTarget, check_cache, toy_setup
 from outrider.testing.drive import FuzzedRun
 from tests.helpers import tiny
 from tests.helpers.engines import make_engine, outputs, run
-from tests.models.test_graphs import FakeRecorder
+from tests.helpers.recorder import FakeRecorder
 from tests.verify.test_distribution import FILTERED, TOKENS, filtered_distribution
 
 CPU = torch.device("cpu")

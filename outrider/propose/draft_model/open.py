@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
+from outrider.core.config import SHARDED
 from outrider.core.types import SharedWeights
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.files import read_context, read_target_info
 from outrider.heads.formats.base import TargetInfo
 from outrider.heads.formats.registry import check_projection, find, missing_projection
@@ -20,20 +21,23 @@ from outrider.loader.check import make_checked_target
 from outrider.loader.checkpoint import check_model, load_checkpoint
 from outrider.models.base import Target, WeightSharer
 from outrider.models.checkpoint import Checkpoint
+from outrider.parallel.ranks import Ranks, all_ranks, current
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.draft_model.cascade import cascade
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.propose.draft_model.tree import TreeProposer
 from outrider.propose.draft_model.window import MIN_WINDOW, windowed
+from outrider.propose.placement import DraftPlacement, place_draft_model, place_head, replicated
 from outrider.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
-from outrider.propose.vocabulary.reduced import read_draft_vocabulary, reduce_vocabulary
+from outrider.propose.vocabulary.reduced import has_draft_vocabulary, read_draft_vocabulary, reduce_vocabulary
 from outrider.propose.vocabulary.text_draft import TextProposer
 from outrider.propose.vocabulary.token_text import TokenText, token_text
 
 # Share of the target's tokens that a draft model must have, so that drafting by tokens is as good as by text.
 _GOOD_SHARE = 0.9
 _MIN_SHARE = 0.1  # smallest share for drafting by tokens
+_CHECKED_CONTEXT = 64  # tokens of the check of a sharded draft
 _log = logging.getLogger("outrider")
 
 
@@ -199,6 +203,8 @@ def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
         )
     weights = setup.target.share_weights()
     info = _target_info(weights, setup.target.layers)
+    if setup.ranks > 1 and all(placement.draft != folder for placement in setup.placements):
+        setup.placements.append(place_head(folder, setup.ranks, asked=setup.draft_placement))
     module = read_head(folder, dtype=setup.dtype, device=setup.device, target=info)
     description = module.description
     trained_on = (description.vocab, description.target_hidden, description.target_layers)
@@ -288,10 +294,55 @@ def _open_model(name: str, folder: str, setup: ProposerSetup) -> _OpenedModel:
     """Load the checkpoint of a draft model. `name` is the proposer, for messages."""
     check_draft(folder, name=name, heads=False)
     dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}[setup.dtype]
-    checkpoint = load_checkpoint(folder, dtype=dtype, device=str(setup.device))
+    checkpoint = _load_sharded(folder, setup, dtype) or load_checkpoint(folder, dtype=dtype, device=str(setup.device))
     opened = _OpenedModel(setup=setup, folder=folder, checkpoint=checkpoint)
     _check_source(opened)
     return opened
+
+
+def _load_sharded(folder: str, setup: ProposerSetup, dtype: str) -> Checkpoint | None:
+    """Load this rank's part of a draft model; None: each rank loads the whole draft. Notes the choice in the setup.
+
+    Raises:
+        UnsupportedModel: the setup asks for a sharded draft, which does not load or fails the check.
+        OutriderError: the setup asks for a sharded draft, and this draft cannot be split.
+    """
+    ranks = current()
+    if ranks is None or setup.ranks == 1:
+        return None
+    known = next((placement for placement in setup.placements if placement.draft == folder), None)
+    placement = known or _place(folder, setup, ranks)
+    checkpoint = None
+    if placement.sharded:
+        failure = "another rank cannot load its part"
+        try:
+            checkpoint = load_checkpoint(folder, dtype=dtype, device=str(setup.device), tp=setup.ranks)
+            make_checked_target(checkpoint, slots=1, context=_CHECKED_CONTEXT, kernels="torch")
+        except UnsupportedModel as reason:
+            if setup.draft_placement == SHARDED:
+                raise
+            failure = str(reason)
+            checkpoint = None
+        if not all_ranks(checkpoint is not None):
+            checkpoint = None
+            placement = replicated(folder, setup.ranks, f"it cannot be split ({failure})")
+    if known is None:
+        setup.placements.append(placement)
+        _log.info("%s", placement)
+    return checkpoint
+
+
+def _place(folder: str, setup: ProposerSetup, ranks: Ranks) -> DraftPlacement:
+    """Choose the placement of a draft model."""
+    asked = setup.draft_placement
+    if not has_draft_vocabulary(folder):
+        return place_draft_model(folder, ranks, asked=asked, device=setup.device, dtype=setup.dtype)
+    if asked == SHARDED:
+        raise OutriderError(
+            f"draft_placement is {asked}, and the draft in {folder} has a draft vocabulary, whose LM head is not split;"
+            " use auto"
+        )
+    return replicated(folder, ranks.size, "its LM head is cut to a draft vocabulary")
 
 
 def _check_source(opened: _OpenedModel) -> None:

@@ -48,6 +48,11 @@ def read_draft_vocabulary(folder: str | Path, vocab: int) -> torch.Tensor | None
     return ids
 
 
+def has_draft_vocabulary(folder: str | Path) -> bool:
+    """Return whether a draft model drafts some tokens only."""
+    return (Path(folder).expanduser() / _FILE).is_file()
+
+
 def write_draft_vocabulary(folder: Path, ids: torch.Tensor) -> None:
     """Write the ids [Vd] that the draft model in `folder` drafts."""
     save_file({_IDS: ids.to("cpu", torch.int64).contiguous()}, folder / _FILE)
