@@ -19,7 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
     GenerationConfig,
 )
 from transformers.distributed import DistributedConfig
@@ -34,6 +33,7 @@ from outrider.loader.memory import check_memory, weight_bytes
 from outrider.loader.model_class import causal_model_class
 from outrider.loader.speech import SPEECH, read_speech_rules
 from outrider.loader.tensor_parallel import check_plan
+from outrider.loader.tokenizer import read_tokenizer
 from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint, SourceRules
 from outrider.native.support import may_run
@@ -149,13 +149,14 @@ def load_checkpoint(
         ranks.barrier()  # ranks may take long to read their files, and later operations have a time limit
     for weight in model.parameters():
         weight.requires_grad_(False)
+    tokenizer = read_tokenizer(path)
     return Checkpoint(
         model=model,
-        tokenizer=_read_tokenizer(path),
+        tokenizer=tokenizer,
         context=_context(config),
         context_reason=_context_reason(config),
         vocab=model.get_output_embeddings().weight.shape[0],
-        end_ids=_end_ids(path, config),
+        end_ids=_end_ids(path, config, tokenizer),
         recurrent=recurrent,
         ranks=tp,
         source=_source_rules(path, config),
@@ -409,18 +410,16 @@ def _attention(config: Any) -> dict[str, str]:
     return {"attn_implementation": "eager"} if capped else {}
 
 
-def _read_tokenizer(path: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise OutriderError(f"{path} has no working tokenizer ({error}); copy its tokenizer.json there") from error
+def _end_ids(path: Path, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end the text. The generation config overrides the model config.
 
-
-def _end_ids(path: Path, config: Any) -> frozenset[int]:
-    """Return the tokens that end the text. The generation config overrides the model config."""
+    If neither has any, the end-of-text token of the tokenizer is used.
+    """
     ends = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
     if (generation := _generation_config(path)) is not None and generation.eos_token_id is not None:
         ends = generation.eos_token_id
+    if ends is None:
+        ends = tokenizer.eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
