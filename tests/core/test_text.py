@@ -212,7 +212,9 @@ def test_decoding_of_invalid_bytes_takes_linear_time(tokens, stop, period):
     assert text.finish() == decode_bytes(tokens)
 
 
-FALLBACK = Tokenizer(models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "b": 257}, merges=[]))
+FALLBACK = Tokenizer(
+    models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "b": 257}, merges=[])
+)
 FALLBACK.decoder = decoders.Sequence(
     [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 )

@@ -100,11 +100,9 @@ class TestPrompts:
         assert max(map(len, numbers)) <= longest
 
     def test_command_line_gives_the_text_of_the_library(self, name, folders, llms):
-        result = CliRunner().invoke(
-            app,
-            ["run", "--target", str(folders(name)), "--chat", QUESTION, "--proposer", "ngram", "--max-tokens", "8"]
-            + ["--dtype", "float32", "--threads", "1", "--temperature", "0", "--max-model-len", "256"],
-        )
+        options = "--proposer ngram --max-tokens 8 --dtype float32 --threads 1 --temperature 0 --max-model-len 256"
+        words = ["run", "--target", str(folders(name)), "--chat", QUESTION, *options.split()]
+        result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
         llm = llms(name)
         (expected,) = llm.generate([llm.encode_chat(CHAT)], SamplingParams(max_tokens=8))
