@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
-from transformers.utils import logging as transformers_logging
 
 from outrider.bench.variants import Trial
 from outrider.benchmarking.jobs import Job
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.gguf import is_gguf
+from outrider.loader.quiet import quiet_transformers
 from outrider.measure.clock import EmitEvent, decode_speed, token_gaps
 
 
@@ -49,7 +48,7 @@ class Peer:
         recorder = _Recorder(len(job.prompt))
         do_sample = job.params.temperature > 0
         sampling = {"temperature": job.params.temperature, "top_k": 0, "top_p": 1.0} if do_sample else {}
-        with _quiet():
+        with quiet_transformers():
             self._model.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
@@ -65,28 +64,13 @@ class Peer:
 
 def load_peers(llm: LLM, target: Path, draft: Path | None) -> list[Peer]:
     """Load separate copies of the models, in the precision and on the device of `llm`."""
-    with _quiet():
+    with quiet_transformers():
         model = _load(target, llm)
         assistant = _load(draft, llm) if draft else None
     peers = [Peer("transformers", model)]
     if assistant is not None:
         peers.append(Peer("transformers_assisted", model, assistant=assistant))
     return peers
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the progress bars and warnings of transformers, which would disturb the progress of a benchmark."""
-    progress_bar = transformers_logging.is_progress_bar_enabled()
-    level = transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if progress_bar:
-            transformers_logging.enable_progress_bar()
 
 
 def _load(folder: Path, llm: LLM) -> Any:

@@ -92,12 +92,26 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         size = max(self._vocab, len(self._tokenizer))
+        self._ends = _representable(self._ends, self._tokenizer)
         try:
             return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=list(self._ends) or None)
         except ValueError as error:
             raise OutriderError(
                 f"constraints need a fast tokenizer, and this one is not ({error}); use a model with a tokenizer.json"
             ) from error
+
+
+def _representable(ends: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
+    """Return the end tokens that llguidance can have: those below the number of tokens. `Matcher` adds the others.
+
+    Others exist if the tokenizer leaves ids out. If there are only others, one of the ids left out replaces them.
+    """
+    count = len(tokenizer)
+    representable = tuple(token for token in ends if token < count)
+    if representable or not ends:
+        return representable
+    used = set(tokenizer.get_vocab().values())
+    return (next(id for id in range(count) if id not in used),)
 
 
 class Grammar:

@@ -47,6 +47,8 @@ class TextStream:
         """Return the whole text, including incomplete characters."""
         if not self.stopped:
             searched = len(self._text)
+            if self._decoded < len(self._tokens):
+                self._extend(self._decoded + 1)
             self._text += self._window(len(self._tokens))
             self._context = self._decoded = len(self._tokens)
             self._find_stop(searched)
@@ -63,15 +65,18 @@ class TextStream:
 
     def _extend(self, first: int) -> None:
         """Append complete characters to the text. Earlier calls have tried prefixes shorter than `first` tokens."""
-        if self._append_complete(len(self._tokens)):
+        window = self._window(len(self._tokens))
+        if window and _REPLACEMENT not in window:
+            self._append(window, len(self._tokens))
             return
+        # Token by token: with byte fallback, one invalid byte makes all bytes beside it invalid, as far as they are
+        # decoded together.
         if len(self._tokens) - self._decoded > _MAX_PENDING:  # drop special tokens, which have no text
             pending = self._tokens[self._decoded :]
             self._tokens[self._decoded :] = [token for token in pending if self._decode((token, token))]
-        for count in range(first, len(self._tokens)):
+        for count in range(min(first, len(self._tokens)), len(self._tokens) + 1):
             if not self._append_complete(count):
                 self._append_invalid(count)
-        self._append_invalid(len(self._tokens))
 
     def _append_complete(self, count: int) -> bool:
         """Append the text of the first `count` tokens if it ends with a complete character."""
@@ -98,7 +103,10 @@ class TextStream:
     def _window(self, count: int) -> str:
         """Return the text of tokens[decoded:count] after their left context."""
         context = self._decode(self._tokens[self._context : self._decoded])
-        return self._decode(self._tokens[self._context : count])[len(context) :]
+        whole = self._decode(self._tokens[self._context : count])
+        if not whole.startswith(context):  # with byte fallback, new bytes that are incomplete make the context invalid
+            return self._decode(self._tokens[self._decoded : count])
+        return whole[len(context) :]
 
     def _find_stop(self, searched: int) -> bool:
         """Cut the text at its first stop string, if any. The first `searched` characters contain none."""

@@ -64,6 +64,7 @@ def is_head(folder: str | Path, target: Callable[[], TargetInfo | None] | None =
         return True
     found = find(path)
     if found is None:
+        check_projection(path, alone=True)  # otherwise the folder would be loaded as a draft model
         return False
     if not found.whole():
         return True

@@ -17,6 +17,7 @@ from outrider.core import tree
 from outrider.core.types import AudioFeatures, Batch, SequenceState
 from outrider.errors import MODEL_ERRORS, UnsupportedModel
 from outrider.loader.make import make_target
+from outrider.loader.quiet import quiet_transformers
 from outrider.models.attention import NAME
 from outrider.models.base import ExpertCounter, Target
 from outrider.models.checkpoint import Checkpoint
@@ -74,7 +75,8 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
     tolerance = BLOCK_TOLERANCE if blocks else TOLERANCE[checkpoint.dtype]
     try:
         for trial in range(TRIALS):
-            errors = errors.fmin(_errors(target, checkpoint, trial, tolerance).cpu())
+            with quiet_transformers():
+                errors = errors.fmin(_errors(target, checkpoint, trial, tolerance).cpu())
             if errors.max() < tolerance:
                 return
     except torch.OutOfMemoryError:

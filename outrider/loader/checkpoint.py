@@ -19,11 +19,9 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
-    AutoTokenizer,
     GenerationConfig,
 )
 from transformers.distributed import DistributedConfig
-from transformers.utils import logging as transformers_logging
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
@@ -32,8 +30,10 @@ from outrider.loader.embedded import model_folder
 from outrider.loader.gguf import end_ids, is_gguf, load_model, load_tokenizer, open_gguf
 from outrider.loader.memory import check_memory, weight_bytes
 from outrider.loader.model_class import causal_model_class
+from outrider.loader.quiet import quiet_transformers
 from outrider.loader.speech import SPEECH, read_speech_rules
 from outrider.loader.tensor_parallel import check_plan
+from outrider.loader.tokenizer import read_tokenizer
 from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint, SourceRules
 from outrider.native.support import may_run
@@ -149,13 +149,14 @@ def load_checkpoint(
         ranks.barrier()  # ranks may take long to read their files, and later operations have a time limit
     for weight in model.parameters():
         weight.requires_grad_(False)
+    tokenizer = read_tokenizer(path)
     return Checkpoint(
         model=model,
-        tokenizer=_read_tokenizer(path),
+        tokenizer=tokenizer,
         context=_context(config),
         context_reason=_context_reason(config),
         vocab=model.get_output_embeddings().weight.shape[0],
-        end_ids=_end_ids(path, config),
+        end_ids=_end_ids(path, config, tokenizer),
         recurrent=recurrent,
         ranks=tp,
         source=_source_rules(path, config),
@@ -346,26 +347,23 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModel:
 def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> Any:
     if not any(path.glob("*.safetensors")):
         raise OutriderError(f"{path} holds no .safetensors; write the weights there with save_pretrained")
-    verbosity = transformers_logging.get_verbosity()
-    shows_progress = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     model_class = AutoModelForSeq2SeqLM if _has_encoder(config) else AutoModelForCausalLM
     if config.model_type in SPEECH:
         model_class = AutoModelForSpeechSeq2Seq
     try:
-        model, report = model_class.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **_attention(config),
-            **({"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}),
-        )
+        with quiet_transformers():
+            model, report = model_class.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **_attention(config),
+                **({"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}),
+            )
     except (*_LOAD_ERRORS, SafetensorError) as error:
         if tp > 1:
             raise UnsupportedModel(
@@ -378,10 +376,6 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> 
                 " install it with pip"
             ) from error
         raise OutriderError(f"the model in {path} cannot be read ({error}); copy the checkpoint again") from error
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if shows_progress:
-            transformers_logging.enable_progress_bar()
     if missing := sorted(report["missing_keys"]):
         raise OutriderError(f"the weights in {path} lack {', '.join(missing[:3])}; copy the checkpoint again")
     if mismatched := sorted(report["mismatched_keys"]):
@@ -409,18 +403,16 @@ def _attention(config: Any) -> dict[str, str]:
     return {"attn_implementation": "eager"} if capped else {}
 
 
-def _read_tokenizer(path: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise OutriderError(f"{path} has no working tokenizer ({error}); copy its tokenizer.json there") from error
+def _end_ids(path: Path, config: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end the text. The generation config overrides the model config.
 
-
-def _end_ids(path: Path, config: Any) -> frozenset[int]:
-    """Return the tokens that end the text. The generation config overrides the model config."""
+    If neither has any, the end-of-text token of the tokenizer is used.
+    """
     ends = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
     if (generation := _generation_config(path)) is not None and generation.eos_token_id is not None:
         ends = generation.eos_token_id
+    if ends is None:
+        ends = tokenizer.eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 

@@ -187,7 +187,8 @@ def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int
     Args:
         tokenizer: the tokenizer.
         text: the text.
-        special: whether the tokenizer adds its special tokens, such as a begin-of-text token.
+        special: whether the tokenizer adds its special tokens, such as a begin-of-text token. A text that begins with
+            this token, as the output of a chat template may, gets no second one.
 
     Raises:
         OutriderError: the text has half of a surrogate pair, which is not valid Unicode.
@@ -199,7 +200,12 @@ def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int
             f"the text holds half of a surrogate pair, {text[error.start]!a} at character {error.start}; leave it out"
         ) from None
     # verbose=False: the tokenizer would warn about a long text and predict errors that do not occur here.
-    return tuple(tokenizer.encode(text, add_special_tokens=special, verbose=False))
+    tokens = tuple(tokenizer.encode(text, add_special_tokens=special, verbose=False))
+    begin = tokenizer.bos_token_id
+    if not special or begin is None or tokens[:2] != (begin, begin):
+        return tokens
+    written = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return tokens[1:] if len(written) < len(tokens) else tokens
 
 
 def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:

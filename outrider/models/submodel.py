@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
@@ -83,13 +82,14 @@ def shared_weights(model: Any) -> SharedWeights:
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     norm_class = type(norm).__name__
     is_rms_norm = "RMSNorm" in norm_class
-    has_offset = re.search("Gemma(?!3n|4)", norm_class)  # the norm weights of these models are offset by 1
     has_bias = getattr(head, "bias", None) is not None
-    if norm is None or epsilon is None or not is_rms_norm or has_offset or has_bias:
+    if norm is None or epsilon is None or not is_rms_norm or has_bias:
         model_type = model.config.model_type
         raise OutriderError(f"draft heads do not support {model_type}: its final norm or LM head differs from Llama's")
     # Each rank of tensor parallelism runs the whole draft head.
-    table = whole(embedding.weight) * getattr(embedding, "embed_scale", 1.0)
+    table = whole(embedding.weight)
+    if (scale := getattr(embedding, "embed_scale", None)) is not None:  # of Gemma, rounded as in its own pass
+        table = table * torch.as_tensor(scale).to(table)
     # A quantized LM head is expanded to the type of the embedding.
     return SharedWeights(
         embedding=table,
@@ -101,7 +101,7 @@ def shared_weights(model: Any) -> SharedWeights:
 
 @torch.no_grad()
 def _norm_factors(norm: Any, epsilon: float) -> torch.Tensor:
-    """Return the factors by which an RMS norm multiplies. Qwen3-Next and Qwen3.5 store them minus 1.
+    """Return the factors by which an RMS norm multiplies. Gemma, Qwen3-Next and Qwen3.5 store them minus 1.
 
     Raises:
         OutriderError: the norm does more than multiply by its weights, or by its weights plus 1.

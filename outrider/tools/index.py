@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
-from transformers import AutoTokenizer
 
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
+from outrider.loader.tokenizer import read_tokenizer
 from outrider.measure.prompts import chat_text, is_message, read_json
 from outrider.propose.lookup.datastore import (
     HEADER,
@@ -180,12 +180,7 @@ def _is_lines(path: Path) -> bool:
 def _load_tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
         raise OutriderError(f"{folder} is not a folder; give the folder of the target, which has its tokenizer")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise OutriderError(
-            f"the tokenizer in {folder} cannot be loaded ({error}); give the folder of the target"
-        ) from error
+    return read_tokenizer(folder)
 
 
 def _read(

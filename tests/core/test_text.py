@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 import outrider
 from outrider.core.text import TextStream
@@ -210,3 +210,58 @@ def test_decoding_of_invalid_bytes_takes_linear_time(tokens, stop, period):
     assert len(sizes) < 30 * len(tokens)
     assert sum(sizes) < 300 * len(tokens)
     assert text.finish() == decode_bytes(tokens)
+
+
+FALLBACK = Tokenizer(
+    models.BPE(vocab={f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "b": 257}, merges=[])
+)
+FALLBACK.decoder = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+FALLBACK_PARTS = st.one_of(
+    st.sampled_from([*HARD]).map(lambda char: list(char.encode())),
+    st.sampled_from([[256], [257], [0xFF], [0xE4, 0xB8], [0xF0, 0x9F]]),
+)
+
+
+def decode_fallback(tokens):
+    return FALLBACK.decode(list(tokens))
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(st.lists(FALLBACK_PARTS, max_size=12), st.booleans(), st.integers(1, 30))
+def test_text_with_byte_fallback_does_not_depend_on_when_it_is_read(parts, stops, step):
+    tokens = [token for part in parts for token in part]
+    text = TextStream(decode_fallback, ("never",) if stops else ())
+    each = TextStream(decode_fallback)
+    texts = []
+    for i, token in enumerate(tokens):
+        text.add_token(token)
+        each.add_token(token)
+        texts.append(each.text)
+        if i % step == 0:
+            assert text.text == each.text
+    whole = text.finish()
+    assert whole == each.finish()
+    assert all(whole.startswith(partial) for partial in texts)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.text(alphabet="世界éab 👩", max_size=20))
+def test_characters_of_byte_fallback_are_complete(raw):
+    """Also where many of them follow one another: the decoder sees them as one run of bytes."""
+    tokens = [token for char in raw for token in ([257] if char == "b" else char.encode())]
+    text = TextStream(decode_fallback)
+    texts = push_all(text, tokens)
+    assert not any("�" in partial for partial in texts)
+    assert text.finish() == decode_fallback(tokens)
+
+
+def test_incomplete_bytes_at_the_end_leave_the_characters_before_them():
+    """The decoder of tokenizers makes the whole run invalid."""
+    tokens = [*"世".encode(), *"界".encode()[:2]]
+    assert decode_fallback(tokens) == "�" * 5
+    text = TextStream(decode_fallback)
+    for token in tokens:
+        text.add_token(token)
+    assert text.finish() == "世��"

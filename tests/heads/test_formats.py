@@ -660,6 +660,28 @@ def test_module_without_its_projection_is_damaged(case, projection, tmp_path):
     folder = export_changed(tmp_path, case, lambda _, tensors: tensors.pop(projection))
     with pytest.raises(OutriderError, match=f"no tensor '{projection}'; copy"):
         import_head(folder)
+    if case == "three modules":
+        assert is_head(folder)  # by its second module
+        return
+    with pytest.raises(OutriderError, match=f"no tensor '{projection}'; copy"):
+        is_head(folder)  # and not a draft model without weights
+
+
+def test_model_with_a_damaged_module_is_a_draft_model(tmp_path):
+    def change(_, tensors):
+        del tensors["mtp.fc.weight"]
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(2, 2)
+
+    assert not is_head(export_changed(tmp_path, "qwen", change))
+
+
+@pytest.mark.parametrize("size", [0, 40])
+def test_truncated_module_is_damaged(size, tmp_path):
+    folder = export_changed(tmp_path, "qwen", lambda _, __: None)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(OutriderError, match=r"model.safetensors cannot be read \(.*; copy the checkpoint again"):
+        is_head(folder)
 
 
 def test_size_in_a_later_module_is_named_as_in_the_checkpoint(tmp_path):

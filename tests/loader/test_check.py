@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -160,3 +162,13 @@ def test_failure_that_is_not_tried_on_torch(settings, message, broken_kernels, f
     checkpoint = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu")
     with pytest.raises(UnsupportedModel, match=message):
         make_checked_target(checkpoint, slots=1, context=64, **settings)
+
+
+def test_command_shows_no_warning_of_transformers_before_its_error(tmp_path):
+    """transformers would advise to install packages for passes that Outrider makes itself."""
+    folder = tiny.save(tmp_path / "mamba", tiny.EVERY["mamba"]())
+    command = [sys.executable, "-m", "outrider", "run", "--target", str(folder), "--proposer", "exit:1", "hi"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: this target cannot draft for itself")
+    assert result.stderr.count("\n") == 1

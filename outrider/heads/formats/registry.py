@@ -111,22 +111,36 @@ def missing_projection(folder: Path) -> str | None:
     Raises:
         OutriderError: a file is damaged.
     """
-    names = TensorFiles(folder).keys()
-    missing = (naming.missing_projection(names) for naming in (*NAMINGS, NEMOTRON))
-    return next(filter(None, missing), None)
+    return _missing_projection(TensorFiles(folder).keys())
 
 
-def check_projection(folder: Path) -> None:
+def check_projection(folder: Path, *, alone: bool = False) -> None:
     """Check that the MTP modules of a folder have their projection.
+
+    Args:
+        folder: the folder.
+        alone: whether to accept a full model, which runs without its modules.
 
     Raises:
         OutriderError: the folder has other tensors of a module, but not its projection; or a file is damaged.
     """
-    if missing := missing_projection(folder):
+    names = TensorFiles(folder).keys()
+    missing = _missing_projection(names)
+    if missing and not (alone and _is_model(names)):
         raise OutriderError(
             f"{folder}: its module for multi-token prediction has no tensor {missing!r}; copy the checkpoint again, or"
             " use another proposer, such as ngram"
         )
+
+
+def _missing_projection(names: Collection[str]) -> str | None:
+    missing = (naming.missing_projection(names) for naming in (*NAMINGS, NEMOTRON))
+    return next(filter(None, missing), None)
+
+
+def _is_model(names: Collection[str]) -> bool:
+    """Return whether tensors include the first layer of a model, and not of a module such as `mtp.layers.0`."""
+    return any("layers.0." in name and "mtp" not in name for name in names)
 
 
 def _unsupported_reason(config: Mapping[str, Any], names: Collection[str]) -> str | None:

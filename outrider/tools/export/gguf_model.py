@@ -13,6 +13,7 @@ import torch
 from outrider.errors import OutriderError
 from outrider.heads.files import TensorFiles, read_config
 from outrider.loader.gguf_tokenizer import rules
+from outrider.loader.tokenizer import read_tokenizer
 
 # model_type of transformers -> architecture of llama.cpp, for models whose tensors need no more than new names
 _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
@@ -89,9 +90,7 @@ def _add_sizes(writer: Any, config: Mapping[str, Any]) -> None:
 
 
 def _add_tokenizer(writer: Any, folder: Path, vocab: int) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = read_tokenizer(folder)
     try:
         model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     except (OSError, ValueError, KeyError) as error:
@@ -170,12 +169,10 @@ def _add(writer: Any, gguf: Any, name: str, weight: torch.Tensor) -> None:
 
 def same_tokens(file: Path, folder: Path, texts: Sequence[str] = _SAMPLES) -> bool:
     """Return whether the tokenizer of a GGUF file gives the tokens of that of a folder."""
-    from transformers import AutoTokenizer
-
     from outrider.loader.gguf import load_tokenizer, open_gguf
 
     written = load_tokenizer(open_gguf(file))
-    own = AutoTokenizer.from_pretrained(folder)
+    own = read_tokenizer(folder)
     return all(
         written.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False) for text in texts
     )

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers.utils import logging as transformers_logging
 
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
@@ -20,6 +19,7 @@ from outrider.heads.description import AuxStates, SharedKV
 from outrider.loader.checkpoint import load_checkpoint, refuse_sources
 from outrider.loader.embedded import model_folder
 from outrider.loader.make import make_target
+from outrider.loader.quiet import quiet_transformers
 from outrider.models.attention import NAME
 from outrider.models.base import WeightSharer
 from outrider.models.checkpoint import Checkpoint
@@ -138,13 +138,10 @@ def write_model(folder: Path, checkpoint: Checkpoint) -> None:
         OutriderError: the disk is full, or the folder cannot be written.
     """
     temporary = folder / "model.new"
-    verbosity = transformers_logging.get_verbosity()
-    progress_bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        frozen_copy(checkpoint.model, torch.bfloat16).save_pretrained(temporary)
+        with quiet_transformers():
+            frozen_copy(checkpoint.model, torch.bfloat16).save_pretrained(temporary)
         checkpoint.tokenizer.save_pretrained(temporary)
         for file in temporary.glob("*.safetensors"):
             # safetensors makes files that only their owner can read.
@@ -155,9 +152,6 @@ def write_model(folder: Path, checkpoint: Checkpoint) -> None:
         raise OutriderError(f"{folder} cannot be written ({error}); free some space, or give another folder") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        transformers_logging.set_verbosity(verbosity)
-        if progress_bar:
-            transformers_logging.enable_progress_bar()
 
 
 def _draft_ids(settings: Settings, folder: Path, vocab: int) -> torch.Tensor:

@@ -1,0 +1,62 @@
+"""Load the tokenizer of a model folder, with the rules of its tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from outrider.errors import OutriderError
+
+_RULES = ("normalizer", "pre_tokenizer", "decoder")
+_BPE_OPTIONS = ("fuse_unk", "byte_fallback", "ignore_merges")
+
+
+def read_tokenizer(path: Path) -> Any:
+    """Return the tokenizer of a folder. It encodes and decodes as its tokenizer.json says.
+
+    Raises:
+        OutriderError: the folder has no tokenizer, or a damaged one.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        _restore_rules(tokenizer, path / "tokenizer.json")
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise OutriderError(f"{path} has no working tokenizer ({error}); copy its tokenizer.json there") from error
+    if isinstance(_model(tokenizer), BPE) and not _forces_clean_up(tokenizer):
+        tokenizer.clean_up_tokenization_spaces = False  # transformers ignores it for BPE, with a warning
+    return tokenizer
+
+
+def _restore_rules(tokenizer: Any, file: Path) -> None:
+    """Let a tokenizer use the rules of its tokenizer.json.
+
+    Classes such as `LlamaTokenizer` and `GPT2Tokenizer` of transformers 5 replace these rules by fixed ones. If a
+    checkpoint names such a class and has other rules, its text would be split into tokens that the model never saw.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or type(tokenizer) is PreTrainedTokenizerFast or not file.is_file():
+        return
+    description = json.loads(file.read_text("utf-8"))
+    empty = {"type": "BPE", "vocab": {}, "merges": []}
+    rules = {**description, "model": empty, "added_tokens": [], "post_processor": None}
+    published = Tokenizer.from_str(json.dumps(rules))
+    for rule in _RULES:
+        setattr(backend, rule, getattr(published, rule))
+    model = backend.model
+    if isinstance(model, BPE) and description["model"].get("type") == "BPE":
+        for option in _BPE_OPTIONS:
+            setattr(model, option, bool(description["model"].get(option)))
+
+
+def _model(tokenizer: Any) -> Any:
+    """Return the model of a tokenizer, such as BPE; None for a tokenizer in Python."""
+    return getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+
+
+def _forces_clean_up(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))
