@@ -163,7 +163,7 @@ def small_config(name: str, *, vocab: int) -> PreTrainedConfig:
 
 
 def _config(name: str, sizes: Mapping[str, Any], vocab: int) -> PreTrainedConfig:
-    class_name, settings, _ = CHECKPOINTS[name]
+    class_name, settings = CHECKPOINTS[name]
     common = {"vocab_size": vocab, "num_hidden_layers": 2, "max_position_embeddings": 4096}
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config: PreTrainedConfig = getattr(transformers, class_name)(**common | tokens | dict(settings) | dict(sizes))
