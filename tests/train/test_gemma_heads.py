@@ -98,7 +98,7 @@ def test_head_for_gemma_3_is_trained_saved_loaded_and_exact(kind, targets, train
     assert lines[-1]["loss"] < lines[0]["loss"]
     options = {"dtype": "float32", "device": "cpu", "max_num_seqs": 2, "max_model_len": 96, "threads": 1}
     options["verifier"] = "coupled"  # which gives a seed the text of plain decoding
-    llm = LLM(targets["gemma3"], proposer=f"draft:{folder}", **options)
+    llm = LLM(targets["gemma3"], proposer=f"draft:{folder}", k=3, **options)
     for temperature in (0.0, 1.0):
         params = {"temperature": temperature, "seed": 4, "max_tokens": 32}  # the window of the local layers is shorter
         plain, fast = (llm.generate(PROMPTS, SamplingParams(k=k, **params)) for k in (0, 3))
