@@ -25,7 +25,7 @@ from outrider.models.quantize import QuantizedLinear, quantize_model
 from outrider.native.target import NativeTarget
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import NoProposer, Proposer
-from outrider.propose.registry import check_window
+from outrider.propose.registry import check_draft_settings
 from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 
@@ -58,6 +58,7 @@ class Pair:
         quantize: str | None = None,
         tp: int = 1,
         draft_window: int | None = None,
+        draft_quantize: str | None = None,
     ) -> None:
         """Load target and proposer.
 
@@ -72,6 +73,7 @@ class Pair:
             quantize: as in `EngineConfig`. With float32, the weights are quantized as on torch and then widened.
             tp: as in `EngineConfig`.
             draft_window: as in `EngineConfig`.
+            draft_quantize: as in `EngineConfig`.
 
         Raises:
             OutriderError: a model cannot be loaded.
@@ -83,9 +85,10 @@ class Pair:
             prefix_caching=False,
             tp=tp,
             draft_window=draft_window,
+            draft_quantize=draft_quantize,
         )
         refuse_sources(target, "audit")
-        check_window(draft_window, proposer)
+        check_draft_settings(proposer, window=draft_window, quantize=draft_quantize)
         bits = weight_bits(quantize)
         wide = bits < 16 and dtype == "float32"
         wanted = "bfloat16" if wide else full_dtype(dtype, bits)
@@ -107,7 +110,9 @@ class Pair:
             )
         self._loaded = prepare_target(checkpoint, replace(config, max_model_len=self._context))
         self._target = self._loaded.model
-        self._setup = make_setup(self._loaded, EXACT["walk"].draw, draft_window=draft_window)
+        self._setup = make_setup(
+            self._loaded, EXACT["walk"].draw, draft_window=draft_window, draft_quantize=draft_quantize
+        )
         self._proposer = make_proposer(proposer, self._setup)
         self._target.export_hidden_states(self._proposer.needs.layers)
         self.kernels = self._target.kernels

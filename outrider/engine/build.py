@@ -37,7 +37,14 @@ from outrider.propose.base import NoProposer, Proposer, ProposerSetup
 from outrider.propose.combine import Switch
 from outrider.propose.isolate import IsolatedProposer, isolate
 from outrider.propose.leaves import draft_model, draft_models, model_sources
-from outrider.propose.registry import Maker, alternatives, check_window, draft_sources, find_proposer, own_proposer
+from outrider.propose.registry import (
+    Maker,
+    alternatives,
+    check_draft_settings,
+    draft_sources,
+    find_proposer,
+    own_proposer,
+)
 from outrider.system.machine import free_memory
 from outrider.verify.rules import Verifier
 
@@ -125,7 +132,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
     proposer = _proposer_of(config)
     config = replace(config, proposer=proposer)
     find_verifier(config.verifier, proposer)
-    check_window(config.draft_window, proposer)
+    check_draft_settings(proposer, window=config.draft_window, quantize=config.draft_quantize)
     return build_engine(load_target(config), config, planner=planner)
 
 
@@ -180,7 +187,7 @@ def build_engine(
     checkpoint, model = loaded.checkpoint, loaded.model
     spec = _proposer_of(config)
     rule = find_verifier(config.verifier, spec)
-    setup = make_setup(loaded, rule.draw, draft_window=config.draft_window)
+    setup = make_setup(loaded, rule.draw, draft_window=config.draft_window, draft_quantize=config.draft_quantize)
     proposer = make_proposer(spec, setup)
     caching = CacheConfig(gigabytes=config.cache_gb, share=config.prefix_caching)
     share_out([each.cache for each in (model, *draft_models(proposer))], model.context, caching)
@@ -247,7 +254,9 @@ def assemble(
     )
 
 
-def make_setup(loaded: LoadedTarget, draw: Draw, *, draft_window: int | None = None) -> ProposerSetup:
+def make_setup(
+    loaded: LoadedTarget, draw: Draw, *, draft_window: int | None = None, draft_quantize: str | None = None
+) -> ProposerSetup:
     """Return the setup that a proposer for this target is made from."""
     checkpoint, target = loaded.checkpoint, loaded.model
     return ProposerSetup(
@@ -262,6 +271,7 @@ def make_setup(loaded: LoadedTarget, draw: Draw, *, draft_window: int | None = N
         kernels=loaded.kernels,
         source_rules=checkpoint.source,
         draft_window=draft_window,
+        draft_quantize=draft_quantize,
         target_folder=checkpoint.folder,
     )
 

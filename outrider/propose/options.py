@@ -1,4 +1,4 @@
-"""The option of the command line that every command with a draft model has."""
+"""The options of the command line that every command with a draft model has."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ DraftWindow = Annotated[
     typer.Option(
         metavar="TOKENS",
         help="The latest tokens that a draft model or draft head reads. Default: as many as it was made for.",
+        rich_help_panel="Models",
+    ),
+]
+DraftQuantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="int8 or int4 weights for a draft model or draft head, LM head included, on the native kernels of a CPU."
+        " The output does not change. Default: the weights as stored.",
         rich_help_panel="Models",
     ),
 ]
