@@ -25,7 +25,7 @@ from outrider.models.quantize import QuantizedLinear, quantize_model
 from outrider.native.target import NativeTarget
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import NoProposer, Proposer
-from outrider.propose.registry import check_placement, check_window
+from outrider.propose.registry import check_draft_settings
 from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 
@@ -59,6 +59,7 @@ class Pair:
         tp: int = 1,
         draft_placement: str = AUTO,
         draft_window: int | None = None,
+        draft_quantize: str | None = None,
     ) -> None:
         """Load target and proposer.
 
@@ -74,6 +75,7 @@ class Pair:
             tp: as in `EngineConfig`.
             draft_placement: as in `EngineConfig`.
             draft_window: as in `EngineConfig`.
+            draft_quantize: as in `EngineConfig`.
 
         Raises:
             OutriderError: a model cannot be loaded.
@@ -86,10 +88,10 @@ class Pair:
             tp=tp,
             draft_placement=draft_placement,
             draft_window=draft_window,
+            draft_quantize=draft_quantize,
         )
         refuse_sources(target, "audit")
-        check_window(draft_window, proposer)
-        check_placement(draft_placement, proposer)
+        check_draft_settings(proposer, window=draft_window, quantize=draft_quantize, placement=draft_placement)
         bits = weight_bits(quantize)
         wide = bits < 16 and dtype == "float32"
         wanted = "bfloat16" if wide else full_dtype(dtype, bits)
@@ -112,7 +114,11 @@ class Pair:
         self._loaded = prepare_target(checkpoint, replace(config, max_model_len=self._context))
         self._target = self._loaded.model
         self._setup = make_setup(
-            self._loaded, EXACT["walk"].draw, draft_window=draft_window, draft_placement=draft_placement
+            self._loaded,
+            EXACT["walk"].draw,
+            draft_window=draft_window,
+            draft_quantize=draft_quantize,
+            draft_placement=draft_placement,
         )
         self._proposer = make_proposer(proposer, self._setup)
         self.draft_placements = tuple(self._setup.placements)

@@ -48,6 +48,7 @@ def run_audit(
     verifier: str | None = None,
     tokens: int = _TOKENS,
     draft_window: int | None = None,
+    draft_quantize: str | None = None,
 ) -> dict[str, Any]:
     """Test whether speculation leaves the output of a target and a proposer unchanged.
 
@@ -67,6 +68,7 @@ def run_audit(
         verifier: name of the verifier; None: the default of the proposer.
         tokens: output tokens per prompt of the replay test. The flip test uses four times as many.
         draft_window: as in `EngineConfig`.
+        draft_quantize: as in `EngineConfig`.
 
     Returns:
         A JSON document: `passed`, and the sections `replay`, `distribution` and `flips`.
@@ -95,6 +97,7 @@ def run_audit(
         tp=tp,
         draft_placement=draft_placement,
         draft_window=draft_window,
+        draft_quantize=draft_quantize,
     )
     with ProgressBar(console) as progress:
         report = task.run(progress)
@@ -122,6 +125,7 @@ class _Task:
     tp: int
     draft_placement: str
     draft_window: int | None
+    draft_quantize: str | None
 
     def run(self, progress: ProgressBar) -> dict[str, Any]:
         """Run all tests. Returns the report without the names of the models and the time."""
@@ -169,6 +173,7 @@ class _Task:
             tp=self.tp,
             draft_placement=self.draft_placement,
             draft_window=self.draft_window,
+            draft_quantize=self.draft_quantize,
             room=room,
         )
         pair.on_done = progress.step

@@ -106,6 +106,7 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
         quantize=settings.quantize,
         threads=settings.threads,
         draft_window=settings.draft_window,
+        draft_quantize=settings.draft_quantize,
         tp=settings.tp,
         draft_placement=settings.draft_placement,
         max_num_seqs=settings.max_num_seqs,

@@ -44,6 +44,7 @@ class Settings:
     quantize: str | None = None
     threads: int | None = None
     draft_window: int | None = None
+    draft_quantize: str | None = None
     context: int | None = None
     plan: str | None = None
     tp: int = 1  # ranks of tensor parallelism

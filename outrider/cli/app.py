@@ -28,7 +28,7 @@ from outrider.fleet.options import check_given as check_fleet_given
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_figures, parse_real, parse_whole, sweep_values
 from outrider.project.options import ProjectOptions
-from outrider.propose.options import DraftPlacement, DraftWindow
+from outrider.propose.options import DraftPlacement, DraftQuantize, DraftWindow
 from outrider.report.console import print_document
 from outrider.scale.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
@@ -310,6 +310,7 @@ def audit(
     proposer: options.Proposer = None,
     k: _AuditDraftLength = 4,
     draft_window: DraftWindow = None,
+    draft_quantize: DraftQuantize = None,
     verifier: options.Verifier = None,
     prompts: options.PromptFile = None,
     samples: options.Samples = 2000,
@@ -345,15 +346,12 @@ def audit(
         if server.server is None:
             from outrider.audit.run import run_audit
 
-            report = run_audit(
-                target,
-                proposer,
-                verifier=verifier,
-                tp=tp,
-                draft_placement=draft_placement,
-                draft_window=draft_window,
-                **shared,
-            )
+            drafts: dict[str, Any] = {
+                "draft_window": draft_window,
+                "draft_quantize": draft_quantize,
+                "draft_placement": draft_placement,
+            }
+            report = run_audit(target, proposer, verifier=verifier, tp=tp, **drafts, **shared)
         else:
             from outrider.audit.server.run import run_server_audit
 
@@ -416,6 +414,7 @@ def tune(
     target: options.Target = None,
     asked: TuneOptions,
     draft_window: DraftWindow = None,
+    draft_quantize: DraftQuantize = None,
     verifier: options.Verifier = None,
     prompts: options.PromptFile = None,
     limit: options.Limit = None,
@@ -468,6 +467,7 @@ def tune(
         threads=threads,
         max_model_len=max_model_len,
         draft_window=draft_window,
+        draft_quantize=draft_quantize,
     )
     if asked.out:
         check_writable(asked.out)  # before the measurement rather than after it

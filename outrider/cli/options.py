@@ -12,7 +12,7 @@ import typer
 
 from outrider.cli.sampling_options import SAMPLING
 from outrider.core.params import AUTO
-from outrider.propose.options import DraftPlacement, DraftWindow
+from outrider.propose.options import DraftPlacement, DraftQuantize, DraftWindow
 
 _MODEL, _MEASURE, _OUTPUT = "Models", "Measuring", "Output"
 
@@ -279,6 +279,7 @@ class EngineOptions:
     quantize: Quantize = None
     threads: Threads = None
     draft_window: DraftWindow = None
+    draft_quantize: DraftQuantize = None
     plan: Plan = None
     tp: TensorParallel = 1
     draft_placement: DraftPlacement = AUTO

@@ -60,6 +60,9 @@ class EngineConfig:
     draft_window: int | None = None
     """The latest tokens that a draft model or draft head reads, draft tokens included. None: as many as it was made
     for, so the whole text if that is enough."""
+    draft_quantize: str | None = None
+    """int8 or int4 for the weights of a draft model or draft head on the native kernels, LM head included. The output
+    stays the target's. None: the weights as stored."""
     plan: str | Path | None = None
     """With k="auto", a file of what the planner has learned. It is read if it exists."""
     tp: int = 1
@@ -79,6 +82,7 @@ class EngineConfig:
                 raise OutriderError(f"{name} is {value!r}; use a name, such as auto")
         self._check_k()
         weight_bits(self.quantize)
+        draft_weight_bits(self.draft_quantize, kernels=self.kernels, device=self.device)
         _check_count("tp", self.tp)
         if self.draft_placement not in PLACEMENTS:
             raise OutriderError(f"draft_placement is {self.draft_placement!r}; use {', '.join(PLACEMENTS)}")
@@ -144,8 +148,8 @@ class EngineConfig:
             raise OutriderError(f"k is {self.k!r}; use a number of draft tokens, 0 for plain decoding, or {AUTO}")
 
 
-def weight_bits(quantize: str | None) -> int:
-    """Bits of a weight of the linear layers.
+def weight_bits(quantize: str | None, *, option: str = "quantize") -> int:
+    """Bits of a weight of the linear layers. `option` is the name of the setting, for messages.
 
     Raises:
         OutriderError: the name is unknown.
@@ -153,8 +157,27 @@ def weight_bits(quantize: str | None) -> int:
     if quantize is None:
         return FULL_BITS
     if not isinstance(quantize, str) or quantize not in QUANTIZE_BITS:
-        raise OutriderError(f"quantize {quantize!r} is unknown; use {', '.join(QUANTIZE_BITS)}")
+        raise OutriderError(f"{option} {quantize!r} is unknown; use {', '.join(QUANTIZE_BITS)}")
     return QUANTIZE_BITS[quantize]
+
+
+def draft_weight_bits(draft_quantize: str | None, *, kernels: str, device: str) -> int:
+    """Bits of a weight of a draft model or draft head, as `weight_bits`. The device may be auto.
+
+    Raises:
+        OutriderError: the name is unknown, or the draft does not run on the native kernels.
+    """
+    bits = weight_bits(draft_quantize, option="draft_quantize")
+    if bits < FULL_BITS and kernels == "torch":
+        raise OutriderError(
+            f"draft_quantize is {draft_quantize}, and kernels is torch; use kernels auto, or leave draft_quantize out"
+        )
+    if bits < FULL_BITS and device not in (AUTO, "cpu"):
+        raise OutriderError(
+            f"draft_quantize is {draft_quantize}, and the native kernels do not run on {device}; use device cpu, or"
+            " leave draft_quantize out"
+        )
+    return bits
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

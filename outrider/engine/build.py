@@ -42,8 +42,7 @@ from outrider.propose.placement import DraftPlacement
 from outrider.propose.registry import (
     Maker,
     alternatives,
-    check_placement,
-    check_window,
+    check_draft_settings,
     draft_sources,
     find_proposer,
     own_proposer,
@@ -140,8 +139,9 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
     proposer = _proposer_of(config)
     config = replace(config, proposer=proposer)
     find_verifier(config.verifier, proposer)
-    check_window(config.draft_window, proposer)
-    check_placement(config.draft_placement, proposer)
+    check_draft_settings(
+        proposer, window=config.draft_window, quantize=config.draft_quantize, placement=config.draft_placement
+    )
     return build_engine(load_target(config), config, planner=planner)
 
 
@@ -196,7 +196,13 @@ def build_engine(
     checkpoint, model = loaded.checkpoint, loaded.model
     spec = _proposer_of(config)
     rule = find_verifier(config.verifier, spec)
-    setup = make_setup(loaded, rule.draw, draft_window=config.draft_window, draft_placement=config.draft_placement)
+    setup = make_setup(
+        loaded,
+        rule.draw,
+        draft_window=config.draft_window,
+        draft_quantize=config.draft_quantize,
+        draft_placement=config.draft_placement,
+    )
     proposer = make_proposer(spec, setup)
     caching = CacheConfig(gigabytes=config.cache_gb, share=config.prefix_caching)
     share_out([each.cache for each in (model, *draft_models(proposer))], model.context, caching)
@@ -264,7 +270,12 @@ def assemble(
 
 
 def make_setup(
-    loaded: LoadedTarget, draw: Draw, *, draft_window: int | None = None, draft_placement: str = AUTO
+    loaded: LoadedTarget,
+    draw: Draw,
+    *,
+    draft_window: int | None = None,
+    draft_quantize: str | None = None,
+    draft_placement: str = AUTO,
 ) -> ProposerSetup:
     """Return the setup that a proposer for this target is made from."""
     checkpoint, target = loaded.checkpoint, loaded.model
@@ -280,6 +291,7 @@ def make_setup(
         kernels=loaded.kernels,
         source_rules=checkpoint.source,
         draft_window=draft_window,
+        draft_quantize=draft_quantize,
         target_folder=checkpoint.folder,
         ranks=checkpoint.ranks,
         draft_placement=draft_placement,

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
-from outrider.core.config import weight_bits
+from outrider.core.config import draft_weight_bits, weight_bits
 from outrider.engine.build import full_dtype
 from outrider.errors import OutriderError
 from outrider.fit.rules import TargetSize, TrainingPlan
 from outrider.fit.settings import Settings
 from outrider.heads.store import HeadModule, make_module
-from outrider.heads.targets.registry import supports_window
+from outrider.heads.targets.registry import is_autoregressive
 from outrider.loader.checkpoint import check_fits, read_model_config
 from outrider.loader.memory import gigabytes
 from outrider.propose.draft_model.window import MIN_WINDOW
-from outrider.propose.registry import check_window
+from outrider.propose.registry import check_draft_settings
 from outrider.train.model.presets import Sizes, describe
 
 # Bytes per parameter: weights and two moments in float32 for the new and the previous state, and the head twice.
@@ -59,31 +59,35 @@ def check_disk(folder: Path, size: TargetSize, plan: TrainingPlan) -> None:
         )
 
 
-def check_draft_window(settings: Settings, proposers: Sequence[str]) -> None:
-    """Check that something reads the draft window: one of the proposers that need no training, or the head.
+def check_drafts(settings: Settings, proposers: Sequence[str]) -> None:
+    """Check that --draft-window and --draft-quantize have a draft: a proposer that needs no training, or the head.
 
     Raises:
-        OutriderError: nothing does, or a head cannot read a window that is so small.
+        OutriderError: nothing has one, a head cannot read a window that is so small, or the draft does not run on the
+            native kernels.
     """
-    if settings.draft_window is None:
-        return
+    draft_weight_bits(settings.draft_quantize, kernels=settings.kernels, device=settings.device)
+    window = settings.draft_window
     if not settings.minutes:
-        check_window(settings.draft_window, *proposers)
-    elif settings.draft_window < MIN_WINDOW:
-        raise OutriderError(f"--draft-window is {settings.draft_window}; use at least {MIN_WINDOW} tokens")
+        check_draft_settings(*proposers, window=window, quantize=settings.draft_quantize)
+    elif window is not None and window < MIN_WINDOW:
+        raise OutriderError(f"--draft-window is {window}; use at least {MIN_WINDOW} tokens")
 
 
-def check_head_window(size: TargetSize, plan: TrainingPlan) -> None:
-    """Check before the training that its head can read a draft window.
+def check_head(settings: Settings, size: TargetSize, plan: TrainingPlan) -> None:
+    """Check before the training that --draft-window and --draft-quantize apply to its head.
 
     Raises:
-        OutriderError: heads of this kind read the whole text.
+        OutriderError: heads of this kind support none of them.
     """
     module = _empty_head(size, plan)
-    if module is not None and not supports_window(module):
-        raise OutriderError(
-            f"heads of kind {plan.kind} support no --draft-window; leave it out, or use --head slim, eagle31 or mtp"
-        )
+    if module is None or is_autoregressive(module):
+        return
+    for option, value in {"draft-window": settings.draft_window, "draft-quantize": settings.draft_quantize}.items():
+        if value is not None:
+            raise OutriderError(
+                f"heads of kind {plan.kind} support no --{option}; leave it out, or use --head slim, eagle31 or mtp"
+            )
 
 
 def count_parameters(size: TargetSize, plan: TrainingPlan) -> int:

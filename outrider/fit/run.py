@@ -13,7 +13,7 @@ from rich.console import Console
 from outrider.engine.default_proposer import can_draft_for_itself, default_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
-from outrider.fit.checks import check_disk, check_draft_window, check_head_window, check_memory, target_size
+from outrider.fit.checks import check_disk, check_drafts, check_head, check_memory, target_size
 from outrider.fit.outcome import Outcome, duration
 from outrider.fit.prompts import PromptSplit, read_split, write_files
 from outrider.fit.rules import TrainingPlan, finalists, plan_training
@@ -60,11 +60,11 @@ class Fit:
         refuse_sources(self._target, "fit")
         check_memory(settings, self._target)
         self._proposers = _untrained(settings, self._target)
-        check_draft_window(settings, self._proposers)
+        check_drafts(settings, self._proposers)
         tune_settings(settings, self._folder, self._proposers)  # which checks them
         self._split: PromptSplit = read_split(settings.prompts, batch=settings.batch, seed=settings.seed)
-        if settings.minutes and settings.draft_window is not None:
-            check_head_window(target_size(self._target), self._plan(tokens_per_s=1.0))
+        if settings.minutes:
+            check_head(settings, target_size(self._target), self._plan(tokens_per_s=1.0))
         self._state = State.open(self._folder, self._identity(), overwrite=settings.overwrite)
         self._files = write_files(self._split, self._folder / _PROMPTS, batch=settings.batch)
         self._head = self._folder.resolve() / HEAD

@@ -11,7 +11,7 @@ import typer
 from outrider.core.params import AUTO, SamplingParams
 from outrider.errors import OutriderError
 from outrider.measure.number_lists import parse_real
-from outrider.propose.options import DraftWindow
+from outrider.propose.options import DraftQuantize, DraftWindow
 
 AUTO_HEAD = "auto"  # the kind of head follows from the size of the target
 _MODEL, _MEASURE, _TRAIN = "Models", "Measuring", "Training"
@@ -125,6 +125,7 @@ class Settings:
         ),
     ] = None
     draft_window: DraftWindow = None
+    draft_quantize: DraftQuantize = None
     threads: Annotated[
         int | None,
         typer.Option(

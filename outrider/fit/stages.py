@@ -17,7 +17,7 @@ from outrider.fit.rules import Gain, TrainingPlan, expected_gain
 from outrider.fit.settings import Settings
 from outrider.loader.checkpoint import check_fits
 from outrider.plan.pass_cost import CostModel
-from outrider.propose.registry import check_proposer, reads_window
+from outrider.propose.registry import check_proposer, has_draft
 from outrider.report.console import Document
 from outrider.train.run import Training
 from outrider.train.settings import Settings as TrainSettings
@@ -66,8 +66,17 @@ def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str]) -
         quantize=settings.quantize,
         threads=settings.threads,
         max_model_len=settings.max_model_len,
-        draft_window=settings.draft_window if any(map(reads_window, proposers)) else None,
+        **_draft_settings(settings, proposers),
     )
+
+
+def _draft_settings(settings: Settings, proposers: Sequence[str]) -> dict[str, Any]:
+    """Return `draft_window` and `draft_quantize`; None if no one of these proposers has a draft model or draft head."""
+    drafts = any(map(has_draft, proposers))
+    return {
+        "draft_window": settings.draft_window if drafts else None,
+        "draft_quantize": settings.draft_quantize if drafts else None,
+    }
 
 
 def make_training(settings: Settings, files: PromptFiles, plan: TrainingPlan, folder: Path) -> Training:
@@ -185,7 +194,7 @@ def certify(settings: Settings, target: Path, proposer: str, k: int, kernels: st
                 quantize=settings.quantize,
                 console=None,
                 tokens=_REPLAYED_TOKENS,
-                draft_window=settings.draft_window if reads_window(proposer) else None,
+                **_draft_settings(settings, [proposer]),
             )
     except OutriderError as error:
         return {"passed": None, "reason": str(error)}

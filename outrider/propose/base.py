@@ -31,6 +31,7 @@ class ProposerSetup:
     kernels: str = "auto"  # of draft models; see `make_target`
     source_rules: SourceRules | None = None  # what the target takes as source; None: a decoder-only model
     draft_window: int | None = None  # tokens that a draft model reads at once; None: as many as it was made for
+    draft_quantize: str | None = None  # int8 or int4 weights of a draft model or head; None: as stored
     target_folder: str = ""  # folder or file of the target's checkpoint; "": unknown
     ranks: int = 1  # of tensor parallelism
     draft_placement: str = AUTO  # of draft models: auto, replicated or sharded

@@ -23,3 +23,12 @@ DraftPlacement = Annotated[
         rich_help_panel="Models",
     ),
 ]
+DraftQuantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="int8 or int4 weights for a draft model or draft head, LM head included, on the native kernels of a CPU."
+        " The output does not change. Default: the weights as stored.",
+        rich_help_panel="Models",
+    ),
+]

@@ -168,38 +168,33 @@ def parse(spec: str) -> Expression:
     return Expression(name, str(embedded(argument[1:])) if argument.startswith("@") else argument)
 
 
-def reads_window(spec: str) -> bool:
-    """Return whether an expression has a draft model or a draft head, which can read a window of the text."""
-    return not _WINDOW_PROPOSERS.isdisjoint(parse(spec).names())
+def has_draft(spec: str) -> bool:
+    """Return whether an expression has a draft model or a draft head, which has settings of its own."""
+    return not _DRAFT_PROPOSERS.isdisjoint(parse(spec).names())
 
 
-def check_window(size: int | None, *specs: str | Maker) -> None:
-    """Check that a draft window applies to one of these proposers, at least.
+def check_draft_settings(
+    *specs: str | Maker, window: int | None = None, quantize: str | None = None, placement: str = AUTO
+) -> None:
+    """Check that the settings `draft_window`, `draft_quantize` and `draft_placement` apply to one of these proposers.
 
     Raises:
-        OutriderError: none of them has a draft that reads the text.
+        OutriderError: none of them has a draft model or a draft head.
     """
-    if size is None or any(not isinstance(spec, str) or reads_window(spec) for spec in specs):
+    if any(not isinstance(spec, str) or has_draft(spec) for spec in specs):
         return
     names = ", ".join(map(str, specs))
     subject = f"the proposer {names} has no draft" if len(specs) == 1 else f"none of {names} has a draft"
-    raise OutriderError(
-        f"draft_window is {size} and {subject} that reads the text; use draft:DIR, or leave draft_window out"
-    )
-
-
-def check_placement(placement: str, spec: str | Maker) -> None:
-    """Check that the placement of a draft applies to a proposer.
-
-    Raises:
-        OutriderError: it has no draft of its own.
-    """
-    if placement == AUTO or not isinstance(spec, str) or reads_window(spec):
-        return
-    raise OutriderError(
-        f"draft_placement is {placement} and the proposer {spec} has no draft of its own; use draft:DIR, or leave"
-        " draft_placement out"
-    )
+    asked = {
+        "draft_window": window,
+        "draft_quantize": quantize,
+        "draft_placement": None if placement == AUTO else placement,
+    }
+    for option, value in asked.items():
+        if value is not None:
+            raise OutriderError(
+                f"{option} is {value} and {subject} that reads the text; use draft:DIR, or leave {option} out"
+            )
 
 
 def draft_sources(spec: str | Maker) -> tuple[str, ...]:
@@ -383,8 +378,8 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
 )
 # Proposers that may sample draft tokens from a distribution.
 SAMPLING_PROPOSERS = frozenset({"draft", "draft-tokens", "mtp", "tree", "cascade", "exit", "skip", "quantized"})
-# Proposers to which `draft_window` applies. The target as its own draft has the target's context.
-_WINDOW_PROPOSERS = frozenset({"draft", "draft-tokens", "draft-text", "mtp", "tree", "cascade"})
+# Proposers to which `draft_window` and `draft_quantize` apply. The target as its own draft has the target's context.
+_DRAFT_PROPOSERS = frozenset({"draft", "draft-tokens", "draft-text", "mtp", "tree", "cascade"})
 # Proposers that draft chains, and combinations that make no tree of chains.
 CHAINS = (SAMPLING_PROPOSERS - {"tree"}) | {"draft-text", "none", "best", "first", "switch"}
 COMBINATIONS: Mapping[str, Callable[[ProposerSetup, Sequence[Proposer]], Proposer]] = MappingProxyType(

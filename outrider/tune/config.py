@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from outrider.core.config import QUANTIZE_BITS
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
@@ -19,8 +20,9 @@ from outrider.verify.relaxed.registry import with_absolute_table
 BENCHMARK, VERSION = "outrider tune", 1
 FIT = "outrider fit"  # its documents have the same settings
 _OPTIONS = ("target", "proposer", "k", "verifier", "dtype", "kernels", "quantize")
-_ADDED_OPTIONS = ("draft_window",)  # files of earlier releases lack them
-_PROPOSER_OPTIONS = ("k", "verifier", "draft_window")  # tuned for the proposer of the file, and useless for another one
+_ADDED_OPTIONS = ("draft_window", "draft_quantize")  # files of earlier releases lack them
+# Tuned for the proposer of the file, and useless for another one.
+_PROPOSER_OPTIONS = ("k", "verifier", *_ADDED_OPTIONS)
 
 Options = TypeVar("Options")
 
@@ -39,7 +41,7 @@ def settings_dict(settings: Settings, *, proposer: str, k: int | str, verifier: 
         "dtype": settings.dtype,
         "kernels": settings.kernels,
         "quantize": settings.quantize,
-        "draft_window": settings.window_of(expression),
+        **settings.draft_settings(expression),
         "models": {str(folder): model_fingerprint(folder) for folder in folders},
     }
 
@@ -51,7 +53,7 @@ def configured(options: Options, file: str, *, given: Collection[str], min_k: in
         options: a dataclass with fields of the names in the file.
         file: a file of `outrider tune --out`.
         given: the fields that the user has set. They take precedence. If the user has set the proposer, the k, the
-            verifier and the draft window of the file are not used either.
+            verifier and the draft settings of the file are not used either.
         min_k: smallest k that the command accepts.
 
     Raises:
@@ -114,6 +116,8 @@ def _is_valid(name: str, value: Any) -> bool:
         return value == AUTO or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
     if name == "draft_window":
         return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
+    if name == "draft_quantize":
+        return value is None or (isinstance(value, str) and value in QUANTIZE_BITS)
     if name == "models":
         return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
     return isinstance(value, str) or (name in ("target", "quantize") and value is None) or name not in _OPTIONS

@@ -119,8 +119,7 @@ class VariantEngines:
     def _make_proposer(self, spec: str) -> Proposer:
         parts = self.base.parts
         draw = find_verifier(self._settings.verifier, spec).draw
-        window = self._settings.window_of(spec)
-        proposer = make_proposer(spec, replace(parts.setup, draw=draw, draft_window=window))
+        proposer = make_proposer(spec, replace(parts.setup, draw=draw, **self._settings.draft_settings(spec)))
         if not self._exported_layers.issuperset(proposer.needs.layers):
             self._exported_layers.update(proposer.needs.layers)
             parts.target.export_hidden_states(sorted(self._exported_layers))

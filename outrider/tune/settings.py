@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from outrider.core.config import weight_bits
+from outrider.core.config import draft_weight_bits, weight_bits
 from outrider.core.params import AUTO, SamplingParams
 from outrider.engine.default_proposer import default_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.measure.number_lists import parse_whole
-from outrider.propose.registry import check_window, parse, reads_window
+from outrider.propose.registry import check_draft_settings, has_draft, parse
 
 PHASES = ("first", "middle", "last")  # thirds of an output
 _PLAIN = "none"
@@ -39,6 +40,7 @@ class Settings:
     threads: int | None = None
     max_model_len: int | None = None
     draft_window: int | None = None  # of the proposers that have a draft model or a draft head
+    draft_quantize: str | None = None  # of the same ones
 
     def __post_init__(self) -> None:
         for name, values in {"proposers": self.proposers, "k": self.ks, "batch": self.batches}.items():
@@ -69,11 +71,16 @@ class Settings:
                     f" {_PLAIN} out"
                 )
         weight_bits(self.quantize)
-        check_window(self.draft_window, *self.proposers)
+        draft_weight_bits(self.draft_quantize, kernels=self.kernels, device=self.device)
+        check_draft_settings(*self.proposers, window=self.draft_window, quantize=self.draft_quantize)
 
-    def window_of(self, proposer: str) -> int | None:
-        """Return the draft window of a proposer; None if it has no draft that reads the text."""
-        return self.draft_window if reads_window(proposer) else None
+    def draft_settings(self, proposer: str) -> dict[str, Any]:
+        """Return `draft_window` and `draft_quantize` for a proposer; None if it has no draft model or draft head."""
+        drafts = has_draft(proposer)
+        return {
+            "draft_window": self.draft_window if drafts else None,
+            "draft_quantize": self.draft_quantize if drafts else None,
+        }
 
     @property
     def max_num_seqs(self) -> int:

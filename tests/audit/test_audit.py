@@ -206,19 +206,26 @@ def test_lossy_verifier_fails_even_if_all_tests_pass(monkeypatch, prompts_file):
     assert results == {"block": True, "lenient": False}
 
 
-def test_audit_of_a_draft_window(prompts_file):
+DRAFT_SETTINGS = [
+    {"draft_window": 16},
+    pytest.param({"draft_quantize": "int4"}, marks=pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")),
+]
+
+
+@pytest.mark.parametrize("settings", DRAFT_SETTINGS)
+def test_audit_of_draft_settings(prompts_file, settings):
     draft = f"draft:{embedded('nano')}"
-    whole, windowed = (
-        Pair(str(embedded("mini")), draft, PROMPTS, dtype="float32", device="cpu", room=24, draft_window=window)
-        for window in (None, 16)
+    whole, worse = (
+        Pair(str(embedded("mini")), draft, PROMPTS, dtype="float32", device="cpu", room=24, **each)
+        for each in ({}, settings)
     )
     params = SamplingParams(temperature=0.0, max_tokens=16, seed=1)
-    plain = windowed.plain(windowed.requests(params), alone=False)
-    drafted = [pair.speculative(pair.requests(params), EXACT["walk"], k=4) for pair in (whole, windowed)]
+    plain = worse.plain(worse.requests(params), alone=False)
+    drafted = [pair.speculative(pair.requests(params), EXACT["walk"], k=4) for pair in (whole, worse)]
     assert drafted[0].tokens == drafted[1].tokens == plain.tokens
-    assert drafted[0].stats.accepted != drafted[1].stats.accepted  # the draft has read less
+    assert drafted[0].stats.accepted != drafted[1].stats.accepted  # the draft has read less, or has other weights
     with pytest.raises(OutriderError, match="the proposer ngram has no draft that reads the text"):
-        run_audit(None, "ngram", draft_window=16, prompts=prompts_file, console=None, **QUICK)
+        run_audit(None, "ngram", prompts=prompts_file, console=None, **settings, **QUICK)
 
 
 def test_distribution_test_fails_for_a_lossy_verifier():

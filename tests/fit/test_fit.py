@@ -461,6 +461,11 @@ def test_missing_target_is_reported(fit, tmp_path):
         ({"--draft-window": 8}, "--draft-window is 8; use at least 16 tokens"),
         ({"--draft-window": 32, "--head": "medusa"}, "heads of kind medusa support no --draft-window"),
         ({"--draft-window": 32, "--minutes": 0}, "none of ngram, suffix has a draft that reads the text"),
+        (
+            {"--draft-quantize": "int4", "--head": "medusa", "--kernels": "auto"},
+            "heads of kind medusa support no --draft-quantize",
+        ),
+        ({"--draft-quantize": "int4", "--kernels": "torch"}, "draft_quantize is int4, and kernels is torch"),
     ],
 )
 def test_wrong_options(options, message, fit, tmp_path):

@@ -18,7 +18,7 @@ from outrider.propose.placement import (
     place_draft_model,
     place_head,
 )
-from outrider.propose.registry import check_placement
+from outrider.propose.registry import check_draft_settings
 from tests.helpers.heads import cases as head_cases
 from tests.helpers.heads import random_draft
 from tests.helpers.tiny import Shelf, make_config, save
@@ -109,12 +109,12 @@ def test_errors_name_the_fix():
         EngineConfig(tp=2, draft_placement="both")
     with pytest.raises(OutriderError, match="needs several ranks, and tp is 1; leave it out, or set tp"):
         EngineConfig(draft_placement="sharded")
-    with pytest.raises(OutriderError, match="the proposer ngram has no draft of its own; use draft:DIR, or leave"):
-        check_placement("replicated", "ngram")
+    with pytest.raises(OutriderError, match="the proposer ngram has no draft that reads the text; use draft:DIR"):
+        check_draft_settings("ngram", placement="replicated")
     with pytest.raises(OutriderError, match="dir is a draft head, which is not split; use auto"):
         place_head("dir", 2, asked="sharded")
-    check_placement("auto", "ngram")
-    check_placement("sharded", "best(ngram,draft:dir)")
+    check_draft_settings("ngram", placement="auto")
+    check_draft_settings("best(ngram,draft:dir)", placement="sharded")
 
 
 @needs_accelerate

@@ -180,6 +180,29 @@ def test_a_head_uses_the_new_embedding_of_its_target(shelf, head, tmp_path, chan
     assert drafts(llm) != drafts(fresh)
 
 
+@native
+def test_quantized_drafts_are_quantized_again(shelf, head, tmp_path, changed):
+    """A head packs the target's new LM head, and a draft model its own new weights."""
+    weights = changed(shelf / "policy", scale=0.3)
+    folder = reload(tmp_path, shelf / "policy", weights)
+    settings = {
+        "proposer": f"draft:{head}",
+        "verifier": "coupled",
+        "dtype": "bfloat16",
+        "draft_quantize": "int4",
+    }
+    llm = load(shelf / "policy", **settings)
+    old = drafts(llm)
+    llm.update_weights(weights)
+    assert drafts(llm) == drafts(load(folder, **settings)) != old
+    llm, fresh = (
+        load(shelf / "policy", **{**settings, "proposer": f"draft:{draft}"}) for draft in (shelf / "draft", folder)
+    )
+    old = drafts(llm)
+    llm.weights.update_draft(weights)
+    assert drafts(llm) == drafts(fresh) != old
+
+
 def drafts(llm):
     """The draft tokens of all rounds of some completions."""
     tokens = []

@@ -39,6 +39,7 @@ from outrider.tune.measure import VariantEngines, is_forgetful, measure
 from outrider.tune.settings import Settings, default_proposers, read_ks, read_proposers
 from outrider.tune.trial import Trial, Variant, split
 from outrider.tune.wording import summary
+from tests.helpers import tiny
 from tests.plan.test_plan import costs, simulate
 
 PROMPTS = [
@@ -424,6 +425,8 @@ def test_lists_of_proposers_and_draft_lengths():
         ({"draft_window": 0}, "draft_window is 0; use at least 1"),
         ({"draft_window": 32}, "the proposer ngram has no draft that reads the text"),
         ({"draft_window": 32, "proposers": ("ngram", "suffix")}, "none of ngram, suffix has a draft that reads"),
+        ({"draft_quantize": "int4"}, "draft_quantize is int4 and the proposer ngram has no draft"),
+        ({"draft_quantize": "int3"}, "draft_quantize 'int3' is unknown"),
     ],
 )
 def test_invalid_settings(settings, message):
@@ -528,6 +531,7 @@ def advice_file(path, **settings):
         target=settings.pop("target", None),
         dtype="float32",
         draft_window=settings.pop("draft_window", None),
+        draft_quantize=settings.pop("draft_quantize", None),
     )
     recommended = settings_dict(
         tune_settings,
@@ -564,15 +568,28 @@ def test_draft_window_applies_to_proposers_with_a_draft(prompts):
     assert window == {"ngram": None, draft: 32}
 
 
-def test_draft_window_of_a_file(tmp_path):
-    file = str(advice_file(tmp_path / "advice.json", proposer=f"draft:{embedded('nano')}", draft_window=32))
-    assert configured(ModelOptions(), file, given=()).draft_window == 32
-    assert configured(ModelOptions(draft_window=48), file, given={"draft_window"}).draft_window == 48
-    # The window of the file is for its own proposer.
-    assert configured(ModelOptions(proposer="ngram"), file, given={"proposer"}).draft_window is None
+@pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
+def test_draft_quantize_applies_to_proposers_with_a_draft(prompts):
+    draft = f"draft:{embedded('nano')}"
+    settings = Settings(
+        proposers=("ngram", draft), prompts=prompts, draft_quantize="int8", max_model_len=96, dtype="float32", threads=1
+    )
+    proposers = VariantEngines(settings).proposers
+    assert proposers[draft].model.kernels == "native int8"
+    names = {spec: settings_dict(settings, proposer=spec, k=2, verifier="walk")["draft_quantize"] for spec in proposers}
+    assert names == {"ngram": None, draft: "int8"}
+
+
+@pytest.mark.parametrize(("name", "value", "other"), [("draft_window", 32, 48), ("draft_quantize", "int4", "int8")])
+def test_draft_settings_of_a_file(tmp_path, name, value, other):
+    file = str(advice_file(tmp_path / "advice.json", proposer=f"draft:{embedded('nano')}", **{name: value}))
+    assert getattr(configured(ModelOptions(), file, given=()), name) == value
+    assert getattr(configured(ModelOptions(**{name: other}), file, given={name}), name) == other
+    # Those of the file are for its own proposer.
+    assert getattr(configured(ModelOptions(proposer="ngram"), file, given={"proposer"}), name) is None
     without = tmp_path / "without.json"
     without.write_bytes(advice_bytes())  # as earlier releases wrote it
-    assert configured(ModelOptions(), str(without), given=()).draft_window is None
+    assert getattr(configured(ModelOptions(), str(without), given=()), name) is None
 
 
 def test_config_on_the_command_line(tmp_path, prompts):
@@ -613,6 +630,7 @@ INVALID_SETTINGS = (
     *((name, value) for name in ("target", "proposer", "verifier", "dtype", "quantize") for value in (5, ["x"])),
     *(("k", value) for value in (-1, "some", True, None, 1.5)),
     *(("draft_window", value) for value in (0, "some", True, 1.5)),
+    *(("draft_quantize", value) for value in ("int3", 4, True)),
     *(("models", value) for value in ([], None, {"x": 5})),
     ("proposer", None),
 )

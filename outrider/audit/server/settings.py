@@ -86,7 +86,7 @@ NEEDS_SERVER = (
     "timeout",
 )
 # Options of `outrider audit` that mean nothing for a server.
-NOT_FOR_SERVER = ("proposer", "verifier", "tp", "draft_placement", "draft_window")
+NOT_FOR_SERVER = ("proposer", "verifier", "tp", "draft_placement", "draft_window", "draft_quantize")
 
 
 def check_given(server: str | None, given: set[str]) -> None:

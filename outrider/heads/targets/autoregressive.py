@@ -11,6 +11,7 @@ import torch
 from outrider.cache.paged import PagedCache
 from outrider.cache.static import StaticCache
 from outrider.core import tree
+from outrider.core.config import FULL_BITS
 from outrider.core.types import Batch, Draft, DraftChains, Draws, Scores, SharedWeights, StopRule
 from outrider.heads.hidden_states import StateCache
 from outrider.heads.modules.autoregressive import AutoregressiveHead
@@ -106,8 +107,9 @@ class NativeHead(AutoregressiveTarget):
         slots: int,
         context: int,
         window: int | None = None,
+        bits: int = FULL_BITS,
     ) -> None:
-        """Prepare as an `AutoregressiveTarget`.
+        """Prepare as an `AutoregressiveTarget`. With `bits` below 16 the kernels read quantized weights.
 
         Raises:
             UnsupportedModel: the kernels cannot run this head.
@@ -125,8 +127,9 @@ class NativeHead(AutoregressiveTarget):
         self.cache = StateCache(self._paged_cache, self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1)
         self._shared_weights = tables
         self._window = window
+        self._bits = bits
         self._pack()
-        self.kernels = "native"
+        self.kernels = "native" if bits == FULL_BITS else f"native int{bits}"
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         super().update_weights(weights, version)
@@ -137,10 +140,20 @@ class NativeHead(AutoregressiveTarget):
         self._shared_weights = tables
         self._pack()
 
+    def bytes(self) -> int:
+        """Return the bytes of the module's weights and of the packed ones. The module's are kept for weight updates."""
+        return super().bytes() + self._decoder.bytes()
+
     def _pack(self) -> None:
         """Pack the weights again. The memory of the old ones is freed with their decoder."""
-        tables = self._shared_weights
-        self._decoder = HeadDecoder(self.module, tables, load_library(), self._paged_cache, window=self._window)
+        self._decoder = HeadDecoder(
+            self.module,
+            self._shared_weights,
+            load_library(),
+            self._paged_cache,
+            window=self._window,
+            bits=self._bits,
+        )
 
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._paged_cache.reserve(batch, draft.width)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.core import tree
+from outrider.core.config import FULL_BITS
 from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.targets.autoregressive import AutoregressiveTarget, NativeHead, skip_tokens
@@ -30,6 +31,9 @@ class MaskedTarget(AutoregressiveTarget):
         window: int | None = None,
     ) -> None:
         super().__init__(module, tables, slots=slots, context=context, window=window)
+        self._prepare_masks(module)
+
+    def _prepare_masks(self, module: AutoregressiveHead) -> None:
         assert module.description.masks is not None
         self._masks = module.description.masks
         self.max_draft_tokens = self._masks.draft_tokens
@@ -63,3 +67,16 @@ class NativeMaskedTarget(MaskedTarget, NativeHead):
 
     It does not implement `ChainSampler`, because the kernels draft chains token by token.
     """
+
+    def __init__(
+        self,
+        module: AutoregressiveHead,
+        tables: SharedWeights,
+        *,
+        slots: int,
+        context: int,
+        window: int | None = None,
+        bits: int = FULL_BITS,
+    ) -> None:
+        NativeHead.__init__(self, module, tables, slots=slots, context=context, window=window, bits=bits)
+        self._prepare_masks(module)

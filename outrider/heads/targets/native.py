@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from outrider.cache.paged import PagedCache
+from outrider.core.config import FULL_BITS
 from outrider.core.types import SharedWeights
 from outrider.errors import UnsupportedModel
 from outrider.heads.description import Body, Feedback, FusionPoint
@@ -24,7 +25,8 @@ from outrider.native.pack import Arena, PackedWeight, interleave, pack
 class HeadDecoder(Passes):
     """The packed weights of a draft head.
 
-    It uses the target's embedding without a copy, and its LM head too if the target runs on the native kernels.
+    It uses the target's embedding without a copy. It uses its LM head too if the target runs on the native kernels and
+    the LM head has no more bits than the weights of the draft head.
     """
 
     def __init__(
@@ -35,10 +37,12 @@ class HeadDecoder(Passes):
         kv_cache: PagedCache,
         *,
         window: int | None = None,
+        bits: int = FULL_BITS,
     ) -> None:
         """Pack a module that shares `tables` and writes to `kv_cache`. All must have the same dtype.
 
-        With `window`, each token attends only to the latest `window` tokens.
+        With `window`, each token attends only to the latest `window` tokens. With `bits` below 16 the linear layers and
+        the LM head are quantized.
 
         Raises:
             UnsupportedModel: the kernels cannot run this head.
@@ -52,9 +56,10 @@ class HeadDecoder(Passes):
         self._keep_alive: list[Any] = []  # the kernels hold addresses of these
         self._arena = Arena()
         dtype = tables.embedding.dtype
-        self._bits = 8 * dtype.itemsize
+        self._bits = bits if bits < FULL_BITS else 8 * dtype.itemsize
+        self._weights: list[PackedWeight] = []  # those that this decoder has packed
         uses_target_head = not description.own_lm_head and not description.draft_vocab
-        if uses_target_head and tables.packed is not None:
+        if uses_target_head and tables.packed is not None and tables.packed.bits <= self._bits:
             self._head = tables.packed
         else:
             self._head = self._pack(module.output_table())
@@ -98,6 +103,10 @@ class HeadDecoder(Passes):
     @property
     def vocab(self) -> int:
         return self._head.shape[0]  # type: ignore[no-any-return]
+
+    def bytes(self) -> int:
+        """Return the bytes of the linear layers, and of the LM head unless it is the target's."""
+        return sum(weight.nbytes for weight in self._weights)
 
     def _entry(self, tables: SharedWeights) -> CEntry:
         """Return how the head combines embeddings and hidden states."""
@@ -153,7 +162,7 @@ class HeadDecoder(Passes):
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
         detached_bias = None if bias is None else bias.detach()
         packed = pack(weight.detach(), detached_bias, bits=self._bits, arena=self._arena)
-        self._keep_alive.append(packed)
+        self._weights.append(packed)
         return packed
 
     def _norm(self, parent: torch.nn.Module, name: str) -> int:

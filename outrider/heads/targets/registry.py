@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from outrider.core.config import FULL_BITS
 from outrider.core.types import SharedWeights
 from outrider.errors import UnsupportedModel
 from outrider.heads.modules.block import BlockHead
@@ -23,8 +24,11 @@ from outrider.native.pack import FLOAT_DTYPES
 _log = logging.getLogger("outrider")
 
 
-def supports_window(module: HeadModule) -> bool:
-    """Return whether a draft head can attend to the latest tokens only: an autoregressive head of one module."""
+def is_autoregressive(module: HeadModule) -> bool:
+    """Return whether a draft head is an autoregressive head of one module, possibly with mask tokens.
+
+    Only such heads can attend to the latest tokens only, and only they may run on the native kernels.
+    """
     other_kinds = isinstance(module, BlockHead | ParallelHead | KVSharingHead)
     return not other_kinds and module.description.modules == 1
 
@@ -37,6 +41,7 @@ def make_head_target(
     context: int,
     window: int | None = None,
     native: bool = False,
+    bits: int = FULL_BITS,
 ) -> HeadTarget:
     """Return a target that runs a draft head, on the native kernels if they can and the target runs on them.
 
@@ -47,7 +52,16 @@ def make_head_target(
         context: the most tokens of a sequence.
         window: the latest tokens that each token attends to, for heads that support it; None: all tokens.
         native: whether the head may run on the native kernels while the target runs on torch.
+        bits: bits per weight of linear layers and LM head, on the native kernels. 16: those of the target's dtype.
+
+    Raises:
+        UnsupportedModel: `bits` is below 16, and the head cannot run on the native kernels.
     """
+    quantized = bits < FULL_BITS
+    if quantized and not is_autoregressive(module):
+        raise UnsupportedModel("the native kernels run only autoregressive heads of one module")
+    if quantized and not _fits_kernels(tables):
+        raise UnsupportedModel("the native kernels need a CPU, and a target in bfloat16 or float32")
     if isinstance(module, BlockHead):
         block_class = RefinedBlockTarget if module.block.refiner else BlockTarget
         return block_class(module, tables, slots=slots, context=context)
@@ -62,8 +76,10 @@ def make_head_target(
     if on_native or (native and _fits_kernels(tables)):
         native_class = NativeMaskedTarget if masked else NativeAutoregressiveTarget
         try:
-            return native_class(module, tables, slots=slots, context=context, window=window)
+            return native_class(module, tables, slots=slots, context=context, window=window, bits=bits)
         except UnsupportedModel as reason:
+            if quantized:
+                raise
             _log.log(logging.WARNING if on_native else logging.INFO, "the draft head runs on torch: %s", reason)
     torch_class = MaskedTarget if masked else AutoregressiveTarget
     return torch_class(module, tables, slots=slots, context=context, window=window)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.core.config import SHARDED
+from outrider.core.config import FULL_BITS, SHARDED, draft_weight_bits
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.files import read_context, read_target_info
@@ -16,11 +16,13 @@ from outrider.heads.formats.base import TargetInfo
 from outrider.heads.formats.registry import check_projection, find, missing_projection
 from outrider.heads.store import HeadModule, is_head, read_head
 from outrider.heads.targets.base import HeadTarget
-from outrider.heads.targets.registry import make_head_target, supports_window
+from outrider.heads.targets.registry import is_autoregressive, make_head_target
 from outrider.loader.check import make_checked_target
 from outrider.loader.checkpoint import check_model, load_checkpoint
 from outrider.models.base import Target, WeightSharer
 from outrider.models.checkpoint import Checkpoint
+from outrider.models.gguf_linear import block_types
+from outrider.native.support import may_run
 from outrider.parallel.ranks import Ranks, all_ranks, current
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.draft_model.cascade import cascade
@@ -140,7 +142,7 @@ class _OpenedModel:
         context = tokens_per_token * self.setup.context
         size = min(context, self._window_size())
         kernels = self.setup.kernels
-        model = make_checked_target(self.checkpoint, slots=self.setup.slots, context=size, kernels=kernels)
+        model = self._quantized(size) if self.setup.draft_quantize else self._as_stored(size)
         ids = read_draft_vocabulary(self.folder, self.checkpoint.vocab)
         if ids is not None:
             model = reduce_vocabulary(model, self.checkpoint, ids, kernels=kernels)
@@ -148,6 +150,30 @@ class _OpenedModel:
             return model
         _log.info("the draft in %s reads the last %d of at most %d tokens", self.folder, size, context)
         return windowed(model, context=context)
+
+    def _as_stored(self, size: int) -> Target:
+        setup = self.setup
+        return make_checked_target(self.checkpoint, slots=setup.slots, context=size, kernels=setup.kernels)
+
+    def _quantized(self, size: int) -> Target:
+        """Make the draft model with quantized weights.
+
+        Raises:
+            OutriderError: it is quantized already, or it does not run on the native kernels.
+        """
+        setup = self.setup
+        if types := block_types(self.checkpoint.model):
+            raise OutriderError(
+                f"the draft in {self.folder} is quantized already ({', '.join(types)}); leave draft_quantize out"
+            )
+        bits = _bits(setup)
+        config = self.checkpoint.model.config
+        try:
+            if self.checkpoint.source is not None or not may_run(config):
+                raise UnsupportedModel(f"{config.model_type} does not run on the native kernels")
+            return make_checked_target(self.checkpoint, slots=setup.slots, context=size, kernels="native", bits=bits)
+        except UnsupportedModel as reason:
+            raise _not_quantized(self.folder, setup, reason) from reason
 
     def _window_size(self) -> int:
         """Return how many tokens the draft model may read at once."""
@@ -214,9 +240,39 @@ def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
             f" and {description.target_layers} layers; this target has {info.vocab}, {info.hidden} and {info.layers},"
             " so use the target that the head was trained on"
         )
+    bits = _bits(setup)
     window = _head_window(folder, module, setup)
-    native = setup.kernels != "torch"
-    return make_head_target(module, weights, slots=setup.slots, context=setup.context, window=window, native=native)
+    try:
+        return make_head_target(
+            module,
+            weights,
+            slots=setup.slots,
+            context=setup.context,
+            window=window,
+            native=setup.kernels != "torch",
+            bits=bits,
+        )
+    except UnsupportedModel as reason:
+        if bits == FULL_BITS:
+            raise
+        raise _not_quantized(folder, setup, reason) from reason
+
+
+def _bits(setup: ProposerSetup) -> int:
+    """Return the bits per weight of the draft.
+
+    Raises:
+        OutriderError: the setup asks for fewer bits, and its device or kernels do not support them.
+    """
+    return draft_weight_bits(setup.draft_quantize, kernels=setup.kernels, device=setup.device.type)
+
+
+def _not_quantized(folder: str, setup: ProposerSetup, reason: UnsupportedModel) -> OutriderError:
+    """Return the error of a draft that cannot be quantized, because it cannot run on the native kernels."""
+    return OutriderError(
+        f"draft_quantize is {setup.draft_quantize}, and the draft in {folder} cannot have it: {reason}; leave"
+        " draft_quantize out"
+    )
 
 
 def _head_window(folder: str, module: HeadModule, setup: ProposerSetup) -> int | None:
@@ -226,7 +282,7 @@ def _head_window(folder: str, module: HeadModule, setup: ProposerSetup) -> int |
         OutriderError: the setup asks for a window that this kind of head does not support.
     """
     asked = setup.draft_window
-    if not supports_window(module):
+    if not is_autoregressive(module):
         if asked is None:
             return None
         raise OutriderError(
@@ -294,6 +350,8 @@ def _open_model(name: str, folder: str, setup: ProposerSetup) -> _OpenedModel:
     """Load the checkpoint of a draft model. `name` is the proposer, for messages."""
     check_draft(folder, name=name, heads=False)
     dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}[setup.dtype]
+    if _bits(setup) < FULL_BITS:
+        dtype = "bfloat16"  # of what is not quantized, also for a target in float32
     checkpoint = _load_sharded(folder, setup, dtype) or load_checkpoint(folder, dtype=dtype, device=str(setup.device))
     opened = _OpenedModel(setup=setup, folder=folder, checkpoint=checkpoint)
     _check_source(opened)
@@ -335,14 +393,17 @@ def _load_sharded(folder: str, setup: ProposerSetup, dtype: str) -> Checkpoint |
 def _place(folder: str, setup: ProposerSetup, ranks: Ranks) -> DraftPlacement:
     """Choose the placement of a draft model."""
     asked = setup.draft_placement
-    if not has_draft_vocabulary(folder):
+    if has_draft_vocabulary(folder):
+        reason = "its LM head is cut to a draft vocabulary"
+    elif setup.draft_quantize is not None:
+        reason = f"draft_quantize is {setup.draft_quantize}"
+    else:
         return place_draft_model(folder, ranks, asked=asked, device=setup.device, dtype=setup.dtype)
     if asked == SHARDED:
         raise OutriderError(
-            f"draft_placement is {asked}, and the draft in {folder} has a draft vocabulary, whose LM head is not split;"
-            " use auto"
+            f"draft_placement is {asked}, and the draft in {folder} cannot be split: {reason}; use auto"
         )
-    return replicated(folder, ranks.size, "its LM head is cut to a draft vocabulary")
+    return replicated(folder, ranks.size, reason)
 
 
 def _check_source(opened: _OpenedModel) -> None:
