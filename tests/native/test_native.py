@@ -231,7 +231,7 @@ def test_pass_with_fewer_threads_than_requested(folders, tmp_path):
 
 
 @FLOAT_BITS
-@pytest.mark.parametrize("name", ["llama", "mistral", "wide"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "wide", "gemma2", "gemma3", "granite", "olmo3", "phi3"])
 def test_bits_of_tree_nodes_do_not_depend_on_the_batch(name, bits, folders):
     check_tree_nodes_in_batches(load_target(folders[name], bits=bits)[0])
 
@@ -339,22 +339,24 @@ def test_exported_hidden_states_equal_layer_outputs(bits, folders):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_target_equals_its_quantized_weights(bits, folders):
-    _, unquantized = load_target(folders["tied"])
-    target, model = load_target(folders["tied"], bits=bits)
+@pytest.mark.parametrize("name", ["tied", "gemma3", "phi3"])
+def test_quantized_target_equals_its_quantized_weights(name, bits, folders):
+    _, unquantized = load_target(folders[name])
+    target, model = load_target(folders[name], bits=bits)
     tokens = random_ids(30)
     with torch.inference_mode():
         logits = feed(target, [tokens[:1]], draft=chain(tokens[1:]))[0].logits[0]
         expected = model.float()(torch.tensor([tokens])).logits[0]
         unquantized_logits = unquantized.float()(torch.tensor([tokens])).logits[0]
-    assert relative_error(logits, expected) < 0.08  # the rounding of activations remains
+    assert relative_error(logits, expected) < 0.13  # the rounding of activations remains
     assert relative_error(expected, unquantized_logits) > {8: 0.005, 4: 0.1}[bits]
-    assert target.bytes() < load_target(folders["tied"])[0].bytes()
+    assert target.bytes() < load_target(folders[name])[0].bytes()
 
 
 @FLOAT_BITS
-def test_weight_update_equals_loading_the_other_checkpoint(bits, tmp_path):
-    config = MODELS["biased"]
+@pytest.mark.parametrize("name", ["biased", "gemma3", "olmo2"])
+def test_weight_update_equals_loading_the_other_checkpoint(name, bits, tmp_path):
+    config = MODELS[name]
     old, new = (tiny.save(tmp_path / str(seed), config, seed=seed) for seed in (0, 1))
     target, _ = load_target(old, bits=bits)
     new_target, new_model = load_target(new, bits=bits)
