@@ -224,11 +224,16 @@ class LLM:
             OutriderError: the model has no chat template, or the template rejects the conversation.
         """
         if self._parts.source_rules is not None:
-            raise OutriderError("this target is an encoder-decoder model, which takes a source and no conversation")
+            raise OutriderError(
+                "this target is an encoder-decoder model, which takes a source and no conversation;"
+                " give the text as a source"
+            )
         if getattr(self._parts.tokenizer, "chat_template", None) is None:
             raise OutriderError("this model has no chat template; give the prompt as plain text")
         if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
-            raise OutriderError('a conversation is a list of messages, such as [{"role": "user", "content": "..."}]')
+            raise OutriderError(
+                'a conversation is a list of messages; give for example [{"role": "user", "content": "..."}]'
+            )
         return chat_tokens(self._parts.tokenizer, messages, tools=tools)
 
     def generate(

@@ -24,26 +24,26 @@ class Workload:
     batches: tuple[PromptBatch, ...]
 
 
-def interleave(workloads: Sequence[Workload], rounds: int, console: Console) -> dict[Condition, list[Sample]]:
-    """Run all workloads `rounds` times. The order of the variants alternates from batch to batch."""
+def interleave(workloads: Sequence[Workload], repeats: int, console: Console) -> dict[Condition, list[Sample]]:
+    """Run all workloads `repeats` times. The order of the variants alternates from batch to batch."""
     for workload in workloads:
         for variant in workload.variants:
             variant.run([job.shortened(_WARMUP_TOKENS) for job in workload.batches[0].jobs])  # to warm up
     samples: dict[Condition, list[Sample]] = {workload.condition: [] for workload in workloads}
-    total = rounds * sum(len(workload.batches) * len(workload.variants) for workload in workloads)
+    total = repeats * sum(len(workload.batches) * len(workload.variants) for workload in workloads)
     with progress_bar(console) as bar:
         task = bar.add_task("", total=total)
-        for round in range(rounds):
+        for repeat in range(repeats):
             for workload in workloads:
-                bar.update(task, description=f"round {round + 1} of {rounds}  {workload.condition}")
-                for sample in _run_once(workload, round):
+                bar.update(task, description=f"repeat {repeat + 1} of {repeats}  {workload.condition}")
+                for sample in _run_once(workload, repeat):
                     samples[workload.condition].append(sample)
                     bar.advance(task)
     return samples
 
 
-def _run_once(workload: Workload, round: int) -> Iterator[Sample]:
+def _run_once(workload: Workload, repeat: int) -> Iterator[Sample]:
     for i, batch in enumerate(workload.batches):
-        for variant in workload.variants[:: 1 if (round + i) % 2 == 0 else -1]:
-            trial = variant.run([job.with_seed(round) for job in batch.jobs])
-            yield Sample(category=batch.category, name=variant.name, repeat=round, trial=trial)
+        for variant in workload.variants[:: 1 if (repeat + i) % 2 == 0 else -1]:
+            trial = variant.run([job.with_seed(repeat) for job in batch.jobs])
+            yield Sample(category=batch.category, name=variant.name, repeat=repeat, trial=trial)

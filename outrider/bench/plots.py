@@ -216,7 +216,7 @@ _PLOTS: tuple[svg.PlotSpec[Document], ...] = (
         "The line is the limit that memory bandwidth and arithmetic set. For speculation it is multiplied by tau, as if"
         " drafting cost nothing.",
     ),
-    (_speedup, "Speedup by category", "Medians over rounds. The thin line is the range."),
+    (_speedup, "Speedup by category", "Medians over repeats. The thin line is the range."),
     (
         _acceptance,
         "Acceptance by position",
@@ -238,7 +238,7 @@ _PLOTS: tuple[svg.PlotSpec[Document], ...] = (
     (
         _against_k,
         "Tokens/s against k",
-        "Each k is measured in turns with plain decoding. Bands are the range over rounds.",
+        "Each k is measured in turns with plain decoding. Bands are the range over repeats.",
     ),
     (
         _against_batch,

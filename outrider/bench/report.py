@@ -24,9 +24,8 @@ SPECULATIVE = "speculative"
 OVERALL = "overall"
 DEFINITIONS: Mapping[str, str] = {
     "tokens_per_s": "decoding only: the tokens after the first round at whose end every sequence had one, over the time"
-    " from the end of that round to the end of the last; pooled over prompts, then the median over rounds of the"
-    " benchmark",
-    "speedup": "tokens_per_s over that of plain: the median of this ratio over rounds of the benchmark",
+    " from the end of that round to the end of the last; pooled over prompts, then the median over repeats",
+    "speedup": "tokens_per_s over that of plain: the median of this ratio over repeats",
     "tau": "tokens per pass of a decoding sequence, with the bonus token; 1 is plain decoding",
     "acceptance_by_position": "the share of draft tokens that were accepted, among those whose ancestors were all"
     " accepted",

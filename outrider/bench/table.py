@@ -13,6 +13,7 @@ from outrider.propose.placement import describe_placement
 from outrider.report.console import NONE, new_table
 
 _ROUND_PARTS = ("draft_ms", "target_ms", "host_ms")
+_MAX_POSITIONS = 8  # positions whose acceptance is printed; the JSON document has all
 
 
 def show(document: dict[str, Any], console: Console) -> None:
@@ -35,15 +36,16 @@ def _speed(results: dict[str, Any]) -> Table:
     table = new_table("Decoding, tokens/s, and acceptance by position")
     table.add_column("category", no_wrap=True)
     for name in (PLAIN, SPECULATIVE, *peers):
-        table.add_column(name.replace("_", " "), justify="right")
+        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
     table.add_column("speedup", justify="right", no_wrap=True)
-    table.add_column("tau", justify="right")
-    table.add_column("accepted, %", no_wrap=True)
+    table.add_column("tau", justify="right", no_wrap=True)
+    table.add_column("accepted, %")  # the one column that wraps on a narrow terminal
     for category, figures in results.items():
         _add_section_before_overall(table, category)
         speculative = figures[SPECULATIVE]
         rates = [median_text(figures[name]["tokens_per_s"]) for name in (PLAIN, SPECULATIVE, *peers)]
-        acceptance = " ".join(f"{100 * share:.0f}" for share in speculative["acceptance_by_position"])
+        shares = speculative["acceptance_by_position"][:_MAX_POSITIONS]
+        acceptance = " ".join(f"{100 * share:.0f}" for share in shares)
         table.add_row(category, *rates, _spread(speculative["speedup"], ".2f"), f"{speculative['tau']:.2f}", acceptance)
     return table
 
@@ -93,7 +95,7 @@ def _sweep(axis: str, entries: list[dict[str, Any]]) -> Table:
 def _notes(document: dict[str, Any]) -> list[str]:
     overall = document["results"][OVERALL]
     rates = [f"{name} {_spread(overall[name]['tokens_per_s'], '.0f')}" for name in overall]
-    lines = [f"Overall tokens/s, median and range over rounds: {', '.join(rates)}."]
+    lines = [f"Overall tokens/s, median and range over repeats: {', '.join(rates)}."]
     measured = overall[SPECULATIVE]["speedup"]
     expected = overall[SPECULATIVE]["expected_speedup"]
     if measured and expected:

@@ -34,9 +34,9 @@ Proposer = Annotated[
     typer.Option(
         metavar="NAME",
         help="What drafts. Without a model: none, ngram[:MIN-MAX], suffix[:TOKENS], recycle, lookahead[:WxNxG],"
-        " retrieval:DIR[:MIN]. A draft model or a trained head: draft:DIR, tree:DIR, cascade:DIR; with another"
-        " vocabulary: draft-tokens:DIR, draft-text:DIR. The target itself: mtp, quantized:int4, exit:LAYERS, skip:A+B."
-        " Your own: pkg.module:Class. Combinations: best(A,B), merge(A,B), first(A,B), switch(A,B). See"
+        " group[:TOKENS], retrieval:DIR[:MIN]. A draft model or a trained head: draft:DIR, tree:DIR, cascade:DIR; with"
+        " another vocabulary: draft-tokens:DIR, draft-text:DIR. The target itself: mtp, quantized:int4, exit:LAYERS,"
+        " skip:A+B. Your own: pkg.module:Class. Combinations: best(A,B), merge(A,B), first(A,B), switch(A,B). See"
         " docs/how-to/choose-a-proposer.md. Default: the embedded draft model for the embedded target; for any"
         " other, the first of best(suffix:100000,mtp),"
         " best(suffix:100000,quantized:int4) and ngram that fits.",
@@ -83,7 +83,8 @@ Verifier = Annotated[
     typer.Option(
         metavar="NAME",
         help="walk, coupled, rejection, block, siblings or traversal; typical and lenient are not exact. Relaxed rules"
-        " are not exact either, and declare a bound: lantern:delta=D, gsd:clusters=N, pcg:k=N and bins:distance=R, with"
+        " are not exact either, and declare a bound: lantern:delta=D, gsd:clusters=N, pcg:k=N, bins:distance=R and"
+        " blend:share=S, with"
         " more options after commas, such as table=FILE. Default: block for chains of a draft model, traversal for its"
         " trees and for merges, walk for all other proposers.",
         rich_help_panel=_MODEL,

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -130,7 +131,8 @@ class Output:
             self._stderr.print(line, style="dim", soft_wrap=True)
         failed = [each for each in outcome.completions if each.finish_reason is FinishReason.ERROR]
         for completion in failed:
-            self._stderr.print(f"[red]error:[/red] {completion.error}; try another dtype", soft_wrap=True)
+            message = escape(f"{completion.error}; try another dtype")
+            self._stderr.print(f"[red]error:[/red] {message}", soft_wrap=True)
         if self._as_json:
             print(json.dumps(_document(outcome, self._llm)), flush=True)
         return not failed

@@ -34,6 +34,7 @@ _PARENTS = (-1, 0, -1, 1, 2)  # a tree with two branches
 # factor times the tolerance of the logits, relative to the root mean square of the router logits. Both logits have an
 # error, which is not the same for all experts.
 _TIE_FACTOR = 4.0
+_FIX = "use another model, or transformers.generate for this one"
 _log = logging.getLogger("outrider")
 
 
@@ -82,10 +83,10 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
     except torch.OutOfMemoryError:
         raise
     except MODEL_ERRORS as reason:
-        raise UnsupportedModel(f"{model_type}: its forward pass fails ({reason})") from reason
+        raise UnsupportedModel(f"{model_type}: its forward pass fails ({reason}); {_FIX}") from reason
     raise UnsupportedModel(
         f"{model_type}: the logits of a draft tree differ from the model's own by {errors.max():.1%} of their norm;"
-        " Outrider does not support this architecture"
+        f" {_FIX}"
     )
 
 

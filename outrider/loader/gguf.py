@@ -151,7 +151,10 @@ def load_model(file: GGUFFile, dtype: torch.dtype) -> Any:
             used.add(name)
             _fill(model, prefix, key, _matrix(file, tensors[name], prefix, weight.shape), dtype)
     if unused := sorted(tensors.keys() - used):
-        raise UnsupportedModel(f"{file.path} has tensors that its architecture does not use, such as {unused[0]}")
+        raise UnsupportedModel(
+            f"{file.path} has tensors that its architecture does not use, such as {unused[0]};"
+            " use the folder of the Hugging Face model"
+        )
     if "output.weight" not in tensors:
         _tie(model)
     _restore_buffers(model, tensors.get("rope_freqs.weight"))
@@ -235,7 +238,9 @@ def _matrix(file: GGUFFile, tensor: Any, module: str, shape: torch.Size) -> torc
     """Return a tensor as transformers orders it: quantized matrices as blocks, others in float32 or their own type."""
     found = torch.Size(int(size) for size in reversed(tensor.shape))
     if found != shape:
-        raise OutriderError(f"{tensor.name} in {file.path} is {tuple(found)} and should be {tuple(shape)}")
+        raise OutriderError(
+            f"{tensor.name} in {file.path} is {tuple(found)} and should be {tuple(shape)}; download or convert it again"
+        )
     config = file.config
     kind = tensor.tensor_type.name
     value: torch.Tensor | BlockWeight

@@ -57,7 +57,7 @@ def make_target(
             return NativeTarget(checkpoint, slots=slots, context=context, bits=bits)
         except UnsupportedModel as reason:
             if kernels == "native":
-                raise
+                raise UnsupportedModel(f"{reason}; use kernels auto") from reason
             _log.info("running on torch: %s", reason)
     if types and checkpoint.dtype != torch.float32:
         raise UnsupportedModel(

@@ -122,7 +122,8 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _print_table(settings: Settings, document: dict[str, Any], console: Console) -> None:
-    table = Table(title=_title(settings))
+    console.print(_title(settings), markup=False, highlight=False, soft_wrap=True)
+    table = Table()
     table.add_column("ms")
     for percent in _PERCENTILES:
         table.add_column(f"p{percent}", justify="right")

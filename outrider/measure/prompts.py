@@ -88,7 +88,9 @@ def read_json(line: str, where: str) -> Any:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+        raise OutriderError(
+            f"{where}: not JSON ({error.msg} at column {error.colno}); write one JSON object per line"
+        ) from error
     except (ValueError, RecursionError) as error:  # a number with thousands of digits, or very deep nesting
         raise OutriderError(f"{where}: JSON that cannot be read ({error}); remove the line") from error
     if "\\u" in line and not is_utf8(json.dumps(value, ensure_ascii=False)):
@@ -111,7 +113,9 @@ def parse_prompt(line: Line) -> Prompt:
     if (prompt is None) == (messages is None):
         raise OutriderError(f"{where}: give one of prompt and messages; use {_FORM}")
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
-        raise OutriderError(f"{where}: prompt must be a string of at least one character")
+        raise OutriderError(
+            f"{where}: prompt must be a string of at least one character; change it, or remove the line"
+        )
     return Prompt(
         id=str(line.fields.get("id", f"line-{line.number}")),
         category=category,
@@ -127,7 +131,9 @@ def parse_messages(messages: Any, where: str) -> tuple[dict[str, str], ...]:
         OutriderError: `messages` is not a list of messages with a role and a content.
     """
     if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
-        raise OutriderError(f'{where}: messages must be a list of {{"role": "...", "content": "..."}}')
+        raise OutriderError(
+            f'{where}: messages must be a list of messages; use for example [{{"role": "user", "content": "..."}}]'
+        )
     return tuple({"role": message["role"], "content": message["content"]} for message in messages)
 
 

@@ -85,7 +85,10 @@ def shared_weights(model: Any) -> SharedWeights:
     has_bias = getattr(head, "bias", None) is not None
     if norm is None or epsilon is None or not is_rms_norm or has_bias:
         model_type = model.config.model_type
-        raise OutriderError(f"draft heads do not support {model_type}: its final norm or LM head differs from Llama's")
+        raise OutriderError(
+            f"draft heads do not support {model_type}: its final norm or LM head differs from Llama's; use"
+            " a draft model, ngram or suffix"
+        )
     # Each rank of tensor parallelism runs the whole draft head.
     table = whole(embedding.weight)
     if (scale := getattr(embedding, "embed_scale", None)) is not None:  # of Gemma, rounded as in its own pass

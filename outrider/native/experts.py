@@ -37,9 +37,7 @@ class Routing:
         if not FAMILIES[config.model_type].routed:
             return None
         if getattr(config, "clip_qkv", None) is not None:
-            raise UnsupportedModel(
-                f"{config.model_type}: the native kernels do not support clip_qkv; use kernels torch"
-            )
+            raise UnsupportedModel(f"{config.model_type}: the native kernels do not support clip_qkv")
         blocks = {i: layer.mlp for i, layer in enumerate(body.layers) if hasattr(layer.mlp, "experts")}
         if not blocks:
             return None

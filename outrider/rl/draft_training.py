@@ -99,7 +99,9 @@ class DraftTraining:
         self._setup = setup
         self._trainee = make_trainee(kind, settings, setup, target_weights(setup))
         if self._trainee.shared_kv:
-            raise OutriderError(f"{kind} reads keys and values of the target, which a trainer does not record")
+            raise OutriderError(
+                f"{kind} reads keys and values of the target, which a trainer does not record; use another kind"
+            )
         self._trainer = Trainer(
             self._trainee, losses=parse(loss), steps=settings.ttt_length or self._trainee.steps, decay=1.0, lr=lr
         )

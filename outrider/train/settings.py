@@ -249,7 +249,7 @@ class Settings:
     ] = 32
     steps_per_generation: Annotated[
         int,
-        typer.Option(min=1, help="Steps of a pass over the answers of one generation.", rich_help_panel=_TRAIN),
+        typer.Option(min=1, help="Steps of a pass over the answers of one generation cycle.", rich_help_panel=_TRAIN),
     ] = 8
     passes_per_generation: Annotated[
         int,
@@ -262,10 +262,12 @@ class Settings:
     eval_every: Annotated[
         int,
         typer.Option(
-            min=0, help="Generations between two measurements of tau. 0: only at the end.", rich_help_panel=_TRAIN
+            min=0, help="Generation cycles between two measurements of tau. 0: only at the end.", rich_help_panel=_TRAIN
         ),
     ] = 8
-    save_every: Annotated[int, typer.Option(min=1, help="Generations between two saves.", rich_help_panel=_TRAIN)] = 1
+    save_every: Annotated[
+        int, typer.Option(min=1, help="Generation cycles between two saves.", rich_help_panel=_TRAIN)
+    ] = 1
     k: Annotated[
         int, typer.Option("--k", min=1, help="Draft tokens per round of the evaluation.", rich_help_panel=_TRAIN)
     ] = 5

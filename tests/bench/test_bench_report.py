@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -15,6 +16,7 @@ from outrider import OutriderError
 from outrider.bench.html import page
 from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings, Sweep
+from outrider.bench.table import show
 from outrider.cli.app import app
 from outrider.report.page import check_report, write_report
 
@@ -125,6 +127,21 @@ def test_page_of_completions_that_end_in_one_round(document):
 def test_inexact_verifier_is_reported(document):
     assert "not exact" not in page(document)
     assert "not exact" in page(document | {"exact": False})
+
+
+def test_long_drafts_leave_room_for_the_speeds(document):
+    """A terminal of 80 columns shows whole numbers, although the draft has 32 positions."""
+    figures = {name: dict(each) for name, each in document["results"]["overall"].items()}
+    for each in figures.values():
+        each["acceptance_by_position"] = [0.91] * 32
+        each["tokens_per_s"] = {"median": 2370.0, "min": 2000.0, "max": 2400.0}
+        each["speedup"] = {"median": 1.67, "min": 1.5, "max": 1.9}
+    console = Console(width=80, file=io.StringIO())
+    show(document | {"results": {"function_writing": figures, "overall": figures}}, console)
+    table = console.file.getvalue().partition("Milliseconds")[0]
+    assert "…" not in table
+    assert table.count("2370") == 4  # plain and speculative, in two rows
+    assert table.count(" 91") == 16  # the first 8 positions, in two rows
 
 
 def test_missing_matplotlib_is_reported_before_measuring(monkeypatch, tmp_path):

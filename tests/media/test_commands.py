@@ -36,7 +36,7 @@ def test_demo(folder, tmp_path, monkeypatch):
     report = document(result)
     assert report["exact"] is False
     assert report["files"] == [str(tmp_path / "a.gif")]
-    assert "mp4 cannot be encoded" in result.stdout
+    assert 'mp4 cannot be encoded (no encoder; pip install "outrider[media]")' in result.stdout
     makers = {name: [block["maker"] for block in each["blocks"]] for name, each in report["outputs"].items()}
     assert makers["target-only"] == ["target"] * 5
     assert makers["drafter-only"] == ["drafter"] * 5

@@ -101,7 +101,7 @@ def _line(result: MediaResult, score: float) -> str:
 
 
 def _show(document: Document, console: Console) -> None:
-    console.print(document["prompt"], highlight=False)
+    console.print(document["prompt"], markup=False, highlight=False)
     table = new_table("Who made each block: T the target, d the drafter")
     for heading in ("output", "blocks", "score", "ms", "speedup", "accepted, %"):
         table.add_column(heading, justify="left" if heading in ("output", "blocks") else "right", no_wrap=True)
@@ -118,8 +118,9 @@ def _show(document: Document, console: Console) -> None:
     quality = "" if routed["quality"] is None else f", measured quality {100 * routed['quality']:.1f} % of target-only"
     console.print(f"[red]not exact[/red]: {routed['router']}{quality}", highlight=False)
     if document["note"]:
-        console.print(document["note"], highlight=False, soft_wrap=True)
-    console.print(f"the {document['kind']} is in {', '.join(document['files'])}", highlight=False, soft_wrap=True)
+        console.print(document["note"], markup=False, highlight=False, soft_wrap=True)
+    files = ", ".join(document["files"])
+    console.print(f"the {document['kind']} is in {files}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _milliseconds(output: dict[str, Any]) -> float:

@@ -19,6 +19,7 @@ from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import SamplingFields, field_of
 
 _RETRY_HEADERS = {"Retry-After": "1"}  # seconds
+_UNKNOWN_FIELD = "this field is unknown; remove it, or check its spelling"
 
 
 class UnknownName(InvalidParam):
@@ -110,4 +111,5 @@ def _validation_response(error: RequestValidationError) -> JSONResponse:
         reason = first.get("ctx", {}).get("error", first["msg"])
         return JSONResponse(error_response(f"the request is not valid JSON: {reason}"), 400)
     field = field_of(first)
-    return JSONResponse(error_response(f"{field or 'the request'}: {first['msg']}", field=field), 400)
+    reason = _UNKNOWN_FIELD if first["type"] == "extra_forbidden" else first["msg"]
+    return JSONResponse(error_response(f"{field or 'the request'}: {reason}", field=field), 400)

@@ -207,7 +207,7 @@ def _form_fields(body: bytes, content_type: str) -> dict[str, str]:
     for part in message.iter_parts() if message.is_multipart() else ():
         name = part.get_param("name", header="content-disposition")
         if not isinstance(name, str):
-            raise OutriderError("the request is not a valid form: a part has no name")
+            raise OutriderError("the request is not a valid form: a part has no name; name each part")
         if part.get_filename() is not None:
             raise InvalidParam(name, f"{name} is a file, which these models cannot use; leave it out")
         value = part.get_payload(decode=True)

@@ -85,7 +85,7 @@ def run_export(
     for name, text in files.items():
         (path / name).write_text(text, encoding="utf-8")
     names = [*([written.name] if source else []), *files]
-    console.print(f"{out}: {', '.join(names)} for {chosen.title}", highlight=False)
+    console.print(f"{out}: {', '.join(names)} for {chosen.title}", markup=False, highlight=False)
     console.print(_label(recipe), highlight=False, markup=False)
     console.print(command, highlight=False, markup=False, soft_wrap=True)
     return {

@@ -50,7 +50,9 @@ class Table:
         """
         table = _read_embedding(path) if path.suffix == ".safetensors" else _read_json(path)
         if table.kind not in kinds:
-            raise OutriderError(f"table {path} holds {table.kind}, and the rule takes {' or '.join(kinds)}")
+            raise OutriderError(
+                f"table {path} holds {table.kind}, and the rule takes {' or '.join(kinds)}; give another table"
+            )
         return table
 
     def check(self, vocab: int) -> None:
