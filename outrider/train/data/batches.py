@@ -113,7 +113,11 @@ class Collator:
 
     def _target_probs(self, last_states: torch.Tensor) -> torch.Tensor:
         """Return the target's probabilities [*, V] from its last states [*, H] after the final norm."""
-        return functional.linear(last_states.to(self._head), self._head).float().softmax(-1)
+        logits = functional.linear(last_states.to(self._head), self._head).float()
+        softcap = self._tables.softcap
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return logits.softmax(-1)
 
 
 def score_sequence(target: Target, tokens: tuple[int, ...]) -> Scores:
