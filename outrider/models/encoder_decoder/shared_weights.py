@@ -32,9 +32,7 @@ def shared_weights(model: Any, layers: torch.nn.ModuleList) -> SharedWeights:
         )
     embedding = decoder.get_input_embeddings()
     head_scale = config.d_model**-0.5 if getattr(config, "scale_decoder_outputs", False) else 1.0
-    norm = next((norm for name in _FINAL_NORMS if (norm := getattr(decoder, name, None)) is not None), None)
-    if norm is None:  # post-norm layers
-        norm = layers[-1].final_layer_norm
+    norm = _final_norm(decoder, layers)
     epsilon = getattr(norm, "variance_epsilon", None) or norm.eps
     return SharedWeights(
         embedding=embedding.weight * _embedding_scale(decoder, embedding),
@@ -44,6 +42,14 @@ def shared_weights(model: Any, layers: torch.nn.ModuleList) -> SharedWeights:
         normed_states=True,
         softcap=getattr(config, "final_logit_softcapping", None),
     )
+
+
+def _final_norm(decoder: Any, layers: Any) -> Any:
+    """Return the last norm before the LM head."""
+    for name in _FINAL_NORMS:
+        if hasattr(decoder, name):
+            return getattr(decoder, name)
+    return layers[-1].final_layer_norm  # of post-norm layers
 
 
 def _embedding_scale(decoder: Any, embedding: Any) -> float:
