@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from numbers import Integral, Number
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 import torch
@@ -39,6 +39,20 @@ Prompt = str | Sequence[int]
 # Text or token ids. For a speech model: the path of a WAV file, the samples of a recording, or its features.
 Source = Prompt | Path | Sequence[float] | npt.NDArray[Any] | torch.Tensor | Recording | AudioFeatures
 EncodedSource = tuple[int, ...] | AudioFeatures
+
+
+class EncodedPrompt(NamedTuple):
+    """The tokens of a prompt, and what the encoder of an encoder-decoder target reads; None: there is no encoder."""
+
+    tokens: tuple[int, ...]
+    source: EncodedSource | None = None
+
+    @property
+    def source_token_ids(self) -> tuple[int, ...]:
+        """The tokens of the source; () if there is none, or if it is audio."""
+        return self.source if isinstance(self.source, tuple) else ()
+
+
 _log = logging.getLogger("outrider")
 
 
@@ -158,6 +172,18 @@ class LLM:
         """
         rules = self._speech_rules()
         return self._encode(source, "a source") if rules is None else audio_features(source, rules)
+
+    def encode_with_source(self, prompt: Prompt | None, source: Source | None) -> EncodedPrompt:
+        """Return the tokens of a prompt and what the encoder of an encoder-decoder target reads.
+
+        Without a prompt, the output of such a target begins with its start tokens.
+
+        Raises:
+            OutriderError: the prompt or the source does not fit the model.
+        """
+        encoded_source = None if source is None else self.encode_source(source)
+        self.check_source(encoded_source)
+        return EncodedPrompt(self.start_tokens() if prompt is None else self.encode(prompt), encoded_source)
 
     def start_tokens(self, language: str | None = None, task: str | None = None) -> tuple[int, ...]:
         """Return the default prompt of an encoder-decoder target: the tokens that its output begins with.
@@ -374,11 +400,9 @@ class LLM:
         Raises:
             OutriderError: the prompt, the source or a parameter does not fit the model.
         """
-        source_tokens = None if source is None else self.encode_source(source)
-        self.check_source(source_tokens)
-        tokens = self.start_tokens() if prompt is None else self.encode(prompt)
+        encoded = self.encode_with_source(prompt, source)
         seed = of_first_rank(secrets.randbits(63))
-        return self.requests_of_tokens(tokens, _checked(params), source_tokens, seed=seed)
+        return self.requests_of_tokens(encoded.tokens, _checked(params), encoded.source, seed=seed)
 
     def requests_of_tokens(
         self,

@@ -25,7 +25,7 @@ from outrider.core.params import AUTO
 from outrider.engine.build import auto_planner
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.checkpoint import refuse_sources
+from outrider.loader.checkpoint import reads_sources
 from outrider.loader.embedded import model_folder
 from outrider.measure.prompts import Prompt, read_prompts
 from outrider.native.target import NativeTarget
@@ -50,7 +50,10 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
     Raises:
         OutriderError: the settings cannot be measured.
     """
-    prompts = read_prompts(settings.prompts, limit=settings.limit)
+    with_sources = reads_sources(settings.target)
+    if with_sources:
+        _check_sources(settings)
+    prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
     if any(prompt.category == OVERALL for prompt in prompts):
         raise OutriderError(f"a category is called {OVERALL}, which reports use for all categories; rename it")
     planner = SwitchPlanner()
@@ -70,6 +73,14 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
     with progress.status("measuring the machine"):
         after = measure_rates(llm.parts.device, llm.parts.dtype)
     return _document(llm, settings, samples, rates=(before, after), memory=memory)
+
+
+def _check_sources(settings: Settings) -> None:
+    """Raise OutriderError if an option does not support an encoder-decoder target."""
+    if settings.max_model_len is not None:
+        raise OutriderError("--context lengthens prompts, and an encoder-decoder target reads sources; leave it out")
+    if settings.peer is not None:
+        raise OutriderError(f"--peer {settings.peer} does not support encoder-decoder targets; leave it out")
 
 
 def _restored_plan(llm: LLM, planner: SwitchPlanner, settings: Settings) -> PlanFile | None:
@@ -94,7 +105,6 @@ def _save_plan(plan: PlanFile, planner: Planner, progress: Console) -> None:
 
 def load(settings: Settings, planner: SwitchPlanner) -> LLM:
     """Load the models to measure."""
-    refuse_sources(settings.target, "bench")
     return LLM(
         settings.target,
         proposer=settings.proposer,
@@ -183,11 +193,15 @@ def _roofline(llm: LLM, settings: Settings, rates: tuple[Rates, Rates]) -> limit
     folder = model_folder(settings.target)
     bandwidth, gemm = best_rates(rates)
     weights = bytes_per_pass(llm, folder)
+    if llm.parts.source_rules is None:
+        flops = flops_per_token(folder)
+    else:  # the files hold the encoder as well
+        flops = 2 * weights.dense / llm.parts.dtype.itemsize
     return limits.Roofline(
         weight_bytes_per_pass=weights.dense,
         expert_bytes=weights.expert,
         cache_bytes_per_token=cache_bytes_per_token(llm),
-        flops_per_token=flops_per_token(folder) / settings.tp,  # of this rank, as the bytes are
+        flops_per_token=flops / settings.tp,  # of this rank, as the bytes are
         read_bytes_per_s=bandwidth,
         gemm_flops_per_s=gemm,
     )

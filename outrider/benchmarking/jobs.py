@@ -9,7 +9,7 @@ from itertools import chain, cycle, islice
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
-from outrider.llm import LLM
+from outrider.llm import LLM, EncodedPrompt, EncodedSource
 from outrider.measure.prompts import Prompt
 
 
@@ -18,6 +18,7 @@ class Job:
     """One prompt to complete."""
 
     prompt: tuple[int, ...]  # token ids
+    source: EncodedSource | None = None  # what the encoder of an encoder-decoder target reads
     params: SamplingParams  # with a seed
 
     def with_seed(self, salt: int) -> Job:
@@ -66,24 +67,24 @@ def make_batches(
     Raises:
         OutriderError: a prompt does not fit into the context.
     """
-    token_lists = [encode_prompt(llm, prompt) for prompt in prompts]
+    encoded = [_encode(llm, prompt) for prompt in prompts]
     if condition.context is not None:
-        token_lists = _lengthen(token_lists, condition.context - max_tokens)
-    for prompt, tokens in zip(prompts, token_lists, strict=True):
+        encoded = _lengthen(encoded, condition.context - max_tokens)
+    for prompt, (tokens, _) in zip(prompts, encoded, strict=True):
         _check_length(prompt, len(tokens), max_tokens, llm.parts.context)
     batches = []
     num_jobs = 0
     for category in dict.fromkeys(prompt.category for prompt in prompts):
-        group = [tokens for prompt, tokens in zip(prompts, token_lists, strict=True) if prompt.category == category]
+        group = [each for prompt, each in zip(prompts, encoded, strict=True) if prompt.category == category]
         padded = [*group, *islice(cycle(group), -len(group) % condition.batch)]
         for start in range(0, len(padded), condition.batch):
             chunk = padded[start : start + condition.batch]
             jobs = []
-            for i, tokens in enumerate(chunk):
+            for i, (tokens, source) in enumerate(chunk):
                 params = SamplingParams(
                     temperature=condition.temperature, max_tokens=max_tokens, seed=derive_seed(seed, num_jobs + i)
                 )
-                jobs.append(Job(prompt=tokens, params=params))
+                jobs.append(Job(prompt=tokens, source=source, params=params))
             batches.append(PromptBatch(category=category, jobs=tuple(jobs)))
             num_jobs += len(jobs)
     return tuple(batches)
@@ -94,16 +95,27 @@ def encode_prompt(llm: LLM, prompt: Prompt) -> tuple[int, ...]:
     return llm.encode_chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "")
 
 
-def _lengthen(token_lists: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+def _encode(llm: LLM, prompt: Prompt) -> EncodedPrompt:
+    """Return the tokens of a prompt, and of its source if the target is an encoder-decoder model."""
+    if llm.parts.source_rules is None:
+        return EncodedPrompt(encode_prompt(llm, prompt))
+    try:
+        return llm.encode_with_source(prompt.prompt, prompt.source)
+    except OutriderError as error:
+        raise OutriderError(f"prompt {prompt.id}: {error}") from error
+
+
+def _lengthen(encoded: Sequence[EncodedPrompt], size: int) -> list[EncodedPrompt]:
     """Return prompts of `size` tokens: each ends with the original one, and the other prompts precede it.
 
     The prompts are repeated as often as needed. Tokens before the last `size` are cut off.
     """
+    token_lists = [prompt.tokens for prompt in encoded]
     repeats = 1 + size // sum(map(len, token_lists))
     lengthened = []
     for i in range(len(token_lists)):
         rotated = [*token_lists[i + 1 :], *token_lists[: i + 1]]
-        lengthened.append(tuple(chain.from_iterable(rotated * repeats))[-size:])
+        lengthened.append(EncodedPrompt(tuple(chain.from_iterable(rotated * repeats))[-size:]))
     return lengthened
 
 

@@ -55,7 +55,7 @@ def measure_memory(llm: LLM, jobs: Sequence[Job]) -> MemoryUse:
     for job in jobs:
         # Without an end: no sequence may finish before the last one has started.
         params = replace(job.params, ignore_eos=True, max_tokens=None)
-        ids += llm.submit(job.prompt, params)
+        ids += llm.submit(job.prompt, params, source=job.source)
     # Caches grow with the running sequences, so wait until all of them have emitted a token.
     emitting: set[int] = set()
     while llm.engine.busy() and len(emitting) < len(ids):

@@ -68,7 +68,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job]) -> Timeline:
     engine = llm.engine
     seqs: dict[int, SequenceState | None] = {}
     for job in jobs:
-        seqs |= dict.fromkeys(llm.submit(job.prompt, job.params))
+        seqs |= dict.fromkeys(llm.submit(job.prompt, job.params, source=job.source))
     events = [EmitEvent(at=perf_counter(), emitted=(0,) * len(seqs))]
     snapshots = [engine.stats]
     while engine.busy():

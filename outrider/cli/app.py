@@ -152,7 +152,7 @@ def bench(
     models: options.EngineOptions,
     config: options.Config = None,
     context: options.Contexts = None,
-    prompts: options.PromptFile = None,
+    prompts: options.BenchPromptFile = None,
     limit: options.Limit = None,
     repeats: options.Repeats = 3,
     batch: options.Batches = "1",

@@ -155,6 +155,15 @@ PromptFile = Annotated[
         rich_help_panel=_MEASURE,
     ),
 ]
+BenchPromptFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSON lines with prompt or messages, or for an encoder-decoder target source, and optionally category."
+        " Default: an embedded set.",
+        rich_help_panel=_MEASURE,
+    ),
+]
 Limit = Annotated[int | None, typer.Option(help="Prompts of each category. Default: all.", rich_help_panel=_MEASURE)]
 Repeats = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel=_MEASURE)]
 Batches = Annotated[

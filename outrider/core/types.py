@@ -319,8 +319,10 @@ class SharedWeights:
 
     embedding: torch.Tensor  # [V, H], input of the first layer
     head: torch.Tensor  # [V, H]
-    norm: torch.Tensor  # [H], before the head
+    norm: torch.Tensor  # [H], factors of the norm before the head
     epsilon: float
+    normed_states: bool = False  # whether the exported states of the last layer are those after the final norm
+    softcap: float | None = None  # of the logits: softcap * tanh(logits / softcap)
     packed: Any = None  # the output layer in the layout of the native kernels, for drafts that run on them
     kv_view: KVView | None = None  # for heads that attend to the target's keys and values
 

@@ -192,5 +192,10 @@ class NoCache(UnboundedCache):
 
 
 def apply_final_norm(states: torch.Tensor, tables: SharedWeights) -> torch.Tensor:
-    """Apply the target's final norm to hidden states [*, H]. Return float32."""
+    """Apply the target's final norm to exported states [*, H] of its last layer, if they are not normed yet.
+
+    Returns float32.
+    """
+    if tables.normed_states:
+        return states.float()
     return functional.rms_norm(states.float(), tables.norm.shape, tables.norm.float(), tables.epsilon)

@@ -226,6 +226,21 @@ def is_recurrent(folder: str | Path) -> bool:
     return False if is_gguf(path) else _check_family(_read_config(path))
 
 
+def reads_sources(target: str | Path | None) -> bool:
+    """Return whether a target is an encoder-decoder model, from its config.
+
+    Raises:
+        OutriderError: the target is not a model.
+        UnsupportedModel: the architecture is not supported.
+    """
+    path = model_folder(target)
+    if is_gguf(path):
+        return False
+    config = _read_config(path)
+    _check_family(config)
+    return _has_encoder(config)
+
+
 def refuse_sources(target: str | Path | None, command: str) -> None:
     """Refuse an encoder-decoder target in a command whose prompts have no sources.
 
@@ -233,12 +248,7 @@ def refuse_sources(target: str | Path | None, command: str) -> None:
         OutriderError: the target is an encoder-decoder model, or not a model at all.
         UnsupportedModel: the architecture is not supported.
     """
-    path = model_folder(target)
-    if is_gguf(path):
-        return
-    config = _read_config(path)
-    _check_family(config)
-    if _has_encoder(config):
+    if reads_sources(target):
         raise OutriderError(
             f"{command} does not support encoder-decoder targets; use a decoder-only target here, and run, serve or LLM"
             " with this one"

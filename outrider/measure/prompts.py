@@ -16,6 +16,7 @@ from outrider.errors import OutriderError
 
 EMBEDDED = Path(__file__).parent / "prompts.jsonl"
 _FORM = '{"category": "...", "prompt": "..."} or "messages" in place of "prompt"'
+SOURCE_FORM = '{"source": "..."}'
 _DEFAULT_CATEGORY = "prompts"
 
 
@@ -36,19 +37,30 @@ class Prompt:
     category: str
     prompt: str | None
     messages: tuple[dict[str, str], ...] | None
+    source: str | None = None  # what the encoder of an encoder-decoder target reads
 
 
-def read_prompts(file: str | Path | None = None, *, limit: int | None = None) -> list[Prompt]:
+def read_prompts(
+    file: str | Path | None = None, *, limit: int | None = None, with_sources: bool = False
+) -> list[Prompt]:
     """Return the prompts of a JSON Lines file, by default of the embedded one: the first `limit` of each category.
 
-    A line has either `prompt` or `messages`. `category` and `id` are optional, and other fields are ignored.
+    A line has either `prompt` or `messages`. `category` and `id` are optional, and other fields are ignored. With
+    `with_sources`, for an encoder-decoder target, a line has `source` and maybe `prompt`.
 
     Raises:
-        OutriderError: the file cannot be read, or a line is invalid; the message has the line number.
+        OutriderError: the file cannot be read, or a line is invalid; the message has the line number. Or sources are
+            wanted, and there is no file.
     """
     if limit is not None and limit < 1:
         raise OutriderError(f"limit is {limit}; use at least 1")
-    prompts = [parse_prompt(line) for line in read_lines(file or EMBEDDED, form=_FORM)]
+    if with_sources and file is None:
+        raise OutriderError(
+            f"the embedded prompts have no sources, which this encoder-decoder target reads; give --prompts FILE with"
+            f" lines like {SOURCE_FORM}"
+        )
+    parse, form = (parse_sourced_prompt, SOURCE_FORM) if with_sources else (parse_prompt, _FORM)
+    prompts = [parse(line) for line in read_lines(file or EMBEDDED, form=form)]
     return [prompt for group in by_category(prompts).values() for prompt in group[:limit]]
 
 
@@ -122,6 +134,30 @@ def parse_prompt(line: Line) -> Prompt:
         prompt=prompt,
         messages=None if messages is None else parse_messages(messages, where),
     )
+
+
+def parse_sourced_prompt(line: Line) -> Prompt:
+    """Return the prompt of a line for an encoder-decoder target: a source, and maybe the beginning of the output.
+
+    Raises:
+        OutriderError: the line has no source, or messages, or a field is invalid.
+    """
+    where = line.where
+    category = line.fields.get("category", _DEFAULT_CATEGORY)
+    source = line.fields.get("source")
+    prompt = line.fields.get("prompt")
+    if not isinstance(source, str) or not source:
+        raise OutriderError(
+            f"{where}: no source, which this encoder-decoder target reads; give lines like {SOURCE_FORM}"
+        )
+    if "messages" in line.fields:
+        raise OutriderError(f"{where}: messages are for decoder-only targets; give lines like {SOURCE_FORM}")
+    if prompt is not None and (not isinstance(prompt, str) or not prompt):
+        raise OutriderError(f"{where}: prompt must be a string of at least one character; change it, or leave it out")
+    if not isinstance(category, str) or not category:
+        raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
+    name = str(line.fields.get("id", f"line-{line.number}"))
+    return Prompt(id=name, category=category, prompt=prompt, messages=None, source=source)
 
 
 def parse_messages(messages: Any, where: str) -> tuple[dict[str, str], ...]:

@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers.utils import ModelOutput
 
 from outrider.cache.base import MIN_CAPACITY, Cache, Layout
 from outrider.cache.shared import SharedCache
@@ -260,7 +261,8 @@ class AttentionTarget:
         self._outputs.clear()
         self._memory.drop_outputs()
         for layer in set(layers):
-            self._hooks[layer] = stack[layer].register_forward_hook(partial(self._save_output, layer))
+            module = self._exporting_module(layer)
+            self._hooks[layer] = module.register_forward_hook(partial(self._save_output, layer))
         if self.graphs and self._recorder:
             # The recorded passes export other layers.
             self.graphs = Graphs(self._static, slots=self.slots, record=self._recorder)
@@ -268,8 +270,12 @@ class AttentionTarget:
     def cached_hidden_states(self, slot: int, layers: Sequence[int], end: int) -> torch.Tensor:
         return self._memory.outputs(slot, layers, end)
 
+    def _exporting_module(self, layer: int) -> torch.nn.Module:
+        """Return the module whose output is exported as that of a layer."""
+        return layer_stack(self._model)[1][layer]
+
     def _save_output(self, layer: int, _module: torch.nn.Module, _inputs: object, output: Any) -> None:
-        out = output[0] if isinstance(output, tuple) else output
+        out = output[0] if isinstance(output, tuple | ModelOutput) else output
         if out.dim() != 3:  # [1, T, H]
             raise UnsupportedModel("its layers have several output streams, and a proposer needs one")
         self._outputs[layer] = out

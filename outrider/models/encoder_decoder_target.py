@@ -17,10 +17,10 @@ from outrider.models.attention_target import AttentionTarget
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.encoder_decoder.cache import EncoderDecoderCache
 from outrider.models.encoder_decoder.layers import DecoderPass, replace_attention, replace_positions
+from outrider.models.encoder_decoder.shared_weights import shared_weights
 from outrider.models.submodel import layer_stack
 
 _NO_SELF_DRAFT = "an encoder-decoder target cannot draft with its own layers; use ngram, suffix or draft:DIR"
-_NO_HEADS = "draft heads do not support encoder-decoder targets; use ngram, suffix or draft:DIR"
 _NO_SOURCE = "this target is an encoder-decoder model and a request has no source; give each request a source"
 _MEASURED_SOURCE = (0,) * 32  # the source of a sequence that no user has requested, for measurements
 
@@ -52,13 +52,20 @@ class EncoderDecoderTarget(AttentionTarget):
         return super().score(batch, draft, first)
 
     def share_weights(self) -> SharedWeights:
-        raise OutriderError(_NO_HEADS)
+        return shared_weights(self._model, layer_stack(self._model)[1])
 
     def make_submodel(self, layers: Sequence[int]) -> AttentionTarget:
         raise OutriderError(_NO_SELF_DRAFT)
 
     def make_requantized(self, bits: int) -> AttentionTarget:
         raise OutriderError(_NO_SELF_DRAFT)
+
+    def _exporting_module(self, layer: int) -> torch.nn.Module:
+        """Return the decoder itself for its last layer: the exported states of that layer are after the final norm."""
+        if layer < self.layers - 1:
+            return super()._exporting_module(layer)
+        decoder: torch.nn.Module = self._model.get_decoder()
+        return decoder
 
     def _allocate_cache(self) -> None:
         self._memory: EncoderDecoderCache = EncoderDecoderCache(

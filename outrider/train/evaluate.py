@@ -11,6 +11,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Request
 from outrider.engine.build import EngineParts, assemble
+from outrider.llm import EncodedPrompt
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import Proposer
 from outrider.train.model.trainee import DraftTrainee
@@ -22,9 +23,7 @@ _VERIFIER = EXACT["block"]  # the default verifier of chains
 class Evaluator:
     """Runs the engine with a draft in training."""
 
-    def __init__(
-        self, parts: EngineParts, prompts: Sequence[tuple[int, ...]], *, k: int, tokens: int, seed: int
-    ) -> None:
+    def __init__(self, parts: EngineParts, prompts: Sequence[EncodedPrompt], *, k: int, tokens: int, seed: int) -> None:
         """Evaluate on `prompts` with `k` draft tokens per round, and generate up to `tokens` tokens for each prompt."""
         self._parts = parts
         self._prompts = prompts
@@ -43,11 +42,17 @@ class Evaluator:
         params = SamplingParams(temperature=temperature, max_tokens=self._tokens)
         engine = assemble(parts.loaded, proposer=proposer, verifier=_VERIFIER, planner=FixedPlanner(self._k))
         for i, prompt in enumerate(self._prompts):
-            limit = min(self._tokens, parts.context - len(prompt))
+            limit = min(self._tokens, parts.context - len(prompt.tokens))
             seed = derive_seed(self._seed, i + 1)
             engine.add(
                 Request(
-                    id=i, prompt_token_ids=prompt, params=params, seed=seed, end_ids=parts.end_ids, max_tokens=limit
+                    id=i,
+                    prompt_token_ids=prompt.tokens,
+                    source_token_ids=prompt.source_token_ids,
+                    params=params,
+                    seed=seed,
+                    end_ids=parts.end_ids,
+                    max_tokens=limit,
                 )
             )
         while engine.busy():

@@ -17,6 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.core.noise import derive_seed
 from outrider.errors import OutriderError
+from outrider.llm import LLM, EncodedPrompt
+from outrider.loader.checkpoint import reads_sources
 from outrider.loader.embedded import model_folder
 from outrider.measure.prompts import Prompt
 from outrider.parallel.processes import rank, world_size
@@ -32,7 +34,13 @@ from outrider.train.budget import TimeBudget
 from outrider.train.data.answers import AnswerGenerator, AnswerParams
 from outrider.train.data.batches import Collator
 from outrider.train.data.feature_cache import FeatureCache, origin_of
-from outrider.train.data.prompts import count_repeated, encode_prompt, read_prompts, split
+from outrider.train.data.prompts import (
+    count_repeated,
+    encode_prompt,
+    encode_sourced_prompt,
+    read_prompts,
+    split,
+)
 from outrider.train.data.schedule import PromptSchedule
 from outrider.train.distributed import join_group, leave_group
 from outrider.train.evaluate import Evaluator
@@ -72,9 +80,10 @@ class Training:
         check_proposer(settings.proposer)
         if settings.max_minutes is not None and world_size() > 1:
             raise OutriderError("--max-minutes works with one process; use --epochs with several")
+        self._target = model_folder(settings.target)
+        self._has_sources = reads_sources(self._target)
         train_prompts, eval_prompts = self._read_prompts()
         self._out = Path(settings.out).expanduser()
-        self._target = model_folder(settings.target)
         self._identity = _identity(kind, settings, self._target)
         state = _read_resumable(self._out, self._identity, overwrite=settings.overwrite)
         machine.use_threads(settings.threads)
@@ -82,6 +91,7 @@ class Training:
         torch.manual_seed(settings.seed)
         num_prompts = max(len(train_prompts), len(eval_prompts))
         self._setup = make_train_setup(kind, settings, self._target, num_prompts=num_prompts)
+        self._llm = LLM.from_parts(self._setup.parts)
         self._joined = join_group(self._setup.parts.device)
         self._schedule, self._collator = self._prepare_data(train_prompts)
         trainee = self._setup.trainee
@@ -103,7 +113,7 @@ class Training:
         self._evaluation_seconds = 0.0  # duration of the last evaluation of this run
         self._evaluator = Evaluator(
             self._setup.parts,
-            [self._prompt_tokens(prompt) for prompt in eval_prompts],
+            [self._eval_prompt(prompt) for prompt in eval_prompts],
             k=settings.k,
             tokens=_EVAL_TOKENS,
             seed=settings.seed,
@@ -234,8 +244,10 @@ class Training:
             OutriderError: a file cannot be read, or there are too few prompts.
         """
         settings = self._settings
-        prompts = read_prompts(settings.data, limit=settings.limit)
-        train_prompts, eval_prompts = split(prompts, settings.eval_data, seed=settings.seed)
+        prompts = read_prompts(settings.data, limit=settings.limit, with_sources=self._has_sources)
+        train_prompts, eval_prompts = split(
+            prompts, settings.eval_data, seed=settings.seed, with_sources=self._has_sources
+        )
         self._num_repeated = count_repeated(train_prompts, eval_prompts)
         if self._num_repeated and not rank():
             _log.warning(
@@ -266,7 +278,8 @@ class Training:
         collator = Collator(
             trainee.aux_states, recorder.layers, self._setup.tables, trainee.ids, views=trainee.shared_kv
         )
-        collator.check(parts.target, self._prompt_tokens(prompts[rank()])[:_CHECK_TOKENS])
+        first = self._eval_prompt(prompts[rank()])
+        collator.check(parts.target, first.tokens[:_CHECK_TOKENS], first.source_token_ids)
         if settings.train_target is not None:
             texts = {i: encode_prompt(parts.tokenizer, prompts[i], whole=True)[: parts.context] for i in numbers}
             schedule = PromptSchedule(DatasetTexts(texts), numbers, settings, most_per_process=most_per_process)
@@ -285,12 +298,11 @@ class Training:
         )
         return PromptSchedule(generator, numbers, settings, most_per_process=most_per_process), collator
 
-    def _encode_prompts(self, prompts: Sequence[Prompt], numbers: range) -> dict[int, tuple[int, ...]]:
+    def _encode_prompts(self, prompts: Sequence[Prompt], numbers: range) -> dict[int, EncodedPrompt]:
         """Return the tokens of prompts by number, cut to half of the context, which leaves as much for the answer."""
-        parts = self._setup.parts
-        limit = parts.context // 2
-        tokens = {i: encode_prompt(parts.tokenizer, prompts[i]) for i in numbers}
-        num_cut = sum(len(prompt) > limit for prompt in tokens.values())
+        limit = self._setup.parts.context // 2
+        encoded = {i: self._encode(prompts[i]) for i in numbers}
+        num_cut = sum(len(prompt.tokens) > limit for prompt in encoded.values())
         if num_cut and not rank():
             _log.warning(
                 "%d of %d prompts are longer than half of the context and are cut to %d tokens",
@@ -298,7 +310,13 @@ class Training:
                 len(numbers),
                 limit,
             )
-        return {i: prompt[:limit] for i, prompt in tokens.items()}
+        return {i: prompt._replace(tokens=prompt.tokens[:limit]) for i, prompt in encoded.items()}
+
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
+        parts = self._setup.parts
+        if self._has_sources:
+            return encode_sourced_prompt(self._llm, prompt)
+        return EncodedPrompt(encode_prompt(parts.tokenizer, prompt))
 
     def _feature_cache(self) -> FeatureCache | None:
         """Open the cache in `--cache-dir`, if this option is set."""
@@ -313,12 +331,14 @@ class Training:
             layers=recorder.layers,
         )
 
-    def _prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the tokens that the target continues: a prompt, or with --train-target the first half of a text."""
+    def _eval_prompt(self, prompt: Prompt) -> EncodedPrompt:
+        """Return what the target continues: a prompt, or with --train-target the first half of a text."""
         parts = self._setup.parts
-        is_text = self._settings.train_target is not None
-        tokens = encode_prompt(parts.tokenizer, prompt, whole=is_text)[: parts.context // 2]
-        return tokens[: max(len(tokens) // 2, 1)] if is_text else tokens
+        if self._settings.train_target is None:
+            encoded = self._encode(prompt)
+            return encoded._replace(tokens=encoded.tokens[: parts.context // 2])
+        tokens = encode_prompt(parts.tokenizer, prompt, whole=True)[: parts.context // 2]
+        return EncodedPrompt(tokens[: max(len(tokens) // 2, 1)])
 
     def _write_draft(self, evaluation: Mapping[str, Any]) -> None:
         """Write the draft, and a JSON file that describes the training."""

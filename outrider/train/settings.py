@@ -60,7 +60,11 @@ class Settings:
     out: Annotated[str, typer.Option(metavar="DIR", help="Folder to write. An interrupted training in it is resumed.")]
     data: Annotated[
         list[str],
-        typer.Option(metavar="FILE", help="JSON lines with prompt or messages. Repeatable.", rich_help_panel=_DATA),
+        typer.Option(
+            metavar="FILE",
+            help="JSON lines with prompt or messages, or with source for an encoder-decoder target. Repeatable.",
+            rich_help_panel=_DATA,
+        ),
     ]
     target: Annotated[
         str | None,

@@ -8,7 +8,8 @@ from pathlib import Path
 from outrider.core.config import EngineConfig
 from outrider.core.types import SharedWeights
 from outrider.engine.build import EngineParts, build
-from outrider.loader.checkpoint import refuse_sources
+from outrider.errors import OutriderError
+from outrider.loader.checkpoint import reads_sources
 from outrider.models.base import WeightSharer
 from outrider.parallel.processes import local_device
 from outrider.plan.planner import FixedPlanner
@@ -16,8 +17,9 @@ from outrider.propose.base import ProposerSetup
 from outrider.propose.registry import find_proposer
 from outrider.train.data.answers import Recorder
 from outrider.train.model.joint import JointTrainee
+from outrider.train.model.presets import KV_SHARING
 from outrider.train.model.trainee import DraftTrainee, make_trainee, target_weights
-from outrider.train.settings import Settings
+from outrider.train.settings import DRAFT, Settings
 
 _BATCHED_TOKENS = 1024  # prompt tokens per round
 
@@ -43,6 +45,10 @@ def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts
     created: list[tuple[DraftTrainee, Recorder, SharedWeights]] = []
 
     def make_recorder(setup: ProposerSetup) -> Recorder:
+        if setup.source_rules is not None and setup.source_rules.speech is not None:
+            raise OutriderError(
+                "train reads sources of text, and this target is a speech model; use it with draft:DIR of a smaller one"
+            )
         tables = target_weights(setup)
         assert isinstance(setup.target, WeightSharer)
         trainee: DraftTrainee
@@ -69,7 +75,25 @@ def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts
         max_num_batched_tokens=_BATCHED_TOKENS,
         prefix_caching=False,
     )
-    refuse_sources(target, "train")
+    if reads_sources(target):
+        _check_encoder_decoder(kind, settings)
     parts = build(config, planner=FixedPlanner(0) if settings.proposer == "none" else None)
     trainee, recorder, tables = created[0]
     return TrainSetup(parts=parts, trainee=trainee, recorder=recorder, tables=tables)
+
+
+def _check_encoder_decoder(kind: str, settings: Settings) -> None:
+    """Reject kinds and options that read sequences without their sources, which encoder-decoder targets need.
+
+    Raises:
+        OutriderError: the training has such a kind or option.
+    """
+    problems = (
+        (kind == DRAFT, f"the kind {DRAFT} does not support encoder-decoder targets; train medusa, hydra or mtp"),
+        (kind == KV_SHARING, f"{kind} does not support encoder-decoder targets; train medusa, hydra or mtp"),
+        (settings.train_target, "--train-target does not support encoder-decoder targets; leave it out"),
+        (settings.init_target, "--init-target does not support encoder-decoder targets; leave it out"),
+    )
+    for is_wrong, message in problems:
+        if is_wrong:
+            raise OutriderError(message)

@@ -21,7 +21,7 @@ _WARM_UP = 4  # texts before the first round
 
 
 def main(
-    pair: Annotated[Path, typer.Argument(help="Folder with target/, draft/ and held.jsonl.")],
+    pair: Annotated[Path, typer.Argument(help="Folder with target/, draft/, held.jsonl and any head-*/.")],
     rounds: Annotated[int, typer.Option(min=1, help="Rounds over all texts and proposers.")] = 5,
     limit: Annotated[int, typer.Option(min=1, help="Texts.")] = 32,
     k: Annotated[int, typer.Option(min=1, help="Most draft tokens per round.")] = 8,
@@ -31,18 +31,19 @@ def main(
     """Correct every text with every proposer in each round, greedily. The last line of output is one JSON document."""
     lines = [json.loads(line) for line in (pair / "held.jsonl").read_text("utf-8").splitlines()][:limit]
     sources = [line["source"] for line in lines]
-    proposers = {_PLAIN: 0, "ngram": k, "suffix": k, f"draft:{pair / 'draft'}": k}
+    drafts = {path.name: f"draft:{path}" for path in (pair / "draft", *sorted(pair.glob("head-*")))}
+    proposers = {_PLAIN: _PLAIN, "ngram": "ngram", "suffix": "suffix", **drafts}
     engines = {
         name: LLM(
             pair / "target",
-            proposer=name,
-            k=count,
+            proposer=proposer,
+            k=0 if name == _PLAIN else k,
             dtype="float32",
             max_num_seqs=batch,
             max_model_len=256,
             threads=threads,
         )
-        for name, count in proposers.items()
+        for name, proposer in proposers.items()
     }
     outputs = {}
     for name, llm in engines.items():
@@ -70,7 +71,7 @@ def main(
     for name, llm in engines.items():
         ratios = [fast / plain for fast, plain in zip(rates[name], rates[_PLAIN], strict=True)]
         stats = llm.stats
-        report[name.split(":")[0]] = {
+        report[name] = {
             "tokens_per_s": round(median(rates[name]), 1),
             "speedup": round(median(ratios), 2),
             "lowest": round(min(ratios), 2),

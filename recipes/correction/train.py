@@ -31,6 +31,7 @@ _HEAD_SIZE = 48  # least dimensions of an attention head
 _BUCKET = 16  # batches whose pairs are sorted by length together
 _VALIDATION_PAIRS = 256
 _HELD_OUT = 64  # pairs that are written for measurements
+_HEAD_SOURCES = 8192  # most sources that are written for the training of draft heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Plan:
 
 def main(
     texts: Annotated[Path, typer.Argument(help="Folder of text files. Every UTF-8 file below it is a document.")],
-    out: Annotated[Path, typer.Option(help="Folder for target/, draft/ and held.jsonl.")],
+    out: Annotated[Path, typer.Option(help="Folder for target/, draft/, held.jsonl and sources.jsonl.")],
     suffix: Annotated[list[str] | None, typer.Option(help="Only use files with this suffix. Repeatable.")] = None,
     vocab: Annotated[int, typer.Option(min=300, help="Tokens of the vocabulary.")] = 1024,
     target: Annotated[str, typer.Option(metavar="LAYERSxWIDTH", help="Layers of encoder and decoder each.")] = "3x192",
@@ -76,7 +77,9 @@ def main(
     report: dict[str, Any] = {"sentences": len(sentences.train), "vocab": len(tokenizer)}
     out.mkdir(parents=True, exist_ok=True)
     held_out = [{"source": pair.source, "text": pair.text} for pair in validation[:_HELD_OUT]]
-    (out / "held.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out), "utf-8")
+    _write_lines(out / "held.jsonl", held_out)
+    head_texts = rng.sample(sentences.train, min(_HEAD_SOURCES, len(sentences.train)))
+    _write_lines(out / "sources.jsonl", [{"source": with_typos(text, rate, rng).source} for text in head_texts])
     for role, size in sizes.items():
         start = perf_counter()
         if (out / role / "config.json").is_file():
@@ -94,6 +97,10 @@ def main(
             "seconds": round(perf_counter() - start, 1),
         }
     typer.echo(json.dumps(report))
+
+
+def _write_lines(file: Path, lines: Sequence[dict[str, str]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
 
 
 def make_model(size: Size, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> BartForConditionalGeneration:

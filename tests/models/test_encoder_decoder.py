@@ -317,11 +317,6 @@ def test_refused_drafts(shelf, tmp_path):
         LLM(shelf.folder("t5"), proposer=f"draft:{other}", **OPTIONS)
 
 
-def test_heads_are_refused(shelf):
-    with pytest.raises(OutriderError, match="draft heads do not support encoder-decoder targets"):
-        shelf.target("t5").share_weights()
-
-
 def test_bfloat16_passes_the_check(shelf):
     llm = LLM(shelf.folder("t5"), proposer="ngram", k=4, **{**OPTIONS, "dtype": "bfloat16"})
     (completion,) = llm.generate(sources=[[1, 2, 3]], params=SamplingParams(max_tokens=8, ignore_eos=True))

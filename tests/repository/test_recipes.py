@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from typer import Typer
 from typer.testing import CliRunner
 
+from outrider.cli.app import app
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded
@@ -173,12 +174,17 @@ def test_a_correction_pair_trains_and_is_measured(correction):
     assert again.exit_code == 0, again.output
     kept = json.loads(again.stdout.splitlines()[-1])
     assert kept["target"]["parameters"] == report["target"]["parameters"]
+    options = ["--target", out / "target", "--data", out / "sources.jsonl", "--eval-data", out / "held.jsonl"]
+    sizes = ["--limit", 32, "--max-tokens", 8, "--out", out / "head-medusa"]
+    head = CliRunner().invoke(app, [*map(str, ["train", "medusa", *options, *sizes])])
+    assert head.exit_code == 0, head.output
     result = _run(measure.main, out, "--rounds", 1, "--limit", 3, "--batch", 2)
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout.splitlines()[-1])
     assert figures["texts"] == 3
     assert figures["none"]["tau"] == 1
     assert figures["draft"]["tau"] >= 1
+    assert figures["head-medusa"]["tau"] >= 1
 
 
 def test_correction_ends_with_the_time(correction, tmp_path):

@@ -286,7 +286,7 @@ def test_training_uses_whole_texts_and_evaluation_their_first_half(data, tmp_pat
     assert by_number[5].count("<|assistant|>") == 1
     assert "5" in by_number[5]
     samples.sort(key=lambda sample: sample.id)
-    eval_lengths = [len(prompt) for prompt in training._evaluator._prompts]
+    eval_lengths = [len(prompt.tokens) for prompt in training._evaluator._prompts]
     assert eval_lengths == [len(sample.tokens) // 2 for sample in samples]
 
 

@@ -121,10 +121,11 @@ class HeadDecoder(Passes):
             project = self._pack(module.project.weight, module.project.bias).c()
         fuse_norms = [norm.weight.detach().float() for norm in getattr(module, "fuse_norm", ())]
         target_hidden = module.description.target_hidden
+        applies_norm = aux.final and not tables.normed_states
         return CEntry(
             fuse=fuse,
             project=project,
-            last_norm=self._keep_tensor(tables.norm.float()).data_ptr() if aux.final else 0,
+            last_norm=self._keep_tensor(tables.norm.float()).data_ptr() if applies_norm else 0,
             tap_norm=self._keep_tensor(torch.cat(fuse_norms)).data_ptr() if fuse_norms else 0,
             embedding_norm=self._norm(module, "embedding_norm"),
             state_norm=self._norm(module, "state_norm"),

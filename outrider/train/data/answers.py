@@ -13,6 +13,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Draft, FinishReason, KVView, Request, Round
 from outrider.engine.build import EngineParts
 from outrider.engine.engine import Engine
+from outrider.llm import EncodedPrompt
 from outrider.propose.base import Proposer
 from outrider.train.data.feature_cache import FeatureCache
 from outrider.train.data.sample import Sample
@@ -140,7 +141,7 @@ class AnswerGenerator:
         self,
         parts: EngineParts,
         recorder: Recorder,
-        prompts: Mapping[int, tuple[int, ...]],
+        prompts: Mapping[int, EncodedPrompt],
         params: AnswerParams,
         *,
         cache: FeatureCache | None,
@@ -173,11 +174,12 @@ class AnswerGenerator:
         prompt = self._prompts[number]
         return Request(
             id=number,
-            prompt_token_ids=prompt,
+            prompt_token_ids=prompt.tokens,
+            source_token_ids=prompt.source_token_ids,
             params=SamplingParams(
                 temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos
             ),
             seed=derive_seed(derive_seed(params.seed, answer), number),
             end_ids=frozenset() if params.ignore_eos else self._parts.end_ids,
-            max_tokens=min(params.max_tokens, self._parts.context - len(prompt)),
+            max_tokens=min(params.max_tokens, self._parts.context - len(prompt.tokens)),
         )

@@ -94,13 +94,15 @@ class Collator:
         return by_layer
 
     @torch.inference_mode()
-    def check(self, target: Target, text: tuple[int, ...]) -> None:
+    def check(self, target: Target, text: tuple[int, ...], source: tuple[int, ...] = ()) -> None:
         """Check on the tokens `text` that the target's distribution can be computed from its last hidden state.
+
+        `source` are the tokens that the encoder of an encoder-decoder target reads.
 
         Raises:
             OutriderError: it cannot, because the LM head does more than a matrix product.
         """
-        scores = score_sequence(target, text)
+        scores = score_sequence(target, text, source)
         last_state = scores.feed_hidden_states[self._last_layer][0][-1]
         expected = scores.logits[0, 0].softmax(-1)
         computed = self._target_probs(apply_final_norm(last_state, self._tables))
@@ -113,12 +115,16 @@ class Collator:
 
     def _target_probs(self, last_states: torch.Tensor) -> torch.Tensor:
         """Return the target's probabilities [*, V] from its last states [*, H] after the final norm."""
-        return functional.linear(last_states.to(self._head), self._head).float().softmax(-1)
+        logits = functional.linear(last_states.to(self._head), self._head).float()
+        softcap = self._tables.softcap
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        return logits.softmax(-1)
 
 
-def score_sequence(target: Target, tokens: tuple[int, ...]) -> Scores:
+def score_sequence(target: Target, tokens: tuple[int, ...], source: tuple[int, ...] = ()) -> Scores:
     """Score a sequence in one pass. The target must have no running sequences."""
-    batch = Batch(seqs=(SequenceState.of(tokens),), start=(0,), feed=(tokens,), draft_budget=(0,))
+    batch = Batch(seqs=(SequenceState.of(tokens, source=source),), start=(0,), feed=(tokens,), draft_budget=(0,))
     target.cache.admit(0, tokens)
     scores = target.score(batch, tree.empty(1, target.device))
     target.cache.release(0)

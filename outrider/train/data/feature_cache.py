@@ -107,6 +107,8 @@ class FeatureCache:
             request.seed,
             sorted(request.end_ids),
         ]
+        if request.source_token_ids:
+            key.append(request.source_token_ids)
         name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         return self._folder / name[:2] / f"{name}.safetensors"
 

@@ -6,35 +6,54 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.measure.prompts import Line, Prompt, by_category, chat_tokens, parse_messages, read_lines, text_tokens
+from outrider.llm import LLM, EncodedPrompt
+from outrider.measure.prompts import (
+    SOURCE_FORM,
+    Line,
+    Prompt,
+    by_category,
+    chat_tokens,
+    parse_messages,
+    parse_sourced_prompt,
+    read_lines,
+    text_tokens,
+)
 
 _EVAL_SHARE = 0.05  # of the prompts, if there is no --eval-data
 _MAX_EVAL_PROMPTS = 64
 _LINE_FORMAT = '{"prompt": "..."} or {"messages": [...]}'
 
 
-def read_prompts(files: Sequence[str], *, limit: int | None = None) -> list[Prompt]:
+def read_prompts(files: Sequence[str], *, limit: int | None = None, with_sources: bool = False) -> list[Prompt]:
     """Return the prompts of all files, up to the first `limit`. A line without a category has the category "".
+
+    `with_sources`: the lines are for an encoder-decoder target. They have a source, and may have the beginning of the
+    output as `prompt`. Lines for other targets may have any fields beside `prompt` or `messages`.
 
     Raises:
         OutriderError: a file cannot be read, or a line is not a prompt.
     """
-    return [_prompt(line) for file in files for line in read_lines(file, form=_LINE_FORMAT)][:limit]
+    parse, form = (_sourced_prompt, SOURCE_FORM) if with_sources else (_prompt, _LINE_FORMAT)
+    return [parse(line) for file in files for line in read_lines(file, form=form)][:limit]
 
 
-def split(prompts: Sequence[Prompt], eval_data: str | None, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+def split(
+    prompts: Sequence[Prompt], eval_data: str | None, *, seed: int, with_sources: bool = False
+) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts for training and those for the evaluation.
 
     Without the file `eval_data`, a part of `prompts` is held out: first of all prompts that occur only once.
+    `with_sources` is that of `read_prompts`, for `eval_data`.
 
     Raises:
         OutriderError: there are too few prompts.
     """
     if eval_data:
-        groups = by_category(read_prompts([eval_data]))
+        groups = by_category(read_prompts([eval_data], with_sources=with_sources))
         most = max(_MAX_EVAL_PROMPTS // len(groups), 1)
         return list(prompts), [prompt for group in groups.values() for prompt in group[:most]]
     if len(prompts) < 2:
@@ -76,8 +95,22 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, *, whole: bool = False) -> tup
     return tokens
 
 
+def encode_sourced_prompt(llm: LLM, prompt: Prompt) -> EncodedPrompt:
+    """Return the tokens of a prompt for an encoder-decoder target, and of its source.
+
+    Without a prompt, the output begins with the start tokens of the target.
+
+    Raises:
+        OutriderError: the source is too long for the encoder, or the target has no start tokens.
+    """
+    try:
+        return llm.encode_with_source(prompt.prompt, prompt.source)
+    except OutriderError as error:
+        raise OutriderError(f"{prompt.id}: {error}") from error
+
+
 def _content(prompt: Prompt) -> str:
-    return json.dumps([prompt.prompt, prompt.messages])
+    return json.dumps([prompt.prompt, prompt.messages, prompt.source])
 
 
 def _prompt(line: Line) -> Prompt:
@@ -94,3 +127,8 @@ def _prompt(line: Line) -> Prompt:
     if not isinstance(prompt, str) or not prompt:
         raise OutriderError(f"{line.where}: no prompt; give lines like {_LINE_FORMAT}")
     return Prompt(id=line.where, category=category, prompt=prompt, messages=None)
+
+
+def _sourced_prompt(line: Line) -> Prompt:
+    """Return the prompt of a line for an encoder-decoder target."""
+    return replace(parse_sourced_prompt(line), id=line.where)
