@@ -166,10 +166,11 @@ _ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "phi3 with longrope": config_of(
         "Phi3Config",
+        hidden_size=64,
         rope_parameters={
             "rope_type": "longrope",
-            "short_factor": [1.0, 1.5, 2.0, 3.0],
-            "long_factor": [4.0] * 4,
+            "short_factor": [1.0, 1.5, 2.0, 3.0, 3.5, 4.0, 4.5, 5.0],
+            "long_factor": [4.0] * 8,
             "rope_theta": 1e4,
             "original_max_position_embeddings": 64,
         },

@@ -155,9 +155,10 @@ def records(target, seq):
 def test_native_kernels(name, tmp_path):
     config = tiny.TABLE[name].config()
     if tiny.TABLE[name].native:
+        text = config.get_text_config(decoder=True)
         for setting, value in NATIVE_SIZES.items():
-            if hasattr(config, setting):
-                setattr(config, setting, value)
+            if hasattr(text, setting):
+                setattr(text, setting, value)
     checkpoint = load_checkpoint(tiny.save(tmp_path, config), dtype="float32", device="cpu")
     if tiny.TABLE[name].native:
         target = make_target(checkpoint, slots=1, context=64, kernels="native")
