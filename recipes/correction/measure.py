@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Annotated, Any
 
 import typer
@@ -27,6 +27,9 @@ def main(
     k: Annotated[int, typer.Option(min=1, help="Most draft tokens per round.")] = 8,
     batch: Annotated[int, typer.Option(min=1, help="Texts at once.")] = 1,
     threads: Annotated[int, typer.Option(min=1)] = 1,
+    processor_time: Annotated[
+        bool, typer.Option("--processor-time", help="Count processor time, for a machine with other programs.")
+    ] = False,
 ) -> None:
     """Correct every text with every proposer in each round, greedily. The last line of output is one JSON document."""
     lines = [json.loads(line) for line in (pair / "held.jsonl").read_text("utf-8").splitlines()][:limit]
@@ -53,15 +56,16 @@ def main(
     for name, texts in outputs.items():
         if texts != expected:
             raise typer.BadParameter(f"{name} gives other texts than plain decoding; report this as a bug")
+    clock = process_time if processor_time else perf_counter
     before = {name: llm.stats for name, llm in engines.items()}
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(rounds):
         names = list(engines) if number % 2 == 0 else list(engines)[::-1]
         for name in names:
             tokens = engines[name].stats.output_tokens
-            start = perf_counter()
+            start = clock()
             _correct(engines[name], sources, batch)
-            rates[name].append((engines[name].stats.output_tokens - tokens) / (perf_counter() - start))
+            rates[name].append((engines[name].stats.output_tokens - tokens) / (clock() - start))
         say(f"round {number + 1} of {rounds}")
     report: dict[str, Any] = {
         "texts": len(sources),
