@@ -1,0 +1,27 @@
+"""Fixtures of the tests of `outrider tune`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.plan.test_plan import costs
+from tests.tune.commands import CONSTANT, FIFTH, PROMPTS
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """Replace measured costs and rates, because these tests do not check speeds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outrider.engine.build.known_costs", lambda target, draft: costs(CONSTANT, draft and FIFTH))
+        patch.setattr("outrider.bench.rates._BUFFER", 1 << 20)
+        patch.setattr("outrider.bench.rates._MATRIX", (64, 64))
+        yield
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("tune") / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, PROMPTS)))
+    return str(file)
