@@ -178,7 +178,7 @@ def test_warning_names_weights_that_are_not_quantized(folders, caplog, tmp_path)
 
 def test_error_messages_when_quantization_is_unsupported(folders, monkeypatch, tmp_path):
     with pytest.raises(OutriderError, match="quantize needs a CPU and bfloat16; use device cpu and dtype auto"):
-        LLM(folders["olmo2"], quantize="int8", dtype="float32", device="cpu")
+        LLM(folders["olmo2"], quantize="int8", dtype="float32", device="cpu", kernels="torch")
     sizes = {
         "hidden_size": 24,
         "intermediate_size": 40,
@@ -191,7 +191,7 @@ def test_error_messages_when_quantization_is_unsupported(folders, monkeypatch, t
         quantize_model(model, 8)
     monkeypatch.setattr(quantize, "_OPERATORS", ("_no_such_operator",))
     with pytest.raises(UnsupportedModel, match="this torch has no operator _no_such_operator, which --quantize needs"):
-        LLM(folders["olmo2"], quantize="int4", device="cpu")
+        LLM(folders["olmo2"], quantize="int4", device="cpu", kernels="torch")
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

@@ -254,6 +254,7 @@ def test_one_prompt_needs_evaluation_data(tmp_path):
 def test_messages_need_a_chat_template():
     class Tokenizer:
         chat_template = None
+        bos_token_id = None
 
         def encode(self, text, **_):
             return list(text.encode())
