@@ -25,7 +25,10 @@ class Workload:
 
 
 def interleave(workloads: Sequence[Workload], repeats: int, console: Console) -> dict[Condition, list[Sample]]:
-    """Run all workloads `repeats` times. The order of the variants alternates from batch to batch."""
+    """Run all workloads `repeats` times. The order of the variants alternates from batch to batch.
+
+    No repeat knows the outputs of another one. Otherwise a proposer with a memory of outputs would draft copies.
+    """
     for workload in workloads:
         for variant in workload.variants:
             variant.run([job.shortened(_WARMUP_TOKENS) for job in workload.batches[0].jobs])  # to warm up
@@ -43,6 +46,8 @@ def interleave(workloads: Sequence[Workload], repeats: int, console: Console) ->
 
 
 def _run_once(workload: Workload, repeat: int) -> Iterator[Sample]:
+    for variant in workload.variants:
+        variant.forget_outputs()
     for i, batch in enumerate(workload.batches):
         for variant in workload.variants[:: 1 if (repeat + i) % 2 == 0 else -1]:
             trial = variant.run([job.with_seed(repeat) for job in batch.jobs])

@@ -41,6 +41,9 @@ class Peer:
         self._model = model
         self._assistant = assistant
 
+    def forget_outputs(self) -> None:
+        pass  # `generate` remembers nothing
+
     def run(self, jobs: Sequence[Job]) -> Trial:
         (job,) = jobs
         torch.manual_seed(job.params.seed or 0)

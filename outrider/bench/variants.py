@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from typing import Protocol
@@ -12,9 +12,12 @@ from outrider.benchmarking.jobs import Job
 from outrider.benchmarking.timeline import Timeline, run_jobs
 from outrider.core.stats import Stats, StatsAccumulator
 from outrider.core.types import Batch, Draft, SequenceState
+from outrider.engine.build import assemble
 from outrider.llm import LLM
 from outrider.measure.clock import DecodeSpeed
 from outrider.plan.planner import FixedPlanner, Planner
+from outrider.propose.base import NoProposer, Proposer
+from outrider.propose.renew import without_outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,9 @@ class Variant(Protocol):
     """One way to complete prompts."""
 
     name: str
+
+    def forget_outputs(self) -> None:
+        """Forget all outputs, so that a prompt that is measured again is new."""
 
     def run(self, jobs: Sequence[Job]) -> Trial:
         """Complete the prompts in one batch."""
@@ -56,13 +62,28 @@ class SwitchPlanner:
 
 
 class OutriderRunner:
-    """Outrider's engine with k draft tokens per round. k = 0 is plain decoding."""
+    """Outrider's engine with k draft tokens per round. k = 0 is plain decoding.
+
+    All runners of an `LLM` share its models. Each has a proposer of its own, so that none drafts from the outputs of
+    another one.
+    """
 
     def __init__(self, name: str, llm: LLM, planner: SwitchPlanner, *, k: int | str) -> None:
         self.name = name
-        self._llm = llm
+        self._base = llm
         self._planner = planner
         self._k = k
+        self.forget_outputs()
+
+    def forget_outputs(self) -> None:
+        """Begin again with a proposer that knows no outputs. The planner of k auto keeps what it has learned."""
+        parts = self._base.parts
+        if self._k == 0:
+            proposer: Proposer = NoProposer(parts.setup)
+        else:
+            proposer = without_outputs(parts.proposer, parts.proposer_spec, parts.setup)
+        engine = assemble(parts.loaded, proposer=proposer, verifier=parts.verifier, planner=self._planner)
+        self._llm = LLM.from_parts(replace(parts, engine=engine, proposer=proposer))
 
     def run(self, jobs: Sequence[Job]) -> Trial:
         self._planner.k = self._k

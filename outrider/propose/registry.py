@@ -61,7 +61,7 @@ def find_proposer(spec: str, setup: ProposerSetup) -> Proposer:
     Raises:
         OutriderError: the expression is not valid, or a proposer in it cannot be made.
     """
-    return _make(parse(spec), setup)
+    return make(parse(spec), setup)
 
 
 def check_proposer(spec: str | Maker) -> None:
@@ -246,9 +246,14 @@ def _check(expression: Expression) -> None:
         _check(part)
 
 
-def _make(expression: Expression, setup: ProposerSetup) -> Proposer:
+def make(expression: Expression, setup: ProposerSetup) -> Proposer:
+    """Make the proposer of a parsed expression.
+
+    Raises:
+        OutriderError: a proposer in the expression cannot be made.
+    """
     if expression.name in COMBINATIONS and expression.parts:
-        return COMBINATIONS[expression.name](setup, [_make(part, setup) for part in expression.parts])
+        return COMBINATIONS[expression.name](setup, [make(part, setup) for part in expression.parts])
     if expression.name in NAMED:
         return NAMED[expression.name].make(expression.argument, setup)
     return own_proposer(_import_maker(expression), setup)

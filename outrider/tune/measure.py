@@ -21,16 +21,13 @@ from outrider.loader.checkpoint import refuse_sources
 from outrider.measure.prompts import read_prompts
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.planner import FixedPlanner, Planner
-from outrider.propose.base import Proposer
-from outrider.propose.registry import SAMPLING_PROPOSERS, Expression, parse
+from outrider.propose.base import Proposer, ProposerSetup
+from outrider.propose.renew import without_outputs
 from outrider.tune.settings import Settings
 from outrider.tune.trial import PromptBatch, Trial, Variant, run
 
 _WARMUP_TOKENS = 8
 _MIN_BATCHES = 2  # batches of prompts that are measured in spite of the time limit, so that there is an interval
-# Proposers without memory of finished outputs. Every other proposer is created again before it gets a prompt a second
-# time. Otherwise it would remember the output.
-_FORGETFUL = SAMPLING_PROPOSERS | {"draft-text", "ngram", "suffix", "retrieval", "best", "first", "merge", "switch"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +97,8 @@ class VariantEngines:
             return self.base
         parts = self.base.parts
         verifier = find_verifier(self._settings.verifier, variant.proposer)
-        if is_forgetful(parse(variant.proposer)):
-            proposer = self.proposers[variant.proposer]
-        else:
-            proposer = self._make_proposer(variant.proposer)
+        setup = self._setup(variant.proposer)
+        proposer = without_outputs(self.proposers[variant.proposer], variant.proposer, setup)
         planner = self._planner(variant)
         engine = assemble(parts.loaded, proposer=proposer, verifier=verifier, planner=planner)
         return LLM.from_parts(replace(parts, engine=engine, proposer=proposer, verifier=verifier, planner=planner))
@@ -117,20 +112,15 @@ class VariantEngines:
         return self._planners[variant]
 
     def _make_proposer(self, spec: str) -> Proposer:
-        parts = self.base.parts
-        draw = find_verifier(self._settings.verifier, spec).draw
-        proposer = make_proposer(spec, replace(parts.setup, draw=draw, **self._settings.draft_settings(spec)))
+        proposer = make_proposer(spec, self._setup(spec))
         if not self._exported_layers.issuperset(proposer.needs.layers):
             self._exported_layers.update(proposer.needs.layers)
-            parts.target.export_hidden_states(sorted(self._exported_layers))
+            self.base.parts.target.export_hidden_states(sorted(self._exported_layers))
         return proposer
 
-
-def is_forgetful(expression: Expression) -> bool:
-    """Return whether a proposer has no memory of finished outputs."""
-    if expression.name not in _FORGETFUL or (expression.name == "suffix" and expression.argument):
-        return False
-    return all(map(is_forgetful, expression.parts))
+    def _setup(self, spec: str) -> ProposerSetup:
+        draw = find_verifier(self._settings.verifier, spec).draw
+        return replace(self.base.parts.setup, draw=draw, **self._settings.draft_settings(spec))
 
 
 def variants(settings: Settings, condition: Condition) -> list[Variant]:

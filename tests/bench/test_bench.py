@@ -10,12 +10,13 @@ from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams, Stats
 from outrider.bench.conditions import conditions
+from outrider.bench.interleave import Workload, interleave
 from outrider.bench.pass_work import bytes_per_pass, flops_per_token
 from outrider.bench.report import Sample, expected_speedup, report
 from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings
 from outrider.bench.variants import OutriderRunner, SwitchPlanner, Trial
-from outrider.benchmarking.jobs import Job
+from outrider.benchmarking.jobs import Condition, Job, PromptBatch
 from outrider.cli.app import app
 from outrider.loader.embedded import embedded
 from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, token_gaps, with_times
@@ -229,6 +230,28 @@ def test_switch_planner_measures_both_variants_with_one_llm():
     assert plain.stats.rounds == 11  # all rounds but the prefill
     assert plain.speed.tokens == 22
     assert not llm.engine.busy()
+
+
+def test_no_variant_drafts_from_outputs_of_plain_decoding_or_of_earlier_repeats():
+    """All variants and repeats complete the same prompts. A memory of outputs would draft copies of them."""
+    planner = SwitchPlanner()
+    llm = LLM(proposer="suffix:1000", dtype="float32", max_num_seqs=1, max_model_len=64, planner=planner)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    jobs = (Job(prompt=llm.encode("import os\n"), params=params),)
+    runners = [OutriderRunner(name, llm, planner, k=k) for name, k in (("plain", 0), ("speculative", 4))]
+    workload = Workload(
+        condition=Condition(batch=1, temperature=0.0),
+        variants=tuple(runners),
+        batches=(PromptBatch(category="code", jobs=jobs),),
+    )
+    (samples,) = interleave([workload], 2, Console(quiet=True)).values()
+    (first, second) = (sample.trial.stats for sample in samples if sample.name == "speculative")
+    assert first is not None
+    assert second is not None
+    assert (second.passes, second.accepted) == (first.passes, first.accepted)
+    again = runners[1].run([job.with_seed(0) for job in jobs]).stats  # this one remembers the last repeat
+    assert again is not None
+    assert again.passes < first.passes
 
 
 def test_bytes_per_pass():

@@ -16,7 +16,6 @@ from outrider.propose.registry import parse
 from outrider.tune.advice import advise
 from outrider.tune.engines import other_engines
 from outrider.tune.figures import AcceptanceSummary, Estimate, RoundMs, figures, ratio
-from outrider.tune.measure import is_forgetful
 from outrider.tune.trial import Variant, split
 from outrider.tune.wording import summary
 from tests.tune.trials import make_trials, make_variant, trial
@@ -223,11 +222,6 @@ def test_split_into_output_thirds():
     passes = [(2, 1, 2), (2, 0, 1), (2, 2, 3), (0, 0, 1), (2, 1, 2)]
     assert list(split(passes)) == [passes[:2], passes[2:3], passes[3:]]
     assert list(split([(0, 0, 1)])) == [[(0, 0, 1)], [], []]
-
-
-def test_proposers_that_remember_outputs():
-    assert all(is_forgetful(parse(spec)) for spec in ("ngram", "suffix", "draft:x", "merge(ngram,draft:x)"))
-    assert not any(is_forgetful(parse(spec)) for spec in ("suffix:100", "recycle", "merge(ngram,suffix:9)", "a.b:C"))
 
 
 def settings_by_engine(spec, k=4, stops=None):
