@@ -46,7 +46,7 @@ class Peer:
 
     def run(self, jobs: Sequence[Job]) -> Trial:
         (job,) = jobs
-        torch.manual_seed(job.params.seed or 0)
+        torch.manual_seed(job.seed)
         tokens = torch.tensor([job.prompt], device=self._model.device)
         recorder = _Recorder(len(job.prompt))
         do_sample = job.params.temperature > 0

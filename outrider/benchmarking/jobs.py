@@ -19,11 +19,12 @@ class Job:
 
     prompt: tuple[int, ...]  # token ids
     source: EncodedSource | None = None  # what the encoder of an encoder-decoder target reads
-    params: SamplingParams  # with a seed
+    params: SamplingParams  # without a seed, as most requests are; a seed can restrict the draft
+    seed: int = 0  # of the noise
 
     def with_seed(self, salt: int) -> Job:
         """Return the job with another seed, which depends on its own one and on `salt`."""
-        return replace(self, params=replace(self.params, seed=derive_seed(self.params.seed or 0, salt)))
+        return replace(self, seed=derive_seed(self.seed, salt))
 
     def shortened(self, max_tokens: int) -> Job:
         """Return the job with at most `max_tokens` tokens of output, for a warm-up."""
@@ -81,10 +82,9 @@ def make_batches(
             chunk = padded[start : start + condition.batch]
             jobs = []
             for i, (tokens, source) in enumerate(chunk):
-                params = SamplingParams(
-                    temperature=condition.temperature, max_tokens=max_tokens, seed=derive_seed(seed, num_jobs + i)
-                )
-                jobs.append(Job(prompt=tokens, source=source, params=params))
+                params = SamplingParams(temperature=condition.temperature, max_tokens=max_tokens)
+                own = derive_seed(seed, num_jobs + i)
+                jobs.append(Job(prompt=tokens, source=source, params=params, seed=own))
             batches.append(PromptBatch(category=category, jobs=tuple(jobs)))
             num_jobs += len(jobs)
     return tuple(batches)

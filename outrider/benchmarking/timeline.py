@@ -68,7 +68,9 @@ def run_jobs(llm: LLM, jobs: Sequence[Job]) -> Timeline:
     engine = llm.engine
     seqs: dict[int, SequenceState | None] = {}
     for job in jobs:
-        seqs |= dict.fromkeys(llm.submit(job.prompt, job.params, source=job.source))
+        for request in llm.requests_of_tokens(job.prompt, job.params, job.source, seed=job.seed):
+            llm.add(request)
+            seqs[request.id] = None
     events = [EmitEvent(at=perf_counter(), emitted=(0,) * len(seqs))]
     snapshots = [engine.stats]
     while engine.busy():

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import inf
 
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Round
+from outrider.core.types import Batch, Draft, Round, SequenceState
 from outrider.propose.acceptance import AcceptanceEstimator
 from outrider.propose.base import Proposer, ProposerSetup, must_reproduce
 from outrider.propose.combine import PRIOR, Combination, Drafted, choose_drafts
@@ -33,14 +33,17 @@ class Best(Combination):
       and such estimates are too high on average. So they are corrected by the acceptance of the drafts that were used.
     - The value of a draft that a later part has not made yet is the mean of its recent drafts.
 
-    A sampled draft is always used, because dropping it for its value would bias the output. If a text must be
-    reproducible, the first part with a draft is used.
+    A sampled draft is always used, because dropping it for its value would bias the output.
+
+    If a text must be reproducible, the first part that is a draft model is used: what a lookup drafts and promises may
+    depend on other requests. Without such a part, the first part with a draft is used.
     """
 
     def __init__(self, setup: ProposerSetup, parts: Sequence[Proposer]) -> None:
         super().__init__(setup, parts)
         self._records = [_Record() for _ in parts]
         self._has_model = [draft_model(part) is not None for part in parts]
+        self._reproducible = self._has_model.index(True) if any(self._has_model) else 0  # first part for such texts
         self._acceptance = AcceptanceEstimator()  # by part and depth, for parts that give no estimate
         self._pending: list[Drafted] = []  # of this round
         self._used: list[int] = []  # [B] part whose draft is used in this round; -1: no draft
@@ -53,9 +56,13 @@ class Best(Combination):
         self._used = [-1] * num_seqs
         self._estimates = [()] * num_seqs
         result = tree.empty(num_seqs, self._setup.device)
-        remaining = batch  # without the budgets of sequences for which no later part drafts
+        first_parts = [self._first_part(seq) for seq in batch.seqs]
+        values = [-inf] * num_seqs  # of the current drafts
+        later = inf  # highest expected value of the parts that have not drafted yet
         for i, part in enumerate(self.parts):
-            draft = part.propose(remaining)
+            triples = zip(batch.draft_budget, values, first_parts, strict=True)
+            budget = tuple(count if value < later and i >= first else 0 for count, value, first in triples)
+            draft = part.propose(replace(batch, draft_budget=budget))
             if draft.accept_prob is None and draft.q is None:
                 draft = replace(draft, accept_prob=self._estimate(i, draft))
             draft = replace(draft, source=self._source(i, draft))
@@ -64,13 +71,9 @@ class Best(Combination):
                 if width:
                     self._used[b] = i
                     self._estimates[b] = estimates[b]
+                    values[b] = self._value(i, estimates[b], batch, b)
             result = choose_drafts(result, draft, [used != i for used in self._used])
-            if i + 1 < len(self.parts):
-                later = max(self._expected_value(later, batch) for later in range(i + 1, len(self.parts)))
-                values = [self._value(i, estimates[b], batch, b) if draft.width[b] else -inf for b in range(num_seqs)]
-                pairs = zip(remaining.draft_budget, values, strict=True)
-                budget = tuple(count if value < later else 0 for count, value in pairs)
-                remaining = replace(remaining, draft_budget=budget)
+            later = max((self._expected_value(later, batch) for later in range(i + 1, len(self.parts))), default=-inf)
         self._width = result.width
         return result
 
@@ -83,6 +86,10 @@ class Best(Combination):
                 estimated = sum(self._estimates[b][:verified])
                 self._records[used].learn(len(emitted) - 1, estimated, drafted=self._width[b], verified=verified)
         super().commit(round)
+
+    def _first_part(self, seq: SequenceState) -> int:
+        """Return the first part that may draft for a sequence."""
+        return self._reproducible if must_reproduce(seq, self._setup.draw) else 0
 
     def _expected_value(self, part: int, batch: Batch) -> float:
         """Return the expected value of the next draft of a part. It is infinite until the part has drafted."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch.nn import functional
 
@@ -151,19 +150,29 @@ def test_each_sequence_has_its_own_draft():
     assert model.budgets[-1] == (0, 4)
 
 
-@pytest.mark.parametrize("seed", [None, 5])
-def test_sampled_drafts_are_kept(seed):
-    params = SamplingParams(temperature=1.0, seed=seed)
+def test_sampled_drafts_are_kept():
+    params = SamplingParams(temperature=1.0)
     first, second = Lookup([1], sampled=True), Model([2, 2, 2])
     assert run(make_best(first, second), accepted=0, rounds=6, params=params) == [[1]]
     assert second.budgets == [(0,)] * 6
 
 
-def test_draft_of_a_seed_does_not_depend_on_other_requests():
+def test_draft_of_a_seed_comes_from_a_draft_model():
+    """What a lookup drafts may depend on other requests. Greedy texts do not depend on their drafts."""
+    seeded = SamplingParams(temperature=1.0, seed=5)
+    lookup, model, other = Lookup([1, 1, 1, 1], [0.9] * 4), Model([2, 2, 2], sampled=True), Model([3, 3])
+    assert run(make_best(lookup, model, other), accepted=0, rounds=6, params=seeded) == [[2, 2, 2]]
+    assert lookup.budgets == other.budgets == [(0,)] * 6
+    for other_params in (replace(seeded, seed=None), replace(seeded, temperature=0)):
+        run(make_best(lookup, model, other), accepted=0, params=other_params)
+        assert lookup.budgets[-1] != (0,)
+
+
+def test_draft_of_a_seed_without_a_draft_model_is_the_first_one():
     params = SamplingParams(temperature=1.0, seed=5)
     for draw, expected in ((Draw.SAMPLE, [1, 1]), (Draw.ARGMAX, [2, 2, 2])):
-        lookup, model = Lookup([1, 1], [0.2, 0.1]), Model([2, 2, 2])
-        assert run(make_best(lookup, model, draw=draw), accepted=3, rounds=4, params=params) == [expected]
+        first, second = Lookup([1, 1], [0.2, 0.1]), Lookup([2, 2, 2], [0.9, 0.9, 0.9])
+        assert run(make_best(first, second, draw=draw), accepted=3, rounds=4, params=params) == [expected]
 
 
 def test_budget_is_kept():
