@@ -338,7 +338,8 @@ class LLM:
 
     def add(self, request: Request) -> SequenceState:
         """Queue a request of `requests` and return its state."""
-        return self.engine.add(request, TextStream(self._text, request.params.stop))
+        stream = TextStream(self._text, request.params.stop, prompt=request.prompt_token_ids)
+        return self.engine.add(request, stream)
 
     def abort(self, id: int) -> None:
         """Abort the request with this id, whether it waits or runs."""
