@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EISDIR
+from errno import EDQUOT, EISDIR, ENOSPC
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -58,4 +58,5 @@ def _temporary_path(path: Path) -> Iterator[Path]:
         with TemporaryDirectory(dir=path.parent, prefix=".outrider-") as folder:
             yield Path(folder) / path.name
     except OSError as error:
-        raise OutriderError(f"{path} cannot be written ({error.strerror}); name a file in a writable folder") from None
+        fix = "free some space" if error.errno in (ENOSPC, EDQUOT) else "name a file in a writable folder"
+        raise OutriderError(f"{path} cannot be written ({error.strerror}); {fix}") from None
