@@ -8,7 +8,7 @@ import os
 import pytest
 
 from outrider.errors import OutriderError
-from outrider.system.atomic_files import write_whole
+from outrider.system.atomic_files import check_folder, write_whole
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,8 @@ def test_file_that_cannot_be_written_stays_as_it_was(number, fix, tmp_path, monk
         write_whole(file, "after")
     assert file.read_text() == "before"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_folder_without_a_name_is_not_the_current_one():
+    with pytest.raises(OutriderError, match="--out is empty; name a folder"):
+        check_folder("", "--out")
