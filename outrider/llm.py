@@ -460,8 +460,8 @@ class LLM:
         if room < 1:
             checkpoint = parts.loaded.checkpoint
             remedy = " or raise max_model_len"
-            if checkpoint.context_reason and parts.context == checkpoint.context:
-                remedy = f" ({checkpoint.context_reason})"
+            if parts.context == checkpoint.context:
+                remedy = f" ({checkpoint.context_reason or 'the model takes no more'})"
             raise InvalidParam(
                 "prompt",
                 f"the prompt is {len(tokens)} tokens long and the context holds {parts.context}; shorten the prompt"
