@@ -338,7 +338,8 @@ class LLM:
 
     def add(self, request: Request) -> SequenceState:
         """Queue a request of `requests` and return its state."""
-        return self.engine.add(request, TextStream(self._text, request.params.stop))
+        stream = TextStream(self._text, request.params.stop, prompt=request.prompt_token_ids)
+        return self.engine.add(request, stream)
 
     def abort(self, id: int) -> None:
         """Abort the request with this id, whether it waits or runs."""
@@ -459,8 +460,8 @@ class LLM:
         if room < 1:
             checkpoint = parts.loaded.checkpoint
             remedy = " or raise max_model_len"
-            if checkpoint.context_reason and parts.context == checkpoint.context:
-                remedy = f" ({checkpoint.context_reason})"
+            if parts.context == checkpoint.context:
+                remedy = f" ({checkpoint.context_reason or 'the model takes no more'})"
             raise InvalidParam(
                 "prompt",
                 f"the prompt is {len(tokens)} tokens long and the context holds {parts.context}; shorten the prompt"

@@ -155,7 +155,7 @@ PromptFile = Annotated[
         rich_help_panel=_MEASURE,
     ),
 ]
-BenchPromptFile = Annotated[
+PromptOrSourceFile = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",

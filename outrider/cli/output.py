@@ -55,6 +55,10 @@ class Painter:
         self._stream = TextStream(llm.decode)
         self._last_char = ""
 
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Begin a completion after the tokens of a prompt."""
+        self._stream = TextStream(self._llm.decode, prompt=prompt)
+
     def write(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> None:
         """Write the next characters of the completion. `tokens` were committed with them."""
         # Write to the file: a console would wrap lines, expand tabs and drop control characters.
@@ -67,7 +71,6 @@ class Painter:
         if self._last_char != "\n":
             self._console.file.write("\n")
         self._pieces.clear()
-        self._stream = TextStream(self._llm.decode)
         self._last_char = ""
 
     def _colored(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> str:
@@ -106,6 +109,10 @@ class Output:
     def head(self, text: str) -> None:
         """Print a heading above one of several completions."""
         self._stderr.rule(text, align="left", style="dim")
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Begin a completion after the tokens of a prompt."""
+        self._painter.begin(prompt)
 
     def write(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> None:
         """Show the next characters of a completion and the tokens committed with them."""

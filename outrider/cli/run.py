@@ -181,7 +181,9 @@ def _complete_one(
     events = [EmitEvent(at=perf_counter(), emitted=(0,))]
     stats = [llm.stats]  # after each event
     text = ""
-    for chunk in llm.stream(prompt, params, source=source):
+    tokens = llm.encode(prompt) if isinstance(prompt, str) else prompt
+    output.begin(tokens or ())
+    for chunk in llm.stream(tokens, params, source=source):
         text += chunk.text
         output.write(chunk.text, chunk.token_ids, chunk.from_draft)
         events.append(EmitEvent(at=perf_counter(), emitted=(events[-1].emitted[0] + len(chunk.token_ids),)))
@@ -226,6 +228,7 @@ def _complete_several(
     completions = tuple(llm.completion(seq) for seq in seqs)
     for i, completion in enumerate(completions, 1):
         output.head(f"{i} of {len(completions)}")
+        output.begin(completion.prompt_token_ids)
         output.write(completion.text, completion.token_ids, completion.from_draft)
         output.end()
     if unfinished:

@@ -9,21 +9,32 @@ _REPLACEMENT = "�"  # what a tokenizer decodes an incomplete character to
 _MAX_CHAR_TOKENS = 4  # a UTF-8 character has at most 4 bytes
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 _MAX_PENDING = 2 * _MAX_CHAR_TOKENS  # more pending tokens than this include invalid bytes or tokens without text
+_MAX_PROMPT_TOKENS = 8  # of the prompt that are decoded before the completion
 
 
 class TextStream:
     """Decodes a completion token by token.
 
     `text` has the characters that no later token can change. In many tokenizers the text of a token depends on the
-    token before it. So a window of recent tokens is decoded each time.
+    token before it. So a window of recent tokens is decoded each time. It begins within the prompt: SentencePiece
+    removes a space from the front of decoded text, and the space before the first word of a completion must stay.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = (), *, prompt: Sequence[int] = ()
+    ) -> None:
+        """Start with an empty text.
+
+        Args:
+            decode: returns the text of tokens, without special tokens.
+            stop: stop strings.
+            prompt: the tokens before the completion. Their text is not returned.
+        """
         self._decode = decode
         self._stop = tuple(stop)
-        self._tokens: list[int] = []
+        self._tokens = _left_context(prompt, decode)
         self._context = 0  # tokens[context:decoded] are the left context of the window
-        self._decoded = 0  # number of tokens whose text is in `_text`
+        self._decoded = len(self._tokens)  # number of tokens whose text is in `_text`, or before it
         self._text = ""
         self.stopped = False
 
@@ -116,6 +127,20 @@ class TextStream:
             self._text = self._text[:first]
             self.stopped = True
         return self.stopped
+
+
+def _left_context(prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[int]:
+    """Return the last tokens of a prompt, from behind its last special token: a new text begins there.
+
+    They have whole characters. With byte fallback, a part of a character would make all bytes after it invalid.
+    """
+    tail = list(prompt[-_MAX_PROMPT_TOKENS:])
+    for i in range(len(tail), 0, -1):
+        if not decode((tail[i - 1], tail[i - 1])):  # twice, as a space alone may have no text
+            tail = tail[i:]
+            break
+    suffixes = (tail[i:] for i in range(len(tail)))
+    return next((suffix for suffix in suffixes if _REPLACEMENT not in decode(suffix)), [])
 
 
 def is_utf8(text: str) -> bool:

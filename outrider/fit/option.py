@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.fit.rules import candidate_key
 from outrider.propose.expression import short
 from outrider.tune.candidate import Candidate
+from outrider.tune.trial import label
 
 PLAIN = "plain decoding"
 
@@ -36,6 +38,7 @@ class Option:
 
     proposer: str  # an expression; "none" for plain decoding
     k: int | str
+    draft_quantize: str | None = None  # weights of its draft, where several were compared
     speedup: float  # the geometric mean over the temperatures
     by_temperature: tuple[Speed, ...]
     memory_bytes: int  # weights and KV cache of the draft
@@ -45,7 +48,7 @@ class Option:
     @property
     def name(self) -> str:
         """What people read."""
-        return PLAIN if self.proposer == "none" else f"{short(self.proposer)}, k {self.k}"
+        return PLAIN if self.proposer == "none" else f"{label(short(self.proposer), self.draft_quantize)}, k {self.k}"
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Option:
@@ -57,7 +60,7 @@ class Option:
 def speeds(candidate: Candidate, cases: Sequence[Mapping[str, Any]]) -> Iterator[Speed]:
     """Yield the speeds of a candidate by temperature."""
     for case in cases:
-        if (case["proposer"], case["k"]) == (candidate.proposer, candidate.k):
+        if candidate_key(case) == candidate.key:
             overall = case["overall"]
             yield Speed(
                 temperature=case["temperature"],

@@ -14,7 +14,8 @@ from outrider.fit.option import Option, Speed, size, speeds
 from outrider.fit.rules import candidates, ranked
 from outrider.propose.expression import command_line_form, short
 from outrider.report.console import count_text
-from outrider.tune.candidate import WORTHWHILE, Candidate
+from outrider.tune.candidate import WORTHWHILE, Candidate, CandidateKey
+from outrider.tune.trial import label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +79,10 @@ class Outcome:
         return self.certificate is not None and self.certificate["passed"] is False
 
     @property
-    def _advised(self) -> tuple[str, int | str]:
-        """The proposer and the draft length of the recommendation."""
+    def _advised(self) -> CandidateKey:
+        """The recommendation."""
         advice = self._measured["advice"]
-        return advice["proposer"], advice["k"]
+        return CandidateKey(advice["proposer"], advice["k"], advice.get("draft_quantize"))
 
     def _options(self) -> Iterator[Option]:
         yield Option(
@@ -105,10 +106,11 @@ class Outcome:
                     yield self._option(candidate, self.first, held_out=False)
 
     def _option(self, candidate: Candidate, document: Mapping[str, Any], *, held_out: bool) -> Option:
-        memory = document["memory"][candidate.proposer]
+        memory = document["memory"][label(candidate.proposer, candidate.draft_quantize)]
         return Option(
             proposer=candidate.proposer,
             k=candidate.k,
+            draft_quantize=candidate.draft_quantize,
             speedup=candidate.overall.value,
             by_temperature=tuple(speeds(candidate, document["cases"])),
             memory_bytes=memory["draft_weight_bytes"] + memory["draft_cache_bytes"],
@@ -117,7 +119,7 @@ class Outcome:
         )
 
     def _verdict(self, candidate: Candidate, *, held_out: bool) -> str:
-        if held_out == self.complete and (candidate.proposer, candidate.k) == self._advised:
+        if held_out == self.complete and candidate.key == self._advised:
             return "not exact here: the certificate failed" if self._failed else "chosen"
         if not held_out and self.complete:
             return "first measurement only"
@@ -143,12 +145,13 @@ class Outcome:
             condition = " without being slower at one of the temperatures" if several else ""
             return f"Chosen: plain decoding. No proposer is surely faster on {self._where()}{condition}."
         option = next(each for each in self.options if each.verdict == "chosen")
+        proposer = label(command_line_form(option.proposer), option.draft_quantize)
         first, *others = option.by_temperature
         more = "".join(f", {speed.interval} at temperature {speed.temperature:g}" for speed in others)
         taus = _listed([f"{speed.tau:.2f}" for speed in option.by_temperature])
         memory = f" It takes {size(option.memory_bytes)} of memory." if option.memory_bytes else " It needs no weights."
         return (
-            f"Chosen: {command_line_form(option.proposer)} with k {option.k}. On {self._where()} it is {first.interval}"
+            f"Chosen: {proposer} with k {option.k}. On {self._where()} it is {first.interval}"
             f" times as fast as plain decoding at temperature {first.temperature:g}{more}, with {taus} tokens per"
             f" pass.{memory}"
         )
@@ -200,10 +203,10 @@ def duration(minutes: float) -> str:
     return f"{minutes:g} minute" + ("" if minutes == 1 else "s")
 
 
-def _best(cases: Sequence[Mapping[str, Any]], chosen: tuple[str, int | str]) -> list[Candidate]:
+def _best(cases: Sequence[Mapping[str, Any]], chosen: CandidateKey) -> list[Candidate]:
     """Return one candidate per proposer: the chosen one, or the best."""
-    taken = [each for each in candidates(cases) if (each.proposer, each.k) == chosen]
-    return [*taken, *(each for each in ranked(cases) if each.proposer != chosen[0])]
+    taken = [each for each in candidates(cases) if each.key == chosen]
+    return [*taken, *(each for each in ranked(cases) if each.proposer != chosen.proposer)]
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from outrider.errors import OutriderError
 from outrider.fit.state import make_folder
-from outrider.measure.prompts import EMBEDDED, Prompt, by_category, read_prompts
+from outrider.measure.prompts import Prompt, by_category, read_prompts
+from outrider.report.console import count_text
 from outrider.system.atomic_files import write_whole
 
 _LEAST = 4  # prompts in each part
@@ -51,9 +52,11 @@ def read_split(file: str | None, *, batch: int, seed: int) -> PromptSplit:
     prompts = list({_content(prompt): prompt for prompt in read_prompts(file)}.values())
     least = max(_LEAST, batch)
     if len(prompts) < 2 * least:
+        found = "the embedded set" if file is None else file
+        fix = "give --prompts FILE with more" if file is None else "add more prompts"
         raise OutriderError(
-            f"{file or EMBEDDED} has {len(prompts)} different prompts, and fit needs {2 * least} at batch {batch}:"
-            f" {least} to measure on, and as many to train on; add more prompts"
+            f"{found} has {count_text(len(prompts), 'different prompt')}, and fit needs {2 * least} at batch {batch}:"
+            f" {least} to measure on, and as many to train on; {fix}"
         )
     order = _across_categories(prompts, seed=seed)
     held_out = min(max(len(prompts) // 4, _USUAL), len(prompts) // 2, _MOST)

@@ -11,7 +11,7 @@ from outrider.plan.pass_cost import CostModel
 from outrider.plan.speedup import expected_tau
 from outrider.propose.expression import command_line_form
 from outrider.propose.registry import SAMPLING_PROPOSERS, parse
-from outrider.tune.candidate import Candidate, fastest_first, group
+from outrider.tune.candidate import Candidate, CandidateKey, fastest_first, group
 from outrider.tune.figures import Estimate
 from outrider.tune.trial import Variant
 
@@ -22,6 +22,7 @@ _DRAFT_SHARE, _DRAFT_VOCABULARY = 3, 32_000  # a head drafts a third of a large 
 _FINALISTS = 3  # untrained proposers that are measured again
 _WITH_MODEL = SAMPLING_PROPOSERS | {"draft-text", "lookahead"}  # proposers that run a model
 _CYCLES = 16  # generation cycles in the training time, if the answers alone took it
+_VARIANT = ("proposer", "k", "batch", "temperature", "draft_quantize")
 _BATCH, _STEPS = 16, 8  # at most: sequences of a step, and steps of a generation cycle
 _LEAST_ANSWERS = 8  # of a generation cycle, however slow the target is
 
@@ -107,12 +108,27 @@ def expected_gain(costs: CostModel, acceptance: Sequence[float], *, batch: int, 
 
 def candidates(cases: Sequence[Mapping[str, Any]]) -> list[Candidate]:
     """Return each proposer and draft length that was measured, from the cases of a document."""
-    names = ("proposer", "k", "batch", "temperature")
-    return group((Variant(**{name: case[name] for name in names}), Estimate(**case["overall"])) for case in cases)
+    return group((_variant(case), Estimate(**case["overall"])) for case in cases)
+
+
+def candidate_key(case: Mapping[str, Any]) -> CandidateKey:
+    """Return what a case measured, at whichever temperature."""
+    return CandidateKey.of(_variant(case))
+
+
+def _variant(case: Mapping[str, Any]) -> Variant:
+    names = [name for name in _VARIANT if name in case]  # earlier releases did not store all of them
+    return Variant(**{name: case[name] for name in names})
+
+
+def draft_quantizes(proposers: Sequence[str], cases: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str | None, ...]]:
+    """Return the weights of the drafts of proposers whose best candidate has other ones than those of the settings."""
+    best = {candidate.proposer: candidate.draft_quantize for candidate in ranked(cases)}
+    return {proposer: (best[proposer],) for proposer in proposers if best.get(proposer) is not None}
 
 
 def ranked(cases: Sequence[Mapping[str, Any]]) -> list[Candidate]:
-    """Return the best draft length of each proposer, over all temperatures. The best proposer comes first."""
+    """Return the best draft length and draft of each proposer, over all temperatures. The best proposer comes first."""
     best: dict[str, Candidate] = {}
     for candidate in fastest_first(candidates(cases)):
         best.setdefault(candidate.proposer, candidate)

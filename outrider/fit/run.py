@@ -16,9 +16,9 @@ from outrider.errors import OutriderError
 from outrider.fit.checks import check_disk, check_drafts, check_head, check_memory, target_size
 from outrider.fit.outcome import Outcome, duration
 from outrider.fit.prompts import PromptSplit, read_split, write_files
-from outrider.fit.rules import TrainingPlan, finalists, plan_training
+from outrider.fit.rules import TrainingPlan, draft_quantizes, finalists, plan_training
 from outrider.fit.settings import AUTO_HEAD, Settings
-from outrider.fit.stages import certify, make_training, measure_proposers, train_head, tune_settings
+from outrider.fit.stages import certify, compared_drafts, make_training, measure_proposers, train_head, tune_settings
 from outrider.fit.state import CONFIG, HEAD, State
 from outrider.loader.checkpoint import refuse_sources
 from outrider.loader.embedded import model_folder
@@ -61,7 +61,8 @@ class Fit:
         check_memory(settings, self._target)
         self._proposers = _untrained(settings, self._target)
         check_drafts(settings, self._proposers)
-        tune_settings(settings, self._folder, self._proposers)  # which checks them
+        self._drafts = compared_drafts(settings, self._proposers)
+        tune_settings(settings, self._folder, self._proposers, self._drafts)  # which checks them
         self._split: PromptSplit = read_split(settings.prompts, batch=settings.batch, seed=settings.seed)
         if settings.minutes:
             check_head(settings, target_size(self._target), self._plan(tokens_per_s=1.0))
@@ -137,7 +138,7 @@ class Fit:
         prompts = len(self._files.first.read_text(encoding="utf-8").splitlines())
         self._announce(1, f"measure {len(self._proposers)} proposers that need no training, on {prompts} prompts")
         if self._state.get("first") is None:
-            found = measure_proposers(self._settings, self._files.first, self._proposers, self._progress)
+            found = measure_proposers(self._settings, self._files.first, self._proposers, self._drafts, self._progress)
             self._state.put("first", found)
         if self._state.get("final") is None:
             self.write(self.document())  # it stays if the process is killed
@@ -176,7 +177,8 @@ class Fit:
         proposers = finalists(self._state.get("first")["cases"], head)
         self._announce(3, f"measure {len(proposers)} proposers on {len(self._split.held_out)} held-out prompts")
         if self._state.get("final") is None:
-            found = measure_proposers(self._settings, self._files.held_out, proposers, self._progress)
+            drafts = draft_quantizes(proposers, self._state.get("first")["cases"])
+            found = measure_proposers(self._settings, self._files.held_out, proposers, drafts, self._progress)
             self._state.put("final", found)
             self.write(self.document())
         self._say(self._fastest(self._state.get("final")))
@@ -200,6 +202,7 @@ class Fit:
                 max(advice["fixed_k"], 1),
                 final["kernels"],
                 self._progress,
+                draft_quantize=advice.get("draft_quantize"),
             )
             self._state.put("certificate", found)
         self.write(self.document())

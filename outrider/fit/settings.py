@@ -11,7 +11,7 @@ import typer
 from outrider.core.params import AUTO, SamplingParams
 from outrider.errors import OutriderError
 from outrider.measure.number_lists import parse_real
-from outrider.propose.options import DraftQuantize, DraftWindow
+from outrider.propose.options import DraftWindow
 
 AUTO_HEAD = "auto"  # the kind of head follows from the size of the target
 _MODEL, _MEASURE, _TRAIN = "Models", "Measuring", "Training"
@@ -125,7 +125,16 @@ class Settings:
         ),
     ] = None
     draft_window: DraftWindow = None
-    draft_quantize: DraftQuantize = None
+    draft_quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="int8 or int4 weights for drafts, LM head included, on the native kernels of a CPU. The output does"
+            " not change. Default: for the drafts of --proposers the fastest of int8, int4 and the weights as stored,"
+            " and for the head the weights as stored.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
     threads: Annotated[
         int | None,
         typer.Option(

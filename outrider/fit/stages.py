@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from outrider.audit.run import run_audit
+from outrider.core.config import QUANTIZE_BITS, draft_weight_bits
 from outrider.errors import OutriderError
 from outrider.fit.outcome import duration
 from outrider.fit.prompts import PromptFiles
@@ -26,6 +27,8 @@ from outrider.tune.run import make_document
 from outrider.tune.settings import Settings as TuneSettings
 from outrider.tune.settings import read_ks
 
+Drafts = Mapping[str, tuple[str | None, ...]]  # `draft_quantize` by proposer: what to compare
+
 _CACHED = 256  # cached tokens of a sequence for which the gain is expected
 _DRAFT_TOKENS = 5  # of an evaluation during training
 _LOSS = "ce:0.1,tv:0.9"  # reaches a higher tau in a short training than ce alone
@@ -33,17 +36,30 @@ _SEQUENCES = 32  # prompts that are answered at once
 _REPLAYED_TOKENS = 16  # of the texts that the certificate compares
 
 
-def measure_proposers(settings: Settings, prompts: Path, proposers: Sequence[str], progress: Console) -> Document:
+def measure_proposers(
+    settings: Settings, prompts: Path, proposers: Sequence[str], drafts: Drafts, progress: Console
+) -> Document:
     """Measure plain decoding and proposers. Returns the document of `outrider tune`, for all temperatures together."""
-    asked = tune_settings(settings, prompts, proposers)
+    asked = tune_settings(settings, prompts, proposers, drafts)
     measured = measure(asked, progress, max_seconds=60 * settings.measure_minutes)
     document = make_document(asked, measured, every_temperature=True)
     gc.collect()  # the next stage loads the target again
     return document
 
 
-def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str]) -> TuneSettings:
-    """Return the settings of a measurement.
+def compared_drafts(settings: Settings, proposers: Sequence[str]) -> Drafts:
+    """Return the weights to compare of each proposer with a draft; {} if the user has named them."""
+    if settings.draft_quantize is not None:
+        return {}
+    try:
+        draft_weight_bits("int8", kernels=settings.kernels, device=settings.device)
+    except OutriderError:  # they run on torch or on a GPU
+        return {}
+    return {proposer: (None, *QUANTIZE_BITS) for proposer in proposers if has_draft(proposer)}
+
+
+def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str], drafts: Drafts) -> TuneSettings:
+    """Return the settings of a measurement. `drafts` are its `draft_quantizes`.
 
     Raises:
         OutriderError: a value is not allowed.
@@ -66,16 +82,17 @@ def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str]) -
         quantize=settings.quantize,
         threads=settings.threads,
         max_model_len=settings.max_model_len,
+        draft_quantizes=drafts,
         **_draft_settings(settings, proposers),
     )
 
 
-def _draft_settings(settings: Settings, proposers: Sequence[str]) -> dict[str, Any]:
+def _draft_settings(settings: Settings, proposers: Sequence[str], draft_quantize: str | None = None) -> dict[str, Any]:
     """Return `draft_window` and `draft_quantize`; None if no one of these proposers has a draft model or draft head."""
     drafts = any(map(has_draft, proposers))
     return {
         "draft_window": settings.draft_window if drafts else None,
-        "draft_quantize": settings.draft_quantize if drafts else None,
+        "draft_quantize": (draft_quantize or settings.draft_quantize) if drafts else None,
     }
 
 
@@ -164,7 +181,16 @@ class _GainReport:
         return list(dict.fromkeys(near))
 
 
-def certify(settings: Settings, target: Path, proposer: str, k: int, kernels: str, progress: Console) -> Document:
+def certify(
+    settings: Settings,
+    target: Path,
+    proposer: str,
+    k: int,
+    kernels: str,
+    progress: Console,
+    *,
+    draft_quantize: str | None = None,
+) -> Document:
     """Audit the chosen proposer, in less time than `outrider audit` takes by default.
 
     Args:
@@ -174,6 +200,7 @@ def certify(settings: Settings, target: Path, proposer: str, k: int, kernels: st
         k: the draft length.
         kernels: what the target ran on. Kernels whose rounding depends on the batch are audited in float32.
         progress: where progress goes.
+        draft_quantize: the weights of its draft; None: those of the options.
 
     Returns:
         Whether it passed, and the figures; or the reason why the audit could not be made.
@@ -194,7 +221,7 @@ def certify(settings: Settings, target: Path, proposer: str, k: int, kernels: st
                 quantize=settings.quantize,
                 console=None,
                 tokens=_REPLAYED_TOKENS,
-                **_draft_settings(settings, [proposer]),
+                **_draft_settings(settings, [proposer], draft_quantize),
             )
     except OutriderError as error:
         return {"passed": None, "reason": str(error)}

@@ -250,8 +250,8 @@ def refuse_sources(target: str | Path | None, command: str) -> None:
     """
     if reads_sources(target):
         raise OutriderError(
-            f"{command} does not support encoder-decoder targets; use a decoder-only target here, and run, serve or LLM"
-            " with this one"
+            f"{command} does not support encoder-decoder targets; use a decoder-only target here, and run, bench, tune,"
+            " serve or LLM with this one"
         )
 
 
@@ -287,7 +287,9 @@ def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto",
 def _read_config(path: Path) -> Any:
     """Return the transformers configuration of a model folder."""
     if not path.is_dir():
-        raise OutriderError(f"{path} is not a folder; give the folder that holds the model's config.json")
+        raise OutriderError(
+            f"{path} is not a folder; give the folder that holds the model's config.json, or a GGUF file"
+        )
     if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
         raise OutriderError(
             f"{path} holds a PEFT adapter and no model; merge it with merge_and_unload(), and give the folder in which"

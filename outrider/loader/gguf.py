@@ -172,7 +172,8 @@ def _read(path: Path) -> Any:
     except OSError as error:
         raise OutriderError(f"{path} cannot be read ({error.strerror}); give the path of a GGUF file") from error
     if magic != _MAGIC:
-        raise OutriderError(f"{path} is no GGUF file; its first bytes are {magic!r} and not {_MAGIC!r}")
+        found = f"its first bytes are {magic!r} and not {_MAGIC!r}" if magic else "it is empty"
+        raise OutriderError(f"{path} is no GGUF file: {found}; download it again, or give another file")
     try:
         return GGUFReader(path)
     except ValueError as error:
@@ -180,9 +181,9 @@ def _read(path: Path) -> Any:
             raise UnsupportedModel(
                 f"{path} has a tensor of a type that the package gguf does not know ({error}); update gguf"
             ) from error
-        raise OutriderError(f"{path} is damaged or truncated ({error}); download it again") from error
+        raise OutriderError(f"{path} is damaged or truncated; download it again") from error
     except (IndexError, KeyError, UnicodeDecodeError, OverflowError) as error:
-        raise OutriderError(f"{path} is damaged or truncated ({error}); download it again") from error
+        raise OutriderError(f"{path} is damaged or truncated; download it again") from error
 
 
 def _config(path: Path, name: str) -> Any:

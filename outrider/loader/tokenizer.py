@@ -26,7 +26,10 @@ def read_tokenizer(path: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         _restore_rules(tokenizer, path / "tokenizer.json")
     except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise OutriderError(f"{path} has no working tokenizer ({error}); copy its tokenizer.json there") from error
+        # What transformers says of a missing file has several lines, and names packages that would not help.
+        missing = not (path / "tokenizer.json").exists()
+        reason = "there is no tokenizer.json" if missing else " ".join(str(error).split())
+        raise OutriderError(f"{path} has no working tokenizer ({reason}); copy its tokenizer.json there") from error
     if isinstance(_model(tokenizer), BPE) and not _forces_clean_up(tokenizer):
         tokenizer.clean_up_tokenization_spaces = False  # transformers ignores it for BPE, with a warning
     return tokenizer

@@ -185,7 +185,7 @@ class AsyncLLM:
         self._wakeup = self._wakeup or Wakeup(asyncio.get_running_loop())
         streams = []
         for request in requests:
-            text = StreamText(self.frontend.decode, self.token_text, params.stop)
+            text = StreamText(self.frontend.decode, self.token_text, params.stop, request.prompt_token_ids)
             streams.append(RequestStream(request, text, content))
         if self.tracer:
             self.tracer.submitted([stream.request.id for stream in streams])

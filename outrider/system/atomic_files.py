@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from errno import EISDIR
+from errno import EDQUOT, EISDIR, ENOSPC
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,8 +29,11 @@ def check_folder(path: str | Path, option: str) -> None:
     """Check that a folder can be created or written to. A leading ~ is the home folder.
 
     Raises:
-        OutriderError: it cannot be created or written to. The message starts with the name of the `option`.
+        OutriderError: the path is empty, or it cannot be created or written to. The message starts with the name of the
+            `option`.
     """
+    if not str(path):  # which is the current folder for pathlib
+        raise OutriderError(f"{option} is empty; name a folder")
     folder = Path(path).expanduser()
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     if not existing.is_dir():
@@ -58,4 +61,5 @@ def _temporary_path(path: Path) -> Iterator[Path]:
         with TemporaryDirectory(dir=path.parent, prefix=".outrider-") as folder:
             yield Path(folder) / path.name
     except OSError as error:
-        raise OutriderError(f"{path} cannot be written ({error.strerror}); name a file in a writable folder") from None
+        fix = "free some space" if error.errno in (ENOSPC, EDQUOT) else "name a file in a writable folder"
+        raise OutriderError(f"{path} cannot be written ({error.strerror}); {fix}") from None

@@ -6,11 +6,11 @@ The functions are pure, so that every recommendation can be tested on made-up fi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from outrider.core.params import AUTO
-from outrider.tune.candidate import WORTHWHILE, Candidate, fastest, fastest_first, group
+from outrider.tune.candidate import WORTHWHILE, Candidate, CandidateKey, fastest, fastest_first, group
 from outrider.tune.figures import Case, Estimate, Plain
 
 _AUTO_SHARE = 0.97  # k auto is preferred from this share of the best overall speedup on, because it adapts
@@ -67,6 +67,11 @@ class Advice:
         return self.best.variant.proposer if self.worth else "none"
 
     @property
+    def draft_quantize(self) -> str | None:
+        """Weights of its draft, where several were compared."""
+        return self.best.variant.draft_quantize if self.worth else None
+
+    @property
     def k(self) -> int | str:
         """Draft tokens per round, or auto. 0 if speculation does not pay."""
         return self.best.variant.k if self.worth else 0
@@ -88,8 +93,7 @@ def advise(plains: Sequence[Plain], cases: Sequence[Case], *, every_temperature:
         choice = _choose(candidates)
     assert choice is not None  # something was measured
     adaptive = choice.k == AUTO and any(
-        each.proposer == choice.proposer and each.overall.value > choice.overall.value and not each.loses_at
-        for each in candidates
+        each.overall.value > choice.overall.value and not each.loses_at for each in _same_draft(candidates, choice)
     )
     chosen_cases = tuple(_case(cases, each, choice) for each in chosen_for)
     runner_up = next(iter(fastest_first(each for each in candidates if each.proposer != choice.proposer)), None)
@@ -114,26 +118,30 @@ def _choose(candidates: Sequence[Candidate]) -> Candidate | None:
     best = fastest(candidates)
     if best is None:
         return None
-    auto = fastest(each for each in candidates if each.proposer == best.proposer and each.k == AUTO)
+    auto = fastest(each for each in _same_draft(candidates, best) if each.k == AUTO)
     return auto if auto is not None and auto.overall.value >= _AUTO_SHARE * best.overall.value else best
+
+
+def _same_draft(candidates: Sequence[Candidate], choice: Candidate) -> list[Candidate]:
+    """Return the candidates that differ from the choice in k alone."""
+    return [each for each in candidates if each.key._replace(k=choice.k) == choice.key]
 
 
 def _fixed_k(choice: Candidate, candidates: Sequence[Candidate], *, nodes: float) -> int:
     """Return the fastest fixed k of the same proposer, or else the mean draft length of k auto."""
     if not isinstance(choice.k, str):
         return choice.k
-    fixed = fastest(each for each in candidates if each.proposer == choice.proposer and each.k != AUTO)
+    fixed = fastest(each for each in _same_draft(candidates, choice) if each.k != AUTO)
     if fixed is not None and not isinstance(fixed.k, str):
         return fixed.k
     return ceil(nodes) or _DEFAULT_K
 
 
 def _batches(best: Case, cases: Sequence[Case]) -> Batches:
-    key = (best.variant.proposer, best.variant.k, best.variant.temperature)
     speedups = sorted(
         (case.variant.batch, _overall(case))
         for case in cases
-        if (case.variant.proposer, case.variant.k, case.variant.temperature) == key
+        if replace(case.variant, batch=best.variant.batch) == best.variant
     )
     stops = None
     for batch, speedup in reversed(speedups):
@@ -154,8 +162,7 @@ def _is_close(estimate: Estimate, other: Estimate) -> bool:
 
 def _case(cases: Sequence[Case], plain: Plain, choice: Candidate) -> Case:
     """Return the case of a candidate with the batch and the temperature of `plain`."""
-    key = (choice.proposer, choice.k)
-    return next(case for case in _cases_at(cases, plain) if (case.variant.proposer, case.variant.k) == key)
+    return next(case for case in _cases_at(cases, plain) if CandidateKey.of(case.variant) == choice.key)
 
 
 def _cases_at(cases: Sequence[Case], plain: Plain) -> list[Case]:

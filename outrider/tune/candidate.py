@@ -5,11 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.tune.figures import Estimate
 from outrider.tune.trial import Variant
 
 WORTHWHILE = 1.02  # overall speedup below which plain decoding is recommended
+
+
+class CandidateKey(NamedTuple):
+    """What a configuration would use at all temperatures."""
+
+    proposer: str
+    k: int | str
+    draft_quantize: str | None
+
+    @classmethod
+    def of(cls, variant: Variant) -> CandidateKey:
+        """Return the key of a variant, at whichever temperature and batch size."""
+        return cls(variant.proposer, variant.k, variant.draft_quantize)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +32,13 @@ class Candidate:
 
     proposer: str
     k: int | str
+    draft_quantize: str | None = None  # as in `Variant`
     speedups: Mapping[float, Estimate]  # overall, by temperature
+
+    @property
+    def key(self) -> CandidateKey:
+        """What tells it from others."""
+        return CandidateKey(self.proposer, self.k, self.draft_quantize)
 
     @property
     def overall(self) -> Estimate:
@@ -51,10 +71,10 @@ class Candidate:
 
 def group(speedups: Iterable[tuple[Variant, Estimate]]) -> list[Candidate]:
     """Return the candidates of variants at one batch size, each with its overall speedup over plain decoding."""
-    grouped: dict[tuple[str, int | str], dict[float, Estimate]] = {}
+    grouped: dict[CandidateKey, dict[float, Estimate]] = {}
     for variant, speedup in speedups:
-        grouped.setdefault((variant.proposer, variant.k), {})[variant.temperature] = speedup
-    return [Candidate(proposer=proposer, k=k, speedups=each) for (proposer, k), each in grouped.items()]
+        grouped.setdefault(CandidateKey.of(variant), {})[variant.temperature] = speedup
+    return [Candidate(**key._asdict(), speedups=each) for key, each in grouped.items()]
 
 
 def fastest(candidates: Iterable[Candidate]) -> Candidate | None:

@@ -27,8 +27,13 @@ _PROPOSER_OPTIONS = ("k", "verifier", *_ADDED_OPTIONS)
 Options = TypeVar("Options")
 
 
-def settings_dict(settings: Settings, *, proposer: str, k: int | str, verifier: str) -> dict[str, Any]:
-    """Return the settings to run, with absolute folders and with hashes of the models."""
+def settings_dict(
+    settings: Settings, *, proposer: str, k: int | str, verifier: str, draft_quantize: str | None = None
+) -> dict[str, Any]:
+    """Return the settings to run, with absolute folders and with hashes of the models.
+
+    `draft_quantize` is that of the recommendation, where several were compared.
+    """
     expression = absolute(proposer)
     target = None if settings.target is None else str(model_folder(settings.target).resolve())
     # The embedded target has no folder here: it comes with the installed program.
@@ -41,7 +46,7 @@ def settings_dict(settings: Settings, *, proposer: str, k: int | str, verifier: 
         "dtype": settings.dtype,
         "kernels": settings.kernels,
         "quantize": settings.quantize,
-        **settings.draft_settings(expression),
+        **settings.draft_settings(expression, draft_quantize),
         "models": {str(folder): model_fingerprint(folder) for folder in folders},
     }
 

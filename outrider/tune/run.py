@@ -71,7 +71,13 @@ def make_document(settings: Settings, measured: Measured, *, every_temperature: 
     return {
         "benchmark": BENCHMARK,
         "version": VERSION,
-        "settings": settings_dict(settings, proposer=advice.proposer, k=advice.k, verifier=verifier.name),
+        "settings": settings_dict(
+            settings,
+            proposer=advice.proposer,
+            k=advice.k,
+            verifier=verifier.name,
+            draft_quantize=advice.draft_quantize,
+        ),
         "advice": _advice(advice, measured.memory),
         "summary": summary(advice, measured.memory),
         "plain": [_plain(plain) for plain in plains],
@@ -104,6 +110,7 @@ def _advice(advice: Advice, memory: Mapping[str, MemoryUse]) -> dict[str, Any]:
         "proposer": advice.proposer,
         "k": advice.k,
         "fixed_k": advice.fixed_k if advice.worth else 0,
+        "draft_quantize": advice.draft_quantize,
         "batch": best.variant.batch,
         "temperature": best.variant.temperature,
         "temperatures": list(advice.choice.speedups),
@@ -114,7 +121,7 @@ def _advice(advice: Advice, memory: Mapping[str, MemoryUse]) -> dict[str, Any]:
         "tau": best.total.tau,
         "stops_paying_at_batch": stops,
         "by_batch": {str(batch): speedup for batch, speedup in advice.batches.speedups},
-        "draft_in_sequences": memory[best.variant.proposer].draft_in_sequences,
+        "draft_in_sequences": memory[best.variant.label].draft_in_sequences,
         "runner_up": runner_up,
         "other_engines": [asdict(each) for each in other_engines(advice.proposer, advice.fixed_k, stops=stops)],
     }

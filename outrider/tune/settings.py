@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ class Settings:
     max_model_len: int | None = None
     draft_window: int | None = None  # of the proposers that have a draft model or a draft head
     draft_quantize: str | None = None  # of the same ones
+    # By proposer: what to compare in place of `draft_quantize`. None is the weights as stored.
+    draft_quantizes: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, values in {"proposers": self.proposers, "k": self.ks, "batch": self.batches}.items():
@@ -74,12 +77,15 @@ class Settings:
         draft_weight_bits(self.draft_quantize, kernels=self.kernels, device=self.device)
         check_draft_settings(*self.proposers, window=self.draft_window, quantize=self.draft_quantize)
 
-    def draft_settings(self, proposer: str) -> dict[str, Any]:
-        """Return `draft_window` and `draft_quantize` for a proposer; None if it has no draft model or draft head."""
+    def draft_settings(self, proposer: str, draft_quantize: str | None = None) -> dict[str, Any]:
+        """Return `draft_window` and `draft_quantize` for a proposer; None if it has no draft model or draft head.
+
+        A `draft_quantize` that is given takes precedence over that of the settings.
+        """
         drafts = has_draft(proposer)
         return {
             "draft_window": self.draft_window if drafts else None,
-            "draft_quantize": self.draft_quantize if drafts else None,
+            "draft_quantize": (draft_quantize or self.draft_quantize) if drafts else None,
         }
 
     @property

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from outrider.propose.expression import short
 from outrider.report.console import NONE, Document, new_table
+from outrider.tune.trial import label
 
 _MAX_POSITIONS = 6  # positions whose acceptance is printed
 _LEFT_COLUMNS = ("proposer", "accepted, %")
@@ -50,7 +51,7 @@ def _cases(document: Document) -> Table:
             total = case["total"]
             acceptance = " ".join(f"{100 * share:.0f}" for share in total["acceptance"][:_MAX_POSITIONS])
             figures = (_estimate(case["overall"]), decoding, f"{total['tau']:.2f}", acceptance, *_parts(case))
-            table.add_row(*condition, short(case["proposer"]), str(case["k"]), *figures)
+            table.add_row(*condition, _name(case), str(case["k"]), *figures)
     return table
 
 
@@ -69,8 +70,8 @@ def _texts(document: Document) -> Table:
         f"Tokens per pass at batch {plain['batch']}, T {plain['temperature']:g}, by category and output third"
     )
     table.add_column("", no_wrap=True)
-    for proposer, case in best.items():
-        table.add_column(f"{short(proposer)}, k {case['k']}", justify="right")
+    for case in best.values():
+        table.add_column(f"{_name(case)}, k {case['k']}", justify="right")
     for part in ("categories", "output_thirds"):
         table.add_section()
         for name in next(iter(best.values()))[part]:
@@ -82,6 +83,10 @@ def _cases_at(document: Document, plain: Document) -> list[Document]:
     """Return the cases with the batch and the temperature of `plain`."""
     key = (plain["batch"], plain["temperature"])
     return [case for case in document["cases"] if (case["batch"], case["temperature"]) == key]
+
+
+def _name(case: Document) -> str:
+    return label(short(case["proposer"]), case["draft_quantize"])
 
 
 def _parts(entry: Document) -> tuple[str, ...]:

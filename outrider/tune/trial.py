@@ -25,6 +25,12 @@ class Variant:
     k: int | str
     batch: int  # sequences at once
     temperature: float
+    draft_quantize: str | None = None  # of its draft, where several are compared; None: that of the settings
+
+    @property
+    def label(self) -> str:
+        """The proposer with the weights of its draft."""
+        return label(self.proposer, self.draft_quantize)
 
     @property
     def plain(self) -> bool:
@@ -55,6 +61,11 @@ class Trial:
     categories: Mapping[str, Stats]  # passes only
     output_thirds: tuple[Stats, ...]  # passes that began in each third of their output
     exact: bool
+
+
+def label(proposer: str, draft_quantize: str | None) -> str:
+    """Return a proposer with the weights of its draft: draft:DIR in int8."""
+    return proposer if draft_quantize is None else f"{proposer} in {draft_quantize}"
 
 
 def run(llm: LLM, variant: Variant, batch: PromptBatch) -> Trial:

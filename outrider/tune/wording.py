@@ -12,6 +12,7 @@ from outrider.tune.advice import Advice
 from outrider.tune.candidate import WORTHWHILE
 from outrider.tune.engines import other_engines
 from outrider.tune.figures import Case, Estimate
+from outrider.tune.trial import label
 
 _MIN_SEQS = 0.5  # below this number of sequences the memory of a draft is called "less than one sequence"
 _MAX_SPEEDUP = 10  # above it the limit that prefill sets is not mentioned
@@ -20,7 +21,7 @@ _THIRDS_RATIO = 1.1  # the output thirds are mentioned if tau differs by more th
 
 def summary(advice: Advice, memory: Mapping[str, MemoryUse]) -> list[str]:
     """Return what to do, how certain that is, and what would change it."""
-    use = memory[advice.best.variant.proposer]
+    use = memory[advice.best.variant.label]
     return [
         _bottleneck(advice),
         _answer(advice),
@@ -55,8 +56,9 @@ def _answer(advice: Advice) -> str:
         reason = ""
         if advice.adaptive:
             reason = " It was a little slower than a fixed k, but it stops where drafting does not pay."
-        return f"Use {quote(command_line_form(choice.proposer))} with k {choice.k}.{reason}"
-    fastest = f"{short(choice.proposer)} with k {choice.k}"
+        quantized = "" if choice.draft_quantize is None else f" and --draft-quantize {choice.draft_quantize}"
+        return f"Use {quote(command_line_form(choice.proposer))} with k {choice.k}{quantized}.{reason}"
+    fastest = f"{label(short(choice.proposer), choice.draft_quantize)} with k {choice.k}"
     if overall.value < WORTHWHILE:
         return (
             f"Use plain decoding: the fastest proposer, {fastest}, is {estimate_text(overall)} times as fast overall."

@@ -218,6 +218,8 @@ FALLBACK = Tokenizer(
 FALLBACK.decoder = decoders.Sequence(
     [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 )
+FALLBACK_IDS = {"a": [256], "b": [257]}
+SPECIAL_FALLBACK = 258  # a token without text
 FALLBACK_PARTS = st.one_of(
     st.sampled_from([*HARD]).map(lambda char: list(char.encode())),
     st.sampled_from([[256], [257], [0xFF], [0xE4, 0xB8], [0xF0, 0x9F]]),
@@ -226,6 +228,10 @@ FALLBACK_PARTS = st.one_of(
 
 def decode_fallback(tokens):
     return FALLBACK.decode(list(tokens))
+
+
+def decode_with_special(tokens):
+    return decode_fallback([token for token in tokens if token != SPECIAL_FALLBACK])
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
@@ -265,3 +271,36 @@ def test_incomplete_bytes_at_the_end_leave_the_characters_before_them():
     for token in tokens:
         text.add_token(token)
     assert text.finish() == "世��"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([257], " ab"),
+        ([256], " ab"),
+        ([0xB8, 0x96, 256], " ab"),  # behind a part of a character
+        ([0xE4, 0xB8], "ab"),  # a part of a character, which has no text
+        ([257, SPECIAL_FALLBACK], "ab"),  # a new text begins, as behind the template of a chat
+        ([], "ab"),
+    ],
+)
+def test_space_before_the_first_word_stays_as_far_as_it_follows_text(prompt, text):
+    """The decoder removes a space from the front."""
+    assert decode_fallback([256, 257]) == "ab"
+    for stop in ((), ("never",)):
+        stream = TextStream(decode_with_special, stop, prompt=prompt)
+        stream.add_token(256)
+        assert stream.text == text[:-1]
+        stream.add_token(257)
+        assert stream.finish() == text
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.text(alphabet="世éab", max_size=20), st.text(alphabet="世éab", max_size=12))
+def test_prompt_and_completion_are_the_text_of_all_tokens(before, after):
+    prompt, tokens = (
+        [each for char in raw for each in FALLBACK_IDS.get(char, char.encode())] for raw in (before, after)
+    )
+    stream = TextStream(decode_fallback, prompt=prompt)
+    push_all(stream, tokens)
+    assert decode_fallback(prompt) + stream.finish() == decode_fallback([*prompt, *tokens])

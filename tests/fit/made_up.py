@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from outrider.tune.trial import label
+
 
 def case(proposer, k, value, *, low=None, high=None, tau=2.0, temperature=0.0):
     return {
@@ -24,8 +26,8 @@ def measured(*cases, speculate=True, batches=4):
         ],
         "cases": list(cases),
         "memory": {
-            each["proposer"]: {
-                "draft_weight_bytes": 2_000_000 if "draft" in each["proposer"] else 0,
+            label(each["proposer"], each.get("draft_quantize")): {
+                "draft_weight_bytes": _draft_bytes(each),
                 "draft_cache_bytes": 0,
             }
             for each in cases
@@ -35,9 +37,16 @@ def measured(*cases, speculate=True, batches=4):
             "proposer": best["proposer"] if speculate else "none",
             "k": best["k"] if speculate else 0,
             "fixed_k": best["k"],
+            "draft_quantize": best.get("draft_quantize") if speculate else None,
         },
         "settings": {"proposer": best["proposer"], "k": best["k"]},
     }
+
+
+def _draft_bytes(case):
+    if "draft" not in case["proposer"]:
+        return 0
+    return 1_000_000 if case.get("draft_quantize") == "int8" else 2_000_000
 
 
 def certificate(passed):

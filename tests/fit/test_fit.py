@@ -19,6 +19,7 @@ from outrider.fit.state import State
 from outrider.plan.pass_cost import CostModel, PassCost
 from outrider.train.run import FACTS
 from outrider.train.trainer import STATE
+from tests.fit.made_up import certificate
 from tests.helpers.gguf_files import SIZES, write_gguf
 from tests.helpers.tiny import compiles, make_config, save
 
@@ -164,6 +165,40 @@ def test_head_is_trained_on_the_quantized_target(source, fit, tmp_path, monkeypa
     assert document["kernels"] == kernels  # of the measurements
     measured = [option["proposer"] for option in document["fit"]["options"] if option["held_out"]]
     assert f"draft:{(tmp_path / 'out' / 'head').resolve()}" in measured
+
+
+@pytest.mark.skipif(not compiles(), reason="no C++ compiler here")
+def test_draft_model_is_compared_with_8_and_4_bits(fit, tmp_path, monkeypatch):
+    """Its best weights are measured again, certified, and in the file that --config reads."""
+    asked = []
+    certified = []
+
+    def record(settings, prompts, proposers, drafts, progress):
+        asked.append(dict(drafts))
+        document = stages.measure_proposers(settings, prompts, proposers, drafts, progress)
+        for case in document["cases"]:
+            fastest = case["draft_quantize"] == "int8"
+            case["overall"] = {"value": 1.5 if fastest else 1.1, "low": None, "high": None}
+        document["advice"] |= {"speculate": True, "proposer": draft, "k": 2, "fixed_k": 2, "draft_quantize": "int8"}
+        return document
+
+    def certify(*words, draft_quantize):
+        certified.append(draft_quantize)
+        return certificate(True)
+
+    draft = f"draft:{save(tmp_path / 'small', make_config('LlamaConfig', hidden_size=64))}"
+    monkeypatch.setattr(run, "measure_proposers", record)
+    monkeypatch.setattr(run, "certify", certify)
+    options = {"--proposers": f"ngram;{draft}", "--kernels": "auto", "--minutes": 0, "--samples": 100}
+    result = fit(tmp_path / "out", **options)
+    assert result.exit_code == 0, result.output
+    assert asked == [{draft: (None, "int8", "int4")}, {draft: ("int8",)}]
+    assert certified == ["int8"]
+    document = json.loads((tmp_path / "out" / "fit.json").read_text())
+    weights = {case["draft_quantize"] for case in document["fit"]["first_measurement"]["cases"]}
+    assert weights >= {None, "int8"}  # the logits of a random model may differ too much with 4 bits
+    (chosen,) = (option for option in document["fit"]["options"] if option["verdict"] == "chosen")
+    assert (chosen["proposer"], chosen["draft_quantize"]) == (draft, "int8")
 
 
 def test_head_is_trained_on_a_hybrid(fit, tmp_path):
@@ -479,6 +514,13 @@ def test_too_few_prompts(fit, tmp_path):
     error = one_line(fit(tmp_path / "out", **{"--prompts": few}))
     assert "has 7 different prompts, and fit needs 8 at batch 1" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_batch_that_is_too_large_for_the_embedded_prompts():
+    with pytest.raises(
+        OutriderError, match=r"the embedded set has \d+ different prompts.*give --prompts FILE with more"
+    ):
+        read_split(None, batch=99, seed=0)
 
 
 def test_messages_without_chat_template(fit, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from outrider.fit.option import Option, size
 from outrider.fit.outcome import Outcome, duration
-from outrider.fit.rules import TargetSize, expected_gain, finalists, head_kind, plan_training, ranked
+from outrider.fit.rules import TargetSize, draft_quantizes, expected_gain, finalists, head_kind, plan_training, ranked
 from outrider.plan.pass_cost import CostModel, PassCost
 from tests.fit.made_up import TRAINED, case, certificate, measured
 
@@ -69,6 +69,20 @@ def test_expected_gain_is_none_where_no_length_pays():
 def test_best_case_of_each_proposer():
     cases = [case("ngram", 2, 1.1), case("suffix", 2, 1.3), case("ngram", 4, 1.4), case("suffix", 4, 0.9)]
     assert [(each.proposer, each.k) for each in ranked(cases)] == [("ngram", 4), ("suffix", 2)]
+
+
+def test_best_weights_of_a_draft_are_measured_again_and_named():
+    draft = "draft:/x/small"
+    fast = case(draft, 4, 1.5) | {"draft_quantize": "int8"}
+    first = measured(fast, case(draft, 4, 1.3) | {"draft_quantize": None}, case("ngram", 4, 1.2))
+    assert finalists(first["cases"], None) == (draft, "ngram")
+    assert draft_quantizes((draft, "draft:/x/head"), first["cases"]) == {draft: ("int8",)}
+    found = outcome(first)
+    assert [option.name for option in found.options] == ["plain decoding", "draft:small in int8, k 4", "ngram, k 4"]
+    assert found.options[1].verdict == "chosen"
+    assert found.options[1].by_temperature[0].speedup == 1.5
+    assert found.options[1].memory_bytes == 1_000_000
+    assert "Chosen: draft:/x/small in int8 with k 4" in words(found)
 
 
 # On SmolLM2, as docs/explanation/performance.md gives them: the head is as fast at temperature 0, and loses at 1.

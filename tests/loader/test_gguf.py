@@ -194,10 +194,13 @@ def test_new_weights_are_refused(file):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]), "damaged or truncated"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+            "damaged or truncated; download it again",
+        ),
         (lambda path: path.write_bytes(b"GGUF"), "damaged or truncated"),
-        (lambda path: path.write_bytes(b"PK" + path.read_bytes()), "is no GGUF file"),
-        (lambda path: path.write_bytes(b""), "is no GGUF file"),
+        (lambda path: path.write_bytes(b"PK" + path.read_bytes()), r"no GGUF file: its first bytes are b.PKGG. and"),
+        (lambda path: path.write_bytes(b""), "is no GGUF file: it is empty; download it again"),
         (lambda path: path.unlink(), "cannot be read"),
     ],
 )

@@ -49,7 +49,7 @@ def drop_tensor(folder):
 
 
 INVALID_FOLDERS = {
-    "no folder": (shutil.rmtree, "is not a folder; give the folder that holds the model's config.json"),
+    "no folder": (shutil.rmtree, "is not a folder; give the folder that holds the model's config.json, or a"),
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json; give the folder of a Hugging Face"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read .* copy the check"),
     "config is not an object": (lambda f: (f / "config.json").write_text("[1]"), "config.json cannot be read"),
@@ -79,7 +79,7 @@ INVALID_FOLDERS = {
     "unknown activation": (lambda f: set_config(f, hidden_act="zork"), "cannot be read .*zork"),
     "no tokenizer": (
         lambda f: (f / "tokenizer.json").unlink(),
-        "has no working tokenizer .*; copy its tokenizer.json there",
+        r"has no working tokenizer \(there is no tokenizer.json\); copy its tokenizer.json there",
     ),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "has no working tokenizer"),
     "broken generation config": (

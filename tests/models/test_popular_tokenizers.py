@@ -144,6 +144,18 @@ class TestText:
         assert len(completion.token_ids) > len(completion.text)  # characters of several tokens
         assert "".join(chunk.text for chunk in chunks) == completion.text
 
+    def test_completion_continues_the_prompt(self, name, llms):
+        """The space before its first word is a part of it, in all ways to read it."""
+        llm = llms(name)
+        prompt = llm.encode(QUESTION)
+        word = small_tokenizer(name).reference.encode("is is", add_special_tokens=False).ids[-1]
+        params = SamplingParams(k=4, max_tokens=3, logit_bias={word: SURELY})
+        chunks = list(llm.stream(prompt, params))
+        completion = chunks[-1].completion
+        assert completion.text == " is is is"
+        assert llm.decode((*prompt, *completion.token_ids)) == QUESTION + completion.text
+        assert "".join(chunk.text for chunk in chunks) == completion.text
+
     def test_speculation_does_not_change_the_text(self, name, llms):
         llm = llms(name)
         prompts = [llm.encode_chat(CHAT), llm.encode(QUESTION * 3)]

@@ -192,6 +192,13 @@ def test_error_messages_for_invalid_prompts(prompt, message, shelf):
         llm.generate([prompt])
 
 
+def test_error_message_for_prompt_beyond_the_context_of_the_model(shelf):
+    llm = LLM(shelf.folder("llama"), dtype="float32", device="cpu")
+    message = f"the context holds {llm.parts.context}; shorten the prompt \\(the model takes no more\\)"
+    with pytest.raises(OutriderError, match=message):
+        llm.generate([[1] * llm.parts.context])
+
+
 @pytest.mark.parametrize("context", [2, 5, 30])
 def test_small_context_is_filled_to_the_end(context, shelf):
     llm = LLM(shelf.folder("llama"), dtype="float32", device="cpu", max_model_len=context)

@@ -28,7 +28,7 @@ def advise_for(speeds, **options):
 
 
 def summary_text(advice, memory=MEMORY):
-    return " ".join(summary(advice, {advice.best.variant.proposer: memory}))
+    return " ".join(summary(advice, {advice.best.variant.label: memory}))
 
 
 def test_fastest_proposer_is_recommended():
@@ -279,3 +279,21 @@ def test_recommended_expression_can_be_pasted_into_a_shell():
     folders = {f"draft:{embedded('nano')}": "draft:@nano", "draft:/a/small": "draft:/a/small"}
     for spec, text in (*folders.items(), ("merge(ngram,suffix)", "'merge(ngram,suffix)'")):
         assert f"Use {text} with k 4." in summary_text(advise_for({make_variant(spec, 4): 1.5}))
+
+
+def test_weights_of_the_draft_are_a_part_of_the_answer():
+    stored = make_variant("draft:/x/small", 4)
+    advice = advise_for(
+        {
+            stored: 1.3,
+            replace(stored, draft_quantize="int8"): 1.5,
+            replace(stored, draft_quantize="int8", k=AUTO): 1.49,
+            replace(stored, draft_quantize="int4", k=8): 1.4,
+        }
+    )
+    assert (advice.proposer, advice.draft_quantize, advice.k, advice.fixed_k) == ("draft:/x/small", "int8", AUTO, 4)
+    assert advice.runner_up is None  # it is the same proposer
+    assert advice.batches.speedups == ((1, advice.choice.overall.value),)
+    assert "Use draft:/x/small with k auto and --draft-quantize int8." in summary_text(advice)
+    assert "draft:small in int4 with k 4" in summary_text(advise_for({replace(stored, draft_quantize="int4"): 0.9}))
+    assert advise_for({replace(stored, draft_quantize="int4"): 0.9}).draft_quantize is None

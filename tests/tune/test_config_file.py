@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -79,6 +80,31 @@ def test_draft_quantize_applies_to_proposers_with_a_draft(prompts):
     assert proposers[draft].model.kernels == "native int8"
     names = {spec: settings_dict(settings, proposer=spec, k=2, verifier="walk")["draft_quantize"] for spec in proposers}
     assert names == {"ngram": None, draft: "int8"}
+
+
+@pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
+def test_weights_of_drafts_are_compared(prompts):
+    """A draft that cannot be quantized, as a head of several modules, is measured with its weights as stored."""
+    draft = f"draft:{embedded('nano')}"
+    head = f"draft:{embedded('medusa')}"
+    settings = Settings(
+        proposers=("ngram", draft, head),
+        draft_quantizes={draft: (None, "int8"), head: (None, "int8")},
+        prompts=prompts,
+        max_model_len=96,
+        dtype="float32",
+        threads=1,
+    )
+    engines = VariantEngines(settings)
+    assert engines.drafts == [("ngram", None), (draft, None), (draft, "int8"), (head, None)]
+    assert list(engines.left_out) == ["draft:@medusa in int8"]
+    assert engines.proposers[draft].model.kernels == "native"
+    assert engines.proposers[f"{draft} in int8"].model.kernels == "native int8"
+    chosen = {"proposer": draft, "k": 2, "verifier": "block"}
+    assert settings_dict(settings, **chosen)["draft_quantize"] is None
+    assert settings_dict(settings, **chosen, draft_quantize="int8")["draft_quantize"] == "int8"
+    with pytest.raises(OutriderError, match="quantize"):
+        VariantEngines(replace(settings, draft_quantizes={head: ("int8",)}))
 
 
 @pytest.mark.parametrize(("name", "value", "other"), [("draft_window", 32, 48), ("draft_quantize", "int4", "int8")])

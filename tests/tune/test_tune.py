@@ -18,6 +18,7 @@ from outrider.tune import measure as tune_measure
 from outrider.tune.figures import figures
 from outrider.tune.measure import measure
 from outrider.tune.settings import Settings, default_proposers, read_ks, read_proposers
+from tests.helpers import tiny
 from tests.tune.commands import document, invoke
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -190,3 +191,26 @@ def test_temperatures_share_the_time_limit(tmp_path, monkeypatch):
     measured = measure(settings, Console(quiet=True), max_seconds=14.0)
     plains, _ = figures(measured.trials, seed=0)
     assert [(plain.variant.temperature, plain.batches) for plain in plains] == [(0.0, 3), (1.0, 2)]
+
+
+def test_encoder_decoder_target_is_measured_on_sources(tmp_path):
+    folder = tiny.save(tmp_path / "bart", tiny.ENCODER_DECODER["bart"]())
+    file = tmp_path / "sources.jsonl"
+    lines = ({"source": "abcabc", "category": "x"}, {"source": "hello", "prompt": "h"})
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ("--target", folder, "--proposers", "ngram", "--k", 2, "--batch", 1, "--device", "cpu")
+    found = document(tune(*options, "--prompts", file))
+    (case,) = found["cases"]
+    assert set(case["categories"]) == {"x", "prompts"}
+    assert case["nodes"] > 0  # it has drafted
+    refused = invoke("tune", *options)
+    assert refused.exit_code == 2
+    assert "the embedded prompts have no sources" in refused.stderr
+
+
+def test_prompts_are_read_before_models_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune_measure, "VariantEngines", None)
+    (tmp_path / "empty.jsonl").write_text("")
+    refused = invoke("tune", "--prompts", tmp_path / "empty.jsonl")
+    assert refused.exit_code == 2
+    assert "holds no prompts" in refused.stderr

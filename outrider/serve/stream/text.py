@@ -12,7 +12,11 @@ class StreamText:
     """Detokenizes in the event loop, so that the engine thread does not have to."""
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], token_text: Callable[[int], str], stop: Sequence[str]
+        self,
+        decode: Callable[[Sequence[int]], str],
+        token_text: Callable[[int], str],
+        stop: Sequence[str],
+        prompt: Sequence[int] = (),
     ) -> None:
         """Decode with a tokenizer that no other thread uses.
 
@@ -20,13 +24,14 @@ class StreamText:
             decode: returns the text of several tokens.
             token_text: returns the text of a single token.
             stop: stop strings. Text that may be part of one is held back.
+            prompt: the tokens before the completion.
         """
         self._token_text = token_text
-        self._stream = TextStream(decode, stop)
+        self._stream = TextStream(decode, stop, prompt=prompt)
         self._num_returned = 0  # characters that `add_tokens` has returned
         self._added_text = ""  # text of the tokens added last, including text that is held back
         # The same text, decoded token by token. It is slower, so it lags behind until its result is needed.
-        self._token_stream = TextStream(decode)
+        self._token_stream = TextStream(decode, prompt=prompt)
         self._token_stream_backlog: list[int] = []
 
     def add_tokens(self, tokens: Sequence[int], completion: Completion | None) -> str:
