@@ -64,6 +64,7 @@ class Ranks:
         # It watches before the groups exist: a rank that dies while they are made would be waited for.
         self._watchdog = Watchdog(store.clone(), rank=self.rank, size=size, on_failure=self.abandon)
         self._watchdog.start()
+        atexit.register(self._exit)
         distributed.init_process_group(
             "nccl" if cuda else "gloo",
             store=PrefixStore("outrider/group", store),
@@ -72,7 +73,6 @@ class Ranks:
             timeout=_COLLECTIVE_TIMEOUT,
         )
         self._control = distributed.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
-        atexit.register(self._exit)
 
     @property
     def first(self) -> bool:
@@ -118,7 +118,7 @@ class Ranks:
         """
         tensor = torch.tensor(int(value))
         reason = f"rank {self.rank} has failed alone: {failure}"
-        timer = threading.Timer(_ALONE_TIMEOUT, self.abandon, (reason,))
+        timer = threading.Timer(_ALONE_TIMEOUT, self._abandon_alone, (reason,))
         timer.daemon = True
         if failure and not value:
             timer.start()
@@ -150,6 +150,12 @@ class Ranks:
         else:
             self._watchdog.finish()
         self._release()
+
+    def _abandon_alone(self, reason: str) -> None:
+        """End this process for a failure that rank 0 may learn of only by a lost connection."""
+        if not self.first:
+            print(f"error: {reason}", file=sys.__stderr__, flush=True)
+        self.abandon(reason)
 
     def fail(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on. They end."""

@@ -50,8 +50,8 @@ def other_engines(proposer: str, k: int, *, stops: int | None) -> tuple[OtherEng
         return tuple(OtherEngine(engine=name, settings=None, note=note) for name in ("vLLM", "SGLang", "llama.cpp"))
     kind = head_kind(expression.argument) if expression.name == "draft" else None
     if kind is not None:
-        block = block_tokens(expression.argument) if kind in _BLOCKS else 0
-        return tuple(_head(engine, str(kind), expression.argument, k, block) for engine in _HEADS)
+        block = block_tokens(expression.argument) if kind in _BLOCKS else None
+        return tuple(_head(engine, kind, expression.argument, k, block) for engine in _HEADS)
     return _vllm(expression, k, stops), _sglang(expression, k), _llamacpp(expression, k)
 
 
@@ -71,7 +71,7 @@ def head_kind(folder: str) -> Kind | None:
 
 
 def block_tokens(folder: str) -> int:
-    """Return the draft tokens of a whole block of a draft head; 0: it fills in no block, or cannot be read."""
+    """Return the draft tokens of the whole block of a draft head; 0: the head cannot be read without its target."""
     try:
         block = import_head(folder).description.block
     except OutriderError:
@@ -92,16 +92,15 @@ _HEADS: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
 )
 
 
-_SHORTER = "it computes a shorter block and accepts less"
-_SHORT_BLOCKS: Mapping[tuple[str, str], str] = MappingProxyType(
-    {
-        **{(engine, str(kind)): _SHORTER for engine in _HEADS for kind in _BLOCKS},
-        ("SGLang", str(Kind.DSPARK)): "it does not start",
-    }
-)
+def _block_note(engine: str, kind: Kind, block: int) -> str:
+    """Return why the k of another engine is that of the whole block; 0: its size is unknown."""
+    k = f"k is {block} there, the" if block else "give it the k of the"
+    refuses = (engine, kind) == ("SGLang", Kind.DSPARK)
+    smaller = "does not start" if refuses else "computes a shorter block and accepts less"
+    return f"; {k} whole block that the head was trained with: with a smaller k, {engine} {smaller}"
 
 
-def _head(engine: str, kind: str, folder: str, k: int, block: int) -> OtherEngine:
+def _head(engine: str, kind: Kind, folder: str, k: int, block: int | None) -> OtherEngine:
     """Return the settings of a draft head.
 
     Args:
@@ -109,23 +108,20 @@ def _head(engine: str, kind: str, folder: str, k: int, block: int) -> OtherEngin
         kind: the kind of the head.
         folder: its folder.
         k: draft tokens per round here.
-        block: draft tokens of the whole block that the head was trained with; 0: it fills in no block. Outrider
-            always computes the whole block and verifies k of it. The others compute a block of k tokens, in which
-            columns lack the later ones that they attend to, so the whole block is right there whatever k is here.
+        block: draft tokens of the whole block that the head was trained with; 0: unknown; None: it fills in no block.
+            Outrider always computes the whole block and verifies k of it. The others compute a block of k tokens, in
+            which columns lack the later ones that they attend to, so the whole block is right there whatever k is here.
     """
     name, methods = _HEADS[engine]
     if kind not in methods:
-        removed = "; 0.33 has removed Medusa" if (engine, kind) == ("vLLM", "medusa") else ""
+        removed = "; 0.33 has removed Medusa" if (engine, kind) == ("vLLM", Kind.MEDUSA) else ""
         return OtherEngine(
             engine=engine, settings=None, note=f"{engine} runs no separate {kind} heads{removed}; {_ALTERNATIVE}"
         )
     k = block or k
     note = f"outrider export {quote(folder)} --for {name} --k {k} --out DIR writes the head and the whole command"
-    if block:
-        note += (
-            f"; k is {block} there, the whole block that the head was trained with: with a smaller k,"
-            f" {_SHORT_BLOCKS[(engine, kind)]}"
-        )
+    if block is not None:
+        note += _block_note(engine, kind, block)
     if engine == "vLLM":
         config = {"method": methods[kind], "model": "DIR/draft", "num_speculative_tokens": k}
         return OtherEngine(engine=engine, settings=f"--speculative-config '{json.dumps(config)}'", note=note)

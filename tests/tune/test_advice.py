@@ -283,8 +283,8 @@ def test_other_engines_use_the_whole_block_of_a_head(kind, tmp_path):
     assert f"--spec-draft-n-max {block}" in settings["llama.cpp"].settings
     for engine, each in settings.items():
         starts = (engine, kind) != ("SGLang", "dspark")
-        assert ("it computes a shorter block and accepts less" in each.note) is starts
-        assert ("it does not start" in each.note) is not starts
+        assert (f"{engine} computes a shorter block and accepts less" in each.note) is starts
+        assert ("SGLang does not start" in each.note) is not starts
         assert f"--k {block} --out DIR" in each.note
 
 

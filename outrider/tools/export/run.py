@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +83,13 @@ def run_export(
     labels = [_label(recipe), *(note for note in (length.note, tokenizer_note(named, recipe)) if note)]
     comments = "".join(f"# {label}\n" for label in labels)
     files = {_SCRIPT: f"#!/bin/sh\n{comments}{command}\n", **recipe.files(draft)}
-    is_new = not path.exists()
-    path.mkdir(parents=True, exist_ok=True)
-    try:
-        if source:
-            _write(source, recipe, written, target)
-        if named.source:
-            _write_gguf(named.source, Path(named.gguf))
-    except OutriderError:
-        _remove(path if is_new else None, written, Path(named.gguf) if named.source else written)
-        raise
-    for name, text in files.items():
-        (path / name).write_text(text, encoding="utf-8")
-    names = [*([written.name] if source else []), *([Path(named.gguf).name] if named.source else []), *files]
+    models: dict[Path, Callable[[], None]] = {}
+    if source:
+        models[written] = partial(_write, source, recipe, written, target)
+    if named.source:
+        models[Path(named.gguf)] = partial(_write_gguf, named.source, Path(named.gguf))
+    _write_all(path, models, files)
+    names = [*(model.name for model in models), *files]
     for line in (f"{out}: {', '.join(names)} for {chosen.title}", *labels, command):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return {
@@ -107,6 +103,20 @@ def run_export(
         "notes": labels[1:],
         "files": list(files),
     }
+
+
+def _write_all(path: Path, models: Mapping[Path, Callable[[], None]], files: Mapping[str, str]) -> None:
+    """Write models and files of text into a folder. If a model cannot be written, nothing remains."""
+    is_new = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        for write in models.values():
+            write()
+    except OutriderError:
+        _remove(path if is_new else None, *models)
+        raise
+    for name, text in files.items():
+        (path / name).write_text(text, encoding="utf-8")
 
 
 def _empty_folder(out: str) -> Path:
