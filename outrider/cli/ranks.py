@@ -45,8 +45,9 @@ def joined(tp: int, device: str) -> Iterator[Ranks | None]:
         ranks.fail(str(error))
         raise
     except Exception as error:
-        if not is_network_error(error):
-            traceback.print_exc(file=sys.__stderr__)
+        if is_network_error(error):
+            ranks.abandon("another rank has failed, or the connection to it is lost")
+        traceback.print_exc(file=sys.__stderr__)
         ranks.abandon(f"rank {ranks.rank} cannot go on: {str(error).splitlines()[0] if str(error) else error!r}")
     except BaseException:
         ranks.fail("it was interrupted")

@@ -240,7 +240,10 @@ def test_failure_in_the_middle_of_a_pass(moment, how, long_llama):
 def test_failure_while_the_model_is_loaded(moment, how, long_llama):
     statuses, errors = two_processes(*failing(moment, how), "run", "--tp", 2, "--target", long_llama, "hello")
     assert statuses == [1, -signal.SIGKILL if how == "killed" else 1]
-    assert ("rank 1 has not answered" if how == "killed" else "no memory in this rank") in errors[0]
+    if how == "error":
+        assert "no memory in this rank" in "".join(errors)
+    # Rank 0 learns of it by a lost connection, or by the heartbeats.
+    assert re.search("error: (another rank has failed|rank 1 has (failed|not answered)|rank 0 cannot join)", errors[0])
 
 
 @needs_accelerate

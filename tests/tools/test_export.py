@@ -174,7 +174,7 @@ def test_the_gguf_file_of_a_target(model, tmp_path):
 
 @pytest.fixture
 def block_head(tmp_path):
-    """A function that writes a head that fills in a block of 4 columns. Its target is @mini."""
+    """A function that writes a head that fills in a block of 4 draft tokens. Its target is @mini."""
 
     def write(kind):
         info = read_target_info(embedded("mini"))
@@ -192,7 +192,7 @@ def test_other_engines_compute_blocks_of_k_tokens(block_head, tmp_path):
         where = ("--for", engine, "--out", tmp_path / out, "--target", "@mini")
         return export(head, *where, *arguments)[1]
 
-    assert run("whole", "--k", 3)["notes"] == []
+    assert run("whole", "--k", 4)["notes"] == []
     (note,) = run("short", "--k", 2)["notes"]
     assert "k is 2: vLLM computes a shorter block" in note
     assert note in (tmp_path / "short" / "run.sh").read_text()
@@ -200,9 +200,9 @@ def test_other_engines_compute_blocks_of_k_tokens(block_head, tmp_path):
     case = {"proposer": f"draft:{head}", "k": 2, "batch": 1, "overall": {"value": 1.5}}
     advice.write_text(json.dumps({"benchmark": "outrider tune", "cases": [case]}))
     summary = run("tuned", "--advice", advice)
-    assert summary["k"] == 3
-    assert "k is 3, the whole block of this head, in place of 2 of the advice" in summary["notes"][0]
-    llamacpp = run("llama", "--k", 3, engine="llama.cpp")
+    assert summary["k"] == 4
+    assert "k is 4, the whole block of this head, in place of 2 of the advice" in summary["notes"][0]
+    llamacpp = run("llama", "--k", 4, engine="llama.cpp")
     assert "the converter stops at the tokenizer" in llamacpp["notes"][0]
     assert (tmp_path / "llama" / "target.gguf").is_file()
 
