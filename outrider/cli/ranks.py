@@ -33,8 +33,7 @@ def joined(tp: int, device: str) -> Iterator[Ranks | None]:
         return
     if rank():
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
-    ranks = join(tp, device)
-    assert ranks is not None
+    ranks = _join(tp, device)
     try:
         yield ranks
     except typer.Exit:
@@ -46,11 +45,25 @@ def joined(tp: int, device: str) -> Iterator[Ranks | None]:
         ranks.fail(str(error))
         raise
     except Exception as error:
-        if not is_network_error(error):
-            traceback.print_exc(file=sys.__stderr__)
+        if is_network_error(error):
+            ranks.abandon("another rank has failed, or the connection to it is lost")
+        traceback.print_exc(file=sys.__stderr__)
         ranks.abandon(f"rank {ranks.rank} cannot go on: {str(error).splitlines()[0] if str(error) else error!r}")
     except BaseException:
         ranks.fail("it was interrupted")
         raise
     else:
         ranks.leave()
+
+
+def _join(tp: int, device: str) -> Ranks:
+    """Join the ranks. A failure is printed by the rank that has it, because its standard error is closed."""
+    try:
+        ranks = join(tp, device)
+    except OutriderError:  # all ranks have it, and rank 0 prints it
+        raise
+    except Exception as error:
+        print(f"error: rank {rank()} cannot join the others: {error}", file=sys.__stderr__, flush=True)
+        raise
+    assert ranks is not None
+    return ranks

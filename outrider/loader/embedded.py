@@ -39,3 +39,8 @@ def model_folder(name: str | Path | None) -> Path:
         )
     text = str(name)
     return embedded(text[1:]) if text.startswith("@") else Path(text).expanduser()
+
+
+def is_embedded(folder: Path) -> bool:
+    """Return whether a folder is that of an included model."""
+    return folder.resolve().parent == _ASSETS.resolve()

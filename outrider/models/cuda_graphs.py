@@ -7,7 +7,8 @@ rounding, or recording fails, only the eager pass is used from then on.
 
 With tensor parallelism a recorded pass has the collective operations of NCCL. NCCL needs every rank to replay it, or
 none: a bucket is padded, so the messages of the eager pass have another size. All ranks run the same rounds and so
-record the same buckets in the same order. After a recording and after a comparison they agree on the result.
+record the same buckets in the same order. After a recording and after a comparison they agree on the result. If one
+rank fails in the middle of a recording, the others wait in its collective operations, so it ends all of them.
 """
 
 from __future__ import annotations
@@ -252,7 +253,7 @@ class Graphs:
         finally:
             self._model.compiled = False
             self.seconds += perf_counter() - start
-        if not all_ranks(replay is not None) or replay is None:
+        if not all_ranks(replay is not None, f"a pass cannot be recorded ({failure})") or replay is None:
             if compiled:
                 _log.warning("layers are not compiled: %s", failure)
                 self.compiled = False

@@ -32,6 +32,7 @@ T = TypeVar("T")
 _COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 # Ranks may wait long for rank 0, for example for a request. The watchdog ends them if rank 0 is gone.
 _CONTROL_TIMEOUT = timedelta(days=365)
+_ALONE_TIMEOUT = 5.0  # seconds that a rank with a failure waits for the others to ask about it
 _EXIT_DELAY = 1.0  # seconds in which error messages are still sent before the process ends
 
 
@@ -59,6 +60,11 @@ class Ranks:
         if cuda:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         store, _, _ = next(rendezvous("env://"))
+        self._abandoning = threading.Lock()
+        # It watches before the groups exist: a rank that dies while they are made would be waited for.
+        self._watchdog = Watchdog(store.clone(), rank=self.rank, size=size, on_failure=self.abandon)
+        self._watchdog.start()
+        atexit.register(self._exit)
         distributed.init_process_group(
             "nccl" if cuda else "gloo",
             store=PrefixStore("outrider/group", store),
@@ -67,10 +73,6 @@ class Ranks:
             timeout=_COLLECTIVE_TIMEOUT,
         )
         self._control = distributed.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
-        self._watchdog = Watchdog(store.clone(), rank=self.rank, size=size, on_failure=self.abandon)
-        self._abandoning = threading.Lock()
-        self._watchdog.start()
-        atexit.register(self._exit)
 
     @property
     def first(self) -> bool:
@@ -104,10 +106,24 @@ class Ranks:
             )
         return tuple(shared)
 
-    def all_true(self, value: bool) -> bool:
-        """Return whether the value is true in all ranks."""
+    def all_true(self, value: bool, failure: str = "") -> bool:
+        """Return whether the value is true in all ranks.
+
+        A rank in which something has failed may be alone with it: the others may wait for it in an operation of the
+        model, and would not come here. So it ends with `failure` if they do not ask as well within a few seconds.
+
+        Args:
+            value: of this rank.
+            failure: why it is false; "": all ranks ask at the same place, whatever their values are.
+        """
         tensor = torch.tensor(int(value))
+        reason = f"rank {self.rank} has failed alone: {failure}"
+        timer = threading.Timer(_ALONE_TIMEOUT, self._abandon_alone, (reason,))
+        timer.daemon = True
+        if failure and not value:
+            timer.start()
         distributed.all_reduce(tensor, distributed.ReduceOp.MIN, group=self._control)
+        timer.cancel()
         return bool(tensor)
 
     def barrier(self) -> None:
@@ -134,6 +150,12 @@ class Ranks:
         else:
             self._watchdog.finish()
         self._release()
+
+    def _abandon_alone(self, reason: str) -> None:
+        """End this process for a failure that rank 0 may learn of only by a lost connection."""
+        if not self.first:
+            print(f"error: {reason}", file=sys.__stderr__, flush=True)
+        self.abandon(reason)
 
     def fail(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on. They end."""
@@ -204,9 +226,12 @@ def seconds_of_first_rank(seconds: float) -> float:
     return seconds if _joined is None else _joined.share((seconds,))[0]
 
 
-def all_ranks(value: bool) -> bool:
-    """Return whether the value is true in all ranks, or `value` itself without tensor parallelism."""
-    return value if _joined is None else _joined.all_true(value)
+def all_ranks(value: bool, failure: str = "") -> bool:
+    """Return whether the value is true in all ranks, or `value` itself without tensor parallelism.
+
+    `failure` is that of `Ranks.all_true`.
+    """
+    return value if _joined is None else _joined.all_true(value, failure)
 
 
 def is_first_rank() -> bool:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,7 @@ from outrider.errors import OutriderError
 from outrider.heads.description import HeadDescription, Kind
 from outrider.heads.files import read_config
 from outrider.heads.formats.registry import find
-from outrider.heads.store import KEY
+from outrider.heads.store import KEY, import_head
 from outrider.propose.registry import Expression, parse
 
 _MAX_BATCH = 512  # largest batch in vLLM's table of k by batch size
@@ -49,7 +50,8 @@ def other_engines(proposer: str, k: int, *, stops: int | None) -> tuple[OtherEng
         return tuple(OtherEngine(engine=name, settings=None, note=note) for name in ("vLLM", "SGLang", "llama.cpp"))
     kind = head_kind(expression.argument) if expression.name == "draft" else None
     if kind is not None:
-        return tuple(_head(engine, str(kind), expression.argument, k) for engine in _HEADS)
+        block = block_tokens(expression.argument) if kind in _BLOCKS else None
+        return tuple(_head(engine, kind, expression.argument, k, block) for engine in _HEADS)
     return _vllm(expression, k, stops), _sglang(expression, k), _llamacpp(expression, k)
 
 
@@ -68,6 +70,16 @@ def head_kind(folder: str) -> Kind | None:
     return _KINDS.get(found.format.name.partition("-")[0])
 
 
+def block_tokens(folder: str) -> int:
+    """Return the draft tokens of the whole block of a draft head; 0: the head cannot be read without its target."""
+    try:
+        block = import_head(folder).description.block
+    except OutriderError:
+        return 0
+    return block.draft_tokens if block else 0
+
+
+_BLOCKS = (Kind.DFLASH, Kind.DSPARK)  # heads that other engines run with a block of k tokens
 _KINDS: Mapping[str, Kind] = MappingProxyType({kind.value: kind for kind in Kind})
 
 # For each engine: its name in `outrider export --for`, and its names of the kinds of draft heads that it runs.
@@ -80,14 +92,36 @@ _HEADS: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
 )
 
 
-def _head(engine: str, kind: str, folder: str, k: int) -> OtherEngine:
+def _block_note(engine: str, kind: Kind, block: int) -> str:
+    """Return why the k of another engine is that of the whole block; 0: its size is unknown."""
+    k = f"k is {block} there, the" if block else "give it the k of the"
+    refuses = (engine, kind) == ("SGLang", Kind.DSPARK)
+    smaller = "does not start" if refuses else "computes a shorter block and accepts less"
+    return f"; {k} whole block that the head was trained with: with a smaller k, {engine} {smaller}"
+
+
+def _head(engine: str, kind: Kind, folder: str, k: int, block: int | None) -> OtherEngine:
+    """Return the settings of a draft head.
+
+    Args:
+        engine: its title, a key of `_HEADS`.
+        kind: the kind of the head.
+        folder: its folder.
+        k: draft tokens per round here.
+        block: draft tokens of the whole block that the head was trained with; 0: unknown; None: it fills in no block.
+            Outrider always computes the whole block and verifies k of it. The others compute a block of k tokens, in
+            which columns lack the later ones that they attend to, so the whole block is right there whatever k is here.
+    """
     name, methods = _HEADS[engine]
     if kind not in methods:
-        removed = "; 0.33 has removed Medusa" if (engine, kind) == ("vLLM", "medusa") else ""
+        removed = "; 0.33 has removed Medusa" if (engine, kind) == ("vLLM", Kind.MEDUSA) else ""
         return OtherEngine(
             engine=engine, settings=None, note=f"{engine} runs no separate {kind} heads{removed}; {_ALTERNATIVE}"
         )
-    note = f"outrider export {folder} --for {name} --k {k} --out DIR writes the head and the whole command"
+    k = block or k
+    note = f"outrider export {quote(folder)} --for {name} --k {k} --out DIR writes the head and the whole command"
+    if block is not None:
+        note += _block_note(engine, kind, block)
     if engine == "vLLM":
         config = {"method": methods[kind], "model": "DIR/draft", "num_speculative_tokens": k}
         return OtherEngine(engine=engine, settings=f"--speculative-config '{json.dumps(config)}'", note=note)

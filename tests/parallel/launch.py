@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from socket import socket
 
 import pytest
 
@@ -30,6 +31,25 @@ def torchrun(*words, timeout=300):
     return subprocess.run(
         [*TORCHRUN, *map(str, words)], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT, timeout=timeout
     )
+
+
+def two_processes(*words, timeout=120):
+    """Run a program in two ranks without torchrun, which would end one of them if the other one fails."""
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    command = [sys.executable, *map(str, words)]
+    processes = [
+        subprocess.Popen(command, env=shared | {"RANK": str(rank)}, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=timeout)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], errors
 
 
 def compare(cases, folder, *, timeout=300):

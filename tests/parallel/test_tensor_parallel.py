@@ -28,7 +28,7 @@ from outrider.loader.tensor_parallel import check_plan, tensor_parallel_plan
 from tests.helpers.heads import cases as head_cases
 from tests.helpers.heads import random_draft
 from tests.helpers.tiny import ARCHITECTURES, EVERY, RECURRENT, Shelf, make_config, save
-from tests.parallel.launch import ENVIRONMENT, ROOT, TORCHRUN, compare, needs_accelerate, torchrun
+from tests.parallel.launch import ENVIRONMENT, ROOT, TORCHRUN, compare, needs_accelerate, torchrun, two_processes
 from tests.parallel.two_ranks import complete
 
 
@@ -141,9 +141,9 @@ def test_options_that_do_not_go_with_ranks(tmp_path):
 
 
 @contextmanager
-def serving(folder, *words):
+def serving(folder, *words, program=("-m", "outrider")):
     """Start the server in two ranks. Yield torchrun's process, the URL, and a list of the lines of standard error."""
-    command = ["-m", "outrider", "serve", "--tp", "2", "--target", str(folder), "--port", "0", "--dtype", "float32"]
+    command = [*program, "serve", "--tp", "2", "--target", str(folder), "--port", "0", "--dtype", "float32"]
     process = subprocess.Popen(
         [*TORCHRUN, *command, "--max-model-len", "2048", *words],
         stderr=subprocess.PIPE,
@@ -209,6 +209,61 @@ def test_failure_of_a_rank_ends_requests_and_the_server(kind, long_llama):
         if kind == signal.SIGSTOP:  # torchrun waits for a stopped process before it kills it
             os.kill(ranks[1], signal.SIGKILL)
     assert process.returncode
+
+
+def failing(moment, how):
+    """Return the program whose rank 1 fails at a moment."""
+    return ("tests/parallel/failing_rank.py", moment, how)
+
+
+@needs_accelerate
+@pytest.mark.slow
+@pytest.mark.parametrize(("moment", "how"), [("prefill", "killed"), ("prefill", "error"), ("decoding", "error")])
+def test_failure_in_the_middle_of_a_pass(moment, how, long_llama):
+    program = failing(moment, how)
+    with serving(long_llama, "--k", "0", "--proposer", "none", program=program) as (process, url, lines):
+        began = time.monotonic()
+        with httpx.stream("POST", f"{url}/completions", json={**LONG, "stream": True}, timeout=60) as response:
+            text = "".join(response.iter_lines())
+        assert '"error"' in text
+        assert "[DONE]" not in text
+        assert process.wait(30)
+        assert time.monotonic() - began < 10
+    if how == "error":
+        assert "no memory in this rank" in "".join(lines)
+
+
+@needs_accelerate
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "error"])
+@pytest.mark.parametrize("moment", ["joining", "load"])
+def test_failure_while_the_model_is_loaded(moment, how, long_llama):
+    statuses, errors = two_processes(*failing(moment, how), "run", "--tp", 2, "--target", long_llama, "hello")
+    assert statuses == [1, -signal.SIGKILL if how == "killed" else 1]
+    if how == "error":
+        assert "no memory in this rank" in "".join(errors)
+    # Rank 0 learns of it by a lost connection, or by the heartbeats.
+    assert re.search("error: (another rank has failed|rank 1 has (failed|not answered)|rank 0 cannot join)", errors[0])
+
+
+@needs_accelerate
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("breaks", "rank 1 has failed alone: a pass cannot be recorded (no memory in this rank)"),
+        ("breaks later", "no memory in this rank"),
+    ],
+)
+def test_failure_of_a_recording_in_one_rank_only(kind, message, long_llama, tmp_path):
+    (tmp_path / "cases.json").write_text(
+        json.dumps({"recorded": {"target": str(long_llama), "proposer": "none", "k": 0, "record": kind}})
+    )
+    statuses, errors = two_processes("tests/parallel/two_ranks.py", tmp_path / "cases.json", tmp_path)
+    assert statuses == [1, 1]
+    assert message in errors[1]
+    assert "timed out" not in "".join(errors).lower()  # after a minute, as an operation does in which a rank waits
+    assert not list(tmp_path.glob("?.json"))
 
 
 @needs_accelerate

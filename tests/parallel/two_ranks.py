@@ -32,14 +32,29 @@ PARAMS = [
 
 
 class _FailingRecorder(FakeRecorder):
-    """A recorder that works in rank 0 only."""
+    """A recorder that works in rank 0 only. In rank 1 it fails at some moment.
+
+    The moments are: after the operations of the pass ("fails"), before them, while rank 0 waits in them ("breaks"),
+    and in a replay ("breaks later").
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
 
     def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        replay = super().__call__(run)
         ranks = current()
-        if ranks is not None and not ranks.first:
-            raise RuntimeError("no memory in this rank")
-        return replay
+        fails = ranks is not None and not ranks.first
+        if fails and self._kind == "breaks":
+            _fail()
+        replay = super().__call__(run)
+        if fails and self._kind == "fails":
+            _fail()
+        return _fail if fails and self._kind == "breaks later" else replay
+
+
+def _fail() -> None:
+    raise RuntimeError("no memory in this rank")
 
 
 def _record(kind: str | None) -> list[FakeRecorder]:
@@ -52,7 +67,7 @@ def _record(kind: str | None) -> list[FakeRecorder]:
     def recorder(checkpoint: Checkpoint, kernels: str) -> FakeRecorder | None:
         if kernels != "auto":
             return None
-        recorders.append(FakeRecorder() if kind == "works" else _FailingRecorder())
+        recorders.append(FakeRecorder() if kind == "works" else _FailingRecorder(kind))
         return recorders[-1]
 
     make._recorder = recorder
@@ -66,8 +81,8 @@ def _graphs(model: Target) -> Graphs | None:
 def complete(options: dict[str, Any]) -> dict[str, Any]:
     """Return the tokens of all completions, and facts of the engine.
 
-    `options` are those of `LLM`, and "record": whether recordings work, or fail in a rank; "estimate": seconds of a
-    pass of a replicated and a sharded draft.
+    `options` are those of `LLM`, and "record": whether recordings work, or the kind of `_FailingRecorder`; "estimate":
+    seconds of a pass of a replicated and a sharded draft.
     """
     options = dict(options)
     recorders = _record(options.pop("record", None))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +126,95 @@ def test_a_medusa_head_needs_an_older_vllm(tmp_path):
     assert "vLLM 0.33 has removed Medusa" in (tmp_path / "out" / "run.sh").read_text()
 
 
+def folders_of(command):
+    """Return the words of a command that name a folder or a file of the target."""
+    after = ("serve", "--model-path", "--model", "-m", "trtllm-serve")
+    return [
+        Path(word) for before, word in pairwise(words(command)) if before in after and word != "sglang.launch_server"
+    ]
+
+
+@pytest.mark.parametrize("engine", [name for name, each in ENGINES.items() if MODEL in each.recipes])
+def test_included_models_are_named_by_what_exists(engine, tmp_path):
+    result, summary = export("@nano", "--for", engine, "--out", tmp_path / "out", "--k", 3, "--target", "@mini")
+    assert result.exit_code == 0, result.output
+    (target,) = folders_of(summary["command"])
+    assert target.exists()
+    assert "@" not in summary["command"]
+    if engine == "llama.cpp":
+        assert target == tmp_path / "out" / "target.gguf"
+        read = load_checkpoint(target, dtype="float32", device="cpu")
+        assert read.vocab == read_target_info(embedded("mini")).vocab
+    else:
+        assert target == embedded("mini")
+    result, _ = export("@nano", "--for", engine, "--out", tmp_path / "other", "--k", 3, "--target", "@none")
+    assert result.exit_code == 2
+    assert "@none does not come with Outrider; use @eagle31" in " ".join(result.output.split())
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_gguf_file_of_a_target(model, tmp_path):
+    def command(name, target):
+        result, summary = export(model, "--for", "llama.cpp", "--out", tmp_path / name, "--k", 3, "--target", target)
+        assert result.exit_code == 0, result.output
+        return summary["command"]
+
+    # The first line of the command writes the file.
+    first, second = command("a", model).replace("\\\n", "").splitlines()
+    assert words(first)[-1] == words(second)[2] == str(tmp_path / "a" / "target.gguf")
+    assert words(first)[:3] == ["python", "convert_hf_to_gguf.py", str(model)]
+    own = tmp_path / "own"
+    own.mkdir()
+    file = Path(f"{own}.gguf")
+    file.touch()
+    for name, target in (("beside", own), ("itself", file)):
+        assert words(command(name, target))[:3] == ["llama-server", "-m", str(file)]
+    assert words(command("c", "some/model"))[2] == "some/model.gguf"
+
+
+@pytest.fixture
+def block_head(tmp_path):
+    """A function that writes a head that fills in a block of 4 draft tokens. Its target is @mini."""
+
+    def write(kind):
+        info = read_target_info(embedded("mini"))
+        _, description = cases(info.hidden, info.vocab)[kind]
+        write_head(tmp_path / kind, random_draft(description, table=info.embedding().float()), dtype=torch.float32)
+        return tmp_path / kind
+
+    return write
+
+
+def test_other_engines_compute_blocks_of_k_tokens(block_head, tmp_path):
+    head = block_head("dflash")
+
+    def run(out, *arguments, engine="vllm"):
+        where = ("--for", engine, "--out", tmp_path / out, "--target", "@mini")
+        return export(head, *where, *arguments)[1]
+
+    assert run("whole", "--k", 4)["notes"] == []
+    (note,) = run("short", "--k", 2)["notes"]
+    assert "k is 2: vLLM computes a shorter block" in note
+    assert note in (tmp_path / "short" / "run.sh").read_text()
+    advice = tmp_path / "advice.json"
+    case = {"proposer": f"draft:{head}", "k": 2, "batch": 1, "overall": {"value": 1.5}}
+    advice.write_text(json.dumps({"benchmark": "outrider tune", "cases": [case]}))
+    summary = run("tuned", "--advice", advice)
+    assert summary["k"] == 4
+    assert "k is 4, the whole block of this head, in place of 2 of the advice" in summary["notes"][0]
+    llamacpp = run("llama", "--k", 4, engine="llama.cpp")
+    assert "the converter stops at the tokenizer" in llamacpp["notes"][0]
+    assert (tmp_path / "llama" / "target.gguf").is_file()
+
+
+def test_sglang_runs_dspark_heads_with_the_whole_block_only(block_head, tmp_path):
+    head = block_head("dspark")
+    result, _ = export(head, "--for", "sglang", "--out", tmp_path / "out", "--k", 2, "--target", "@mini")
+    assert result.exit_code == 2
+    assert "SGLang runs this head with its whole block only; use --k 4" in " ".join(result.output.split())
+    assert export(head, "--for", "sglang", "--out", tmp_path / "out", "--k", 4, "--target", "@mini")[1]["k"] == 4
+
+
 def test_suffix_has_a_command_and_no_files(tmp_path):
     out = tmp_path / "out"
     result, summary = export("suffix", "--for", "vllm", "--out", out, "--k", 6, "--target", "models/big")
@@ -240,12 +331,13 @@ def test_unproven_commands_say_so(model, tmp_path):
 def test_every_command_has_the_k():
     for engine in ENGINES.values():
         for recipe in engine.recipes.values():
-            draft = Draft(path="d", target="t", k=7)
+            draft = Draft(path="d", target="t", target_gguf="t.gguf", k=7)
             text = recipe.command(draft) + " ".join(recipe.files(draft).values())
             assert "7" in text or "8" in text  # some engines count the token of the target as well
             assert words(recipe.command(draft))
-    modelfile = ENGINES["ollama"].recipe(Kind.DFLASH).files(Draft(path="d", target="t", k=7))["Modelfile"]
-    assert modelfile.splitlines() == ["FROM t.gguf", "DRAFT d/dflash.gguf", "PARAMETER draft_num_predict 7"]
+    draft = Draft(path="/e/d", target="/t", target_gguf="/t.gguf", k=7)
+    modelfile = ENGINES["ollama"].recipe(Kind.DFLASH).files(draft)["Modelfile"]
+    assert modelfile.splitlines() == ["FROM /t.gguf", "DRAFT /e/d/dflash.gguf", "PARAMETER draft_num_predict 7"]
     with pytest.raises(OutriderError, match="use one of"):
         engine_of("x")
 
@@ -262,6 +354,9 @@ def test_the_k_of_tune(tmp_path):
     document = {"benchmark": "outrider tune", "cases": [*cases, case(9, 1, 3.0, "ngram")]}
     file.write_text(json.dumps(document))
     assert [tuned_k(str(file), folder, batch) for batch in (1, 4, 8, 64)] == [6, 6, 2, 2]
+    file.write_text(json.dumps(document | {"cases": [case(3, 1, 1.1, "draft:@nano")]}))
+    assert tuned_k(str(file), embedded("nano"), 1) == 3
+    file.write_text(json.dumps(document))
     with pytest.raises(OutriderError, match="has no fixed draft length"):
         tuned_k(str(file), tmp_path / "other", 1)
     with pytest.raises(OutriderError, match="tune --proposers suffix"):

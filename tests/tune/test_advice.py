@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from outrider.benchmarking.memory import MemoryUse
 from outrider.core.params import AUTO
 from outrider.core.stats import Stats
+from outrider.heads.store import write_head
 from outrider.loader.embedded import embedded
 from outrider.propose.expression import command_line_form, short
 from outrider.propose.registry import parse
@@ -18,6 +20,7 @@ from outrider.tune.engines import other_engines
 from outrider.tune.figures import AcceptanceSummary, Estimate, RoundMs, figures, ratio
 from outrider.tune.trial import Variant, split
 from outrider.tune.wording import summary
+from tests.helpers.heads import cases, random_draft
 from tests.tune.trials import make_trials, make_variant, trial
 
 MEMORY = MemoryUse(sequences=1, context=64, target_weights=50, target_cache=10)
@@ -261,6 +264,22 @@ def test_settings_of_other_engines_for_heads():
     medusa = settings_by_engine(f"draft:{embedded('medusa')}")
     assert {each.settings for each in medusa.values()} == {None}
     assert "0.33 has removed Medusa" in medusa["vLLM"].note
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_other_engines_use_the_whole_block_of_a_head(kind, tmp_path):
+    _, description = cases()[kind]
+    write_head(tmp_path / "head", random_draft(description), dtype=torch.float32)
+    block = description.block.draft_tokens
+    settings = settings_by_engine(f"draft:{tmp_path / 'head'}", k=2)
+    assert f'"num_speculative_tokens": {block}' in settings["vLLM"].settings
+    assert f"--speculative-num-draft-tokens {block + 1}" in settings["SGLang"].settings
+    assert f"--spec-draft-n-max {block}" in settings["llama.cpp"].settings
+    for engine, each in settings.items():
+        starts = (engine, kind) != ("SGLang", "dspark")
+        assert (f"{engine} computes a shorter block and accepts less" in each.note) is starts
+        assert ("SGLang does not start" in each.note) is not starts
+        assert f"--k {block} --out DIR" in each.note
 
 
 def test_short_expressions_have_no_folders():

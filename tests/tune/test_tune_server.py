@@ -109,6 +109,7 @@ def test_advice():
     assert "80%, 50%, 15%, 5%" in text
     assert "2.00 at 1, 0.75 at 16" in text
     assert "Set 3 draft tokens in place of 4" in text
+    assert "DFlash or DSpark head is an exception: keep the k of its whole block" in text
     assert "[[1, 15, 3], [16, 512, 0]]" in text
     assert "does not pay at any" in " ".join(advise([slow], "vLLM"))
     idle = [replace(fast, speculation=replace(SPECULATION, drafts=0, draft_tokens=0))]

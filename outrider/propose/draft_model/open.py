@@ -381,7 +381,8 @@ def _load_sharded(folder: str, setup: ProposerSetup, dtype: str) -> Checkpoint |
                 raise
             failure = str(reason)
             checkpoint = None
-        if not all_ranks(checkpoint is not None):
+        alone = f"its part of the draft {folder} cannot be loaded ({failure}); use --draft-placement replicated"
+        if not all_ranks(checkpoint is not None, alone):
             checkpoint = None
             placement = replicated(folder, setup.ranks, f"it cannot be split ({failure})")
     if known is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from shlex import quote, split
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,7 @@ GGUF = "gguf"  # a layout: one GGUF file
 FOLDER = "folder"  # a layout: the folder of the model as it is
 IN_TARGET = "in target"  # a layout: the checkpoint of the target with the module in it
 NOTHING = "nothing"  # a layout: no files, because the proposer has no weights
+TARGET = "TARGET"  # in commands, if no target is given
 SUFFIX = "suffix"  # the proposer of this name, which runs inside of the engine
 
 _VLLM_SUFFIX = "outrider.tools.vllm_suffix.VllmSuffix"
@@ -31,7 +33,9 @@ class Draft:
     """What a recipe writes commands about."""
 
     path: str  # of the written draft
-    target: str  # folder of the target, or TARGET
+    target: str  # folder of the target, the name of a model on a hub, or TARGET
+    target_gguf: str  # the target as one GGUF file
+    converts_target: bool = False  # the command first writes `target_gguf` with the converter of llama.cpp
     k: int
 
 
@@ -45,6 +49,9 @@ class Recipe:
     files: Callable[[Draft], Mapping[str, str]] = lambda draft: {}  # more files by name
     note: str = ""
     families: tuple[str, ...] = ()  # with `IN_TARGET`: architectures of the targets whose modules the engine runs
+    needs_target_gguf: bool = False  # the command reads the target as a GGUF file
+    converts_head: bool = False  # the command converts the head with the tokenizer of the target
+    needs_whole_block: bool = False  # the engine refuses a k that is not that of the whole block of a head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,13 +112,29 @@ def _sglang_mtp(draft: Draft) -> str:
     )
 
 
+def _target_conversion(draft: Draft) -> str:
+    """Return the line that writes the target as a GGUF file, if there is none."""
+    if not draft.converts_target:
+        return ""
+    return (
+        f"python convert_hf_to_gguf.py {quote(draft.target)} --outtype bf16 \\\n"
+        f"  --outfile {quote(draft.target_gguf)}\n"
+    )
+
+
+def _head_conversion(draft: Draft, file: str) -> str:
+    return (
+        f"python convert_hf_to_gguf.py {quote(draft.path)} --target-model-dir {quote(draft.target)} \\\n"
+        f"  --outtype bf16 --outfile {quote(file)}\n"
+    )
+
+
 def _llamacpp_head(kind: str) -> Callable[[Draft], str]:
     def command(draft: Draft) -> str:
         file = f"{draft.path}/{kind}.gguf"
         return (
-            f"python convert_hf_to_gguf.py {quote(draft.path)} --target-model-dir {quote(draft.target)} \\\n"
-            f"  --outtype bf16 --outfile {quote(file)}\n"
-            f"llama-server -m {quote(draft.target)}.gguf -md {quote(file)} \\\n"
+            f"{_target_conversion(draft)}{_head_conversion(draft, file)}"
+            f"llama-server -m {quote(draft.target_gguf)} -md {quote(file)} \\\n"
             f"  --spec-type draft-{kind} --spec-draft-n-max {draft.k}"
         )
 
@@ -128,7 +151,7 @@ def _llamacpp_mtp(draft: Draft) -> str:
 
 def _llamacpp_model(draft: Draft) -> str:
     return (
-        f"llama-server -m {quote(draft.target)}.gguf -md {quote(draft.path)} \\\n"
+        f"{_target_conversion(draft)}llama-server -m {quote(draft.target_gguf)} -md {quote(draft.path)} \\\n"
         f"  --spec-type draft-simple --spec-draft-n-max {draft.k}"
     )
 
@@ -148,16 +171,19 @@ def _mlx_head(kind: str) -> Callable[[Draft], str]:
 
 
 def _ollama(draft: Draft) -> str:
+    file = f"{draft.path}/dflash.gguf"
+    modelfile = Path(draft.path).parent / "Modelfile"
     return (
-        f"python convert_hf_to_gguf.py {quote(draft.path)} --target-model-dir {quote(draft.target)} \\\n"
-        f"  --outtype bf16 --outfile {quote(draft.path)}/dflash.gguf\n"
-        f"ollama create with-draft -f {quote(draft.path)}/../Modelfile\nollama run with-draft"
+        f"{_target_conversion(draft)}{_head_conversion(draft, file)}"
+        f"ollama create with-draft -f {quote(str(modelfile))}\nollama run with-draft"
     )
 
 
 def _modelfile(draft: Draft) -> Mapping[str, str]:
-    text = f"FROM {draft.target}.gguf\nDRAFT {draft.path}/dflash.gguf\nPARAMETER draft_num_predict {draft.k}\n"
-    return {"Modelfile": text}
+    """Return the Modelfile. Ollama reads relative paths from the folder of the file, so all paths are absolute."""
+    target = draft.target_gguf if draft.target == TARGET else str(Path(draft.target_gguf).absolute())
+    head = Path(draft.path, "dflash.gguf").absolute()
+    return {"Modelfile": f"FROM {target}\nDRAFT {head}\nPARAMETER draft_num_predict {draft.k}\n"}
 
 
 def _trtllm(draft: Draft) -> str:
@@ -170,7 +196,7 @@ def _trtllm_config(kind: str) -> Callable[[Draft], Mapping[str, str]]:
             "speculative_config:",
             f"  decoding_type: {kind}",
             f"  max_draft_len: {draft.k}",
-            f"  speculative_model: {json.dumps(draft.path)}",
+            f"  speculative_model: {json.dumps(str(Path(draft.path).absolute()))}",
         )
         return {"speculation.yaml": "\n".join(lines) + "\n"}
 
@@ -179,7 +205,6 @@ def _trtllm_config(kind: str) -> Callable[[Draft], Mapping[str, str]]:
 
 _COMPARED = "vLLM 0.32.0 for CPU, with the accepted lengths of Outrider (docs/how-to/export.md)"
 _LLAMACPP = "llama.cpp b11549"
-_BLOCKS = "it computes blocks of k + 1 tokens, so it accepts most with k = block size - 1"
 
 ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
     {
@@ -198,7 +223,6 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                     layout="dflash-speculators",
                     command=_vllm("dflash"),
                     proven=_COMPARED,
-                    note=_BLOCKS,
                 ),
                 Kind.DSPARK: Recipe(
                     layout="dspark-speculators",
@@ -233,7 +257,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.EAGLE: Recipe(layout="eagle", command=_sglang("EAGLE")),
                 Kind.EAGLE3: Recipe(layout="eagle3", command=_sglang("EAGLE3")),
                 Kind.DFLASH: Recipe(layout="dflash", command=_sglang("DFLASH")),
-                Kind.DSPARK: Recipe(layout="dspark", command=_sglang("DSPARK")),
+                Kind.DSPARK: Recipe(layout="dspark", command=_sglang("DSPARK"), needs_whole_block=True),
                 Kind.MTP: Recipe(layout=IN_TARGET, command=_sglang_mtp, families=_FAMILIES),
             },
             reasons={},
@@ -244,22 +268,28 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 MODEL: Recipe(
                     layout=GGUF,
                     command=_llamacpp_model,
+                    needs_target_gguf=True,
                     proven="llama-server of llama.cpp 0c1e570 loads the file and accepts its draft tokens",
                 ),
                 Kind.EAGLE3: Recipe(
                     layout="eagle3",
                     command=_llamacpp_head("eagle3"),
+                    needs_target_gguf=True,
+                    converts_head=True,
                     proven=f"{_LLAMACPP}, with the accepted lengths of Outrider (docs/how-to/export.md)",
                 ),
                 Kind.DFLASH: Recipe(
                     layout="dflash",
                     command=_llamacpp_head("dflash"),
+                    needs_target_gguf=True,
+                    converts_head=True,
                     proven=f"{_LLAMACPP}, with 4% shorter accepted lengths at k = block size - 1",
-                    note=_BLOCKS,
                 ),
                 Kind.DSPARK: Recipe(
                     layout="dspark",
                     command=_llamacpp_head("dspark"),
+                    needs_target_gguf=True,
+                    converts_head=True,
                     proven="llama.cpp b11434, with 2 to 3% shorter accepted lengths (docs/how-to/export.md)",
                 ),
                 Kind.MTP: Recipe(
@@ -282,7 +312,15 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
         ),
         "ollama": OtherEngine(
             title="Ollama",
-            recipes={Kind.DFLASH: Recipe(layout="dflash", command=_ollama, files=_modelfile)},
+            recipes={
+                Kind.DFLASH: Recipe(
+                    layout="dflash",
+                    command=_ollama,
+                    files=_modelfile,
+                    needs_target_gguf=True,
+                    converts_head=True,
+                )
+            },
             reasons={"": "it takes every separate draft for a DFlash head", Kind.MTP: _NO_MTP},
         ),
         "tensorrt-llm": OtherEngine(

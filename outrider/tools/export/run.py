@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ from outrider.system.atomic_files import check_folder
 from outrider.tools.convert import run_convert
 from outrider.tools.export.engines import FOLDER, GGUF, IN_TARGET, MODEL, SUFFIX, Draft, Recipe, engine_of
 from outrider.tools.export.gguf_model import same_tokens, write_gguf
+from outrider.tools.export.length import find_length
 from outrider.tools.export.mtp import architecture_of, write_in_target
-from outrider.tools.export.tuned import tuned_k
+from outrider.tools.export.target import find_target, tokenizer_note
 
-_TARGET = "TARGET"  # in commands, if no folder is given
 _DRAFT = "draft"  # the folder of the draft inside of --out
 _SCRIPT = "run.sh"
 # Files of a model that engines read.
@@ -47,7 +49,8 @@ def run_export(
         folder: the folder of a draft model or a draft head, or `suffix`.
         engine: the name of the engine.
         out: an empty or new folder.
-        target: the folder of the target, for the command and for formats that need it.
+        target: the target, for the command and for formats that need its folder: a folder, `@NAME` for an included
+            model, or the name of a model on a hub.
         k: draft tokens per round; None: take it from `advice`.
         advice: a file of `outrider tune --out`.
         batch: sequences at once, for which `advice` gives the k; None: 1.
@@ -69,35 +72,51 @@ def run_export(
         _check(engine, head)
     if recipe.layout == IN_TARGET:
         _check_family(chosen.title, recipe, target)
-    length = _length(source, head, k=k, advice=advice, batch=batch)
+    description = head.description if head else None
+    length = find_length(source, description, recipe, title=chosen.title, k=k, advice=advice, batch=batch)
     written = path / (f"{_DRAFT}.gguf" if recipe.layout == GGUF else _DRAFT)
-    draft = Draft(path=str(written), target=target or _TARGET, k=length)
+    named = find_target(target, recipe, path)
+    draft = Draft(
+        path=str(written), target=named.name, target_gguf=named.gguf, converts_target=named.converts, k=length.k
+    )
     command = recipe.command(draft)
-    files = {_SCRIPT: f"#!/bin/sh\n# {_label(recipe)}\n{command}\n", **recipe.files(draft)}
-    is_new = not path.exists()
-    path.mkdir(parents=True, exist_ok=True)
-    try:
-        if source:
-            _write(source, recipe, written, target)
-    except OutriderError:
-        _remove(written, path if is_new else None)
-        raise
-    for name, text in files.items():
-        (path / name).write_text(text, encoding="utf-8")
-    names = [*([written.name] if source else []), *files]
-    console.print(f"{out}: {', '.join(names)} for {chosen.title}", markup=False, highlight=False)
-    console.print(_label(recipe), highlight=False, markup=False)
-    console.print(command, highlight=False, markup=False, soft_wrap=True)
+    labels = [_label(recipe), *(note for note in (length.note, tokenizer_note(named, recipe)) if note)]
+    comments = "".join(f"# {label}\n" for label in labels)
+    files = {_SCRIPT: f"#!/bin/sh\n{comments}{command}\n", **recipe.files(draft)}
+    models: dict[Path, Callable[[], None]] = {}
+    if source:
+        models[written] = partial(_write, source, recipe, written, target)
+    if named.source:
+        models[Path(named.gguf)] = partial(_write_gguf, named.source, Path(named.gguf))
+    _write_all(path, models, files)
+    names = [*(model.name for model in models), *files]
+    for line in (f"{out}: {', '.join(names)} for {chosen.title}", *labels, command):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return {
         "engine": engine,
         "kind": kind,
         "layout": recipe.layout,
         "draft": str(written) if source else None,
-        "k": length,
+        "k": length.k,
         "proven": recipe.proven or None,
         "command": command,
+        "notes": labels[1:],
         "files": list(files),
     }
+
+
+def _write_all(path: Path, models: Mapping[Path, Callable[[], None]], files: Mapping[str, str]) -> None:
+    """Write models and files of text into a folder. If a model cannot be written, nothing remains."""
+    is_new = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        for write in models.values():
+            write()
+    except OutriderError:
+        _remove(path if is_new else None, *models)
+        raise
+    for name, text in files.items():
+        (path / name).write_text(text, encoding="utf-8")
 
 
 def _empty_folder(out: str) -> Path:
@@ -113,10 +132,11 @@ def _empty_folder(out: str) -> Path:
     return path
 
 
-def _remove(written: Path, folder: Path | None) -> None:
-    """Remove what was written of a draft, a folder or a file, and the folder that was made for it."""
-    shutil.rmtree(written, ignore_errors=True)
-    written.unlink(missing_ok=True)
+def _remove(folder: Path | None, *written: Path) -> None:
+    """Remove what was written, folders and files, and the folder that was made for it."""
+    for path in written:
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
     if folder is not None:
         folder.rmdir()
 
@@ -175,30 +195,9 @@ def _check_family(title: str, recipe: Recipe, target: str | None) -> None:
         )
 
 
-def _length(
-    source: Path | None, head: ImportedHead | None, *, k: int | None, advice: str | None, batch: int | None
-) -> int:
-    """Return the number of draft tokens."""
-    if (k is None) == (advice is None):
-        raise OutriderError("the number of draft tokens is needed; give one of --k N and --advice FILE")
-    if batch is not None and advice is None:
-        raise OutriderError("--batch chooses a k of --advice; give --advice in place of --k, or leave --batch out")
-    length = k if k is not None else tuned_k(advice or "", source, batch or 1)
-    if length < 1:
-        raise OutriderError(f"k is {length}; use at least 1")
-    most = head.description.max_draft_tokens if head is not None else 0  # 0: no limit
-    if most and length > most:
-        raise OutriderError(f"k is {length}, and this draft predicts at most {most} tokens at once; use at most {most}")
-    return length
-
-
 def _write(source: Path, recipe: Recipe, written: Path, target: str | None) -> None:
     if recipe.layout == GGUF:
-        write_gguf(source, written)
-        if not same_tokens(written, source):
-            raise OutriderError(
-                f"the tokenizer of {source} changes when it is written as GGUF; use convert_hf_to_gguf.py of llama.cpp"
-            )
+        _write_gguf(source, written)
     elif recipe.layout == IN_TARGET:
         write_in_target(source, model_folder(target or ""), written)
     elif recipe.layout == FOLDER:
@@ -209,6 +208,14 @@ def _write(source: Path, recipe: Recipe, written: Path, target: str | None) -> N
     else:
         silent = Console(quiet=True)
         run_convert(str(source), to=recipe.layout, out=str(written), target=target, console=silent)
+
+
+def _write_gguf(source: Path, file: Path) -> None:
+    write_gguf(source, file)
+    if not same_tokens(file, source):
+        raise OutriderError(
+            f"the tokenizer of {source} changes when it is written as GGUF; use convert_hf_to_gguf.py of llama.cpp"
+        )
 
 
 def _label(recipe: Recipe) -> str:

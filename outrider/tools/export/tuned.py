@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
+from outrider.loader.embedded import model_folder
 from outrider.tools.export.engines import SUFFIX
 
 
@@ -46,8 +47,7 @@ def _is_draft(proposer: str, folder: Path | None) -> bool:
         return name == SUFFIX
     if name not in ("draft", "tree", "cascade") or not argument:
         return False
-    path = Path(argument.strip('"')).expanduser()
-    return path == folder or path.resolve() == folder.resolve()
+    return model_folder(argument.strip('"')).resolve() == folder.resolve()
 
 
 def _read(file: str) -> Mapping[str, Any]:

@@ -119,6 +119,11 @@ def _speed(loads: Sequence[Load], engine: str) -> list[str]:
         lines.append(f"Set {k} draft tokens in place of {now}: the later ones cost more than they gain.")
     elif k and now:
         lines.append(f"{now} draft tokens are not too many; measure more, such as {now + 2}.")
+    if k and now and engine != "Outrider":
+        lines.append(
+            "A DFlash or DSpark head is an exception: keep the k of its whole block, because this engine computes a"
+            " block of k tokens, and the head accepts less in one of another size than it was trained with."
+        )
     losing = [concurrency for concurrency, speedup in measured if speedup and speedup < WORTHWHILE]
     if losing and min(losing) > max(pays):
         lines.append(_stop(engine, min(losing), k or now))
