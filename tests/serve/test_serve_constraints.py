@@ -14,7 +14,7 @@ from outrider.core.grammar import Grammars, Matcher
 from outrider.serve.openai.schema import ChatRequest
 from outrider.serve.openai.tool_calls import ToolCallParser
 from outrider.serve.openai.tools import Tools, conversation, supports_tool_calls
-from tests.serve.test_serve import OPTIONS, serving
+from tests.helpers.serving import OPTIONS, serving
 
 SCHEMA = {
     "type": "object",
