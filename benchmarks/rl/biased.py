@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Annotated, Any
@@ -24,12 +25,14 @@ from rich.table import Table
 
 from outrider import SamplingParams
 from outrider.loader.embedded import embedded
-from outrider.rl import GRPO, GRPOSettings, Problem, Rollout, RolloutEngine
+from outrider.rl import GRPO, GRPOSettings, Problem, Rollout, RolloutEngine, StepReport
 from outrider.train.model.draft_model import load_trainable
 from recipes.arithmetic.word_problems import reward, word_problems
 
 _IMPORTANCE_CAP = 2.0
 _RUNS = "exact,weighted,biased"
+_MAX_TOKENS = 96  # of an answer
+_CONTEXT = 512
 
 
 class LeaningDraft:
@@ -57,6 +60,42 @@ class LeaningDraft:
         self._engine.update_draft({name: value.detach() for name, value in self._model.state_dict().items()})
 
 
+class LeaningRun:
+    """GRPO with speculation whose draft is trained on the rewarded rollouts of each step."""
+
+    def __init__(
+        self, folder: Path, draft: Path, verifier: str, *, k: int, draft_lr: float, settings: GRPOSettings
+    ) -> None:
+        engine = RolloutEngine.load(
+            folder,
+            proposer=f"draft:{draft}",
+            k=k,
+            verifier=verifier,
+            dtype="float32",
+            max_num_seqs=16,
+            max_model_len=_CONTEXT,
+            allow_lossy=None if verifier == "rejection" else verifier,
+        )
+        self._draft = LeaningDraft(engine, draft, draft_lr)
+        self._grpo = GRPO(load_trainable(folder, torch.device("cpu")).model, engine, self._judge, settings)
+
+    def train(self, problems: Sequence[Problem], steps: int) -> Iterator[StepReport]:
+        """Train the policy, and the draft after each step. Yields a report for each step."""
+        for report in self._grpo.train(problems, steps):
+            self._draft.train()
+            yield report
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights of the policy."""
+        return {name: value.detach() for name, value in self._grpo.policy.state_dict().items()}
+
+    def _judge(self, rollout: Rollout, problem: Problem) -> float:
+        value = reward(rollout, problem)
+        if value:
+            self._draft.rewarded.append(rollout)
+        return value
+
+
 def main(
     draft: Annotated[Path, typer.Option(help="Folder of a draft model.")],
     target: Annotated[Path | None, typer.Option(help="Folder of the policy. Default: the embedded target.")] = None,
@@ -75,51 +114,25 @@ def main(
 ) -> None:
     """Compare exact and biased speculation."""
     folder = target or embedded("mini")
-    blend = f"blend:share={share}"
-    if unknown := set(runs.split(",")) - set(_RUNS.split(",")):
-        raise typer.BadParameter(f"--runs has {min(unknown)}; use some of {_RUNS}")
-    every_kind: dict[str, tuple[str, float | None]] = {
-        "exact": ("rejection", None),
-        "weighted": (blend, _IMPORTANCE_CAP),
-        "biased": (blend, None),
-    }
-    kinds = {name: every_kind[name] for name in runs.split(",")}
+    kinds = kinds_of(runs, share)
+    settings = GRPOSettings(
+        problems=problems,
+        samples=samples,
+        trained_samples=trained_samples,
+        max_tokens=_MAX_TOKENS,
+        lr=lr,
+        micro_batch=32,
+    )
     lines: list[dict[str, Any]] = []
     for seed in map(int, seeds.split(",")):
-        evaluator = RolloutEngine.load(folder, proposer="none", dtype="float32", max_num_seqs=32, max_model_len=512)
+        evaluator = RolloutEngine.load(
+            folder, proposer="none", dtype="float32", max_num_seqs=32, max_model_len=_CONTEXT
+        )
         todo, unseen = word_problems(evaluator, 64, seed=seed), word_problems(evaluator, held_out, seed=1000)
         for name, (verifier, cap) in kinds.items():
-            engine = RolloutEngine.load(
-                folder,
-                proposer=f"draft:{draft}",
-                k=k,
-                verifier=verifier,
-                dtype="float32",
-                max_num_seqs=16,
-                max_model_len=512,
-                allow_lossy=None if verifier == "rejection" else verifier,
-            )
-            leaning = LeaningDraft(engine, draft, draft_lr)
-
-            def judge(rollout: Rollout, problem: Problem, leaning: LeaningDraft = leaning) -> float:
-                value = reward(rollout, problem)
-                if value:
-                    leaning.rewarded.append(rollout)
-                return value
-
-            settings = GRPOSettings(
-                problems=problems,
-                samples=samples,
-                trained_samples=trained_samples,
-                max_tokens=96,
-                lr=lr,
-                micro_batch=32,
-                importance_cap=cap,
-                seed=seed,
-            )
-            run = GRPO(load_trainable(folder, torch.device("cpu")).model, engine, judge, settings)
+            own = replace(settings, importance_cap=cap, seed=seed)
+            run = LeaningRun(folder, draft, verifier, k=k, draft_lr=draft_lr, settings=own)
             for report in run.train(todo, steps):
-                leaning.train()
                 line = {
                     "seed": seed,
                     "run": name,
@@ -128,17 +141,34 @@ def main(
                     "tau": report.speculation.tau,
                 }
                 if report.step % every == 0:
-                    evaluator.update_weights({n: value.detach() for n, value in run.policy.state_dict().items()})
+                    evaluator.update_weights(run.weights())
                     line["accuracy"] = accuracy(evaluator, unseen)
                 lines.append(line)
                 print(json.dumps(line), flush=True)
     show(lines, list(kinds))
 
 
+def kinds_of(runs: str, share: float) -> dict[str, tuple[str, float | None]]:
+    """Return the verifier and the importance cap of each kind of run.
+
+    Raises:
+        typer.BadParameter: a kind is unknown.
+    """
+    if unknown := set(runs.split(",")) - set(_RUNS.split(",")):
+        raise typer.BadParameter(f"--runs has {min(unknown)}; use some of {_RUNS}")
+    blend = f"blend:share={share}"
+    every_kind: dict[str, tuple[str, float | None]] = {
+        "exact": ("rejection", None),
+        "weighted": (blend, _IMPORTANCE_CAP),
+        "biased": (blend, None),
+    }
+    return {name: every_kind[name] for name in runs.split(",")}
+
+
 def accuracy(engine: RolloutEngine, problems: Sequence[Problem]) -> float:
     """Return the mean reward of sampled answers of the policy alone."""
     prompts = [problem.prompt for problem in problems]
-    batch = engine.generate(prompts, SamplingParams(temperature=1.0, max_tokens=96), n=4, seed=7)
+    batch = engine.generate(prompts, SamplingParams(temperature=1.0, max_tokens=_MAX_TOKENS), n=4, seed=7)
     return mean(reward(rollout, problems[rollout.prompt]) for rollout in batch.rollouts)
 
 

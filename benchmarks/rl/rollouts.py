@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -68,37 +69,53 @@ def main(
         update_seconds = dict.fromkeys(engines, 0.0)
         if epoch:
             _perturb(weights, drift, noise)
-            for name, engine in engines.items():
-                began = time.process_time()
-                engine.update_weights(weights)
-                update_seconds[name] = time.process_time() - began
-        batches: dict[str, RolloutBatch] = {}
-        seconds: dict[str, float] = {}
-        for name, engine in engines.items():
-            began = time.process_time()
-            batches[name] = engine.generate(chats, params, n=n, seed=epoch)
-            seconds[name] = time.process_time() - began
-        baseline = next(iter(engines))
-        for name, batch in batches.items():
-            rows.append(
-                {
-                    "epoch": epoch,
-                    "proposer": name,
-                    "tau": batch.stats.tau,
-                    "tokens": batch.stats.output_tokens,
-                    "cpu_seconds": seconds[name],
-                    "wall_seconds": batch.seconds,
-                    "speedup": seconds[baseline] / seconds[name],
-                    "update_seconds": update_seconds[name],
-                    "same_tokens": _tokens(batch) == _tokens(batches[baseline]),
-                    "regimes": [
-                        {"most": each.most, "tokens": each.tokens, "tau": each.tau, "draft_length": each.draft_length}
-                        for each in batch.regimes
-                    ],
-                }
-            )
+            update_seconds = {name: _update(engine, weights) for name, engine in engines.items()}
+        runs = {name: _generate(engine, chats, params, n=n, seed=epoch) for name, engine in engines.items()}
+        baseline = next(iter(runs.values()))
+        for name, run in runs.items():
+            row = {"epoch": epoch, "proposer": name, **_figures(run, baseline)}
+            rows.append(row | {"update_seconds": update_seconds[name]})
     _show(rows)
     print(json.dumps({"benchmark": "rl rollouts", "drift": drift, "k": k, "rows": rows}))
+
+
+class _Run(NamedTuple):
+    """The rollouts of one engine in one epoch."""
+
+    batch: RolloutBatch
+    cpu_seconds: float
+
+
+def _generate(
+    engine: RolloutEngine, chats: Sequence[Sequence[int]], params: SamplingParams, *, n: int, seed: int
+) -> _Run:
+    began = time.process_time()
+    batch = engine.generate(chats, params, n=n, seed=seed)
+    return _Run(batch, time.process_time() - began)
+
+
+def _update(engine: RolloutEngine, weights: dict[str, torch.Tensor]) -> float:
+    """Give an engine new weights. Returns the processor time that it takes, in seconds."""
+    began = time.process_time()
+    engine.update_weights(weights)
+    return time.process_time() - began
+
+
+def _figures(run: _Run, baseline: _Run) -> dict[str, Any]:
+    """Return the figures of a run beside those of plain decoding."""
+    stats = run.batch.stats
+    return {
+        "tau": stats.tau,
+        "tokens": stats.output_tokens,
+        "cpu_seconds": run.cpu_seconds,
+        "wall_seconds": run.batch.seconds,
+        "speedup": baseline.cpu_seconds / run.cpu_seconds,
+        "same_tokens": _tokens(run.batch) == _tokens(baseline.batch),
+        "regimes": [
+            {"most": each.most, "tokens": each.tokens, "tau": each.tau, "draft_length": each.draft_length}
+            for each in run.batch.regimes
+        ],
+    }
 
 
 def _perturb(weights: dict[str, torch.Tensor], drift: float, noise: torch.Generator) -> None:

@@ -15,6 +15,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -82,6 +83,14 @@ def train(rollouts: Sequence[Rollout], rewards: Sequence[float], lost: float) ->
     return head, lowest[int(lost * len(lowest))] if lowest else 0.0
 
 
+def learn(
+    engine: RolloutEngine, problems: Sequence[Problem], params: SamplingParams, *, n: int, lost: float
+) -> tuple[ValueHead, float]:
+    """Return a value head and its threshold, learned from whole rollouts of these problems."""
+    batch = engine.generate([problem.prompt for problem in problems], params, n=n, seed=999)
+    return train(batch.rollouts, [reward(rollout, problems[rollout.prompt]) for rollout in batch.rollouts], lost)
+
+
 def generate(
     engine: RolloutEngine, problems: Sequence[Problem], params: SamplingParams, *, n: int, seed: int, stop: Stop | None
 ) -> tuple[list[Rollout], int]:
@@ -134,9 +143,7 @@ def main(
     params = SamplingParams(temperature=1.0, max_tokens=max_tokens)
     teacher = load("none")
     known = word_problems(teacher, 4 * problems, steps=steps, seed=1)
-    batch = teacher.generate([problem.prompt for problem in known], params, n=samples, seed=999)
-    rewards = [reward(rollout, known[rollout.prompt]) for rollout in batch.rollouts]
-    head, threshold = train(batch.rollouts, rewards, lost)
+    head, threshold = learn(teacher, known, params, n=samples, lost=lost)
 
     def stop(logprobs: Sequence[float]) -> bool:
         return head.value(logprobs) < threshold
@@ -148,37 +155,57 @@ def main(
         "speculation": (load(proposer), None),
         "both": (load(proposer), stop),
     }
-    seconds: dict[str, list[float]] = defaultdict(list)
-    rewarded: dict[str, int] = defaultdict(int)
-    stopped: dict[str, int] = defaultdict(int)
+    tallies = {name: Tally() for name in rules}
     for turn in range(rounds + 1):
         todo = word_problems(teacher, problems, steps=steps, seed=100 + turn)
         for name, (engine, rule) in rules.items():
             began = time.process_time()
-            done, left = generate(engine, todo, params, n=samples, seed=turn, stop=rule)
+            done, stopped = generate(engine, todo, params, n=samples, seed=turn, stop=rule)
             if turn:  # the first one is a warm-up
-                seconds[name].append(time.process_time() - began)
-                rewarded[name] += sum(bool(reward(rollout, todo[rollout.prompt])) for rollout in done)
-                stopped[name] += left
-    total = rounds * problems * samples
+                seconds = time.process_time() - began
+                rewarded = sum(bool(reward(rollout, todo[rollout.prompt])) for rollout in done)
+                tallies[name].add(seconds, rewarded=rewarded, stopped=stopped)
+    show(tallies, total=rounds * problems * samples, threshold=threshold)
+
+
+@dataclass
+class Tally:
+    """What one of the four combinations did."""
+
+    seconds: list[float] = field(default_factory=list)  # of each turn
+    rewarded: int = 0  # rollouts
+    stopped: int = 0
+
+    def add(self, seconds: float, *, rewarded: int, stopped: int) -> None:
+        """Add a turn."""
+        self.seconds.append(seconds)
+        self.rewarded += rewarded
+        self.stopped += stopped
+
+
+def show(tallies: dict[str, Tally], *, total: int, threshold: float) -> None:
+    """Print a table and a JSON document. `total` is the number of rollouts of each combination."""
+    base = tallies["neither"]
     ratios = {
-        name: [base / own for base, own in zip(seconds["neither"], values, strict=True)]
-        for name, values in seconds.items()
+        name: [plain / own for plain, own in zip(base.seconds, tally.seconds, strict=True)]
+        for name, tally in tallies.items()
     }
     table = Table("", "speedup", "lowest to highest", "stopped", "rewarded rollouts kept", "rewarded per second")
-    for name, values in ratios.items():
-        rate = rewarded[name] / sum(seconds[name]) / (rewarded["neither"] / sum(seconds["neither"]))
+    for name, tally in tallies.items():
+        values = ratios[name]
+        rate = tally.rewarded / sum(tally.seconds) / (base.rewarded / sum(base.seconds))
         table.add_row(
             name,
             f"{median(values):.2f}",
             f"{min(values):.2f} to {max(values):.2f}",
-            f"{stopped[name] / total:.0%}",
-            f"{rewarded[name] / rewarded['neither']:.0%}",
+            f"{tally.stopped / total:.0%}",
+            f"{tally.rewarded / base.rewarded:.0%}",
             f"{rate:.2f}",
         )
     Console(width=110).print(table)
     product = median(ratios["stopping"]) * median(ratios["speculation"])
     print(f"product of the two speedups: {product:.2f}; measured together: {median(ratios['both']):.2f}")
+    rewarded = {name: tally.rewarded for name, tally in tallies.items()}
     print(json.dumps({"benchmark": "stopping", "threshold": threshold, "speedup": ratios, "rewarded": rewarded}))
 
 

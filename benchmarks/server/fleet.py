@@ -100,30 +100,38 @@ def main(
     levels, fit_levels = ([int(level) for level in text.split(",")] for text in (streams, fitted))
     slots = max(*levels, *fit_levels)
     kept = Path(saved) if saved else None
-    lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept and kept.exists() else []
-    turns = [Turn(**line) for line in lines if "passes" not in line]
-    known = [CostModel.loads(line["passes"]) for line in lines if "passes" in line]
+    passes, turns = read(kept)
     # Passes and turns belong together: other programs slow down both.
-    passes = known[-1] if known and not rounds else measure_passes(target, draft, slots=slots)
-    if kept and rounds:
-        append(kept, {"passes": passes.dumps()})
+    if passes is None or rounds:
+        passes = measure_passes(target, draft, slots=slots)
     if rounds:
+        append(kept, {"passes": passes.dumps()})
         plan = [(level, drafts, max_tokens) for level in levels for drafts in (0, k)]
         plan += [(level, drafts, count) for level in fit_levels for drafts in (0, k) for count in (8, max_tokens)]
-        options = ["--target", target, "--proposer", f"draft:{draft}", "--k", str(k), "--threads", "1"]
-        options += ["--max-num-seqs", str(slots), "--max-model-len", str(_CONTEXT), "--no-prefix-caching"]
-        with served(options) as server:
+        with served(server_options(target, draft, k, slots)) as server:
             for turn in measure_all(server, AutoTokenizer.from_pretrained(target), plan, rounds, fixed_k=k, seed=seed):
                 turns.append(turn)
-                if kept:
-                    append(kept, asdict(turn))
+                append(kept, asdict(turn))
     acceptance = acceptance_of(turn for turn in turns if turn.streams in fit_levels and turn.k)
     costs = fit_server(passes, [turn for turn in turns if turn.streams in fit_levels])
     if out:
         Path(out).write_text(costs.dumps(), encoding="utf-8")
     rows = [compare(turns, level, drafts, costs, acceptance, slots) for level in levels for drafts in (0, k)]
     show(rows)
-    document = {
+    print(json.dumps(document(rows, acceptance, costs, passes)))
+
+
+def server_options(target: str, draft: str, k: int, slots: int) -> list[str]:
+    """Return the options of the server."""
+    options = ["--target", target, "--proposer", f"draft:{draft}", "--k", str(k), "--threads", "1"]
+    return [*options, "--max-num-seqs", str(slots), "--max-model-len", str(_CONTEXT), "--no-prefix-caching"]
+
+
+def document(
+    rows: list[dict[str, Any]], acceptance: AcceptanceRates, costs: ServerCosts, passes: CostModel
+) -> dict[str, Any]:
+    """Return the results, and what they were computed from."""
+    return {
         "benchmark": "simulated server",
         "results": rows,
         "acceptance": acceptance.rates,
@@ -142,11 +150,22 @@ def main(
         "versions": versions(),
         "commit": commit(),
     }
-    print(json.dumps(document))
 
 
-def append(file: Path, line: dict[str, Any]) -> None:
-    """Append a JSON line to a file."""
+def read(file: Path | None) -> tuple[CostModel | None, list[Turn]]:
+    """Return the latest passes and all turns of a file of measurements; none if it does not exist."""
+    if file is None or not file.exists():
+        return None, []
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    turns = [Turn(**line) for line in lines if "passes" not in line]
+    passes = [CostModel.loads(line["passes"]) for line in lines if "passes" in line]
+    return passes[-1] if passes else None, turns
+
+
+def append(file: Path | None, line: dict[str, Any]) -> None:
+    """Append a JSON line to a file, if there is one."""
+    if file is None:
+        return
     with file.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(line) + "\n")
 

@@ -10,22 +10,23 @@ import torch
 
 from outrider.audit.prompts import Prompt, encode
 from outrider.core import tree
-from outrider.core.config import EngineConfig, weight_bits
+from outrider.core.config import FULL_BITS, EngineConfig
 from outrider.core.noise import PositionNoise, derive_seed
-from outrider.core.params import AUTO, SamplingParams
+from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Batch, Draft, FinishReason, Request, Round, SequenceState
-from outrider.engine.build import assemble, full_dtype, make_proposer, make_setup, prepare_target
+from outrider.engine.build import assemble, full_dtype, make_proposer, make_setup, prepare_target, proposer_of
 from outrider.engine.engine import Engine
 from outrider.engine.verifiers import tree_makers
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import load_checkpoint, refuse_sources
+from outrider.loader.embedded import model_folder
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.quantize import QuantizedLinear, quantize_model
 from outrider.native.target import NativeTarget
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import NoProposer, Proposer
-from outrider.propose.registry import check_draft_settings
+from outrider.propose.registry import Maker, check_draft_settings
 from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 
@@ -45,86 +46,37 @@ class Outputs:
 class Pair:
     """A target and a proposer that are loaded once and run in several ways."""
 
-    def __init__(
-        self,
-        target: str,
-        proposer: str,
-        prompts: Sequence[Prompt],
-        *,
-        dtype: str,
-        device: str,
-        room: int,
-        kernels: str = "auto",
-        quantize: str | None = None,
-        tp: int = 1,
-        draft_placement: str = AUTO,
-        draft_window: int | None = None,
-        draft_quantize: str | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, prompts: Sequence[Prompt], *, room: int) -> None:
         """Load target and proposer.
 
         Args:
-            target: the folder of the model.
-            proposer: the proposer, as in `EngineConfig`.
+            config: target and proposer. What sets the number of sequences, their length, their cache and the draft
+                length is not read. If quantized weights run in float32, they are quantized as on torch and then
+                widened.
             prompts: the prompts.
-            dtype: as in `EngineConfig`.
-            device: as in `EngineConfig`.
             room: number of tokens after a prompt, including draft tokens.
-            kernels: as in `EngineConfig`.
-            quantize: as in `EngineConfig`. With float32, the weights are quantized as on torch and then widened.
-            tp: as in `EngineConfig`.
-            draft_placement: as in `EngineConfig`.
-            draft_window: as in `EngineConfig`.
-            draft_quantize: as in `EngineConfig`.
 
         Raises:
             OutriderError: a model cannot be loaded.
         """
-        config = EngineConfig(
-            kernels=kernels,
-            quantize=quantize,
-            max_num_seqs=_MAX_NUM_SEQS,
-            prefix_caching=False,
-            tp=tp,
-            draft_placement=draft_placement,
-            draft_window=draft_window,
-            draft_quantize=draft_quantize,
-        )
-        refuse_sources(target, "audit")
-        check_draft_settings(proposer, window=draft_window, quantize=draft_quantize, placement=draft_placement)
-        bits = weight_bits(quantize)
-        wide = bits < 16 and dtype == "float32"
-        wanted = "bfloat16" if wide else full_dtype(dtype, bits)
-        checkpoint = load_checkpoint(target, dtype=wanted, device=device, kernels=kernels, tp=tp)
-        self.prompts = tuple(encode(checkpoint.tokenizer, prompt) for prompt in prompts)
-        if wide:
-            checkpoint = widen(checkpoint, bits)
-            config = replace(config, quantize=None)
+        self._spec = proposer_of(config)
+        checkpoint, config = _load(config, self._spec)
         self.dtype = checkpoint.dtype
         self.device = checkpoint.device
-        self.trees = bool(tree_makers(proposer))  # whether the proposer drafts trees, by its type or as observed
+        self.prompts = tuple(encode(checkpoint.tokenizer, prompt) for prompt in prompts)
         self.on_done: Callable[[], None] = lambda: None  # called after every completion
-        self._proposer_name = proposer
-        self._context = max(map(len, self.prompts)) + room
-        if self._context > checkpoint.context:
-            raise OutriderError(
-                f"the longest prompt and {room} more tokens are {self._context} tokens, and the context of the model is"
-                f" {checkpoint.context}; shorten the prompts"
-            )
-        self._loaded = prepare_target(checkpoint, replace(config, max_model_len=self._context))
+
+        context = _context(checkpoint, self.prompts, room)
+        self._loaded = prepare_target(checkpoint, replace(config, max_num_seqs=_MAX_NUM_SEQS, max_model_len=context))
         self._target = self._loaded.model
-        self._setup = make_setup(
-            self._loaded,
-            EXACT["walk"].draw,
-            draft_window=draft_window,
-            draft_quantize=draft_quantize,
-            draft_placement=draft_placement,
-        )
-        self._proposer = make_proposer(proposer, self._setup)
-        self.draft_placements = tuple(self._setup.placements)
-        self._target.export_hidden_states(self._proposer.needs.layers)
         self.kernels = self._target.kernels
         self.steady = isinstance(self._target, NativeTarget)  # logits do not depend on the batch, bit for bit
+
+        self._setup = make_setup(self._loaded, EXACT["walk"].draw, config)
+        self._proposer = make_proposer(self._spec, self._setup)
+        self._target.export_hidden_states(self._proposer.needs.layers)
+        self.draft_placements = tuple(self._setup.placements)
+        self.trees = bool(tree_makers(self._spec))  # whether the proposer drafts trees, by its type or as observed
 
     def requests(self, params: SamplingParams, prompts: Sequence[Sequence[int]] | None = None) -> list[Request]:
         """Return one request per prompt, with different seeds. Only max_tokens ends them."""
@@ -167,7 +119,7 @@ class Pair:
         """
         if self._setup.draw is not verifier.draw:
             self._setup = replace(self._setup, draw=verifier.draw)
-            self._proposer = make_proposer(self._proposer_name, self._setup)
+            self._proposer = make_proposer(self._spec, self._setup)
         proposer = _TreeRecorder(self._proposer)
         outputs = self._run(self._engine(proposer, verifier, k), requests, alone=alone, enough=enough)
         self.trees |= proposer.trees
@@ -268,6 +220,39 @@ class _TreeRecorder:
 
     def release(self, slot: int) -> None:
         self._proposer.release(slot)
+
+
+def _load(config: EngineConfig, spec: str | Maker) -> tuple[Checkpoint, EngineConfig]:
+    """Load the target. Also returns the configuration with which it is prepared.
+
+    Quantized weights in float32 are already quantized, so the target is prepared as one with weights as stored.
+    """
+    folder = model_folder(config.target)
+    refuse_sources(folder, "audit")
+    check_draft_settings(
+        spec, window=config.draft_window, quantize=config.draft_quantize, placement=config.draft_placement
+    )
+    wide = config.bits < FULL_BITS and config.dtype == "float32"
+    dtype = "bfloat16" if wide else full_dtype(config.dtype, config.bits)
+    checkpoint = load_checkpoint(folder, dtype=dtype, device=config.device, kernels=config.kernels, tp=config.tp)
+    if wide:
+        return widen(checkpoint, config.bits), replace(config, quantize=None)
+    return checkpoint, config
+
+
+def _context(checkpoint: Checkpoint, prompts: Sequence[Sequence[int]], room: int) -> int:
+    """Return the tokens of the longest prompt and `room` more.
+
+    Raises:
+        OutriderError: they are more than the context of the model.
+    """
+    context = max(map(len, prompts)) + room
+    if context > checkpoint.context:
+        raise OutriderError(
+            f"the longest prompt and {room} more tokens are {context} tokens, and the context of the model is"
+            f" {checkpoint.context}; shorten the prompts"
+        )
+    return context
 
 
 def widen(checkpoint: Checkpoint, bits: int) -> Checkpoint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -15,12 +15,11 @@ from outrider.audit.pair import Pair
 from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import ProgressBar, show
-from outrider.core.config import weight_bits
+from outrider.core.config import EngineConfig
 from outrider.core.params import AUTO
-from outrider.engine.default_proposer import default_proposer
+from outrider.engine.build import proposer_of
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
-from outrider.loader.embedded import model_folder
 from outrider.system.machine import commit, hardware, use_threads, versions
 from outrider.verify.rules import Verifier
 
@@ -58,17 +57,11 @@ def run_audit(
         k: draft tokens per round that users will run.
         prompts: a JSONL file with `prompt` or `messages` in each line; None: a small built-in set.
         samples: samples per distribution test.
-        device: auto, cpu, cuda, ...
-        threads: CPU threads, as in `EngineConfig`.
-        kernels: as in `EngineConfig`.
+        device, threads, kernels, tp, draft_placement, draft_window, draft_quantize: as in `EngineConfig`.
         quantize: as in `EngineConfig`. The audit tests the quantized model.
-        tp: as in `EngineConfig`.
-        draft_placement: as in `EngineConfig`.
         console: where to print progress and results; None: print nothing.
         verifier: name of the verifier; None: the default of the proposer.
         tokens: output tokens per prompt of the replay test. The flip test uses four times as many.
-        draft_window: as in `EngineConfig`.
-        draft_quantize: as in `EngineConfig`.
 
     Returns:
         A JSON document: `passed`, and the sections `replay`, `distribution` and `flips`.
@@ -79,18 +72,9 @@ def run_audit(
     _check(k=k, samples=samples, tokens=tokens)
     use_threads(threads)
     began = perf_counter()
-    proposer_name = proposer
-    if proposer_name is None:
-        drafts_on = kernels if tp == 1 else "torch"
-        proposer_name = default_proposer(target, device=device, kernels=drafts_on, quantize=quantize)
-    task = _Task(
-        target=str(model_folder(target)),
-        proposer=proposer_name,
-        rule=find_verifier(verifier, proposer_name),
-        prompts=read_prompts(prompts),
-        k=k,
-        samples=samples,
-        tokens=tokens,
+    config = EngineConfig(
+        target=target,
+        proposer=proposer,
         device=device,
         kernels=kernels,
         quantize=quantize,
@@ -99,33 +83,29 @@ def run_audit(
         draft_window=draft_window,
         draft_quantize=draft_quantize,
     )
+    spec = proposer_of(config)  # chosen once, because the default depends on the free memory
+    rule = find_verifier(verifier, spec)
+    audit = _Audit(replace(config, proposer=spec), rule, read_prompts(prompts), k=k, samples=samples, tokens=tokens)
     with ProgressBar(console) as progress:
-        report = task.run(progress)
+        report = audit.run(progress)
     report |= {"target": target or "the embedded model", "seconds": perf_counter() - began}
-    report["proposer"] = proposer or ("the embedded draft" if target is None else proposer_name)
+    report["proposer"] = proposer or ("the embedded draft" if target is None else spec)
     if console is not None:
         show(report, console)
     return report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Task:
+@dataclass(frozen=True, slots=True)
+class _Audit:
     """The settings of an audit."""
 
-    target: str
-    proposer: str
+    config: EngineConfig  # with a proposer
     rule: Verifier
     prompts: Sequence[Prompt]
+    _: KW_ONLY
     k: int
     samples: int
     tokens: int
-    device: str
-    kernels: str
-    quantize: str | None
-    tp: int
-    draft_placement: str
-    draft_window: int | None
-    draft_quantize: str | None
 
     def run(self, progress: ProgressBar) -> dict[str, Any]:
         """Run all tests. Returns the report without the names of the models and the time."""
@@ -144,7 +124,7 @@ class _Task:
             "exact": self.rule.exact,
             "bound": self.rule.bound and self.rule.bound.as_dict(),
             "k": self.k,
-            "weight_bits": weight_bits(self.quantize),
+            "weight_bits": self.config.bits,
             "draft_placements": [placement.as_dict() for placement in pair.draft_placements],
             "seed": _SEED,
             **sections,
@@ -162,20 +142,7 @@ class _Task:
 
     def _load(self, dtype: str, progress: ProgressBar) -> Pair:
         room = max(self.tokens * _FLIP_FACTOR, self.k + 4) + max(self.k, *_DEPTHS)
-        pair = Pair(
-            self.target,
-            self.proposer,
-            self.prompts,
-            dtype=dtype,
-            device=self.device,
-            kernels=self.kernels,
-            quantize=self.quantize,
-            tp=self.tp,
-            draft_placement=self.draft_placement,
-            draft_window=self.draft_window,
-            draft_quantize=self.draft_quantize,
-            room=room,
-        )
+        pair = Pair(replace(self.config, dtype=dtype), self.prompts, room=room)
         pair.on_done = progress.step
         return pair
 

@@ -16,19 +16,20 @@ from rich.console import Console
 from outrider._version import __version__
 from outrider.audit.server.settings import ServerOptions, check_given
 from outrider.cli import drafts, options
+from outrider.cli.audit_options import AuditOptions
+from outrider.cli.bench_options import BenchOptions, check_calibration
 from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.media import media
 from outrider.cli.mistakes import Commands, print_mistake
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.source import SourceOptions, read_source
-from outrider.core.params import AUTO
+from outrider.cli.tune_options import MeasureOptions
 from outrider.errors import OutriderError
 from outrider.fleet.options import FleetOptions
 from outrider.fleet.options import check_given as check_fleet_given
 from outrider.loadgen.settings import Settings as LoadSettings
-from outrider.measure.number_lists import parse_figures, parse_real, parse_whole, sweep_values
+from outrider.measure.number_lists import parse_figures, parse_real, parse_whole
 from outrider.project.options import ProjectOptions
-from outrider.propose.options import DraftPlacement, DraftQuantize, DraftWindow
 from outrider.report.console import print_document
 from outrider.scale.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
@@ -37,31 +38,7 @@ from outrider.tune.options import TuneOptions
 from outrider.tune.server.settings import ServerOptions as TuneServer
 from outrider.tune.server.settings import check_given as check_tune_given
 
-# `outrider audit` takes no `--k auto`: every test needs rounds with the same draft length.
-_AuditDraftLength = Annotated[
-    int,
-    typer.Option(
-        "--k",
-        metavar="N",
-        help="Draft tokens per round, at least 1; 1, 4 and 8 are tested as well.",
-        rich_help_panel="Models",
-    ),
-]
 _WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
-# Options of `outrider bench` that have no effect with --calibrate.
-_NOT_FOR_CALIBRATION = (
-    "k",
-    "plan",
-    "prompts",
-    "limit",
-    "repeats",
-    "sweep",
-    "peer",
-    "temperature",
-    "max_tokens",
-    "seed",
-    "report",
-)
 # Fields of an engine's configuration that are options of `outrider serve`.
 _SERVER_LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_round_ms", "cache_gb", "prefix_caching")
 _Models = TypeVar("_Models", bound=options.EngineOptions)
@@ -151,18 +128,7 @@ def bench(
     *,
     models: options.EngineOptions,
     config: options.Config = None,
-    context: options.Contexts = None,
-    prompts: options.PromptOrSourceFile = None,
-    limit: options.Limit = None,
-    repeats: options.Repeats = 3,
-    batch: options.Batches = "1",
-    sweep: options.Sweep = None,
-    peer: options.Peer = None,
-    temperature: options.Temperatures = "0",
-    max_tokens: options.BenchTokens = 128,
-    seed: options.BenchSeed = 0,
-    report: options.Report = None,
-    calibrate: options.Calibrate = False,
+    asked: BenchOptions,
     as_json: options.BenchJson = False,
 ) -> None:
     """Benchmark speculation against plain decoding, interleaved, beside the limits of this machine.
@@ -170,42 +136,19 @@ def bench(
     Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
     """
     from outrider.bench import command
-    from outrider.bench.settings import Settings, Sweep, parse_sweep
     from outrider.cli.ranks import joined
 
-    batches, temperatures = parse_whole("--batch", batch), parse_real("--temperature", temperature)
-    contexts = parse_whole("--context", context) if context else ()
     models, others = _merge(ctx, models, config, min_k=1)
     if others:
         raise OutriderError(f"config {config}: {next(iter(others))} is no setting of outrider bench; leave it out")
-    settings = Settings(
-        **asdict(models),
-        prompts=prompts,
-        limit=limit,
-        repeats=repeats,
-        batch=batches[0],
-        peer=peer,
-        temperature=temperatures[0],
-        max_tokens=max_tokens,
-        seed=seed,
-        context=contexts[0] if len(contexts) == 1 else None,
-        sweep=Sweep(
-            k=parse_sweep("--sweep", sweep) if sweep else (),
-            batch=sweep_values(batches),
-            context=sweep_values(contexts),
-            temperature=sweep_values(temperatures),
-        ),
-    )
-    if calibrate:
-        if useless := [name for name in _NOT_FOR_CALIBRATION if name in _given(ctx)]:
-            raise OutriderError(
-                f"--calibrate only measures passes; leave --{useless[0].replace('_', '-')} or --calibrate out"
-            )
-        with joined(settings.tp, settings.device):
+    settings = asked.settings(models)
+    if asked.calibrate:
+        check_calibration(_given(ctx))
+    with joined(settings.tp, settings.device):
+        if asked.calibrate:
             command.calibrate(settings, as_json=as_json)
-    else:
-        with joined(settings.tp, settings.device):
-            command.measure(settings, report=report, as_json=as_json)
+        else:
+            command.measure(settings, report=asked.report, as_json=as_json)
 
 
 @app.command()
@@ -306,20 +249,7 @@ def _given(ctx: typer.Context) -> set[str]:
 def audit(
     ctx: typer.Context,
     *,
-    target: options.Target = None,
-    proposer: options.Proposer = None,
-    k: _AuditDraftLength = 4,
-    draft_window: DraftWindow = None,
-    draft_quantize: DraftQuantize = None,
-    verifier: options.Verifier = None,
-    prompts: options.PromptFile = None,
-    samples: options.Samples = 2000,
-    device: options.Device = "auto",
-    kernels: options.Kernels = "auto",
-    quantize: options.Quantize = None,
-    threads: options.Threads = None,
-    tp: options.TensorParallel = 1,
-    draft_placement: DraftPlacement = AUTO,
+    asked: AuditOptions,
     server: ServerOptions,
     as_json: options.Json = False,
 ) -> None:
@@ -332,30 +262,15 @@ def audit(
 
     console = Console(stderr=as_json)
     check_given(server.server, _given(ctx))
-    shared: dict[str, Any] = {
-        "k": k,
-        "prompts": prompts,
-        "samples": samples,
-        "device": device,
-        "kernels": kernels,
-        "quantize": quantize,
-        "threads": threads,
-        "console": console,
-    }
-    with joined(tp, device):
+    with joined(asked.tp, asked.device):
         if server.server is None:
             from outrider.audit.run import run_audit
 
-            drafts: dict[str, Any] = {
-                "draft_window": draft_window,
-                "draft_quantize": draft_quantize,
-                "draft_placement": draft_placement,
-            }
-            report = run_audit(target, proposer, verifier=verifier, tp=tp, **drafts, **shared)
+            report = run_audit(**asked.for_pair(), console=console)
         else:
             from outrider.audit.server.run import run_server_audit
 
-            report = run_server_audit(target, server, **shared)
+            report = run_server_audit(options=server, **asked.for_server(), console=console)
         if as_json:
             typer.echo(json.dumps(report))
         if not report["passed"]:
@@ -413,19 +328,7 @@ def tune(
     *,
     target: options.Target = None,
     asked: TuneOptions,
-    draft_window: DraftWindow = None,
-    draft_quantize: DraftQuantize = None,
-    verifier: options.Verifier = None,
-    prompts: options.PromptOrSourceFile = None,
-    limit: options.Limit = None,
-    max_tokens: options.BenchTokens = 128,
-    seed: options.BenchSeed = 0,
-    max_model_len: options.MaxModelLen = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    kernels: options.Kernels = "auto",
-    quantize: options.Quantize = None,
-    threads: options.Threads = None,
+    measured: MeasureOptions,
     server: TuneServer,
     as_json: options.BenchJson = False,
 ) -> None:
@@ -438,53 +341,19 @@ def tune(
     """
     check_tune_given(server.server, _given(ctx))
     if server.server is not None:
-        _tune_server(server, asked, prompts=prompts, limit=limit, max_tokens=max_tokens, seed=seed, as_json=as_json)
+        _tune_server(server, asked, measured, as_json=as_json)
         return
     from outrider.tune.run import run_tune, write
-    from outrider.tune.settings import Settings, default_proposers, read_ks, read_proposers
     from outrider.tune.table import show
 
-    if asked.proposers is None:
-        proposers = default_proposers(target, device=device, kernels=kernels, quantize=quantize)
-    else:
-        proposers = read_proposers(asked.proposers)
-    settings = Settings(
-        target=target,
-        proposers=proposers,
-        ks=read_ks(asked.k),
-        batches=parse_whole("--batch", asked.batch),
-        temperatures=parse_real("--temperature", asked.temperature),
-        verifier=verifier,
-        prompts=prompts,
-        limit=limit,
-        repeats=asked.repeats,
-        max_tokens=max_tokens,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        kernels=kernels,
-        quantize=quantize,
-        threads=threads,
-        max_model_len=max_model_len,
-        draft_window=draft_window,
-        draft_quantize=draft_quantize,
-    )
+    settings = measured.settings(target, asked)
     if asked.out:
         check_writable(asked.out)  # before the measurement rather than after it
     document = run_tune(settings, progress=Console(stderr=True))
     print_document(document, show, as_json=as_json, write=partial(write, file=asked.out) if asked.out else None)
 
 
-def _tune_server(
-    server: TuneServer,
-    asked: TuneOptions,
-    *,
-    prompts: str | None,
-    limit: int | None,
-    max_tokens: int,
-    seed: int,
-    as_json: bool,
-) -> None:
+def _tune_server(server: TuneServer, asked: TuneOptions, measured: MeasureOptions, *, as_json: bool) -> None:
     """Measure a running server."""
     from outrider.tune.server.run import run_server_tune, show
 
@@ -495,10 +364,10 @@ def _tune_server(
         server,
         batches=parse_whole("--batch", asked.batch),
         temperature=temperatures[0],
-        prompts=prompts,
-        limit=limit,
-        max_tokens=max_tokens,
-        seed=seed,
+        prompts=measured.prompts,
+        limit=measured.limit,
+        max_tokens=measured.max_tokens,
+        seed=measured.seed,
         progress=Console(stderr=True),
     )
     print_document(document, show, as_json=as_json)

@@ -14,7 +14,7 @@ from outrider.cli.sampling_options import SAMPLING
 from outrider.core.params import AUTO
 from outrider.propose.options import DraftPlacement, DraftQuantize, DraftWindow
 
-_MODEL, _MEASURE, _OUTPUT = "Models", "Measuring", "Output"
+MODEL, MEASURE, OUTPUT = "Models", "Measuring", "Output"  # panels of the help
 
 PromptText = Annotated[
     str | None,
@@ -26,7 +26,7 @@ Target = Annotated[
     typer.Option(
         metavar="DIR",
         help="Folder of a language model, or a GGUF file. Default: @mini, an embedded model.",
-        rich_help_panel=_MODEL,
+        rich_help_panel=MODEL,
     ),
 ]
 Proposer = Annotated[
@@ -40,7 +40,7 @@ Proposer = Annotated[
         " docs/how-to/choose-a-proposer.md. Default: the embedded draft model for the embedded target; for any"
         " other, the first of best(suffix:100000,mtp),"
         " best(suffix:100000,quantized:int4) and ngram that fits.",
-        rich_help_panel=_MODEL,
+        rich_help_panel=MODEL,
     ),
 ]
 
@@ -60,7 +60,7 @@ DraftLength = Annotated[
         parser=parse_draft_length,
         metavar="N",
         help="Draft tokens per round. 0: plain decoding. auto: chosen in each round from measured costs.",
-        rich_help_panel=_MODEL,
+        rich_help_panel=MODEL,
     ),
 ]
 BenchDraftLength = Annotated[
@@ -71,12 +71,8 @@ BenchDraftLength = Annotated[
         metavar="N",
         help="Draft tokens per round, at least 1; plain decoding is always measured. auto: chosen in each round from"
         " measured costs.",
-        rich_help_panel=_MODEL,
+        rich_help_panel=MODEL,
     ),
-]
-Calibrate = Annotated[
-    bool,
-    typer.Option(help="Only measure what forward passes cost on this machine, for --k auto.", rich_help_panel=_MEASURE),
 ]
 Verifier = Annotated[
     str | None,
@@ -87,18 +83,18 @@ Verifier = Annotated[
         " blend:share=S, with"
         " more options after commas, such as table=FILE. Default: block for chains of a draft model, traversal for its"
         " trees and for merges, walk for all other proposers.",
-        rich_help_panel=_MODEL,
+        rich_help_panel=MODEL,
     ),
 ]
-Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL)]
-Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_MODEL)]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.", rich_help_panel=MODEL)]
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)]
 Kernels = Annotated[
     str,
     typer.Option(
         metavar="NAME",
         help="auto, native or torch. auto: the fastest that support the model. The native kernels run on CPUs in"
         " bfloat16 and float32; a C++ compiler builds them once per machine.",
-        rich_help_panel=_MODEL,
+        rich_help_panel=MODEL,
     ),
 ]
 Quantize = Annotated[
@@ -107,14 +103,14 @@ Quantize = Annotated[
         metavar="NAME",
         help="int8 or int4 weights for the target, on a CPU. The quantized model is then the target, exactly. Default:"
         " the weights as stored.",
-        rich_help_panel=_MODEL,
+        rich_help_panel=MODEL,
     ),
 ]
 Threads = Annotated[
     int | None,
     typer.Option(
         help="CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node.",
-        rich_help_panel=_MODEL,
+        rich_help_panel=MODEL,
     ),
 ]
 TensorParallel = Annotated[
@@ -124,14 +120,14 @@ TensorParallel = Annotated[
         metavar="N",
         min=1,
         help="Split the target over N processes that torchrun has started: torchrun --nproc-per-node N -m outrider ...",
-        rich_help_panel=_MODEL,
+        rich_help_panel=MODEL,
     ),
 ]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
         help="Tokens of prompt and completion together. Default: the limit of the model, at most 8192.",
-        rich_help_panel=_MODEL,
+        rich_help_panel=MODEL,
     ),
 ]
 
@@ -140,11 +136,11 @@ Chat = Annotated[
     typer.Option("--chat", help="Apply the model's chat template. On a terminal, keep the conversation."),
 ]
 Show = Annotated[
-    bool, typer.Option("--show", help="Color accepted draft tokens and tokens of the target.", rich_help_panel=_OUTPUT)
+    bool, typer.Option("--show", help="Color accepted draft tokens and tokens of the target.", rich_help_panel=OUTPUT)
 ]
 Json = Annotated[
     bool,
-    typer.Option("--json", help="Print one JSON document as the last line of output.", rich_help_panel=_OUTPUT),
+    typer.Option("--json", help="Print one JSON document as the last line of output.", rich_help_panel=OUTPUT),
 ]
 
 PromptFile = Annotated[
@@ -152,7 +148,7 @@ PromptFile = Annotated[
     typer.Option(
         metavar="FILE",
         help="JSON lines with prompt or messages, and optionally category. Default: an embedded set.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
 PromptOrSourceFile = Annotated[
@@ -161,78 +157,31 @@ PromptOrSourceFile = Annotated[
         metavar="FILE",
         help="JSON lines with prompt or messages, or for an encoder-decoder target source, and optionally category."
         " Default: an embedded set.",
-        rich_help_panel=_MEASURE,
+        rich_help_panel=MEASURE,
     ),
 ]
-Limit = Annotated[int | None, typer.Option(help="Prompts of each category. Default: all.", rich_help_panel=_MEASURE)]
-Repeats = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel=_MEASURE)]
-Batches = Annotated[
-    str,
-    typer.Option(
-        "--batch",
-        metavar="LIST",
-        help="Sequences at once. A list, such as 1,2,4, is a sweep.",
-        rich_help_panel=_MEASURE,
-    ),
-]
-Contexts = Annotated[
-    str | None,
-    typer.Option(
-        "--context",
-        metavar="TOKENS",
-        help="Tokens of prompt and completion together. A list, such as 512,2048, is a sweep: each prompt is extended"
-        " with other prompts to this length. Default: the limit of the model, at most 8192.",
-        rich_help_panel=_MODEL,
-    ),
-]
-Temperatures = Annotated[
-    str,
-    typer.Option(
-        "--temperature", metavar="T", help="0 is greedy. A list, such as 0,0.7,1, is a sweep.", rich_help_panel=SAMPLING
-    ),
-]
-Sweep = Annotated[
-    str | None,
-    typer.Option(
-        metavar="k=LIST",
-        help="Measure each k of a list, such as k=0..12 or k=0,2,4,8, interleaved with plain decoding. While one axis"
-        " is swept, the others keep their first value.",
-        rich_help_panel=_MEASURE,
-    ),
-]
-Report = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help='Write an HTML page with plots, for example report.html. Needs pip install "outrider\\[report]".',
-        rich_help_panel=_OUTPUT,
-    ),
-]
-Peer = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Measure another engine as well: transformers.", rich_help_panel=_MEASURE),
-]
+Limit = Annotated[int | None, typer.Option(help="Prompts of each category. Default: all.", rich_help_panel=MEASURE)]
 BenchTokens = Annotated[int, typer.Option("--max-tokens", help="Most output tokens.", rich_help_panel=SAMPLING)]
 BenchJson = Annotated[
-    bool, typer.Option("--json", help="Print the JSON document on a terminal, too.", rich_help_panel=_OUTPUT)
+    bool, typer.Option("--json", help="Print the JSON document on a terminal, too.", rich_help_panel=OUTPUT)
 ]
 BenchSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all sampling.", rich_help_panel=SAMPLING)]
-MaxTrials = Annotated[int, typer.Option("--max-trials", help="Most sets of layers to try.", rich_help_panel=_MEASURE)]
-LayersLimit = Annotated[int, typer.Option("--limit", help="Prompts of each category.", rich_help_panel=_MEASURE)]
-Samples = Annotated[int, typer.Option(help="Samples of each statistical test.", rich_help_panel=_MEASURE)]
+MaxTrials = Annotated[int, typer.Option("--max-trials", help="Most sets of layers to try.", rich_help_panel=MEASURE)]
+LayersLimit = Annotated[int, typer.Option("--limit", help="Prompts of each category.", rich_help_panel=MEASURE)]
+Samples = Annotated[int, typer.Option(help="Samples of each statistical test.", rich_help_panel=MEASURE)]
 
 Files = Annotated[
     list[str],
     typer.Argument(metavar="FILES", help="Texts, a document each; *.jsonl and *.ndjson hold a document in each line."),
 ]
-Out = Annotated[str, typer.Option(metavar="DIR", help="Folder to write.", rich_help_panel=_OUTPUT)]
+Out = Annotated[str, typer.Option(metavar="DIR", help="Folder to write.", rich_help_panel=OUTPUT)]
 DraftFolder = Annotated[
     str, typer.Argument(metavar="DIR", help="Folder of a trained draft head, in any supported format.")
 ]
 HeadTarget = Annotated[
     str | None,
     typer.Option(
-        "--target", metavar="DIR", help="Folder of the model that the draft belongs to.", rich_help_panel=_MODEL
+        "--target", metavar="DIR", help="Folder of the model that the draft belongs to.", rich_help_panel=MODEL
     ),
 ]
 TargetFormat = Annotated[
@@ -241,7 +190,7 @@ TargetFormat = Annotated[
         "--to",
         metavar="FORMAT",
         help="Name of the format; docs/reference/formats.md lists them.",
-        rich_help_panel=_OUTPUT,
+        rich_help_panel=OUTPUT,
     ),
 ]
 Field = Annotated[
@@ -253,7 +202,7 @@ Field = Annotated[
     ),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Replace a datastore that is there already.", rich_help_panel=_OUTPUT)
+    bool, typer.Option("--force", help="Replace a datastore that is there already.", rich_help_panel=OUTPUT)
 ]
 
 Plan = Annotated[
@@ -261,7 +210,7 @@ Plan = Annotated[
     typer.Option(
         metavar="FILE",
         help="With --k auto: load what the planner has learned from this file, and save it at the end.",
-        rich_help_panel=_MODEL,
+        rich_help_panel=MODEL,
     ),
 ]
 Config = Annotated[
@@ -270,7 +219,7 @@ Config = Annotated[
         metavar="FILE",
         help="Read settings from a JSON file: fields of EngineConfig, or what `outrider tune --out` or `outrider fit`"
         " wrote. Options on the command line take precedence.",
-        rich_help_panel=_MODEL,
+        rich_help_panel=MODEL,
     ),
 ]
 

@@ -74,44 +74,50 @@ def converse(
         Whether all completions succeeded. Errors are printed.
     """
     source = _source_for(llm, given)
-    if source is not None and chat:
-        raise OutriderError("--chat does not support encoder-decoder targets; leave it out")
-    if chat and (options.language or options.task):
-        raise OutriderError("--language and --task are for speech targets, which take no --chat; leave them out")
+    if chat:
+        _check_chat(source, options)
     rules = llm.parts.source_rules
     if rules is None or rules.speech is None:
         refuse_transcript_options(options)
     elif source is not None:
         source = recording_of(source, rules.speech)
         if reason := needs_transcript(rules.speech, source, options):
-            if prompt is not None:
-                raise OutriderError(
-                    f"a prompt begins one completion, and {reason} needs a transcript; leave the prompt out, or use"
-                    " --previous-text"
-                )
+            _check_transcript(prompt, reason)
             return print_transcript(llm, source, params, options, output)
+    texts: Iterator[str | None] = iter([prompt]) if source is not None else _prompts(prompt)
+    # One of several ranks must not stop alone.
+    on_terminal = prompt is None and source is None and of_first_rank(sys.stdin.isatty())
+    interruptible = on_terminal and current() is None
     messages: list[dict[str, str]] = []
     succeeded = True
-    interactive = prompt is None and source is None and of_first_rank(sys.stdin.isatty())
-    texts: Iterator[str | None] = iter([prompt]) if source is not None else _prompts(prompt)
     for text in _of_first_rank(texts):
         if text is not None and not is_utf8(text):
             raise OutriderError("the prompt is not UTF-8 text; give UTF-8 text")
         messages.append({"role": "user", "content": text or ""})
         encoded = llm.encode_chat(messages) if chat else _encode(llm, text, options)
-        # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
-        seeded = params if params.seed is not None else replace(params, seed=of_first_rank(secrets.randbits(63)))
-        complete = _complete_one if params.n == 1 else _complete_several
-        # One of several ranks must not stop alone.
-        interruptible = interactive and current() is None
-        handler: AbstractContextManager[list[int]] = _interrupts() if interruptible else nullcontext([])
-        with handler as interrupts:
-            result = complete(llm, encoded, source, seeded, output, interrupts)
+        result = _complete(llm, encoded, source, params, output, interruptible=interruptible)
         if isinstance(result, Outcome):
             succeeded &= output.sum_up(result)
         answer = result if isinstance(result, str) else result.completions[0].text
         messages.append({"role": "assistant", "content": answer})
     return succeeded
+
+
+def _check_chat(source: Source | None, options: SourceOptions) -> None:
+    """Refuse what does not go with a chat template."""
+    if source is not None:
+        raise OutriderError("--chat does not support encoder-decoder targets; leave it out")
+    if options.language or options.task:
+        raise OutriderError("--language and --task are for speech targets, which take no --chat; leave them out")
+
+
+def _check_transcript(prompt: str | None, reason: str) -> None:
+    """Refuse a prompt where a transcript is needed for this reason."""
+    if prompt is not None:
+        raise OutriderError(
+            f"a prompt begins one completion, and {reason} needs a transcript; leave the prompt out, or use"
+            " --previous-text"
+        )
 
 
 def _source_for(llm: LLM, given: GivenSource | None) -> Source | None:
@@ -167,6 +173,24 @@ def _interrupts() -> Iterator[list[int]]:
         yield interrupts
     finally:
         signal(SIGINT, previous)
+
+
+def _complete(
+    llm: LLM,
+    prompt: Prompt | None,
+    source: Source | None,
+    params: SamplingParams,
+    output: Output,
+    *,
+    interruptible: bool,
+) -> Outcome | str:
+    """Complete a prompt and print the completions. After an interrupt, return the first text so far."""
+    # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
+    seeded = params if params.seed is not None else replace(params, seed=of_first_rank(secrets.randbits(63)))
+    complete = _complete_one if params.n == 1 else _complete_several
+    handler: AbstractContextManager[list[int]] = _interrupts() if interruptible else nullcontext([])
+    with handler as interrupts:
+        return complete(llm, prompt, source, seeded, output, interrupts)
 
 
 def _complete_one(

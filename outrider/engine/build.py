@@ -14,7 +14,6 @@ import torch
 from outrider.cache.base import Cache, CacheConfig, CacheUsage
 from outrider.core.config import EngineConfig
 from outrider.core.grammar import remove_time_limit
-from outrider.core.params import AUTO
 from outrider.core.types import Draw
 from outrider.engine.default_proposer import default_proposer
 from outrider.engine.engine import Engine
@@ -136,7 +135,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
     if join(config.tp, config.device) is not None:
         remove_time_limit()  # it may end a request in one rank only
     # The default depends on the free memory, so it is chosen once, before the target takes its part.
-    proposer = _proposer_of(config)
+    proposer = proposer_of(config)
     config = replace(config, proposer=proposer)
     find_verifier(config.verifier, proposer)
     check_draft_settings(
@@ -193,23 +192,17 @@ def build_engine(
     Raises:
         OutriderError: the proposer, the verifier or the planner cannot be made, or they do not fit together.
     """
-    checkpoint, model = loaded.checkpoint, loaded.model
-    spec = _proposer_of(config)
+    model = loaded.model
+    spec = proposer_of(config)
     rule = find_verifier(config.verifier, spec)
-    setup = make_setup(
-        loaded,
-        rule.draw,
-        draft_window=config.draft_window,
-        draft_quantize=config.draft_quantize,
-        draft_placement=config.draft_placement,
-    )
+    setup = make_setup(loaded, rule.draw, config)
     proposer = make_proposer(spec, setup)
     caching = CacheConfig(gigabytes=config.cache_gb, share=config.prefix_caching)
     share_out([each.cache for each in (model, *draft_models(proposer))], model.context, caching)
     model.export_hidden_states(proposer.needs.layers)
     names = _names(spec, proposer)
+    running: Proposer = proposer
     guards: tuple[IsolatedProposer, ...] = ()
-    running = proposer
     if config.isolate_faults and current() is None:  # a fault in one rank only would let the ranks disagree
         running, guards = isolate(proposer, setup, names=names)
     replay = rule.draw is Draw.SAMPLE or not rule.exact
@@ -231,7 +224,7 @@ def build_engine(
         proposer_spec=spec,
         verifier=rule,
         planner=planner,
-        end_ids=checkpoint.end_ids,
+        end_ids=loaded.checkpoint.end_ids,
         draft_sources=draft_sources(spec),
         proposers=names,
         verifiers=fitting_verifiers(spec, rule.draw),
@@ -269,15 +262,8 @@ def assemble(
     )
 
 
-def make_setup(
-    loaded: LoadedTarget,
-    draw: Draw,
-    *,
-    draft_window: int | None = None,
-    draft_quantize: str | None = None,
-    draft_placement: str = AUTO,
-) -> ProposerSetup:
-    """Return the setup that a proposer for this target is made from."""
+def make_setup(loaded: LoadedTarget, draw: Draw, config: EngineConfig) -> ProposerSetup:
+    """Return the setup that a proposer for this target is made from. Of `config`, only the draft settings are read."""
     checkpoint, target = loaded.checkpoint, loaded.model
     return ProposerSetup(
         target=target,
@@ -290,11 +276,11 @@ def make_setup(
         tokenizer=checkpoint.tokenizer,
         kernels=loaded.kernels,
         source_rules=checkpoint.source,
-        draft_window=draft_window,
-        draft_quantize=draft_quantize,
+        draft_window=config.draft_window,
+        draft_quantize=config.draft_quantize,
         target_folder=checkpoint.folder,
         ranks=checkpoint.ranks,
-        draft_placement=draft_placement,
+        draft_placement=config.draft_placement,
     )
 
 
@@ -324,7 +310,8 @@ def make_planner(k: int | str, target: Target, proposer: Proposer, *, replay: bo
     return auto_planner(target, proposer, replay=replay)
 
 
-def _proposer_of(config: EngineConfig) -> str | Maker:
+def proposer_of(config: EngineConfig) -> str | Maker:
+    """Return the proposer of a configuration, which is the default of the target if none is set."""
     if config.proposer is not None:
         return config.proposer
     kernels = config.kernels if config.tp == 1 else "torch"

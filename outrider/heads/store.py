@@ -19,9 +19,9 @@ from outrider.heads.formats.base import ImportedHead, TargetInfo
 from outrider.heads.formats.registry import check_projection, find
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.block import BlockHead
-from outrider.heads.modules.centroids import TOKEN_ORDER
 from outrider.heads.modules.kv_sharing import KVSharingHead
 from outrider.heads.modules.parallel import ParallelHead
+from outrider.heads.weight_checks import Names, check_weights
 
 KEY = "outrider_draft"  # in config.json
 WEIGHTS = "model.safetensors"
@@ -139,49 +139,9 @@ def load_module(
     Raises:
         OutriderError: a weight is missing, unexpected, of another shape or dtype, or NaN or infinite.
     """
-    stored = stored_name or str
-
-    def label(name: str) -> str:
-        return name if stored(name) == name else f"{stored(name)} ({name} in Outrider)"
-
     with torch.device("meta"):
         module = make_module(description)
-    expected_shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    shapes = {name: tuple(value.shape) for name, value in weights.items()}
-    if missing := sorted(expected_shapes.keys() - shapes.keys()):
-        raise OutriderError(
-            f"{where} lacks {stored(missing[0])!r} (and {len(missing) - 1} more); copy the draft head again"
-        )
-    if unexpected := sorted(shapes.keys() - expected_shapes.keys()):
-        raise OutriderError(
-            f"{where} has {stored(unexpected[0])!r}, which a draft head of kind {description.kind} does not have;"
-            " copy it again"
-        )
-    for name, expected_shape in expected_shapes.items():
-        weight = weights[name]
-        if shapes[name] != expected_shape:
-            raise OutriderError(
-                f"{where}: {label(name)} has shape {shapes[name]} instead of {expected_shape}; copy it again"
-            )
-        must_be_float = name not in ("ids", TOKEN_ORDER)
-        if weight.is_floating_point() is not must_be_float:
-            kind = "floating-point" if must_be_float else "integer"
-            raise OutriderError(
-                f"{where}: {label(name)} has dtype {weight.dtype} instead of a {kind} type; copy it again"
-            )
-        if weight.is_floating_point() and not bool(weight.isfinite().all()):
-            raise OutriderError(
-                f"{where}: {label(name)} has values that are NaN or infinite; copy it again, or train it again if the"
-                " training diverged"
-            )
-    ids = weights.get("ids")
-    if ids is not None and not (bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < description.vocab):
-        raise OutriderError(
-            f"{where}: the ids of the draft vocabulary must ascend and be below {description.vocab}; copy it again"
-        )
-    order = weights.get(TOKEN_ORDER)
-    if order is not None and order.flatten().sort().values.tolist() != list(range(order.numel())):
-        raise OutriderError(f"{where}: each token must be in one cluster of {TOKEN_ORDER}; copy it again")
+    check_weights(description, module.state_dict(), weights, Names(where, stored_name or str))
     module.load_state_dict(dict(weights), assign=True)
     if "ids" not in weights:
         module.register_buffer("ids", torch.arange(description.output_vocab), persistent=False)

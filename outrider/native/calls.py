@@ -12,6 +12,8 @@ import torch
 from outrider.core.types import DraftChains, Draws, Packed, StopRule
 from outrider.native.abi import CChain, Columns, PassOutput
 
+_NEVER_STOP = StopRule(weight=(0.0,), bias=(0.0,))
+
 
 class PassResult(NamedTuple):
     """What a forward pass returns. K columns have logits."""
@@ -78,50 +80,54 @@ class Passes:
             draws: how draft tokens are sampled; None: greedy.
             state: as in `run`. At each draft token the input is the output of the column before it.
         """
-        ends = list(columns.output_columns)
-        batch_size = len(budget)
-        # The arrays must live until the call returns: the kernels get only their addresses.
-        slot = array("i", [columns.slot[end] for end in ends])
-        position = array("i", [columns.position[end] + 1 for end in ends])
-        entry = array("i", [columns.entry[end] + 1 for end in ends])
-        budgets = array("i", budget)
-        weight = array("f", stop_rule.weight if stop_rule else [0])
-        bias = array("f", stop_rule.bias if stop_rule else [0])
-        end_ids = array("i", stop_rule.ends if stop_rule else ())
-        thresholds = array("f", [stop_rule.threshold(n) if stop_rule else 0.0 for n in range(1, batch_size + 1)])
-        params = array("f", [value for fields in draws.params for value in fields] if draws else ())
-        uniform = draws.uniform.contiguous() if draws and draws.uniform is not None else None
-        race_keys = draws.race_keys.contiguous() if draws and draws.race_keys is not None else None
+        # Both must live until the call returns: the kernels get only the addresses of their arrays.
+        inputs = _ChainInputs(columns, budget, stop_rule or _NEVER_STOP, draws)
         buffers = _ChainBuffers(budget, vocab if draws else 0)
-        chain = CChain(
-            slot=_address(slot),
-            position=_address(position),
-            entry=_address(entry),
-            budget=_address(budgets),
-            weight=_address(weight),
-            bias=_address(bias),
-            end_ids=_address(end_ids),
-            token=_address(buffers.tokens),
-            count=_address(buffers.counts),
-            scored=_address(buffers.scored),
-            margin=_address(buffers.margins),
-            accept_prob=_address(buffers.accept_probs),
-            min_draft_prob=_address(thresholds),
-            params=_address(params) if draws else 0,
-            uniform=0 if uniform is None else uniform.data_ptr(),
-            race_keys=0 if race_keys is None else race_keys.data_ptr(),
-            q=0 if buffers.q is None else buffers.q.data_ptr(),
-            q_index=_address(buffers.q_index),
-            min_path_prob=stop_rule.min_path_prob if stop_rule else 0.0,
-            batch_size=batch_size,
-            depth=max(budget),
-            vocab=vocab,
-            num_weights=len(weight),
-            num_end_ids=len(end_ids),
-        )
+        chain = CChain(vocab=vocab, **inputs.fields(), **buffers.fields())
         c_pass = columns.c_pass(PassOutput(), state)
         self._code.outrider_draft_chains(self._handle, ctypes.byref(c_pass), ctypes.byref(chain))
         return buffers.chains(with_margins=stop_rule is not None)
+
+
+class _ChainInputs:
+    """Arrays from which the kernels make chains. Their shape is [B] unless stated otherwise."""
+
+    def __init__(self, columns: Columns, budget: Sequence[int], stop_rule: StopRule, draws: Draws | None) -> None:
+        ends = list(columns.output_columns)
+        self._depth = max(budget)
+        self._slot = array("i", [columns.slot[end] for end in ends])
+        self._position = array("i", [columns.position[end] + 1 for end in ends])
+        self._entry = array("i", [columns.entry[end] + 1 for end in ends])
+        self._budget = array("i", budget)
+        self._min_path_prob = stop_rule.min_path_prob
+        self._weight = array("f", stop_rule.weight)  # [positions]
+        self._bias = array("f", stop_rule.bias)  # [positions]
+        self._end_ids = array("i", stop_rule.ends)  # [end tokens]
+        self._min_draft_prob = array("f", [stop_rule.threshold(n) for n in range(1, len(budget) + 1)])
+        self._params = array("f", [value for fields in draws.params for value in fields]) if draws else None
+        self._uniform = draws.uniform.contiguous() if draws and draws.uniform is not None else None
+        self._race_keys = draws.race_keys.contiguous() if draws and draws.race_keys is not None else None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of `CChain` that the kernels read."""
+        return {
+            "slot": _address(self._slot),
+            "position": _address(self._position),
+            "entry": _address(self._entry),
+            "budget": _address(self._budget),
+            "weight": _address(self._weight),
+            "bias": _address(self._bias),
+            "end_ids": _address(self._end_ids),
+            "min_draft_prob": _address(self._min_draft_prob),
+            "params": 0 if self._params is None else _address(self._params),
+            "uniform": _tensor_address(self._uniform),
+            "race_keys": _tensor_address(self._race_keys),
+            "min_path_prob": self._min_path_prob,
+            "batch_size": len(self._budget),
+            "depth": self._depth,
+            "num_weights": len(self._weight),
+            "num_end_ids": len(self._end_ids),
+        }
 
 
 class _ChainBuffers:
@@ -133,36 +139,52 @@ class _ChainBuffers:
         batch_size = len(budget)
         depth = max(budget)
         self._shape = (batch_size, depth)
-        self.tokens = array("i", bytes(4 * batch_size * depth))
-        self.counts = array("i", bytes(4 * batch_size))  # [B]
-        self.scored = array("i", bytes(4 * batch_size))  # [B] draft tokens that have a margin
-        self.margins = array("f", bytes(4 * batch_size * depth))
-        self.accept_probs = array("f", bytes(4 * batch_size * depth))
-        self.q = torch.empty(sum(budget), vocab) if vocab else None  # [T, V]
-        self.q_index = array("i", [-1]) * (batch_size * depth)
+        self._tokens = array("i", bytes(4 * batch_size * depth))
+        self._counts = array("i", bytes(4 * batch_size))  # [B]
+        self._scored = array("i", bytes(4 * batch_size))  # [B] draft tokens that have a margin
+        self._margins = array("f", bytes(4 * batch_size * depth))
+        self._accept_probs = array("f", bytes(4 * batch_size * depth))
+        self._q = torch.empty(sum(budget), vocab) if vocab else None  # [T, V]
+        self._q_index = array("i", [-1]) * (batch_size * depth)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of `CChain` that the kernels write to."""
+        return {
+            "token": _address(self._tokens),
+            "count": _address(self._counts),
+            "scored": _address(self._scored),
+            "margin": _address(self._margins),
+            "accept_prob": _address(self._accept_probs),
+            "q": _tensor_address(self._q),
+            "q_index": _address(self._q_index),
+        }
 
     def chains(self, *, with_margins: bool) -> DraftChains:
         """Return the chains, with margins and acceptance probabilities if a stop rule has computed them."""
-        tokens = torch.tensor(self.tokens.tolist()).view(self._shape)
+        tokens = torch.tensor(self._tokens.tolist()).view(self._shape)
         q = None
-        if self.q is not None:
-            at = torch.tensor(self.q_index.tolist()).view(self._shape)
-            q = Packed(values=self.q[: max(self.q_index) + 1], at=at)
+        if self._q is not None:
+            at = torch.tensor(self._q_index.tolist()).view(self._shape)
+            q = Packed(values=self._q[: max(self._q_index) + 1], at=at)
         if not with_margins:
             return DraftChains(tokens=tokens, count=self._budget, q=q)
         return DraftChains(
             tokens=tokens,
-            count=tuple(self.counts),
-            margin=self._by_sequence(self.margins),
-            accept_prob=self._by_sequence(self.accept_probs),
+            count=tuple(self._counts),
+            margin=self._by_sequence(self._margins),
+            accept_prob=self._by_sequence(self._accept_probs),
             q=q,
         )
 
     def _by_sequence(self, values: array[float]) -> tuple[tuple[float, ...], ...]:
         """Return the values at the scored draft tokens of each sequence."""
         depth = self._shape[1]
-        return tuple(tuple(values[b * depth : b * depth + count]) for b, count in enumerate(self.scored))
+        return tuple(tuple(values[b * depth : b * depth + count]) for b, count in enumerate(self._scored))
 
 
 def _address(values: array[Any]) -> int:
     return values.buffer_info()[0]
+
+
+def _tensor_address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -6,6 +6,7 @@ python -m recipes.correction.measure PAIR
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -14,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider import LLM, SamplingParams
+from outrider.core.stats import Stats
 from recipes.family.train import say
 
 _PLAIN = "none"
@@ -48,16 +50,41 @@ def main(
         )
         for name, proposer in proposers.items()
     }
+    expected = _check_same_texts(engines, sources, batch)
+    before = {name: llm.stats for name, llm in engines.items()}
+    clock = process_time if processor_time else perf_counter
+    rates = _measure(engines, sources, batch, rounds=rounds, clock=clock)
+    report: dict[str, Any] = {
+        "texts": len(sources),
+        "corrected": sum(text == line["text"] for text, line in zip(expected, lines, strict=True)),
+        "with_errors": sum(line["source"] != line["text"] for line in lines),
+    }
+    for name, llm in engines.items():
+        report[name] = _figures(rates[name], rates[_PLAIN], before[name], llm.stats)
+    typer.echo(json.dumps(report))
+
+
+def _check_same_texts(engines: dict[str, LLM], sources: list[str], batch: int) -> list[str]:
+    """Return the corrected texts, which must be those of plain decoding with every proposer.
+
+    Raises:
+        typer.BadParameter: a proposer gives other texts.
+    """
     outputs = {}
     for name, llm in engines.items():
-        llm.generate(sources=sources[:_WARM_UP], params=SamplingParams(max_tokens=200))
+        _correct(llm, sources[:_WARM_UP], _WARM_UP)
         outputs[name] = _correct(llm, sources, batch)
     expected = outputs[_PLAIN]
     for name, texts in outputs.items():
         if texts != expected:
             raise typer.BadParameter(f"{name} gives other texts than plain decoding; report this as a bug")
-    clock = process_time if processor_time else perf_counter
-    before = {name: llm.stats for name, llm in engines.items()}
+    return expected
+
+
+def _measure(
+    engines: dict[str, LLM], sources: list[str], batch: int, *, rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Return the tokens per second of each proposer in each round. Every second round has the reverse order."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(rounds):
         names = list(engines) if number % 2 == 0 else list(engines)[::-1]
@@ -67,22 +94,19 @@ def main(
             _correct(engines[name], sources, batch)
             rates[name].append((engines[name].stats.output_tokens - tokens) / (clock() - start))
         say(f"round {number + 1} of {rounds}")
-    report: dict[str, Any] = {
-        "texts": len(sources),
-        "corrected": sum(text == line["text"] for text, line in zip(expected, lines, strict=True)),
-        "with_errors": sum(line["source"] != line["text"] for line in lines),
+    return rates
+
+
+def _figures(rates: list[float], plain: list[float], before: Stats, after: Stats) -> dict[str, float]:
+    """Return the figures of a proposer from the rates of all rounds and the counts before and after them."""
+    ratios = [fast / slow for fast, slow in zip(rates, plain, strict=True)]
+    return {
+        "tokens_per_s": round(median(rates), 1),
+        "speedup": round(median(ratios), 2),
+        "lowest": round(min(ratios), 2),
+        "highest": round(max(ratios), 2),
+        "tau": round((after.output_tokens - before.output_tokens) / (after.passes - before.passes), 2),
     }
-    for name, llm in engines.items():
-        ratios = [fast / plain for fast, plain in zip(rates[name], rates[_PLAIN], strict=True)]
-        stats = llm.stats
-        report[name] = {
-            "tokens_per_s": round(median(rates[name]), 1),
-            "speedup": round(median(ratios), 2),
-            "lowest": round(min(ratios), 2),
-            "highest": round(max(ratios), 2),
-            "tau": round((stats.output_tokens - before[name].output_tokens) / (stats.passes - before[name].passes), 2),
-        }
-    typer.echo(json.dumps(report))
 
 
 def _correct(llm: LLM, sources: list[str], batch: int) -> list[str]:

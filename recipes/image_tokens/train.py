@@ -30,6 +30,7 @@ START = "<start>"
 END = "<end>"
 _VALIDATION_IMAGES = 256
 _CODEBOOK_IMAGES = 1500
+_AT_ONCE = 2000  # images
 _HEAD_SIZES = (32, 16)  # dimensions of an attention head, whichever divides the width
 
 
@@ -57,30 +58,17 @@ def main(
     }
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(seed)
-    captions = random_captions(images + _VALIDATION_IMAGES, generator)
-    drawn = torch.cat([draw(part, generator) for part in captions.split(2000)])
-    table = out / "codebook.safetensors"
-    book = codes.load(table) if resume else codes.fit(drawn[:_CODEBOOK_IMAGES], size, seed=seed)
-    if not resume:
-        codes.save(book, table)
-    tokens = torch.cat([codes.encode(part, book) for part in drawn.split(2000)])
-    restored = torch.cat([codes.decode(part, book) for part in tokens.split(2000)])
+    captions, drawn = draw_images(images, seed)
+    book = make_codebook(out, drawn, size, seed=seed, resume=resume)
+    tokens = torch.cat([codes.encode(part, book) for part in drawn.split(_AT_ONCE)])
+    restored = torch.cat([codes.decode(part, book) for part in tokens.split(_AT_ONCE)])
     mse = float(functional.mse_loss(restored, drawn))
+    del drawn
     say(f"codebook of {size} codes, mean squared error {mse:.5f}")
     report: dict[str, Any] = {"codes": size, "images": images, "codebook_mse": round(mse, 6)}
-    del drawn
-
-    torch.manual_seed(seed)
-    classifier = Classifier()
-    if resume:
-        classifier.load_state_dict(load_file(out / "classifier.safetensors"))
-    train_classifier(classifier, restored, captions, minutes=classifier_minutes, batch=batch, seed=seed)
-    right = classifier.is_right(restored[-_VALIDATION_IMAGES:], captions[-_VALIDATION_IMAGES:]).float()
-    save_file(classifier.state_dict(), out / "classifier.safetensors")
-    report["classifier"] = {"accuracy": [round(float(each), 4) for each in right.mean(0)]}
-    say(f"classifier: accuracy of size, color and shape {report['classifier']['accuracy']}")
-
+    report["classifier"] = make_classifier(
+        out, restored, captions, minutes=classifier_minutes, batch=batch, seed=seed, resume=resume
+    )
     tokenizer = make_tokenizer(size)
     rows = as_rows(tokens, captions, tokenizer)
     for role, minutes in (("draft", draft_minutes), ("target", target_minutes)):
@@ -101,6 +89,40 @@ def main(
         say(f"{role}: {report[role]}")
         save(model, tokenizer, out / role)
     typer.echo(json.dumps(report))
+
+
+def draw_images(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return captions [N, 3] and their images [N, 3, 32, 32], `count` for training and then those for validation."""
+    generator = torch.Generator().manual_seed(seed)
+    captions = random_captions(count + _VALIDATION_IMAGES, generator)
+    return captions, torch.cat([draw(part, generator) for part in captions.split(_AT_ONCE)])
+
+
+def make_codebook(out: Path, images: torch.Tensor, size: int, *, seed: int, resume: bool) -> torch.Tensor:
+    """Fit a codebook to images and save it, or load the saved one."""
+    file = out / "codebook.safetensors"
+    if resume:
+        return codes.load(file)
+    book = codes.fit(images[:_CODEBOOK_IMAGES], size, seed=seed)
+    codes.save(book, file)
+    return book
+
+
+def make_classifier(
+    out: Path, images: torch.Tensor, captions: torch.Tensor, *, minutes: float, batch: int, seed: int, resume: bool
+) -> dict[str, Any]:
+    """Train a classifier of images [N, 3, 32, 32], or the saved one further, and save it. Returns its figures."""
+    file = out / "classifier.safetensors"
+    torch.manual_seed(seed)
+    classifier = Classifier()
+    if resume:
+        classifier.load_state_dict(load_file(file))
+    train_classifier(classifier, images, captions, minutes=minutes, batch=batch, seed=seed)
+    right = classifier.is_right(images[-_VALIDATION_IMAGES:], captions[-_VALIDATION_IMAGES:]).float()
+    save_file(classifier.state_dict(), file)
+    accuracy = [round(float(each), 4) for each in right.mean(0)]
+    say(f"classifier: accuracy of size, color and shape {accuracy}")
+    return {"accuracy": accuracy}
 
 
 def make_tokenizer(size: int) -> PreTrainedTokenizerFast:

@@ -18,6 +18,7 @@ from outrider.audit.prompts import DEFAULT, encode, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.run import run_audit
 from outrider.core import tree
+from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Needs
@@ -119,9 +120,14 @@ class ScriptedPair(Pair):
         return 0.3
 
 
+def make_config(proposer, **settings):
+    """Return the configuration of a pair with the embedded target, in float32 unless `settings` says otherwise."""
+    return EngineConfig(target=embedded("mini"), proposer=proposer, device="cpu", **{"dtype": "float32"} | settings)
+
+
 @pytest.fixture(scope="module")
 def pair():
-    return Pair(str(embedded("mini")), "ngram", PROMPTS, dtype="float32", device="cpu", room=24)
+    return Pair(make_config("ngram"), PROMPTS, room=24)
 
 
 @pytest.fixture
@@ -169,9 +175,7 @@ def test_audit_uses_the_kernels_and_quantization_of_the_user(kernels, quantize, 
 
 def test_quantized_pair_in_float32_has_the_logits_of_the_quantized_model(pair):
     widened, quantized = (
-        Pair(
-            str(embedded("mini")), "none", PROMPTS, dtype=dtype, device="cpu", room=24, kernels="torch", quantize="int4"
-        )
+        Pair(make_config("none", dtype=dtype, kernels="torch", quantize="int4"), PROMPTS, room=24)
         for dtype in ("float32", "auto")
     )
     assert (widened.dtype, quantized.dtype) == (torch.float32, torch.bfloat16)
@@ -215,10 +219,7 @@ DRAFT_SETTINGS = [
 @pytest.mark.parametrize("settings", DRAFT_SETTINGS)
 def test_audit_of_draft_settings(prompts_file, settings):
     draft = f"draft:{embedded('nano')}"
-    whole, worse = (
-        Pair(str(embedded("mini")), draft, PROMPTS, dtype="float32", device="cpu", room=24, **each)
-        for each in ({}, settings)
-    )
+    whole, worse = (Pair(make_config(draft, **each), PROMPTS, room=24) for each in ({}, settings))
     params = SamplingParams(temperature=0.0, max_tokens=16, seed=1)
     plain = worse.plain(worse.requests(params), alone=False)
     drafted = [pair.speculative(pair.requests(params), EXACT["walk"], k=4) for pair in (whole, worse)]
@@ -230,7 +231,7 @@ def test_audit_of_draft_settings(prompts_file, settings):
 
 def test_distribution_test_fails_for_a_lossy_verifier():
     spec = f"draft:{embedded('nano')}"
-    pair = Pair(str(embedded("mini")), spec, PROMPTS[:1], dtype="float32", device="cpu", room=8)
+    pair = Pair(make_config(spec), PROMPTS[:1], room=8)
     section = check_distribution(pair, find_verifier("typical", spec), k=2, samples=100, seed=1)
     assert not section["passed"]
     results = {test["verifier"]: test["passed"] for test in section["tests"] if not test["top_k"]}
@@ -283,7 +284,7 @@ def test_uniform_number_is_in_the_interval_of_the_sampled_token(pair):
 
 
 def test_trees_are_tested_with_verifiers_of_trees():
-    pair = Pair(str(embedded("mini")), f"{__name__}:TwoChildren", PROMPTS[:1], dtype="float32", device="cpu", room=16)
+    pair = Pair(make_config(f"{__name__}:TwoChildren"), PROMPTS[:1], room=16)
     section = replay(pair, EXACT["walk"], k=2, depths=(1,), tokens=4, seed=0)
     assert section["passed"]
     assert {case["verifier"] for case in section["cases"]} == {"walk", "coupled", "siblings", "traversal"}

@@ -25,6 +25,7 @@ from outrider.audit.server.run import run_server_audit
 from outrider.audit.server.settings import ServerOptions, check_given
 from outrider.audit.statistics import chi_square_tail, noncentral_tail, power
 from outrider.cli.app import app
+from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from tests.helpers.fake_server import NAME, FakeEngine, FakeServer, save_pair, serving, warp
@@ -51,9 +52,14 @@ def fake(engine):
     engine.defect = ""
 
 
+def make_pair(folder):
+    """Return a model without a draft."""
+    return Pair(EngineConfig(target=folder, proposer="none", dtype="float32", device="cpu"), (PROMPT,), room=32)
+
+
 @pytest.fixture(scope="module")
 def pair(folders):
-    return Pair(str(folders[0]), "none", (PROMPT,), dtype="float32", device="cpu", room=32)
+    return make_pair(folders[0])
 
 
 @pytest.fixture
@@ -165,7 +171,7 @@ def test_distributions_are_those_of_the_reference(pair, engine):
 
 
 def test_every_distribution_sums_to_one_and_is_exact_where_it_does_not_apply(pair, folders):
-    draft = Model(Pair(str(folders[1]), "none", (PROMPT,), dtype="float32", device="cpu", room=32))
+    draft = Model(make_pair(folders[1]))
     tree = grow(Model(pair), pair.prompts[0], depth=2, width=3, draft=draft)
     exact = tree.distribution(EXACT, PENALTIES.params)
     plain = tree.distribution(EXACT, CONTINUED.params)

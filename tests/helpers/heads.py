@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -45,162 +46,200 @@ MASK = 7  # whose row of a table of embeddings is the mask of a draft that fills
 _LAST = AuxStates(layers=(7,), final=True)
 
 
-def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, HeadDescription]]:
-    """Return formats and heads that they can hold, by a name, for a target with 8 layers."""
-    body = Body(layers=1, hidden=hidden, heads=4, key_heads=2, dim=16, ffn=2 * hidden, epsilon=1e-5)
-    common = {"target_hidden": hidden, "target_layers": 8, "vocab": vocab}
+@dataclass(frozen=True)
+class _Target:
+    """The sizes of a target with 8 layers."""
 
-    def eagle3(**more):
-        aux_states = AuxStates(layers=(1, 3, 4), fused=True, norm=more.pop("norm", FuseNorm.NONE))
-        given = {
-            "aux_states": aux_states,
-            "input_fusion": InputFusion(at=FusionPoint.ATTENTION),
-            "body": body,
-            "own_lm_head": True,
-            **more,
-        }
-        return HeadDescription(kind=Kind.EAGLE3, **common, **given)
+    hidden: int
+    vocab: int
 
-    def peagle(draft_tokens=5, **more):
-        return replace(eagle3(**more), kind=Kind.PEAGLE, masks=MaskTokens(draft_tokens=draft_tokens, token=vocab - 3))
+    def head(self, kind: Kind, *, body: Mapping[str, Any] | None = None, **fields: Any) -> HeadDescription:
+        """Return a head for this target. `body` has what differs from one small decoder layer; None: no such layers."""
+        if body is not None:
+            layer = Body(layers=1, hidden=self.hidden, heads=4, key_heads=2, dim=16, ffn=2 * self.hidden, epsilon=1e-5)
+            fields["body"] = replace(layer, **body)
+        return HeadDescription(kind=kind, target_hidden=self.hidden, target_layers=8, vocab=self.vocab, **fields)
 
-    def mtp(**more):
-        join = InputFusion(at=FusionPoint.PROJECTION, **more.pop("input_fusion", {}))
-        given = {"body": body, "feedback": Feedback.NORMED, "aux_states": _LAST, **more}
-        return HeadDescription(kind=Kind.MTP, **common, input_fusion=join, **given)
 
-    def stack(kind=Kind.MEDUSA, aux_states=_LAST, **more):
-        own = {"own_lm_head": not more["stack"].shared_head}
-        return HeadDescription(kind=kind, **common, aux_states=aux_states, **own, **more)
-
-    eagle = HeadDescription(
-        kind=Kind.EAGLE,
-        **common,
+def _eagle(target: _Target) -> HeadDescription:
+    return target.head(
+        Kind.EAGLE,
         aux_states=_LAST,
         input_fusion=InputFusion(at=FusionPoint.PROJECTION, norms=False, bias=True),
-        body=replace(body, layers=2, first_norm=False, attention_bias=True),
+        body={"layers": 2, "first_norm": False, "attention_bias": True},
         final_norm=False,
         own_embedding=True,
     )
-    five = AuxStates(layers=(0, 1, 3, 5, 7), fused=True, norm=FuseNorm.WHOLE)
-    wide = replace(body, layers=2, head_norms=True, attention_bias=True, output_bias=True, rope=YARN)
-    deep = replace(body, layers=2)
-    three = replace(body, layers=3, head_norms=True)
 
-    def block(kind=Kind.DFLASH, **more):
-        given = {
-            "aux_states": AuxStates(layers=(1, 3, 5), fused=True),
-            "body": three,
-            "block": DraftBlock(size=5),
-            **more,
-        }
-        return HeadDescription(kind=kind, **common, **given)
 
-    spark = DraftBlock(size=4, sample_from_anchor=True, markov_rank=8, confidence=True)
-    refiner = Refiner(rank=8, ffn=16, passes=6, candidates=512)
-    biased = replace(three, attention_bias=True, output_bias=True, rope=YARN)
-    slim = replace(three, layers=1, hidden=48)
-    tables = {"own_lm_head": True, "own_embedding": True}
+def _eagle3(
+    target: _Target, *, kind: Kind = Kind.EAGLE3, norm: FuseNorm = FuseNorm.NONE, **more: Any
+) -> HeadDescription:
+    given = {
+        "aux_states": AuxStates(layers=(1, 3, 4), fused=True, norm=norm),
+        "input_fusion": InputFusion(at=FusionPoint.ATTENTION),
+        "body": {},
+        "own_lm_head": True,
+        **more,
+    }
+    return target.head(kind, **given)
+
+
+def _peagle(target: _Target, *, draft_tokens: int = 5, **more: Any) -> HeadDescription:
+    masks = MaskTokens(draft_tokens=draft_tokens, token=target.vocab - 3)
+    return _eagle3(target, kind=Kind.PEAGLE, masks=masks, **more)
+
+
+def _mtp(target: _Target, *, fusion: Mapping[str, bool] | None = None, **more: Any) -> HeadDescription:
+    input_fusion = InputFusion(at=FusionPoint.PROJECTION, **(fusion or {}))
+    given = {"body": {}, "feedback": Feedback.NORMED, "aux_states": _LAST, **more}
+    return target.head(Kind.MTP, input_fusion=input_fusion, **given)
+
+
+def _deepseek(target: _Target, **more: Any) -> HeadDescription:
+    return _mtp(target, fusion={"zero_first": True}, feedback=Feedback.RAW, **more)
+
+
+def _stack(
+    target: _Target, *, kind: Kind = Kind.MEDUSA, aux_states: AuxStates = _LAST, draft_vocab: int = 0, **stack: Any
+) -> HeadDescription:
+    heads = ParallelHeads(**stack)
+    own_lm_head = not heads.shared_head
+    return target.head(kind, aux_states=aux_states, own_lm_head=own_lm_head, draft_vocab=draft_vocab, stack=heads)
+
+
+def _block(
+    target: _Target, block: DraftBlock, *, kind: Kind = Kind.DFLASH, body: Mapping[str, Any] | None = None, **more: Any
+) -> HeadDescription:
+    given = {"aux_states": AuxStates(layers=(1, 3, 5), fused=True), **more}
+    return target.head(kind, block=block, body={"layers": 3, "head_norms": True} | (body or {}), **given)
+
+
+def _assistant(target: _Target, *, clusters: bool = False) -> HeadDescription:
     near = SharedKV(layer=6, key_heads=2, dim=16, window=9)
     turned = Rope(scaling=Scaling.PROPORTIONAL, factor=1.0)
     far = SharedKV(layer=7, key_heads=1, dim=32, theta=1e6, rope=turned, rotary=0.25)
-    gemma = HeadDescription(
-        kind=Kind.KV_SHARING,
-        **common,
+    more = {"centroids": Centroids(count=target.vocab // 8, top_k=3)} if clusters else {}
+    return target.head(
+        Kind.KV_SHARING,
         aux_states=_LAST,
         input_fusion=InputFusion(at=FusionPoint.PROJECTION, norms=False),
-        body=replace(body, layers=3, hidden=48, key_heads=1, dim=32, head_norms=True, gemma=True),
+        body={"layers": 3, "hidden": 48, "key_heads": 1, "dim": 32, "head_norms": True, "gemma": True},
         shared_kv=(near, near, far),
         own_lm_head=True,
+        **more,
     )
-    nemotron = replace(body, rotary=0.0, gated=False)
-    gated = replace(body, head_norms=True, attention_gate=True, rotary=0.5, theta=1e6)
-    zeroed, raw = {"zero_first": True}, AuxStates(layers=(7,))
-    return {
-        "eagle3": ("eagle3", eagle3()),
-        "eagle3 of some tokens": ("eagle3", eagle3(draft_vocab=40, norm=FuseNorm.EACH, own_embedding=True)),
-        "eagle3 without a norm": ("eagle3", eagle3(final_norm=False, body=replace(body, rope=LLAMA3, theta=5e5))),
-        "speculators": ("eagle3-speculators", eagle3()),
-        "eagle3.1": ("eagle3-speculators", eagle3(draft_vocab=40, norm=FuseNorm.EACH, feedback=Feedback.NORMED)),
-        "five taps": (
-            "eagle3-speculators",
-            eagle3(
-                aux_states=five,
-                input_fusion=InputFusion(at=FusionPoint.ATTENTION, residual_normed=True),
-                body=wide,
-                own_embedding=True,
-            ),
+
+
+_TABLES = {"own_lm_head": True, "own_embedding": True}
+_FIVE = AuxStates(layers=(0, 1, 3, 5, 7), fused=True, norm=FuseNorm.WHOLE)
+_WIDE = {"layers": 2, "head_norms": True, "attention_bias": True, "output_bias": True, "rope": YARN}
+_GATED = {"head_norms": True, "attention_gate": True, "rotary": 0.5, "theta": 1e6}
+_FLASH = DraftBlock(size=5)
+_ANCHORED = DraftBlock(size=4, sample_from_anchor=True)
+_SPARK = replace(_ANCHORED, markov_rank=8, confidence=True)
+_REFINER = Refiner(rank=8, ffn=16, passes=6, candidates=512)
+
+# By name: the format, and how the head is made for a target.
+_CASES: dict[str, tuple[str, Callable[[_Target], HeadDescription]]] = {
+    "eagle3": ("eagle3", _eagle3),
+    "eagle3 of some tokens": ("eagle3", partial(_eagle3, draft_vocab=40, norm=FuseNorm.EACH, own_embedding=True)),
+    "eagle3 without a norm": ("eagle3", partial(_eagle3, final_norm=False, body={"rope": LLAMA3, "theta": 5e5})),
+    "speculators": ("eagle3-speculators", _eagle3),
+    "eagle3.1": (
+        "eagle3-speculators",
+        partial(_eagle3, draft_vocab=40, norm=FuseNorm.EACH, feedback=Feedback.NORMED),
+    ),
+    "five taps": (
+        "eagle3-speculators",
+        partial(
+            _eagle3,
+            aux_states=_FIVE,
+            input_fusion=InputFusion(at=FusionPoint.ATTENTION, residual_normed=True),
+            body=_WIDE,
+            own_embedding=True,
         ),
-        "peagle": ("peagle", peagle(draft_vocab=40, norm=FuseNorm.EACH, body=deep, own_embedding=True)),
-        "plain peagle": ("peagle", peagle(norm=FuseNorm.WHOLE)),
-        "peagle of speculators": ("peagle-speculators", peagle(aux_states=five, body=deep, draft_tokens=3)),
-        "eagle": ("eagle", eagle),
-        "medusa": ("medusa", stack(stack=ParallelHeads(heads=3, layers=2))),
-        "legacy medusa": ("medusa", stack(stack=ParallelHeads(heads=3, shared_head=True))),
-        "medusa safe": ("medusa-safetensors", stack(stack=ParallelHeads(heads=2))),
-        "medusa of vllm": ("medusa-vllm", stack(stack=ParallelHeads(heads=2, layers=2))),
-        "medusa of some tokens": (
-            "medusa-vllm",
-            stack(stack=ParallelHeads(heads=2, bias=False, one_head=True), draft_vocab=40),
+    ),
+    "peagle": (
+        "peagle",
+        partial(_peagle, draft_vocab=40, norm=FuseNorm.EACH, body={"layers": 2}, own_embedding=True),
+    ),
+    "plain peagle": ("peagle", partial(_peagle, norm=FuseNorm.WHOLE)),
+    "peagle of speculators": (
+        "peagle-speculators",
+        partial(_peagle, aux_states=_FIVE, body={"layers": 2}, draft_tokens=3),
+    ),
+    "eagle": ("eagle", _eagle),
+    "medusa": ("medusa", partial(_stack, heads=3, layers=2)),
+    "legacy medusa": ("medusa", partial(_stack, heads=3, shared_head=True)),
+    "medusa safe": ("medusa-safetensors", partial(_stack, heads=2)),
+    "medusa of vllm": ("medusa-vllm", partial(_stack, heads=2, layers=2)),
+    "medusa of some tokens": ("medusa-vllm", partial(_stack, heads=2, bias=False, one_head=True, draft_vocab=40)),
+    "medusa with the target's head": ("medusa-vllm", partial(_stack, heads=2, shared_head=True)),
+    "hydra": ("hydra", partial(_stack, kind=Kind.HYDRA, heads=3, layers=2, head_bias=True)),
+    "ungrounded hydra": ("hydra", partial(_stack, aux_states=AuxStates(layers=(5,)), heads=2)),
+    "deepseek": ("mtp-deepseek", _deepseek),
+    "deepseek with tables": ("mtp-deepseek", partial(_deepseek, body={"head_norms": True}, **_TABLES)),
+    "three modules": ("mtp-deepseek", partial(_deepseek, modules=3)),
+    "modules with tables": ("mtp-deepseek", partial(_deepseek, modules=2, **_TABLES)),
+    "qwen": ("mtp-qwen", partial(_mtp, body={"head_norms": True})),
+    "gated qwen": ("mtp-qwen", partial(_mtp, body=_GATED)),
+    "mimo": (
+        "mtp-mimo",
+        partial(
+            _mtp,
+            aux_states=AuxStates(layers=(7,)),
+            fusion={"zero_first": True, "embedding_first": False},
+            body={"attention_bias": True},
         ),
-        "medusa with the target's head": ("medusa-vllm", stack(stack=ParallelHeads(heads=2, shared_head=True))),
-        "hydra": ("hydra", stack(kind=Kind.HYDRA, stack=ParallelHeads(heads=3, layers=2, head_bias=True))),
-        "ungrounded hydra": ("hydra", stack(aux_states=AuxStates(layers=(5,)), stack=ParallelHeads(heads=2))),
-        "deepseek": ("mtp-deepseek", mtp(input_fusion=zeroed, feedback=Feedback.RAW)),
-        "deepseek with tables": (
-            "mtp-deepseek",
-            mtp(
-                input_fusion=zeroed,
-                feedback=Feedback.RAW,
-                own_lm_head=True,
-                own_embedding=True,
-                body=replace(body, head_norms=True),
-            ),
+    ),
+    "mtp of speculators": ("mtp-speculators", _mtp),
+    "nemotron": ("mtp-nemotron", partial(_mtp, body={"rotary": 0.0, "gated": False})),
+    "assistant": ("gemma4-assistant", _assistant),
+    "assistant with centroids": ("gemma4-assistant", partial(_assistant, clusters=True)),
+    "dflash": ("dflash", partial(_block, block=_FLASH)),
+    "biased dflash": (
+        "dflash",
+        partial(
+            _block,
+            block=_FLASH,
+            body={"attention_bias": True, "output_bias": True, "rope": YARN},
+            aux_states=AuxStates(layers=(0, 7), fused=True),
         ),
-        "three modules": ("mtp-deepseek", mtp(input_fusion=zeroed, feedback=Feedback.RAW, modules=3)),
-        "modules with tables": (
-            "mtp-deepseek",
-            mtp(input_fusion=zeroed, feedback=Feedback.RAW, modules=2, own_lm_head=True, own_embedding=True),
+    ),
+    "dflash of speculators": ("dflash-speculators", partial(_block, block=_FLASH)),
+    "narrow dflash": (
+        "dflash-speculators",
+        partial(_block, block=_FLASH, body={"layers": 1, "hidden": 48}, draft_vocab=40, **_TABLES),
+    ),
+    "dspark": ("dspark", partial(_block, kind=Kind.DSPARK, block=_SPARK)),
+    "dspark with tables": (
+        "dspark",
+        partial(_block, kind=Kind.DSPARK, block=replace(_SPARK, confidence=False), **_TABLES),
+    ),
+    "anchored dflash": ("dspark", partial(_block, block=_ANCHORED)),
+    "dspark of speculators": (
+        "dspark-speculators",
+        partial(_block, kind=Kind.DSPARK, block=replace(_SPARK, sample_from_anchor=False), draft_vocab=40),
+    ),
+    "xpress": ("xpress", partial(_block, kind=Kind.XPRESS, block=replace(_FLASH, refiner=_REFINER))),
+    "xpress of speculators": (
+        "xpress-speculators",
+        partial(
+            _block,
+            kind=Kind.XPRESS,
+            block=replace(_ANCHORED, refiner=replace(_REFINER, passes=3)),
+            draft_vocab=40,
+            **_TABLES,
         ),
-        "qwen": ("mtp-qwen", mtp(body=replace(body, head_norms=True))),
-        "gated qwen": ("mtp-qwen", mtp(body=gated)),
-        "mimo": (
-            "mtp-mimo",
-            mtp(
-                aux_states=raw,
-                input_fusion={**zeroed, "embedding_first": False},
-                body=replace(body, attention_bias=True),
-            ),
-        ),
-        "mtp of speculators": ("mtp-speculators", mtp()),
-        "nemotron": ("mtp-nemotron", mtp(body=nemotron)),
-        "assistant": ("gemma4-assistant", gemma),
-        "assistant with centroids": (
-            "gemma4-assistant",
-            replace(gemma, centroids=Centroids(count=vocab // 8, top_k=3)),
-        ),
-        "dflash": ("dflash", block()),
-        "biased dflash": ("dflash", block(body=biased, aux_states=AuxStates(layers=(0, 7), fused=True))),
-        "dflash of speculators": ("dflash-speculators", block()),
-        "narrow dflash": ("dflash-speculators", block(body=slim, draft_vocab=40, **tables)),
-        "dspark": ("dspark", block(Kind.DSPARK, block=spark)),
-        "dspark with tables": ("dspark", block(Kind.DSPARK, block=replace(spark, confidence=False), **tables)),
-        "anchored dflash": ("dspark", block(block=DraftBlock(size=4, sample_from_anchor=True))),
-        "dspark of speculators": (
-            "dspark-speculators",
-            block(Kind.DSPARK, block=replace(spark, sample_from_anchor=False), draft_vocab=40),
-        ),
-        "xpress": ("xpress", block(Kind.XPRESS, block=DraftBlock(size=5, refiner=refiner))),
-        "xpress of speculators": (
-            "xpress-speculators",
-            block(
-                Kind.XPRESS,
-                block=DraftBlock(size=4, sample_from_anchor=True, refiner=replace(refiner, passes=3)),
-                draft_vocab=40,
-                **tables,
-            ),
-        ),
-    }
+    ),
+}
+
+
+def cases(hidden: int = 64, vocab: int = 96) -> dict[str, tuple[str, HeadDescription]]:
+    """Return formats and heads that they can hold, by a name, for a target with 8 layers."""
+    target = _Target(hidden=hidden, vocab=vocab)
+    return {name: (format, make(target)) for name, (format, make) in _CASES.items()}
 
 
 def random_draft(description: HeadDescription, *, seed: int = 0, table: torch.Tensor = TABLE) -> HeadModule:

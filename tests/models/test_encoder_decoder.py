@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import torch
 
-from outrider.audit.statistics import g_test
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import SequenceState
@@ -18,6 +17,7 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.testing import random_tree
 from tests.helpers import tiny
+from tests.models.expected_outputs import check_three_tokens, expected_logits, three_token_probs
 
 NAMES = tuple(tiny.ENCODER_DECODER)
 TOLERANCE = 1e-4  # relative to the norm of the logits
@@ -58,12 +58,6 @@ def sources_of(rng, lengths=(1, 3, 9, 20, 40, 40, 7)):
 
 def relative_error(actual, expected):
     return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
-
-
-def expected_logits(model, source, tokens):
-    sources, outputs = torch.tensor([source]), torch.tensor([tokens])
-    masks = {"attention_mask": torch.ones_like(sources), "decoder_attention_mask": torch.ones_like(outputs)}
-    return model(input_ids=sources, decoder_input_ids=outputs, use_cache=False, **masks).logits[0, -1]
 
 
 @pytest.mark.parametrize(
@@ -154,25 +148,11 @@ def test_encoder_runs_once_per_source(shelf, monkeypatch):
 
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_sampled_output_has_the_distribution_of_the_model(name, shelf, sibling):
-    model = shelf.model(name)
     source = tiny.text(random.Random(4), 12)
-    probs = {}
-    with torch.inference_mode():
-        for first, second, third in product(range(2), repeat=3):
-            tokens, prob = [0], 1.0
-            for rank in (first, second, third):
-                top = (expected_logits(model, source, tokens) / 2).topk(2)
-                prob *= float(top.values.softmax(-1)[rank])
-                tokens.append(int(top.indices[rank]))
-            probs[tuple(tokens[1:])] = prob
+    probs = three_token_probs(shelf.model(name), source)
     for proposer in (f"draft:{sibling(name)}", "ngram"):
         llm = LLM(shelf.folder(name), proposer=proposer, k=3, max_num_seqs=16, **OPTIONS)
-        params = SamplingParams(max_tokens=3, temperature=2.0, top_k=2, n=1000, seed=1, ignore_eos=True)
-        outputs = [completion.token_ids for completion in llm.generate(sources=source, params=params)]
-        counts = [outputs.count(tokens) for tokens in probs]
-        assert sum(counts) == len(outputs)
-        assert g_test(counts, list(probs.values())).p_value > 1e-3
-        assert llm.stats.draft_tokens > 0
+        check_three_tokens(llm, source, probs)
 
 
 @pytest.mark.parametrize("proposer", ["ngram", "suffix"])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
-from outrider.audit.statistics import g_test
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
@@ -27,6 +26,7 @@ from outrider.serve.settings import Settings
 from outrider.train.model.presets import Sizes, describe
 from tests.helpers import speech, tiny
 from tests.helpers.heads import random_draft
+from tests.models.expected_outputs import check_three_tokens, three_token_probs
 
 NAMES = tuple(tiny.ENCODER_DECODER)
 MAIN = ("t5", "bart", "t5gemma")  # norm and LM head: RMS and scaled, LayerNorm in the layers, RMS and capped
@@ -130,26 +130,9 @@ def test_greedy_equals_generate(name, kind, shape, shelf, head):
     ("name", "kind", "shape"), [("t5", "medusa", "draft"), ("bart", "mtp", "draft"), ("bart", "hydra", "tree")]
 )
 def test_sampled_output_has_the_distribution_of_the_model(name, kind, shape, shelf, head):
-    model = shelf.model(name)
     source = tiny.text(random.Random(4), 12)
-    sources = torch.tensor([source])
-    probs = {}
-    with torch.inference_mode():
-        for ranks in product(range(2), repeat=3):
-            tokens, prob = [0], 1.0
-            for rank in ranks:
-                logits = model(input_ids=sources, decoder_input_ids=torch.tensor([tokens]), use_cache=False).logits
-                top = (logits[0, -1] / 2).topk(2)
-                prob *= float(top.values.softmax(-1)[rank])
-                tokens.append(int(top.indices[rank]))
-            probs[tuple(tokens[1:])] = prob
     llm = LLM(shelf.folder(name), proposer=f"{shape}:{head(name, kind)}", k=3, max_num_seqs=16, **OPTIONS)
-    params = SamplingParams(max_tokens=3, temperature=2.0, top_k=2, n=1000, seed=1, ignore_eos=True)
-    outputs = [completion.token_ids for completion in llm.generate(sources=source, params=params)]
-    counts = [outputs.count(tokens) for tokens in probs]
-    assert sum(counts) == len(outputs)
-    assert g_test(counts, list(probs.values())).p_value > 1e-3
-    assert llm.stats.draft_tokens > 0
+    check_three_tokens(llm, source, three_token_probs(shelf.model(name), source))
 
 
 def test_head_follows_new_weights(shelf, head):

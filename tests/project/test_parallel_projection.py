@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
 from outrider import OutriderError
-from outrider.cli.app import app
-from outrider.project.disaggregation import (
-    decode_devices,
-    mean_ttft,
-    prefill_devices,
-    transfer_bandwidth,
-)
+from outrider.project.disaggregation import decode_devices, mean_ttft, prefill_devices, transfer_bandwidth
 from outrider.project.equations import Efficiency, one_pass
 from outrider.project.layout import Layout, Link, all_to_all_seconds, allreduce_seconds, layout_pass
 from outrider.project.machines import MachineOverrides, find_machine
@@ -23,6 +15,7 @@ from outrider.project.models import Bits, find_model, read_model
 from outrider.project.overlap import continued_round, guessed_round, parse_overlap, serial_round
 from outrider.project.pair import Acceptance, DraftDevice, Drafting, Pair
 from outrider.project.pipeline import filled_steps, heaviest_stage, pipeline_round
+from tests.project.projected import project, projected
 
 IDEAL = Efficiency(name="ideal", bandwidth=1.0, arithmetic=1.0, exposed=0.0, round_seconds=0.0, layer_seconds=0.0)
 FAST_LINK = Link(bandwidth=1e18)
@@ -279,19 +272,13 @@ def test_devices_for_a_rate():
 # The command
 
 
-def project(*words):
-    return CliRunner().invoke(app, ["project", *words])
-
-
 BASE = ("--target", "70B", "--machine", "RTX-4090", "--alpha", "0.8", "--proposer", "draft:1B", "--batch", "1,8")
 
 
 def test_document_and_text_of_several_devices():
     words = "--pipeline 8 --link 25 --stages streamed --rate 2 --draft-machine L4 --overlap guess:0.9 --k 4"
-    result = project(*BASE, *words.split())
-    assert result.exit_code == 0, result.output
-    text = " ".join(result.stdout.split())
-    document = json.loads(result.stdout.splitlines()[-1])
+    document, output = projected(*BASE, *words.split())
+    text = " ".join(output.split())
     assert document["layout"]["groups"] == 8
     assert document["layout"]["link"] == {"bandwidth": 25e9, "latency": 5e-6}
     assert document["draft_machine"]["machine"]["name"] == "L4"
@@ -300,8 +287,8 @@ def test_document_and_text_of_several_devices():
     assert "Pipeline of 8 stages, streamed over the link" in text
     assert "The draft runs on its own L4 and has 90% of the next drafts ready." in text
     assert "Separate prefill, 2 requests/s" in text
-    filled = project(*BASE, *["--pipeline", "8", "--link", "25", "--fill"])
-    assert json.loads(filled.stdout.splitlines()[-1])["results"][0]["cases"]["middle"]["k"] == 7
+    filled, _ = projected(*BASE, "--pipeline", "8", "--link", "25", "--fill")
+    assert filled["results"][0]["cases"]["middle"]["k"] == 7
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import torch
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Scores
+from outrider.core.types import Scores
 from outrider.errors import OutriderError
-from outrider.llm import LLM
 from outrider.propose.lookup import lookahead
 from outrider.propose.lookup.lookahead import LookaheadProposer, Sizes
 from outrider.propose.registry import find_proposer
@@ -21,33 +20,17 @@ from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import make_round, make_seq
 from outrider.verify.rules import verify_greedy
 from tests.helpers.engines import make_engine, outputs, run
+from tests.propose.toy_rounds import admit, batch_of, check_fewer_passes, check_one_copy, commit, score, verify
 
 SIZES = Sizes(window=3, size=4, guesses=2)
 WINDOW_TOKENS = 3 * 3
-
-
-def batch_of(seqs, budget):
-    feeds = tuple((seq.token_ids[-1],) for seq in seqs)
-    starts = tuple(len(seq.token_ids) - 1 for seq in seqs)
-    return Batch(seqs=tuple(seqs), start=starts, feed=feeds, draft_budget=(budget,) * len(seqs))
 
 
 def admitted(prompts, sizes=SIZES, vocab=12):
     """Return a target, a proposer, and sequences that are admitted to it."""
     target = ToyTarget(vocab=vocab, spread=3.0)
     proposer = LookaheadProposer(toy_setup(target), sizes)
-    seqs = [make_seq(list(prompt), slot) for slot, prompt in enumerate(prompts)]
-    for seq in seqs:
-        proposer.admit(seq.slot, seq.request)
-    return target, proposer, seqs
-
-
-def score(target, seq, draft, b):
-    """Return the logits [1 + N, V] of a toy target at each node of sequence b."""
-    suffixes = [tuple(seq.token_ids[-2:])]
-    for token, parent in zip(draft.tokens[b].tolist(), draft.parent[b].tolist(), strict=True):
-        suffixes.append((suffixes[parent + 1][1], token))
-    return torch.stack([target.table[suffix] for suffix in suffixes])
+    return target, proposer, admit(proposer, prompts)
 
 
 def step(proposer, target, seqs, budget, *, cut=None):
@@ -56,14 +39,7 @@ def step(proposer, target, seqs, budget, *, cut=None):
     draft = proposer.propose(batch)
     columns = list(proposer._windows[0].columns)
     verified = draft if cut is None else tree.cut(draft, (cut,) * len(seqs))
-    logits = torch.stack([score(target, seq, verified, b) for b, seq in enumerate(seqs)])
-    best = logits.argmax(-1)
-    verdicts = verify_greedy(verified, best)
-    paths = [path for path, _ in verdicts]
-    emitted = [tokens for _, tokens in verdicts]
-    proposer.commit(make_round(batch, verified, Scores(logits=logits, best=best), paths, emitted))
-    for seq, tokens in zip(seqs, emitted, strict=True):
-        seq.token_ids += tokens
+    commit(proposer, verify(target, batch, verified, with_best=True))
     return draft, columns
 
 
@@ -216,36 +192,12 @@ def test_commit_makes_one_copy_from_the_device(monkeypatch):
     target, proposer, seqs = admitted([[3, 1, 4], [1, 5, 9]])
     for _ in range(5):
         step(proposer, target, seqs, 20)
-    batch = batch_of(seqs, 20)
-    draft = proposer.propose(batch)
-    logits = torch.stack([score(target, seq, draft, b) for b, seq in enumerate(seqs)])
-    verdicts = verify_greedy(draft, logits.argmax(-1))
-    paths = [path for path, _ in verdicts]
-    emitted = [tokens for _, tokens in verdicts]
-    round = make_round(batch, draft, Scores(logits=logits), paths, emitted)
-    copies = []
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: copies.append(tensor.shape) or tolist(tensor))
-    for name in ("item", "__int__", "__float__", "__bool__", "__index__", "cpu", "numpy"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("the host waits for a tensor"))
-    proposer.commit(round)
-    proposer.propose(batch_of(seqs, 20))
-    assert len(copies) == 1
+    check_one_copy(monkeypatch, target, proposer, seqs, 20)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_output_is_the_targets_with_fewer_passes(temperature):
-    params = SamplingParams(temperature=temperature, seed=4, max_tokens=90, ignore_eos=True)
-    prompt = "<|endoftext|>def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
-    texts = []
-    taus = []
-    for proposer in ("none", "lookahead:5x3x5"):
-        llm = LLM(proposer=proposer, k=20, dtype="float32", verifier="walk", max_num_seqs=2, max_model_len=128)
-        (completion,) = llm.generate([prompt], params)
-        texts.append(completion.token_ids)
-        taus.append(completion.stats.tau)
-    assert texts[0] == texts[1]
-    assert taus[0] == 1 < 1.1 < taus[1]
+    check_fewer_passes("lookahead:5x3x5", k=20, temperature=temperature, max_tokens=90, tau=1.1)
 
 
 def test_draft_tokens_are_accepted_by_a_toy_target():

@@ -12,7 +12,6 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Scores
 from outrider.errors import OutriderError
-from outrider.llm import LLM
 from outrider.propose.lookup import recycle
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.recycle import RecycleProposer
@@ -21,22 +20,9 @@ from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import make_round, make_seq
 from outrider.verify.rules import verify_greedy
 from tests.helpers.engines import make_engine, outputs, run
+from tests.propose.toy_rounds import admit, batch_of, check_fewer_passes, check_one_copy, commit, score, verify
 
 GREEDY = SamplingParams(temperature=0.0)
-
-
-def batch_of(seqs, budget):
-    feeds = tuple((seq.token_ids[-1],) for seq in seqs)
-    starts = tuple(len(seq.token_ids) - 1 for seq in seqs)
-    return Batch(seqs=tuple(seqs), start=starts, feed=feeds, draft_budget=(budget,) * len(seqs))
-
-
-def score(target, seq, draft, b):
-    """Return the logits [1 + N, V] of a toy target at each node of sequence b."""
-    suffixes = [tuple(seq.token_ids[-2:])]
-    for token, parent in zip(draft.tokens[b].tolist(), draft.parent[b].tolist(), strict=True):
-        suffixes.append((suffixes[parent + 1][1], token))
-    return torch.stack([target.table[suffix] for suffix in suffixes])
 
 
 def run_rounds(proposer, target, seqs, budget, rounds):
@@ -45,14 +31,9 @@ def run_rounds(proposer, target, seqs, budget, rounds):
     for _ in range(rounds):
         batch = batch_of(seqs, budget)
         draft = proposer.propose(batch)
-        logits = torch.stack([score(target, seq, draft, b) for b, seq in enumerate(seqs)])
-        verdicts = verify_greedy(draft, logits.argmax(-1))
-        history.append(([tuple(seq.token_ids) for seq in seqs], draft, logits))
-        paths = [path for path, _ in verdicts]
-        emitted = [tokens for _, tokens in verdicts]
-        proposer.commit(make_round(batch, draft, Scores(logits=logits), paths, emitted))
-        for seq, tokens in zip(seqs, emitted, strict=True):
-            seq.token_ids += tokens
+        round = verify(target, batch, draft)
+        history.append(([tuple(seq.token_ids) for seq in seqs], draft, round.scores.logits))
+        commit(proposer, round)
     return history
 
 
@@ -60,10 +41,7 @@ def admitted(prompts, *, vocab=40, seed=0):
     """Return a target, a proposer, and sequences that are admitted to it."""
     target = ToyTarget(vocab=vocab, seed=seed, spread=3.0)
     proposer = RecycleProposer(toy_setup(target))
-    seqs = [make_seq(list(prompt), slot) for slot, prompt in enumerate(prompts)]
-    for seq in seqs:
-        proposer.admit(seq.slot, seq.request)
-    return target, proposer, seqs
+    return target, proposer, admit(proposer, prompts)
 
 
 def successors_of(proposer, slot):
@@ -258,36 +236,12 @@ def test_number_of_suffixes_is_bounded(monkeypatch):
 
 def test_commit_makes_one_copy_from_the_device(monkeypatch):
     target, proposer, seqs = admitted([[3, 1, 4], [1, 5, 9]])
-    copies = []
-    tolist = torch.Tensor.tolist
-    batch = batch_of(seqs, 9)
-    draft = proposer.propose(batch)
-    logits = torch.stack([score(target, seq, draft, b) for b, seq in enumerate(seqs)])
-    verdicts = verify_greedy(draft, logits.argmax(-1))
-    paths = [path for path, _ in verdicts]
-    emitted = [tokens for _, tokens in verdicts]
-    round = make_round(batch, draft, Scores(logits=logits), paths, emitted)
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: copies.append(tensor.shape) or tolist(tensor))
-    for name in ("item", "__int__", "__float__", "__bool__", "__index__", "cpu", "numpy"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("the host waits for a tensor"))
-    proposer.commit(round)
-    proposer.propose(batch_of(seqs, 9))
-    assert len(copies) == 1
+    check_one_copy(monkeypatch, target, proposer, seqs, 9)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_output_is_the_targets_with_fewer_passes(temperature):
-    params = SamplingParams(temperature=temperature, seed=4, max_tokens=60, ignore_eos=True)
-    prompt = "<|endoftext|>def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
-    texts = []
-    taus = []
-    for proposer in ("none", "recycle"):
-        llm = LLM(proposer=proposer, k=12, dtype="float32", verifier="walk", max_num_seqs=2, max_model_len=128)
-        (completion,) = llm.generate([prompt], params)
-        texts.append(completion.token_ids)
-        taus.append(completion.stats.tau)
-    assert texts[0] == texts[1]
-    assert taus[0] == 1 < 1.3 < taus[1]
+    check_fewer_passes("recycle", k=12, temperature=temperature, max_tokens=60, tau=1.3)
 
 
 def test_draft_tokens_are_accepted_by_a_toy_target():

@@ -12,7 +12,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
-from tests.serve.test_serve import serving, wait_until_idle
+from tests.helpers.serving import serving, wait_until_idle
 
 load_all_checks()
 FUZZED_OPTIONS = {"proposer": "switch(ngram,recycle)", "isolate_faults": True, "max_model_len": 48}

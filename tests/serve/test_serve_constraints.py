@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import httpx
 import jsonschema
-import openai
 import pytest
 
 from outrider.core.grammar import Grammars, Matcher
 from outrider.serve.openai.schema import ChatRequest
 from outrider.serve.openai.tool_calls import ToolCallParser
 from outrider.serve.openai.tools import Tools, conversation, supports_tool_calls
-from tests.serve.test_serve import OPTIONS, serving
+from tests.helpers.serving import OPTIONS, serving
 
 SCHEMA = {
     "type": "object",
@@ -52,12 +51,6 @@ def server():
         patch.setitem(OPTIONS, "max_model_len", 512)
         with serving() as (url, async_llm):
             yield url, async_llm
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=server[0] + "/v1", api_key="any", max_retries=0) as openai_client:
-        yield openai_client
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -27,7 +27,7 @@ from outrider.serve.monitoring.metrics import exposition
 from outrider.testing import ToyTarget
 from tests.cache.test_replay import toy_prompts
 from tests.helpers.engines import make_engine
-from tests.serve.test_serve import PROMPT, serving, wait_until_idle
+from tests.helpers.serving import PROMPT, serving, wait_until_idle
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 COSTS = CostModel(target=PassCost(tokens=(1, 64), seconds=(1e-3, 2e-3), entry=0.0, pair=0.0), draft=None)

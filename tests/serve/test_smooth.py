@@ -17,7 +17,7 @@ from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.stream.request_stream import StreamChunk, StreamContent
 from outrider.serve.stream.smoothing import smooth_chunks
 from outrider.serve.stream.text import StreamText
-from tests.serve.test_serve import OPTIONS
+from tests.helpers.serving import OPTIONS
 
 LAST = object()  # marks the last round
 

@@ -26,8 +26,8 @@ from outrider.serve.openai.errors import add_handlers
 from outrider.serve.settings import Settings
 from outrider.serve.videos.routes import add_missing_routes, add_video_routes
 from tests.helpers.browser import browse, needs_browser
+from tests.helpers.serving import PROMPT, serving
 from tests.media.made_up import CAPTION, write_models
-from tests.serve.test_serve import PROMPT, serving
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from outrider.loader.embedded import embedded
 from outrider.serve.command import serve
 from outrider.serve.settings import Settings
 from outrider.serve.weight_routes import weight_root
-from tests.serve.test_serve import serving
+from tests.helpers.serving import serving
 
 
 @pytest.fixture(scope="module")

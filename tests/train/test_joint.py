@@ -41,11 +41,6 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def nano():
-    return train_setup.load_target()
-
-
 def make_joint_trainee(loaded, *, kind="mtp", weight=0.3, **options):
     torch.manual_seed(5)
     settings = make_settings(target=NANO, train_target=weight, **options)

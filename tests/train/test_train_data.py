@@ -32,14 +32,8 @@ from outrider.train.data.feature_cache import FeatureCache
 from outrider.train.loss.losses import parse
 from outrider.train.report import log
 from outrider.train.trainer import StepStats, Trainer, read_state
-from tests.helpers import engines, train_setup
+from tests.helpers import engines
 from tests.helpers.train_setup import CPU, NANO, ConstantTrainee, make_batch, make_request, make_sample
-
-
-@pytest.fixture(scope="module")
-def nano():
-    return train_setup.load_target()
-
 
 # Answers and hidden states
 

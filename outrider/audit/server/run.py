@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +23,7 @@ from outrider.audit.server.replay import replay
 from outrider.audit.server.report import show
 from outrider.audit.server.settings import ServerOptions
 from outrider.client.server import Server, connect, find_model
+from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
@@ -73,9 +74,9 @@ def run_server_audit(
     cases_of(options.tests)  # raises if a name is wrong
     use_threads(threads)
     began = perf_counter()
-    load = _Loading(device=device, kernels=kernels, quantize=quantize, tokens=options.tokens)
+    config = EngineConfig(target=target, proposer="none", device=device, kernels=kernels, quantize=quantize)
     with ProgressBar(console) as progress:
-        report = asyncio.run(_audit(target, options, load, read_prompts(prompts), k, samples, progress))
+        report = asyncio.run(_audit(config, options, read_prompts(prompts), k, samples, progress))
     report |= {
         "server": options.server,
         "target": target or "the embedded model",
@@ -92,32 +93,9 @@ def run_server_audit(
     return report
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loading:
-    """How to load the models."""
-
-    device: str
-    kernels: str
-    quantize: str | None
-    tokens: int
-
-    def pair(self, folder: str, prompts: Sequence[Prompt], dtype: str) -> Pair:
-        return Pair(
-            folder,
-            "none",
-            prompts,
-            dtype=dtype,
-            device=self.device,
-            room=self.tokens + _ROOM,
-            kernels=self.kernels,
-            quantize=self.quantize,
-        )
-
-
 async def _audit(
-    target: str | None,
+    config: EngineConfig,
     options: ServerOptions,
-    load: _Loading,
     prompts: tuple[Prompt, ...],
     k: int,
     samples: int,
@@ -127,22 +105,21 @@ async def _audit(
     async with connect(options.server, api_key=options.api_key, timeout=options.timeout) as server:
         name = await find_model(server, options.model)  # before a model is loaded
         chat = options.chat or not await has_completions(server, name)
-        return await _Audit(target, options, load, k, samples, progress).run(server, name, _asked(prompts, chat), chat)
+        return await _Audit(config, options, k, samples, progress).run(server, name, _asked(prompts, chat), chat)
 
 
 @dataclass(frozen=True, slots=True)
 class _Audit:
     """One audit. The models are loaded one after another, the server's type first."""
 
-    target: str | None
+    config: EngineConfig  # of the model
     options: ServerOptions
-    load: _Loading
     k: int
     samples: int
     progress: ProgressBar
 
     async def run(self, server: Server, name: str, prompts: tuple[Prompt, ...], chat: bool) -> dict[str, Any]:
-        folder = str(model_folder(self.target))
+        folder = str(model_folder(self.config.target))
         pair, dtype, rounding = self._load(folder, prompts)
         encoded = list(zip(prompts, pair.prompts, strict=True))
         completions = await open_completions(server, name, *encoded[0], chat=chat, concurrency=self.options.concurrency)
@@ -168,15 +145,19 @@ class _Audit:
             "notes": _notes(replayed, sampling, completions),
         }
 
+    def _pair(self, folder: str, prompts: Sequence[Prompt], dtype: str) -> Pair:
+        config = replace(self.config, target=folder, dtype=dtype)
+        return Pair(config, prompts, room=self.options.tokens + _ROOM)
+
     def _load(self, folder: str, prompts: tuple[Prompt, ...]) -> tuple[Pair, torch.dtype, float]:
         """Return the model in float32, the type of the server's numbers, and how far rounding moves a logit."""
-        pair = self.load.pair(folder, prompts, self.options.dtype)
+        pair = self._pair(folder, prompts, self.options.dtype)
         dtype = pair.dtype
         if dtype is torch.float32:
             return pair, dtype, self.options.tolerance or 0.0
         logits = [pair.logits(tokens).cpu() for tokens in pair.prompts]
         del pair  # its memory is free before the model is loaded in float32
-        pair = self.load.pair(folder, prompts, "float32")
+        pair = self._pair(folder, prompts, "float32")
         if self.options.tolerance is not None:
             return pair, dtype, self.options.tolerance
         gaps = []
@@ -244,7 +225,7 @@ class _Audit:
     def _draft(self, pair: Pair, prompts: Sequence[Prompt]) -> Model | None:
         if self.options.draft is None:
             return None
-        draft = self.load.pair(str(model_folder(self.options.draft)), prompts, "float32")
+        draft = self._pair(str(model_folder(self.options.draft)), prompts, "float32")
         if draft.prompts != pair.prompts:
             raise OutriderError(f"{self.options.draft} has another tokenizer than the target; leave --draft out")
         return Model(draft, vocab=pair.vocab)

@@ -47,38 +47,57 @@ class HeadDecoder(Passes):
         Raises:
             UnsupportedModel: the kernels cannot run this head.
         """
-        body = module.body
-        description = module.description
-        _check_support(body, description.target_hidden)
-        super().__init__(library.code, hidden=body.hidden)
+        _check_support(module.body, module.description.target_hidden)
+        super().__init__(library.code, hidden=module.body.hidden)
         self._module = module
         self._window = window or 0
         self._keep_alive: list[Any] = []  # the kernels hold addresses of these
         self._arena = Arena()
-        dtype = tables.embedding.dtype
-        self._bits = bits if bits < FULL_BITS else 8 * dtype.itemsize
+        self._bits = bits if bits < FULL_BITS else 8 * tables.embedding.dtype.itemsize
         self._weights: list[PackedWeight] = []  # those that this decoder has packed
+        self._head = self._lm_head(tables)
+        model = self._model(tables, kv_cache)
+        self._handle = self._code.outrider_open(ctypes.byref(model))
+        weakref.finalize(self, self._code.outrider_close, self._handle)
+
+    @property
+    def vocab(self) -> int:
+        return self._head.shape[0]
+
+    def bytes(self) -> int:
+        """Return the bytes of the linear layers, and of the LM head unless it is the target's."""
+        return sum(weight.nbytes for weight in self._weights)
+
+    def _lm_head(self, tables: SharedWeights) -> PackedWeight:
+        """Return the packed LM head, which is the target's where that saves a copy and has no more bits."""
+        description = self._module.description
         uses_target_head = not description.own_lm_head and not description.draft_vocab
-        if uses_target_head and tables.packed is not None and tables.packed.bits <= self._bits:
-            self._head = tables.packed
-        else:
-            self._head = self._pack(module.output_table())
-        own_embedding = description.own_embedding
-        embedding = self._keep_tensor(module.embedding.weight.to(dtype) if own_embedding else tables.embedding)
+        packed: PackedWeight | None = tables.packed
+        if uses_target_head and packed is not None and packed.bits <= self._bits:
+            return packed
+        return self._pack(self._module.output_table())
+
+    def _model(self, tables: SharedWeights, kv_cache: PagedCache) -> CModel:
+        """Return what the kernels read of the whole head. `_keep_alive` keeps all that it has the address of."""
+        module = self._module
+        body = module.body
+        embedding = tables.embedding
+        if module.description.own_embedding:
+            embedding = module.embedding.weight.to(embedding.dtype)
         radians_per_position, amplitude = frequencies(body)
-        frequency = self._keep_tensor(radians_per_position)
-        rotary_scale = self._keep_tensor(torch.tensor([amplitude], dtype=torch.float32))
+        rotary_scale = torch.tensor([amplitude], dtype=torch.float32)
         ids = self._keep_tensor(module.ids.to(torch.int32))
         layers = (CLayer * body.layers)(*map(self._layer, range(body.layers)))
         entry = self._entry(tables)
-        model = CModel(
+        self._keep_alive += [layers, entry, kv_cache]
+        return CModel(
             layer=layers,
-            embedding=embedding.data_ptr(),
+            embedding=self._keep_tensor(embedding).data_ptr(),
             norm=self._norm(module, "norm"),
-            frequency=frequency.data_ptr(),
-            rotary_scale=rotary_scale.data_ptr(),
+            frequency=self._keep_tensor(radians_per_position).data_ptr(),
+            rotary_scale=self._keep_tensor(rotary_scale).data_ptr(),
             entry=ctypes.addressof(entry),
-            id=ids.data_ptr() if description.draft_vocab else 0,
+            id=ids.data_ptr() if module.description.draft_vocab else 0,
             pool=kv_cache.address(),
             head=self._head.c(),
             layers=body.layers,
@@ -96,17 +115,6 @@ class HeadDecoder(Passes):
             residual_scale=1,
             logit_divisor=1,
         )
-        self._keep_alive += [layers, entry, kv_cache]
-        self._handle = self._code.outrider_open(ctypes.byref(model))
-        weakref.finalize(self, self._code.outrider_close, self._handle)
-
-    @property
-    def vocab(self) -> int:
-        return self._head.shape[0]  # type: ignore[no-any-return]
-
-    def bytes(self) -> int:
-        """Return the bytes of the linear layers, and of the LM head unless it is the target's."""
-        return sum(weight.nbytes for weight in self._weights)
 
     def _entry(self, tables: SharedWeights) -> CEntry:
         """Return how the head combines embeddings and hidden states."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from outrider.errors import OutriderError
 from outrider.heads.description import (
@@ -93,6 +94,19 @@ def _body(sizes: Sizes) -> Body:
     )
 
 
+def _head(sizes: Sizes, kind: Kind, *, own_lm_head: bool | None = None, **fields: Any) -> HeadDescription:
+    """Return a description for the target. `own_lm_head` is that of `sizes` if it is None."""
+    return HeadDescription(
+        kind=kind,
+        target_hidden=sizes.hidden,
+        target_layers=sizes.layers,
+        vocab=sizes.vocab,
+        draft_vocab=sizes.draft_vocab,
+        own_lm_head=bool(sizes.own_lm_head) if own_lm_head is None else own_lm_head,
+        **fields,
+    )
+
+
 def _eagle3(sizes: Sizes) -> HeadDescription:
     # In a small target, the fourth layer from the end carries too little information.
     last_layer = sizes.layers - (4 if sizes.layers >= 16 else 2)
@@ -102,12 +116,9 @@ def _eagle3(sizes: Sizes) -> HeadDescription:
             f"a draft of width {sizes.width} cannot share the LM head of a target of width {sizes.hidden};"
             " leave --shared-lm-head out, or --hidden-size"
         )
-    return HeadDescription(
-        kind=Kind.EAGLE3,
-        target_hidden=sizes.hidden,
-        target_layers=sizes.layers,
-        vocab=sizes.vocab,
-        draft_vocab=sizes.draft_vocab,
+    return _head(
+        sizes,
+        Kind.EAGLE3,
         aux_states=AuxStates(layers=(1, sizes.layers // 2 - 1, last_layer), fused=True),
         input_fusion=InputFusion(at=FusionPoint.ATTENTION),
         body=_body(sizes),
@@ -139,18 +150,14 @@ def _peagle(sizes: Sizes) -> HeadDescription:
 def _mtp(sizes: Sizes) -> HeadDescription:
     # Several modules work as in DeepSeek-V3, whose checkpoint format is the only one that can hold them.
     several = sizes.modules > 1
-    return HeadDescription(
-        kind=Kind.MTP,
-        target_hidden=sizes.hidden,
-        target_layers=sizes.layers,
-        vocab=sizes.vocab,
-        draft_vocab=sizes.draft_vocab,
+    return _head(
+        sizes,
+        Kind.MTP,
         aux_states=AuxStates(layers=(sizes.layers - 1,), final=True),
         input_fusion=InputFusion(at=FusionPoint.PROJECTION, zero_first=several),
         body=_body(sizes),
         modules=sizes.modules,
         feedback=Feedback.RAW if several else Feedback.NORMED,
-        own_lm_head=bool(sizes.own_lm_head),
     )
 
 
@@ -166,18 +173,14 @@ def _kv_sharing(sizes: Sizes) -> HeadDescription:
     # As many query heads as fit into the width, in equal groups for the key heads.
     key_heads = math.lcm(*(shared.key_heads for shared in shared_kv))
     heads = max(sizes.hidden // view.dim // key_heads, 1) * key_heads
-    return HeadDescription(
-        kind=Kind.KV_SHARING,
-        target_hidden=sizes.hidden,
-        target_layers=sizes.layers,
-        vocab=sizes.vocab,
-        draft_vocab=sizes.draft_vocab,
+    return _head(
+        sizes,
+        Kind.KV_SHARING,
         aux_states=AuxStates(layers=(sizes.layers - 1,), final=True),
         input_fusion=InputFusion(at=FusionPoint.PROJECTION),
         body=replace(_body(sizes), heads=heads, key_heads=view.key_heads, dim=view.dim, head_norms=True),
         shared_kv=shared_kv,
         centroids=sizes.centroids,
-        own_lm_head=bool(sizes.own_lm_head),
     )
 
 
@@ -203,15 +206,11 @@ def _parallel_heads(kind: Kind) -> Callable[[Sizes], HeadDescription]:
     def describe_kind(sizes: Sizes) -> HeadDescription:
         own_lm_head = bool(sizes.own_lm_head)
         heads = sizes.depth if sizes.depth > 1 else 4
-        return HeadDescription(
-            kind=kind,
-            target_hidden=sizes.hidden,
-            target_layers=sizes.layers,
-            vocab=sizes.vocab,
-            draft_vocab=sizes.draft_vocab,
+        return _head(
+            sizes,
+            kind,
             aux_states=AuxStates(layers=(sizes.layers - 1,), final=True),
             stack=ParallelHeads(heads=heads, shared_head=not own_lm_head, one_head=own_lm_head),
-            own_lm_head=own_lm_head,
         )
 
     return describe_kind
@@ -226,12 +225,9 @@ def _block(kind: Kind) -> Callable[[Sizes], HeadDescription]:
         # At most a quarter of the width, because the two tables of a correction have a row for every token.
         rank = max(min(_MAX_RANK, sizes.hidden // 4), 1)
         refiner = Refiner(rank=rank, ffn=_REFINER_RATIO * rank, passes=_JACOBI_PASSES, candidates=_CANDIDATES)
-        return HeadDescription(
-            kind=kind,
-            target_hidden=sizes.hidden,
-            target_layers=sizes.layers,
-            vocab=sizes.vocab,
-            draft_vocab=sizes.draft_vocab,
+        return _head(
+            sizes,
+            kind,
             aux_states=AuxStates(layers=_block_aux_layers(sizes.layers), fused=True),
             body=replace(_body(sizes), head_norms=True),
             block=DraftBlock(
@@ -241,7 +237,6 @@ def _block(kind: Kind) -> Callable[[Sizes], HeadDescription]:
                 confidence=is_dspark,
                 refiner=refiner if kind is Kind.XPRESS else None,
             ),
-            own_lm_head=bool(sizes.own_lm_head),
         )
 
     return describe_kind

@@ -1,0 +1,152 @@
+"""The options of `outrider bench` that say what to measure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outrider.cli.options import (
+    MEASURE,
+    MODEL,
+    OUTPUT,
+    BenchSeed,
+    BenchTokens,
+    EngineOptions,
+    Limit,
+    PromptOrSourceFile,
+)
+from outrider.cli.sampling_options import SAMPLING
+from outrider.errors import OutriderError
+from outrider.measure.number_lists import parse_real, parse_whole, sweep_values
+
+if TYPE_CHECKING:
+    from outrider.bench.settings import Settings
+
+# Options that have no effect with --calibrate.
+_NOT_FOR_CALIBRATION = (
+    "k",
+    "plan",
+    "prompts",
+    "limit",
+    "repeats",
+    "sweep",
+    "peer",
+    "temperature",
+    "max_tokens",
+    "seed",
+    "report",
+)
+
+Contexts = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        metavar="TOKENS",
+        help="Tokens of prompt and completion together. A list, such as 512,2048, is a sweep: each prompt is extended"
+        " with other prompts to this length. Default: the limit of the model, at most 8192.",
+        rich_help_panel=MODEL,
+    ),
+]
+Repeats = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel=MEASURE)]
+Batches = Annotated[
+    str,
+    typer.Option(
+        "--batch",
+        metavar="LIST",
+        help="Sequences at once. A list, such as 1,2,4, is a sweep.",
+        rich_help_panel=MEASURE,
+    ),
+]
+Sweep = Annotated[
+    str | None,
+    typer.Option(
+        metavar="k=LIST",
+        help="Measure each k of a list, such as k=0..12 or k=0,2,4,8, interleaved with plain decoding. While one axis"
+        " is swept, the others keep their first value.",
+        rich_help_panel=MEASURE,
+    ),
+]
+Peer = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Measure another engine as well: transformers.", rich_help_panel=MEASURE),
+]
+Temperatures = Annotated[
+    str,
+    typer.Option(
+        "--temperature", metavar="T", help="0 is greedy. A list, such as 0,0.7,1, is a sweep.", rich_help_panel=SAMPLING
+    ),
+]
+Report = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help='Write an HTML page with plots, for example report.html. Needs pip install "outrider\\[report]".',
+        rich_help_panel=OUTPUT,
+    ),
+]
+Calibrate = Annotated[
+    bool,
+    typer.Option(help="Only measure what forward passes cost on this machine, for --k auto.", rich_help_panel=MEASURE),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What to measure, as text of the command line."""
+
+    context: Contexts = None
+    prompts: PromptOrSourceFile = None
+    limit: Limit = None
+    repeats: Repeats = 3
+    batch: Batches = "1"
+    sweep: Sweep = None
+    peer: Peer = None
+    temperature: Temperatures = "0"
+    max_tokens: BenchTokens = 128
+    seed: BenchSeed = 0
+    report: Report = None
+    calibrate: Calibrate = False
+
+    def settings(self, models: EngineOptions) -> Settings:
+        """Return the settings of the benchmark of these models. The first value of each list is the default of sweeps.
+
+        Raises:
+            OutriderError: a value is not valid.
+        """
+        from outrider.bench import settings
+
+        batches = parse_whole("--batch", self.batch)
+        temperatures = parse_real("--temperature", self.temperature)
+        contexts = parse_whole("--context", self.context) if self.context else ()
+        return settings.Settings(
+            **asdict(models),
+            prompts=self.prompts,
+            limit=self.limit,
+            repeats=self.repeats,
+            batch=batches[0],
+            peer=self.peer,
+            temperature=temperatures[0],
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            context=contexts[0] if len(contexts) == 1 else None,
+            sweep=settings.Sweep(
+                k=settings.parse_sweep("--sweep", self.sweep) if self.sweep else (),
+                batch=sweep_values(batches),
+                context=sweep_values(contexts),
+                temperature=sweep_values(temperatures),
+            ),
+        )
+
+
+def check_calibration(given: set[str]) -> None:
+    """Refuse options that have no effect with --calibrate.
+
+    Raises:
+        OutriderError: `given` has one of them.
+    """
+    if useless := [name for name in _NOT_FOR_CALIBRATION if name in given]:
+        raise OutriderError(
+            f"--calibrate only measures passes; leave --{useless[0].replace('_', '-')} or --calibrate out"
+        )

@@ -1,0 +1,146 @@
+"""The errors of requests that the server rejects."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+
+INVALID_COMPLETIONS = {
+    "unknown field": ({"prompt": "x", "temprature": 1}, "temprature"),
+    "wrong type": ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
+    "out of range": ({"prompt": "x", "top_p": 0}, "top_p"),
+    "no prompt": ({}, "prompt"),
+    "empty prompt": ({"prompt": ""}, "prompt"),
+    "empty list of prompts": ({"prompt": []}, "prompt"),
+    "one of two prompts is empty": ({"prompt": ["a", ""]}, "prompt"),
+    "prompt too long": ({"prompt": "word " * 400}, "prompt"),
+    "prompt with unknown token": ({"prompt": [99999999]}, "prompt"),
+    "too many prompts": ({"prompt": ["x"] * 30}, "prompt"),
+    "lone surrogate in prompt": ({"prompt": "\ud800"}, "prompt"),
+    "lone surrogate in one of two prompts": ({"prompt": ["x", "\ud800"]}, "prompt.1"),
+    "lone surrogate in stop": ({"prompt": "x", "stop": ["\udfff"]}, "stop.0"),
+    "lone surrogate in logit_bias key": ({"prompt": "x", "logit_bias": {"\ud800": 1}}, "logit_bias"),
+    "logit_bias key is not a number": ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+    "logit_bias too large": ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias"),
+    "logit_bias of unknown token": ({"prompt": "x", "logit_bias": {"99999999": 1}}, "logit_bias"),
+    "logit_bias key has too many digits": ({"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    "temperature too high": ({"prompt": "x", "temperature": 1e300}, "temperature"),
+    "n too large": ({"prompt": "x", "n": 10**6}, "n"),
+    "too many stop strings": ({"prompt": "x", "stop": ["a"] * 100}, "stop"),
+    "stop string too long": ({"prompt": "x", "stop": "a" * 1001}, "stop"),
+    "empty stop string": ({"prompt": "x", "stop": ["a", ""]}, "stop"),
+    "stop_token_ids with unknown token": ({"prompt": "x", "stop_token_ids": [99999999]}, "stop_token_ids"),
+    "max_tokens too large": ({"prompt": "x", "max_tokens": 10**6}, "max_tokens"),
+    "min_tokens above max_tokens": ({"prompt": "x", "max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+    "min_tokens above remaining context": ({"prompt": "x " * 20, "max_tokens": 256, "min_tokens": 250}, "min_tokens"),
+    "unknown proposer": ({"prompt": "x", "proposer": "oracle"}, "proposer"),
+    "unknown verifier": ({"prompt": "x", "verifier": "oracle"}, "verifier"),
+    "stream_options without stream": ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+    "empty structured_outputs": ({"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
+    "invalid regex": ({"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+    "empty choice": ({"prompt": "x", "structured_outputs": {"choice": []}}, "structured_outputs"),
+    "constraint and forbidden token": (
+        {"prompt": "x", "structured_outputs": {"regex": "a"}, "logit_bias": {"5": -100}},
+        "logit_bias",
+    ),
+    "constraint with min_tokens and stop token": (
+        {"prompt": "x", "structured_outputs": {"regex": "a"}, "min_tokens": 1, "stop_token_ids": [5]},
+        "min_tokens",
+    ),
+}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+TOOL = {"type": "function", "function": {"name": "now"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "[]"}}
+INVALID_CHATS = {
+    "no messages": ({"messages": []}, "messages"),
+    "message too long": ({"messages": [{"role": "user", "content": "word " * 400}]}, "messages"),
+    "lone surrogate in message": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+    "call arguments are not an object": (
+        {"messages": [*CHAT["messages"], {"role": "assistant", "tool_calls": [CALL]}]},
+        "messages",
+    ),
+    "top_logprobs without logprobs": (CHAT | {"top_logprobs": 2}, "top_logprobs"),
+    "max_tokens too large": (CHAT | {"max_tokens": 10**6}, "max_tokens"),
+    "max_completion_tokens too large": (CHAT | {"max_completion_tokens": 10**6}, "max_completion_tokens"),
+    "max_tokens and max_completion_tokens differ": (
+        CHAT | {"max_tokens": 3, "max_completion_tokens": 4},
+        "max_completion_tokens",
+    ),
+    "response_format and structured_outputs": (
+        CHAT | {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+    ),
+    "invalid schema in response_format": (
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "b"}}}},
+        "response_format",
+    ),
+    "invalid structured_outputs": (CHAT | {"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    "unknown response_format": (CHAT | {"response_format": {"type": "xml"}}, "response_format"),
+    "required call without tools": (CHAT | {"tool_choice": "required"}, "tool_choice"),
+    "tool_choice not in tools": (
+        CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "then"}}},
+        "tool_choice",
+    ),
+    "two tools with one name": (CHAT | {"tools": [TOOL, TOOL]}, "tools"),
+    "invalid schema in tool": (
+        CHAT | {"tools": [{"type": "function", "function": {"name": "now", "parameters": {"type": "b"}}}]},
+        "tools",
+    ),
+    "tools and response_format": (
+        CHAT | {"tools": [TOOL], "response_format": {"type": "json_object"}},
+        "response_format",
+    ),
+    "tools and structured_outputs": (
+        CHAT | {"tools": [TOOL], "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+    ),
+    "n too large": (CHAT | {"n": 30}, "n"),
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        pytest.param(path, *case, id=f"{path}: {name}")
+        for path, cases in (("completions", INVALID_COMPLETIONS), ("chat/completions", INVALID_CHATS))
+        for name, case in cases.items()
+    ],
+)
+def test_error_names_invalid_field(server, path, body, field):
+    content = json.dumps(body)  # httpx cannot encode lone surrogates
+    response = httpx.post(f"{server[0]}/v1/{path}", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == field
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_exception_of_chat_template_is_status_400(server, monkeypatch):
+    url, async_llm = server
+    template = "{{ raise_exception('System role not supported') }}"
+    monkeypatch.setattr(async_llm.frontend.parts.tokenizer, "chat_template", template)
+    body = {"messages": [{"role": "system", "content": "Be brief."}]}
+    response = httpx.post(url + "/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert "System role not supported" in response.json()["error"]["message"]
+
+
+def test_invalid_json_is_status_400(server):
+    headers = {"content-type": "application/json"}
+    response = httpx.post(server[0] + "/v1/completions", content=b"{oops", headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+def test_unknown_model_is_status_404(client):
+    with pytest.raises(openai.NotFoundError, match="use 'nano'"):
+        client.completions.create(model="gpt-9", prompt="x")
+    with pytest.raises(openai.NotFoundError) as raised:
+        client.chat.completions.create(model="gpt-9", messages=CHAT["messages"])
+    assert raised.value.param == "model"
+    assert [model.id for model in client.models.list()] == ["nano"]
+    assert client.models.retrieve("nano").id == "nano"

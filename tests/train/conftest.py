@@ -1,0 +1,12 @@
+"""Fixtures of several tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers import train_setup
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return train_setup.load_target()
