@@ -100,8 +100,8 @@ class EngineConfig:
                 _check_count(name, getattr(self, name))
         if self.threads is not None and not _is_whole(self.threads):
             raise OutriderError(f"threads is {self.threads!r}; use a whole number, or None for one on each core")
-        _check_positive("max_round_ms", self.max_round_ms, "none for no limit")
-        _check_positive("cache_gb", self.cache_gb, "none for what memory allows")
+        _check_positive("max_round_ms", self.max_round_ms, "leave it out for no limit")
+        _check_positive("cache_gb", self.cache_gb, "leave it out to use what memory allows")
         for name in ("prefix_caching", "isolate_faults"):
             value = getattr(self, name)
             if not isinstance(value, bool):
