@@ -506,6 +506,7 @@ _NO_GRAPHS = frozenset(
         "dbrx",  # the same
         "longcat_flash",  # a layer has two attention modules
         "llama with dynamic rope",  # the same
+        "mllama",  # a layer is skipped, so its memory is never allocated
         # Their attention layers are replaced.
         "bloom",
         "doge",
@@ -527,7 +528,7 @@ class Architecture:
 
     config: Callable[[], PreTrainedConfig]  # a small one
     kind: str  # attention, recurrent (alone or beside attention), encoder-decoder or speech
-    quantized: str  # by `--quantize` on torch: yes, without experts, LM head only, or no
+    quantized: str  # by `--quantize` on torch: yes, without experts, without LM head, LM head only, or no
     prefixes: bool  # whether requests share the cache of a common prefix
     graphs: bool  # whether passes can be recorded as CUDA graphs
     rare: bool  # only the slow tests run it
@@ -545,6 +546,8 @@ def _architecture(name: str, kind: str, config: Callable[[], PreTrainedConfig]) 
     quantized = "LM head only" if name in _ONLY_LM_HEAD else "yes"
     if name in _WITHOUT_EXPERTS:
         quantized = "without experts"
+    if name == "dory":  # which normalizes the weights of its LM head in each pass
+        quantized = "without LM head"
     return Architecture(
         config=config,
         kind=kind,

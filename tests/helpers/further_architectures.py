@@ -31,6 +31,7 @@ _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _DENSE_FIRST = {"mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1)}
 _SLIDING = {"sliding_window": WINDOW, "layer_types": MIXED}
 _LATENT_HEADS = {"num_key_value_heads": 4, **LATENT}
+_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _ROPES = {name: {"rope_type": "default", "rope_theta": theta} for name, theta in zip(MIXED, (1e4, 1e5), strict=False)}
 
@@ -141,6 +142,7 @@ RARE: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "cwm": config_of("CwmConfig", head_dim=8, bos_token_id=0, rope_parameters=_ROPE, **_SLIDING),
     "dbrx": _dbrx,
     "dots1": config_of("Dots1Config", first_k_dense_replace=1, n_shared_experts=1, **_SLIDING, **_ROUTED),
+    "dory": config_of("DoryConfig", head_dim=8, n_input_layers=1, n_output_layers=1),  # two layers run twice
     "exaone": config_of("ExaoneConfig"),
     "exaone_moe": config_of("ExaoneMoeConfig", num_shared_experts=1, **_SLIDING, **EXPERTS),
     "flex_olmo": config_of("FlexOlmoConfig", num_experts=4, num_experts_per_tok=2),
@@ -192,8 +194,36 @@ RARE: Mapping[str, Callable[[], PreTrainedConfig]] = {
         **_LOCAL,
     ),
     "ministral": config_of("MinistralConfig", head_dim=8, **_SLIDING),
+    "mllama": text_within(  # without an image, the layer with cross-attention is skipped
+        "MllamaConfig",
+        config_of(
+            "MllamaTextConfig",
+            cross_attention_layers=[1],
+            rope_parameters=_ROPE,
+            bos_token_id=0,
+            eos_token_id=...,
+            pad_token_id=0,
+        ),
+        vision_config={
+            **dict.fromkeys(("hidden_size", "intermediate_size", "vision_output_dim"), 16),
+            "num_hidden_layers": 2,
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "image_size": 28,
+            "intermediate_layers_indices": [],
+            "max_num_tiles": 1,
+            "supported_aspect_ratios": [[1, 1]],
+        },
+    ),
     "nanochat": config_of("NanoChatConfig"),
     "persimmon": config_of("PersimmonConfig", num_key_value_heads=...),
+    "phi4_multimodal": config_of(
+        "Phi4MultimodalConfig",
+        pad_token_id=0,
+        sliding_window=WINDOW,
+        vision_config={**_TOWER, "num_hidden_layers": 2, "image_size": 28, "crop_size": 28},
+        audio_config={**_TOWER, "num_blocks": 1, "nemo_conv_channels": 16, "input_size": 16},
+    ),
     "sarvam_mla": config_of(
         "SarvamMLAConfig",
         first_k_dense_replace=1,

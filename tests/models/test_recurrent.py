@@ -10,6 +10,8 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
+from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.make import make_target
 from outrider.models.recurrent import delta_rule, state_space
 from outrider.models.recurrent.rows import CHUNK
 from outrider.testing import random_tree
@@ -41,6 +43,21 @@ def commit(target, batch, draft, scores, paths, bonus):
     done = make_round(batch, draft, scores, [tuple(path) for path in paths], emitted)
     target.cache.commit(done)
     append(done)
+
+
+def admit(target, slot, tokens):
+    """Admit a sequence that may share a prefix with others."""
+    seq = tiny.admit(target, slot, tokens)
+    target.cache.release(slot)
+    seq.num_cached_tokens = target.cache.admit(slot, tokens, "scope")
+    return seq
+
+
+def accept(target, seq, count, rng):
+    """Run one round whose draft tokens, so many, are all accepted."""
+    batch = tiny.everything([seq])
+    draft = tree.chain(torch.tensor([tiny.text(rng, count)], dtype=torch.int64), (count,))
+    commit(target, batch, draft, target.score(batch, draft), [range(count)], [rng.randrange(tiny.VOCAB)])
 
 
 def next_logits(target, seqs):
@@ -133,32 +150,74 @@ def test_shared_prefix_continues_from_a_snapshot(name, shelf):
     target = shelf.target(name)
     target.cache.set_prefix_caching(True)
     common = tiny.text(rng, CHUNK + 9)
-
-    def admit(slot, tokens):
-        seq = tiny.admit(target, slot, tokens)
-        target.cache.release(slot)
-        seq.num_cached_tokens = target.cache.admit(slot, tokens, "scope")
-        return seq
-
-    first = admit(0, common + tiny.text(rng, 20))
+    first = admit(target, 0, common + tiny.text(rng, 20))
     assert first.num_cached_tokens == 0
     batch = tiny.everything([first])
     draft = tree.chain(torch.tensor([tiny.text(rng, 4)]), (4,))
     commit(target, batch, draft, target.score(batch, draft), [range(2)], [9])
-    second = admit(1, common + tiny.text(rng, 7))  # the prompts differ inside of a chunk
+    second = admit(target, 1, common + tiny.text(rng, 7))  # the prompts differ inside of a chunk
     assert second.num_cached_tokens == CHUNK
     assert relative_error(next_logits(target, [second])[0], expected_logits(model, second)) < TOLERANCE
     assert relative_error(next_logits(target, [first])[0], expected_logits(model, first)) < TOLERANCE
     target.cache.release(0)
     whole = len(first.token_ids) - 1  # the last token is not cached
-    third = admit(2, first.token_ids + tiny.text(rng, 3))
-    assert third.num_cached_tokens == whole
-    assert relative_error(next_logits(target, [third])[0], expected_logits(model, third)) < TOLERANCE
-    again = admit(0, list(first.token_ids[: CHUNK + 30]))  # the slot's own snapshot, before the end of its sequence
+    for slot in (2, 3):  # a state is copied, so it can be shared again
+        third = admit(target, slot, first.token_ids + tiny.text(rng, 3))
+        assert third.num_cached_tokens == whole
+        assert relative_error(next_logits(target, [third])[0], expected_logits(model, third)) < TOLERANCE
+    # The slot's own snapshot, before the end of its sequence.
+    again = admit(target, 0, list(first.token_ids[: CHUNK + 30]))
     assert again.num_cached_tokens == CHUNK
     assert relative_error(next_logits(target, [again])[0], expected_logits(model, again)) < TOLERANCE
     target.cache.forget()
-    assert admit(3, [*common, 1]).num_cached_tokens == 0
+    assert admit(target, 3, [*common, 1]).num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("case", ["shared prefix", "reused slot", "pass without a commit"])
+@torch.inference_mode()
+def test_slot_keeps_no_snapshots_of_another_text(case, shelf):
+    """The text behind a shared prefix, or of a reused slot, is another one at the positions of earlier snapshots."""
+    rng = random.Random(6)
+    model = shelf.model("bamba")
+    target = make_target(load_checkpoint(shelf.folder("bamba"), **OPTIONS), slots=3, context=256)
+    target.cache.set_prefix_caching(True)
+    common = tiny.text(rng, CHUNK + 9)
+    first = admit(target, 0, common + tiny.text(rng, 2 * CHUNK))
+    if case == "pass without a commit":
+        target.score(tiny.everything([first]), tree.empty(1, target.device))
+    else:
+        accept(target, first, 0, rng)
+    if case == "shared prefix":
+        shared = CHUNK
+        second = admit(target, 1, common + tiny.text(rng, 5))
+    else:
+        shared = 0
+        second = admit(target, 0, tiny.text(rng, 5))
+    assert second.num_cached_tokens == shared
+    while len(second.token_ids) < 2 * CHUNK + 20:  # accepted draft tokens leave no snapshots
+        accept(target, second, 15, rng)
+    third = admit(target, 2, second.token_ids[: 2 * CHUNK + 9] + tiny.text(rng, 3))
+    assert third.num_cached_tokens == shared
+    assert relative_error(next_logits(target, [third])[0], expected_logits(model, third)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [*TWO_WAYS, "mamba", "lfm2"])
+@torch.inference_mode()
+def test_pass_without_a_commit_changes_no_state(name, shelf):
+    rng = random.Random(12)
+    model = shelf.model(name)
+    target = shelf.target(name)
+    seqs = [tiny.admit(target, slot, tiny.text(rng, 5 + slot)) for slot in range(2)]
+    for length in (0, CHUNK + 20, 0):  # the feeds are staged, folded in chunks, and one token
+        for seq in seqs:
+            seq.token_ids += tiny.text(rng, length)
+        batch = tiny.everything(seqs)
+        target.score(batch, tree.chain(torch.randint(tiny.VOCAB, (2, 3)), (3, 3)))
+        draft = tree.empty(2, target.device)
+        scores = target.score(batch, draft)
+        for seq, logits in zip(seqs, scores.logits[:, 0], strict=True):
+            assert relative_error(logits, expected_logits(model, seq)) < TOLERANCE
+        commit(target, batch, draft, scores, [(), ()], [3, 4])
 
 
 @pytest.mark.slow

@@ -12,12 +12,12 @@ import torch
 from outrider.models.recurrent.layer import Staged, Tensors, add_entries, add_product, pick
 from outrider.models.recurrent.rows import Rows
 from outrider.models.recurrent.scan import scan
-from outrider.models.recurrent.staging import keeps_states
+from outrider.models.recurrent.staging import WayCosts, keeps_states
 
 STATE = "state"  # [B, H, K, V] float32
 STATES = "states"  # [B, E, H, K, V], by states
 _KEY, _VALUE, _OWN, _DECAY = "key", "value", "own decay", "decay"  # by inputs
-_LIMITS = (1 << 23, 1 << 18, 1 << 17)  # of `keeps_states`, from `benchmarks/recurrent/ways.py`
+_COSTS = WayCosts(token_calls=7, token_moves=6, input_calls=47, input_moves=8)
 
 
 def advance(
@@ -39,7 +39,7 @@ def advance(
 
 
 def _keeps_states(staged: Staged, rows: Rows) -> bool:
-    return keeps_states(staged.base[STATE], rows.num_entries, _LIMITS)
+    return keeps_states(staged.base[STATE], rows.num_entries, _COSTS)
 
 
 def state_after(staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:
@@ -64,15 +64,18 @@ def _advance_by_states(
     beta: torch.Tensor,
     rows: Rows,
 ) -> torch.Tensor:
-    def step(index: int, before: torch.Tensor) -> torch.Tensor:
-        decayed = decay[:, index].exp()[..., None] * before
-        known = (key[:, index, :, None] @ decayed)[..., 0, :]  # [B, H, V]
+    outputs = []
+
+    def step(index: int, before: torch.Tensor, out: torch.Tensor) -> None:
+        torch.mul(before, decay[:, index].exp()[..., None], out=out)
+        known = (key[:, index, :, None] @ out)[..., 0, :]  # [B, H, V]
         corrected = beta[:, index, :, None] * (value[:, index] - known)
-        return decayed.addcmul_(key[:, index, ..., None], corrected[..., None, :])
+        out.addcmul_(key[:, index, ..., None], corrected[..., None, :])
+        outputs.append((query[:, index, :, None] @ out)[..., 0, :])
 
     states = scan(staged.base[STATE], staged.entries.get(STATES), step, rows)
     add_entries(staged, {STATES: states})
-    return (query[..., None, :] @ states)[..., 0, :]
+    return torch.stack(outputs, 1)
 
 
 def _advance_by_inputs(

@@ -72,11 +72,11 @@ class RwkvTimeMix(RwkvMixLayer):
         decay, bonus = -module.time_decay.float().exp(), module.time_first.float()
         averages: list[torch.Tensor] = []
 
-        def step(index: int, before: torch.Tensor) -> torch.Tensor:
+        def step(index: int, before: torch.Tensor, out: torch.Tensor) -> None:
             numerator, denominator, _ = _add(before, key[:, index] + bonus, value[:, index]).unbind(1)
             averages.append(numerator / denominator)
             decayed = torch.stack([before[:, 0], before[:, 1], before[:, 2] + decay], 1)
-            return _add(decayed, key[:, index], value[:, index])
+            out.copy_(_add(decayed, key[:, index], value[:, index]))
 
         states = scan(staged.base[_STATE], staged.entries.get(_STATES), step, rows)
         add_entries(staged, {_STATES: states})

@@ -12,30 +12,31 @@ from outrider.models.recurrent.rows import Rows
 def scan(
     base: torch.Tensor,  # [B, ...]
     earlier: torch.Tensor | None,  # [B, E - L, ...] states of the entries that were staged before
-    step: Callable[[int, torch.Tensor], torch.Tensor],
+    step: Callable[[int, torch.Tensor, torch.Tensor], object],
     rows: Rows,
 ) -> torch.Tensor:
     """Return the states [B, L, ...] after the new entries.
 
-    `step(index, before)` returns the state [B, ...] after new entry `index`, from the state before it.
+    `step(index, before, out)` writes the state [B, ...] after new entry `index` to `out`, from the state before it.
     """
-    if rows.is_chain:
-        before = base if earlier is None else earlier[:, -1]
-        states = []
-        for index in range(rows.num_new):
-            before = step(index, before)
-            states.append(before)
-        return states[0][:, None] if len(states) == 1 else torch.stack(states, 1)
+    # The state of one entry is contiguous, so that products of matrices need no copy of it.
     num_earlier = rows.num_entries - rows.num_new
-    every = base.new_empty(len(base), 1 + rows.num_entries, *base.shape[1:])  # the base first
-    every[:, 0] = base
+    if rows.is_chain:
+        states = base.new_empty(rows.num_new, *base.shape)
+        before = base if earlier is None else earlier[:, -1]
+        for index in range(rows.num_new):
+            step(index, before, states[index])
+            before = states[index]
+        return states.transpose(0, 1)
+    every = base.new_empty(1 + rows.num_entries, *base.shape)  # the base first
+    every[0] = base
     if earlier is not None:
-        every[:, 1 : 1 + num_earlier] = earlier
+        every[1 : 1 + num_earlier] = earlier.transpose(0, 1)
     batch = torch.arange(len(base), device=base.device)
     for index in range(rows.num_new):
         entry = num_earlier + index
-        every[:, 1 + entry] = step(index, every[batch, rows.parent[:, entry] + 1])
-    return every[:, 1 + num_earlier :]
+        step(index, every[rows.parent[:, entry] + 1, batch], every[1 + entry])
+    return every[1 + num_earlier :].transpose(0, 1)
 
 
 def linear_scan(
@@ -46,4 +47,8 @@ def linear_scan(
     rows: Rows,
 ) -> torch.Tensor:
     """Do what `scan` does with steps `decay * before + update`."""
-    return scan(base, earlier, lambda index, before: torch.addcmul(update[:, index], decay[:, index], before), rows)
+
+    def step(index: int, before: torch.Tensor, out: torch.Tensor) -> None:
+        torch.addcmul(update[:, index], decay[:, index], before, out=out)
+
+    return scan(base, earlier, step, rows)

@@ -2,23 +2,41 @@
 
 With states, a pass writes a state for each token, and a commit copies one of them. With inputs, a pass reads the state
 once and compares the tokens with each other as in attention, and a commit computes the state from the staged inputs.
-States take fewer operations, and inputs move fewer bytes (`benchmarks/recurrent/ways.py` measures both).
+States take fewer calls, and inputs move fewer bytes (`benchmarks/recurrent/ways.py` measures both).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
+# Numbers of a state that are read or written in the time of one call. The choice must not depend on a measurement of
+# this process: both ways round differently, and a request with a seed has the same text after a restart.
+_CALL = 3 << 14
 
-def keeps_states(base: torch.Tensor, entries: int, limits: Sequence[int]) -> bool:
-    """Return whether the state after each of a few tokens is kept.
+
+class WayCosts(NamedTuple):
+    """What a layer does in a pass and a commit: calls of torch, and reads and writes of the whole state.
+
+    The moves are counted in the code. The calls are fitted to `benchmarks/recurrent/ways.py`, since their times differ.
+    """
+
+    token_calls: int  # by states, for each token
+    token_moves: int
+    input_calls: int  # by inputs, for all tokens
+    input_moves: int
+
+
+def keeps_states(base: torch.Tensor, entries: int, costs: WayCosts) -> bool:
+    """Return whether it takes less time to keep the state after each token than the inputs.
 
     Args:
-        base: the state [B, ...] before them.
+        base: the state [B, ...] before the tokens.
         entries: the number of tokens.
-        limits: for 1, 2, ... tokens: up to so many numbers of the states after all tokens of all sequences, states are
-            faster than inputs in this kind of layer. More tokens are always processed by inputs.
+        costs: of this kind of layer.
     """
-    return entries <= len(limits) and entries * base.numel() <= limits[entries - 1]
+    size = base.numel()
+    commit = (2 if entries == 1 else 4) * size  # the only state is used as it is; one of several is copied first
+    by_states = entries * (costs.token_calls * _CALL + costs.token_moves * size) + commit
+    return by_states <= costs.input_calls * _CALL + costs.input_moves * size
