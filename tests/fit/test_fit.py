@@ -140,6 +140,7 @@ def test_finished_fit_is_not_repeated(fit, copied, finished, monkeypatch):
     assert again["cases"] == finished[1]["cases"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not compiles(), reason="no C++ compiler here")
 @pytest.mark.parametrize("source", ["file", "option"])
 def test_head_is_trained_on_the_quantized_target(source, fit, tmp_path, monkeypatch):
@@ -201,6 +202,7 @@ def test_draft_model_is_compared_with_8_and_4_bits(fit, tmp_path, monkeypatch):
     assert (chosen["proposer"], chosen["draft_quantize"]) == (draft, "int8")
 
 
+@pytest.mark.slow
 def test_head_is_trained_on_a_hybrid(fit, tmp_path):
     layers = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
     config = make_config("BambaConfig", hidden_size=64, max_position_embeddings=256, **layers)
@@ -352,6 +354,7 @@ def test_training_that_was_not_recorded_resumes_from_its_state(fit, copied, fini
     assert steps == finished[1]["fit"]["training"]["steps"]
 
 
+@pytest.mark.slow
 def test_more_minutes_continue_training(fit, copied, finished):
     result = fit(copied, **{"--minutes": 0.05})
     assert result.exit_code == 0, result.output

@@ -208,6 +208,7 @@ def test_no_chains_without_trained_columns():
     assert chains.weight == 0
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_raises_acceptance(nano):
     target, prompts, _ = nano
     plain = describe("eagle3", Sizes(hidden=128, layers=4, vocab=12288, epsilon=1e-5, own_lm_head=False))

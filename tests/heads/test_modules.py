@@ -138,6 +138,7 @@ def test_released_slot_does_not_affect_the_next_sequence():
     assert torch.allclose(fresh_head.score(next_batch(fresh_head, seqs), empty).logits, logits, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_raises_acceptance(nano):
     target, prompts, _ = nano
     description = describe("mtp", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, modules=3))

@@ -117,6 +117,7 @@ def test_errors_name_the_fix():
     check_draft_settings("best(ngram,draft:dir)", placement="sharded")
 
 
+@pytest.mark.slow
 @needs_accelerate
 def test_placements_and_recorded_passes_give_the_tokens_of_one_process(shelf, tmp_path):
     target = save(tmp_path / "llama8", make_config("LlamaConfig", num_hidden_layers=8))

@@ -41,8 +41,8 @@ MODELS = {
     "tied": tiny.make_config("LlamaConfig", tie_word_embeddings=True, **SIZES),
     "mistral": tiny.make_config("MistralConfig", sliding_window=tiny.WINDOW, **SIZES),
 }
-# Layers of these families depend on other layers, or on their index in the whole model.
-DEPENDENT_LAYERS = {"gemma3n_text", "gemma4_text", "gemma4"}
+# Layers of these families depend on other layers or on their index in the whole model, or run several times.
+DEPENDENT_LAYERS = {"dory", "gemma3n_text", "gemma4_text", "gemma4"}
 FAMILIES = sorted(set(tiny.ATTENTION) - {"mamba2"})
 
 KERNELS = [

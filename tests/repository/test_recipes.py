@@ -165,6 +165,7 @@ def test_typos_change_words():
     assert list(pairs.prose_lines(f"x = 1\n# {text}\nshort line\n{text} {{}}")) == [text]
 
 
+@pytest.mark.slow
 def test_a_correction_pair_trains_and_is_measured(correction):
     folder, out, report = correction
     assert report["target"]["parameters"] > report["draft"]["parameters"]
@@ -202,6 +203,7 @@ def test_correction_says_what_is_wrong(tmp_path):
     assert "too few lines of prose" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_learns_from_a_dense_model(family, tmp_path):
     source = family[0] / "target"
     lines = [json.dumps({"prompt": f"<|endoftext|>the {word}"}) for word in WORDS]

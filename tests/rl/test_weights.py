@@ -236,6 +236,7 @@ def test_a_draft_update_changes_acceptance_only(shelf, kernels):
     assert llm.weights.draft_version == 1
 
 
+@pytest.mark.slow
 @native
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_many_updates_take_no_more_memory(changed):

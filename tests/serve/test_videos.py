@@ -314,6 +314,7 @@ def test_the_calibration_of_the_folder_is_the_default(tmp_path):
         load_videos(Settings(media=str(folder)))
 
 
+@pytest.mark.slow
 def test_drift_of_the_accepted_share_is_logged_once(tmp_path, caplog):
     folder = write_models(tmp_path / "shapes")
     interval = Interval(value=0.98, low=0.97, high=0.99)
