@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test test-all check bench docs readme clean
+.PHONY: help demo test test-all test-gpu check bench docs readme clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,6 +16,9 @@ test: check ## Lint, type-check and run the fast tests.
 
 test-all: check ## Lint, type-check and run all tests but the heavy ones.
 	$(PYTEST) -m "not heavy"
+
+test-gpu: .venv/ready ## Run the tests that need a GPU.
+	$(BIN)/python -m pytest -n 4 --gpu tests/gpu
 
 check: .venv/ready ## Lint and type-check.
 	$(BIN)/ruff check .

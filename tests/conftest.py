@@ -1,11 +1,23 @@
-"""Settings of all tests: one torch thread per process, seeds, and given costs of passes. Shared speech models."""
+"""Settings of all tests: the CPU, one torch thread per process, seeds, and given costs of passes. Shared speech models."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
 
 torch.set_num_threads(1)  # the models are small
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu", action="store_true", help="Show the GPUs to the tests; see `make test-gpu`.")
+
+
+def pytest_configure(config):
+    """Hide the GPUs, so that the tests and the programs that they start run on the CPU everywhere."""
+    if not config.getoption("--gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.hookimpl(tryfirst=True)

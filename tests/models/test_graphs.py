@@ -21,7 +21,6 @@ from outrider.models import cuda_graphs
 from outrider.models.attention import NAME
 from outrider.models.attention_target import AttentionTarget
 from outrider.models.base import draft_by_scores
-from outrider.models.cuda_graphs import CudaRecorder
 from outrider.models.static_pass import Bucket, SpareCache, StaticModel, StaticPass
 from outrider.propose.base import NoProposer
 from outrider.propose.draft_model.chain import DraftModelProposer
@@ -473,35 +472,3 @@ def test_compiled_layers_equal_eager_layers(shelf):
             assert (scores.best is not None) == (i > 2)
             tiny.grow(recorded, recorded_seqs, recorded_rng)
             tiny.grow(eager, eager_seqs, eager_rng)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.filterwarnings("ignore")  # warnings of the compiler
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_cuda_graphs_equal_eager_pass(name, compiled, shelf):
-    """Chains, trees and greedy drafts on a GPU."""
-    device = torch.device("cuda")
-    recorded = load_target(shelf.folder(name), record=CudaRecorder(device), device="cuda")
-    eager = load_target(shelf.folder(name), device="cuda")
-    with torch.inference_mode():
-        recorded_seqs = [tiny.admit(recorded, slot, TEXT[: 5 + 3 * slot]) for slot in range(2)]
-        eager_seqs = [tiny.admit(eager, slot, TEXT[: 5 + 3 * slot]) for slot in range(2)]
-        recorded.score(tiny.everything(recorded_seqs), tree.empty(2, device))
-        eager.score(tiny.everything(eager_seqs), tree.empty(2, device))
-        recorded.graphs.warm(rows=2, length=32, columns=(1, 5), steps=(4,), compiled=compiled)
-        assert recorded.graphs.buckets()
-        for i in range(5):
-            sampled = random_tree([4, 3], tiny.VOCAB, random.Random(i))
-            tokens = sampled.tokens.to(device)
-            parent = sampled.parent.to(device)
-            is_tree = i % 2
-            draft = tree.one_hot_tree(tokens, parent, sampled.width) if is_tree else tree.chain(tokens, sampled.width)
-            recorded_batch = tiny.everything(recorded_seqs)
-            eager_batch = tiny.everything(eager_seqs)
-            assert_close(recorded.score(recorded_batch, draft).logits, eager.score(eager_batch, draft).logits)
-            drafted = recorded.draft_greedy(recorded_batch, tiny.VOCAB).tokens
-            expected = eager.draft_greedy(eager_batch, tiny.VOCAB).tokens
-            assert drafted[:, :4].tolist() == expected[:, :4].tolist()
-    assert recorded.graphs._enabled
-    assert recorded.graph_bytes() > 0

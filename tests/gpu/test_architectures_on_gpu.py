@@ -1,0 +1,97 @@
+"""Every architecture on a GPU: chains and trees equal transformers, and recorded passes equal eager ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from outrider.core import tree
+from outrider.loader.check import check_target
+from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.make import make_target
+from outrider.models import cuda_graphs
+from outrider.models.attention_target import AttentionTarget
+from outrider.models.cuda_graphs import CudaRecorder
+from outrider.testing.drive import random_tree
+from tests.helpers import tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler, and of the models' own code
+CUDA = torch.device("cuda")
+TEXT = list(b"the quick brown fox")
+TOLERANCE = 1e-3  # of logits in float32, relative to their norm
+ROUNDS = 6
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    return tiny.Shelf(tmp_path_factory.mktemp("gpu"))
+
+
+@pytest.mark.parametrize("name", tiny.TABLE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_draft_trees_equal_the_model(name, dtype, shelf):
+    checkpoint = load_checkpoint(shelf.folder(name), dtype=dtype, device="cuda")
+    target = make_target(checkpoint, slots=4, context=128)
+    assert target.device.type == "cuda"
+    check_target(target, checkpoint)
+
+
+@pytest.mark.parametrize("name", tiny.ATTENTION)
+def test_recorded_passes_equal_eager_ones(name, shelf, monkeypatch):
+    """Chains, trees and greedy drafts of two sequences."""
+    monkeypatch.setattr(cuda_graphs, "_MIN_LENGTH", 16)
+    recorded = load(shelf.folder(name), record=CudaRecorder(CUDA))
+    eager = load(shelf.folder(name))
+    if recorded.graphs is None:
+        assert not tiny.TABLE[name].graphs
+        return
+    compare(recorded, eager)
+    assert recorded.graphs._enabled == tiny.TABLE[name].graphs
+    assert bool(recorded.graphs.buckets()) == tiny.TABLE[name].graphs
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled_passes_equal_eager_ones(name, shelf):
+    recorded = load(shelf.folder(name), record=CudaRecorder(CUDA))
+    eager = load(shelf.folder(name))
+    with torch.inference_mode():
+        seqs = [tiny.admit(recorded, slot, TEXT) for slot in range(2)]
+        recorded.score(tiny.everything(seqs), tree.empty(2, CUDA))
+        recorded.graphs.warm(rows=2, length=64, columns=(1, 8), steps=(6,), compiled=True)
+    assert recorded.graphs.compiled
+    compare(recorded, eager)
+    assert recorded.graphs._enabled
+    assert recorded.graph_bytes() > 0
+
+
+def load(folder, record=None):
+    return AttentionTarget(load_checkpoint(folder, dtype="float32", device="cuda"), slots=4, context=96, record=record)
+
+
+@torch.inference_mode()
+def compare(recorded, eager):
+    """Run rounds with chains, trees and greedy drafts, on two targets in turn. Their logits are equal."""
+    targets = (recorded, eager)
+    seqs = [[tiny.admit(target, slot, TEXT[: 5 + 3 * slot]) for slot in range(2)] for target in targets]
+    for i in range(ROUNDS):
+        sampled = random_tree([4, 3], tiny.VOCAB, random.Random(i))
+        tokens = sampled.tokens.to(CUDA)
+        is_tree = i % 2
+        draft = (
+            tree.one_hot_tree(tokens, sampled.parent.to(CUDA), sampled.width)
+            if is_tree
+            else tree.chain(tokens, sampled.width)
+        )
+        logits, expected = (
+            target.score(tiny.everything(rows), draft).logits[:, 0] for target, rows in zip(targets, seqs, strict=True)
+        )
+        assert ((logits - expected).norm(dim=-1) < TOLERANCE * expected.norm(dim=-1)).all()
+        drafts = [
+            target.draft_greedy(tiny.everything(rows), tiny.VOCAB).tokens[:, :6].tolist()
+            for target, rows in zip(targets, seqs, strict=True)
+        ]
+        assert drafts[0] == drafts[1]
+        for target, rows in zip(targets, seqs, strict=True):
+            tiny.grow(target, rows, random.Random(i))
