@@ -1,4 +1,4 @@
-"""Settings of all tests: the CPU, one torch thread per process, seeds, and given costs of passes. Shared speech models."""
+"""Settings of all tests: the CPU, one thread per process, seeds, and given costs of passes. Shared speech models."""
 
 from __future__ import annotations
 
