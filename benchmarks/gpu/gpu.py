@@ -114,7 +114,7 @@ def main(
                 llm=llm,
                 planner=planner,
                 peers=[peer for peer in load_peers(llm, *folders) if peer.name.endswith("assisted")],
-                weight_bytes=bytes_per_pass(llm, folders[0]),
+                weight_bytes=bytes_per_pass(llm, folders[0]).dense,
                 jobs=_jobs(llm, prompts, max_tokens),
                 k=k,
                 nodes=tuple(int(count) for count in nodes.split(",")),

@@ -23,6 +23,7 @@ from outrider.benchmarking.memory import MemoryUse, measure_memory
 from outrider.core.config import weight_bits
 from outrider.core.params import AUTO
 from outrider.engine.build import auto_planner
+from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.checkpoint import reads_sources
@@ -61,6 +62,7 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
         llm = load(settings, planner)
         if AUTO in speculative_variants(settings):
             planner.auto = auto_planner(llm.parts.target, llm.parts.proposer)
+        record_passes(llm.parts)
         plan = _restored_plan(llm, planner, settings)
         workloads = _workloads(llm, planner, prompts, settings)
     with progress.status("measuring the machine"):

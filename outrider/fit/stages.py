@@ -16,7 +16,7 @@ from outrider.fit.outcome import duration
 from outrider.fit.prompts import PromptFiles
 from outrider.fit.rules import Gain, TrainingPlan, expected_gain
 from outrider.fit.settings import Settings
-from outrider.loader.checkpoint import check_fits
+from outrider.loader.checkpoint import check_fits, choose_device
 from outrider.plan.pass_cost import CostModel
 from outrider.propose.registry import check_proposer, has_draft
 from outrider.report.console import Document
@@ -52,7 +52,7 @@ def compared_drafts(settings: Settings, proposers: Sequence[str]) -> Drafts:
     if settings.draft_quantize is not None:
         return {}
     try:
-        draft_weight_bits("int8", kernels=settings.kernels, device=settings.device)
+        draft_weight_bits("int8", kernels=settings.kernels, device=str(choose_device(settings.device)))
     except OutriderError:  # they run on torch or on a GPU
         return {}
     return {proposer: (None, *QUANTIZE_BITS) for proposer in proposers if has_draft(proposer)}

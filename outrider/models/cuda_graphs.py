@@ -1,9 +1,11 @@
 """Passes of fixed shapes, recorded as CUDA graphs. A pass, or a whole chain of a draft model, is one launch.
 
-A bucket is the shape of a recorded pass. It is recorded at its second use, with eager layers. `warm` records buckets
-ahead of time with compiled layers, which takes minutes. Until then, and for shapes without a bucket, such as long
-prompts, the eager pass runs. The first round of a recorded bucket runs both passes. If they differ by more than
-rounding, or recording fails, only the eager pass is used from then on.
+A bucket is the shape of a recorded pass. It is recorded at its second use, with eager layers. A bucket that a larger
+recording covers uses that one, and is recorded only after more uses: a recording takes as long as several eager passes,
+and a padded pass takes hardly longer than an exact one. `warm` records buckets ahead of time. With compiled layers this
+takes minutes. Until then, and for shapes without a bucket, such as long prompts, the eager pass runs. The first round
+of a recorded bucket runs both passes. If they differ by more than rounding, or recording fails, only the eager pass is
+used from then on.
 
 With tensor parallelism a recorded pass has the collective operations of NCCL. NCCL needs every rank to replay it, or
 none: a bucket is padded, so the messages of the eager pass have another size. All ranks run the same rounds and so
@@ -14,9 +16,10 @@ rank fails in the middle of a recording, the others wait in its collective opera
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol
@@ -36,6 +39,10 @@ _MAX_COLUMNS = 64  # tokens per sequence
 _MAX_TOKENS = 512  # tokens of a pass
 _MIN_LENGTH = 128  # cache entries of the shortest bucket, and the smallest step between buckets
 _USES_UNTIL_RECORDED = 2  # uses of a bucket until it is recorded
+_COVERED_USES_UNTIL_RECORDED = 32  # the same if a larger recording covers it
+_CHEAP_TOKENS = 64  # tokens that a pass can have in about the time of one, since it reads the same weights
+_CHEAP_LENGTH = 512  # cache entries of a slot whose reading takes little time beside that of the weights
+_CHEAP_ENTRIES = 4096  # the same of all slots
 _RECOMPILATIONS = 256  # one per shape and kind of layer
 
 
@@ -80,13 +87,9 @@ class CudaRecorder:
         side.wait_stream(main)
         with torch.cuda.stream(side):
             run()  # the first call creates library handles and compiles layers
-            mode = torch.cuda.get_sync_debug_mode()
             # A synchronization with the host fails here rather than during the capture.
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with _forbid_synchronization():
                 run()
-            finally:
-                torch.cuda.set_sync_debug_mode(mode)
         main.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # During a capture, the watchdog of NCCL queries events in its own thread, which "global" would not allow.
@@ -100,6 +103,18 @@ class CudaRecorder:
             return out
 
         return replay
+
+
+@contextmanager
+def _forbid_synchronization() -> Iterator[None]:
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -187,11 +202,20 @@ class Graphs:
         steps: Iterable[int] = (),
         vocab: int = 0,
         compiled: bool = True,
+        exact: bool = True,
     ) -> float:
         """Record the passes that decode `rows` sequences of up to `length` tokens. Return the seconds spent.
 
-        `columns` are tokens per sequence of scoring passes; `steps` are draft lengths with ids below `vocab` (0: all).
         Nothing can be recorded before the first pass has allocated the cache.
+
+        Args:
+            rows: sequences.
+            length: tokens of a sequence.
+            columns: tokens per sequence of scoring passes.
+            steps: draft lengths.
+            vocab: drafted ids are below it; 0: all.
+            compiled: compile the layers before recording.
+            exact: record each bucket. False: leave out those that a larger recording covers.
         """
         seconds_before = self.seconds
         buckets = []
@@ -199,8 +223,9 @@ class Graphs:
             base = Bucket(rows=_power(rows, self._slots), columns=2, length=bucket_length)
             buckets += [replace(base, columns=_power(count, _MAX_COLUMNS)) for count in columns]
             buckets += [replace(base, steps=count, vocab=vocab) for count in steps]
-        for bucket in dict.fromkeys(buckets):
-            if self._enabled and self._model.ready() and bucket not in self._recorded:
+        for bucket in sorted(set(buckets), key=_work, reverse=True):  # the largest first, since they cover others
+            known = bucket in self._recorded or (not exact and any(_covers(other, bucket) for other in self._recorded))
+            if self._enabled and self._model.ready() and not known:
                 self._make(bucket, compiled=compiled)
         return self.seconds - seconds_before
 
@@ -230,11 +255,11 @@ class Graphs:
             return None
         if bucket in self._recorded:
             return self._recorded[bucket]
-        longer = [other for other in self._recorded if _can_replace(other, bucket)]
-        if longer:
-            return self._recorded[min(longer, key=lambda other: other.steps)]
+        covering = min((other for other in self._recorded if _covers(other, bucket)), key=_work, default=None)
         self._uses[bucket] += 1
-        return self._make(bucket, compiled=False) if self._uses[bucket] >= _USES_UNTIL_RECORDED else None
+        if self._uses[bucket] >= (_COVERED_USES_UNTIL_RECORDED if covering else _USES_UNTIL_RECORDED):
+            return self._make(bucket, compiled=False)
+        return self._recorded[covering] if covering else None
 
     def _make(self, bucket: Bucket, *, compiled: bool) -> _Recorded | None:
         """Record a bucket. If that fails in any rank, disable all recordings and return None."""
@@ -284,10 +309,20 @@ class Graphs:
         self._recorded.clear()
 
 
-def _can_replace(longer: Bucket, bucket: Bucket) -> bool:
-    """Return whether `longer` has the shape of `bucket` and at least as many draft steps."""
-    same = all(getattr(longer, key) == getattr(bucket, key) for key in ("rows", "columns", "length", "trees", "vocab"))
-    return same and longer.steps >= bucket.steps > 0
+def _covers(other: Bucket, bucket: Bucket) -> bool:
+    """Return whether the pass of `other` can run `bucket` with padding, in little more time."""
+    same_kind = all(getattr(other, key) == getattr(bucket, key) for key in ("trees", "vocab"))
+    same_kind &= bool(other.steps) == bool(bucket.steps)
+    fits = all(getattr(other, key) >= getattr(bucket, key) for key in ("rows", "columns", "length", "steps"))
+    cheap_tokens = max(_CHEAP_TOKENS, 2 * bucket.rows * bucket.columns)
+    cheap_entries = max(_CHEAP_ENTRIES, 2 * bucket.rows * bucket.length)
+    cheap = other.rows * other.columns <= cheap_tokens and other.rows * other.length <= cheap_entries
+    return same_kind and fits and cheap and other.length <= max(_CHEAP_LENGTH, 2 * bucket.length)
+
+
+def _work(bucket: Bucket) -> tuple[int, int, int]:
+    """Return what makes a pass slow, the most important first."""
+    return bucket.steps, bucket.rows * bucket.columns, bucket.rows * bucket.length
 
 
 def _power(count: int, limit: int) -> int:

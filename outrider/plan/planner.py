@@ -30,11 +30,11 @@ class FixedPlanner:
     def __init__(self, k: int) -> None:
         if k < 0:
             raise OutriderError(f"k is {k}; use 0 for plain decoding, or a number of draft tokens above 0")
-        self._k = k
+        self.k = k
 
     def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
-        forced_budget = batch.forced_budget if self._k else ()
-        return replace(batch, draft_budget=limit_budgets(self._k, batch), forced_budget=forced_budget)
+        forced_budget = batch.forced_budget if self.k else ()
+        return replace(batch, draft_budget=limit_budgets(self.k, batch), forced_budget=forced_budget)
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return draft

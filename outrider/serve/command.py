@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
@@ -65,6 +66,8 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         videos = load_videos(settings)  # first, because these models are small, and a mistake is reported early
         llm = load()
         typer.echo(_cache_summary(llm), err=True)
+        if seconds := record_passes(llm.parts):
+            typer.echo(f"recorded the passes as CUDA graphs in {seconds:.1f} s", err=True)
         async_llm = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs)
         leader = None if ranks is None else _lead(ranks, llm, async_llm)
         gc.collect()

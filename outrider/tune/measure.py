@@ -16,6 +16,7 @@ from outrider.benchmarking.memory import MemoryUse, measure_memory
 from outrider.benchmarking.progress import progress_bar
 from outrider.engine.build import assemble, auto_planner, make_proposer
 from outrider.engine.verifiers import find_verifier
+from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.checkpoint import reads_sources
@@ -99,6 +100,7 @@ class VariantEngines:
         for spec in settings.proposers:
             for quantize in settings.draft_quantizes.get(spec, (None,)):
                 self._add_draft(spec, quantize)
+        record_passes(self.base.parts, self.proposers.values())
         self._planners: dict[Variant, CostPlanner] = {}
 
     def engine_for(self, variant: Variant) -> LLM:

@@ -472,3 +472,35 @@ def test_compiled_layers_equal_eager_layers(shelf):
             assert (scores.best is not None) == (i > 2)
             tiny.grow(recorded, recorded_seqs, recorded_rng)
             tiny.grow(eager, eager_seqs, eager_rng)
+
+
+def test_larger_recording_covers_a_bucket_until_it_is_used_often(shelf):
+    recorded, eager = load_pair(shelf.folder("llama"))
+    with torch.inference_mode():
+        texts = [TEXT[:4], TEXT[:6], TEXT[:5]]
+        seqs = [[tiny.admit(target, slot, text) for slot, text in enumerate(texts)] for target in (recorded, eager)]
+        for _ in range(3):  # records the passes of four rows
+            scores, expected = (
+                target.score(tiny.everything(rows), tree.empty(3, CPU))
+                for target, rows in zip((recorded, eager), seqs, strict=True)
+            )
+        before = recorded.graphs.buckets()
+        assert {bucket.rows for bucket in before} == {4}
+        for _ in range(cuda_graphs._COVERED_USES_UNTIL_RECORDED - 1):
+            scores, expected = (
+                target.score(tiny.everything(rows[:1]), tree.empty(1, CPU))
+                for target, rows in zip((recorded, eager), seqs, strict=True)
+            )
+            assert_close(scores.logits, expected.logits)
+            assert recorded.graphs.buckets() == before
+        recorded.score(tiny.everything(seqs[0][:1]), tree.empty(1, CPU))
+    assert {bucket.rows for bucket in recorded.graphs.buckets()} == {1, 4}
+
+
+def test_warm_can_leave_out_covered_buckets(shelf):
+    target = load_target(shelf.folder("llama"), record=FakeRecorder())
+    with torch.inference_mode():
+        target.score(tiny.everything([tiny.admit(target, 0, TEXT[:12])]), tree.empty(1, CPU))
+        target.graphs.warm(rows=3, length=40, columns=(1, 5), steps=(3, 2), compiled=False, exact=False)
+    shapes = {(bucket.rows, bucket.columns, bucket.length, bucket.steps) for bucket in target.graphs.buckets()}
+    assert shapes == {(4, 8, 48, 0), (4, 2, 48, 3)}

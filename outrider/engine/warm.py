@@ -1,0 +1,46 @@
+"""Record the passes of decoding as CUDA graphs before the first request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from outrider.engine.build import EngineParts
+from outrider.models.base import Target
+from outrider.plan.planner import FixedPlanner
+from outrider.propose.base import Proposer
+from outrider.propose.leaves import draft_models
+
+_LONGEST = 2048  # tokens of a sequence; longer passes are recorded when they are used
+_DRAFT_LENGTHS = (2, 4, 8)  # those that the planner of k auto chooses most
+
+
+def record_passes(parts: EngineParts, proposers: Iterable[Proposer] | None = None) -> float:
+    """Record the passes of one sequence and of all slots. Return the seconds spent; 0: none can be recorded.
+
+    The passes are those of the target and of the draft models of `proposers`. None: the proposer of `parts`.
+
+    A recorded pass covers smaller ones. Without this, each shape is recorded when it is used, and requests wait for it.
+    Ranks of tensor parallelism must record together, so they record passes when they are used.
+    """
+    if parts.loaded.checkpoint.ranks > 1:
+        return 0.0
+    lengths = (parts.planner.k,) if isinstance(parts.planner, FixedPlanner) else _DRAFT_LENGTHS
+    seconds = _record(parts.target, columns=(1, 1 + max(lengths)))
+    drafts = {id(model): model for each in proposers or [parts.proposer] for model in draft_models(each)}
+    for draft in drafts.values():
+        vocab = parts.vocab if parts.vocab < draft.vocab else 0
+        seconds += _record(draft, columns=(2,), steps=lengths, vocab=vocab)
+    return seconds
+
+
+def _record(model: Target, *, columns: tuple[int, ...], steps: tuple[int, ...] = (), vocab: int = 0) -> float:
+    graphs = getattr(model, "graphs", None)
+    if graphs is None:
+        return 0.0
+    length = min(model.context, _LONGEST)
+    steps = tuple(step for step in steps if step > 0)
+    seconds: float = sum(
+        graphs.warm(rows=rows, length=length, columns=columns, steps=steps, vocab=vocab, compiled=False, exact=False)
+        for rows in sorted({1, model.slots}, reverse=True)
+    )
+    return seconds
