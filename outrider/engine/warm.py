@@ -1,4 +1,4 @@
-"""Record the passes of decoding as CUDA graphs before the first request."""
+"""Compile the layers and record the passes of decoding as CUDA graphs before the first request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _record(model: Target, *, columns: tuple[int, ...], steps: tuple[int, ...] =
     length = min(model.context, _LONGEST)
     steps = tuple(step for step in steps if step > 0)
     seconds: float = sum(
-        graphs.warm(rows=rows, length=length, columns=columns, steps=steps, vocab=vocab, compiled=False, exact=False)
+        graphs.warm(rows=rows, length=length, columns=columns, steps=steps, vocab=vocab, exact=False)
         for rows in sorted({1, model.slots}, reverse=True)
     )
     return seconds

@@ -19,6 +19,7 @@ from outrider.core import tree
 from outrider.errors import UnsupportedModel
 
 NAME = "outrider"  # in the attention and mask registries of transformers
+_ALIGNED = 64  # number of keys that every kernel takes
 _REUSED = 1 << 16  # added to the layer index for each earlier call of a module in the same pass
 _REPLACED = frozenset({"position_ids", "cache_position"})  # tensor inputs that the layout replaces
 
@@ -69,6 +70,7 @@ class Fixed:
     values: torch.Tensor
     entries: torch.Tensor  # [R, L] entry of the slot where each token is written
     mask: torch.Tensor  # [R, 1, L, S], or repeated as in `_attention`; added to the scores
+    grouped: bool = False  # `has_grouped_kernel`
 
 
 def receive_mask_rule(
@@ -190,16 +192,43 @@ def _attend_fixed(
     slots = torch.arange(rows, device=kv.entries.device)[:, None]
     kv.keys[slots, :, kv.entries] = key[0].view(heads, rows, size, -1).permute(1, 2, 0, 3)
     kv.values[slots, :, kv.entries] = value[0].view(heads, rows, size, -1).permute(1, 2, 0, 3)
+    stop = kv.mask.shape[-1]
+    keys = kv.keys[:rows, :, :stop]
+    values = kv.values[:rows, :, :stop]
+    if size == 1 and kv.grouped and softcap is None and sinks is None:
+        queries = query[0].transpose(0, 1)[:, :, None]
+        mask = kv.mask[:, :, :1].to(query.dtype)
+        attended = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        return attended.reshape(1, rows, heads * sharing, -1)
     queries = query[0].view(heads, sharing, rows, size, -1).permute(2, 0, 1, 3, 4)
     queries = queries.reshape(rows, heads, sharing * size, -1)
     mask = kv.mask.repeat(1, 1, sharing * size // kv.mask.shape[2], 1).to(query.dtype)
-    stop = mask.shape[-1]
-    keys = kv.keys[:rows, :, :stop]
-    values = kv.values[:rows, :, :stop]
     attended = _attention(queries, keys, values, mask, scale, softcap, sinks)
     attended = attended.view(rows, heads, sharing, size, -1).permute(0, 3, 1, 2, 4)
     # For one row the result is a view, and AFMoE does not take one that is not contiguous.
     return attended.reshape(1, rows * size, heads * sharing, -1).contiguous()
+
+
+def has_grouped_kernel(keys: torch.Tensor, sharing: int) -> bool:
+    """Return whether a fused kernel takes one query per sequence, and keys that query heads share, on this device.
+
+    It divides long caches among the processors of a GPU. The other fused kernels use one for each key head, which is
+    slow if there are few sequences.
+
+    Args:
+        keys: [slots, Hkv, capacity, D].
+        sharing: query heads per key head.
+    """
+    if not keys.is_cuda:
+        return False
+    _, heads, _, dim = keys.shape
+    query = keys.new_empty(1, heads * sharing, 1, dim)
+    few_keys = keys[:1, :, :_ALIGNED]
+    mask = keys.new_zeros(1, 1, 1, few_keys.shape[2])
+    params = torch.backends.cuda.SDPAParams(query, few_keys, few_keys, mask, 0.0, False, sharing > 1)
+    return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
 def _adjacent_groups(layout: Layout) -> list[tuple[SequenceSpan, ...]]:

