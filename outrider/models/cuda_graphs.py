@@ -1,11 +1,11 @@
 """Passes of fixed shapes, recorded as CUDA graphs. A pass, or a whole chain of a draft model, is one launch.
 
-A bucket is the shape of a recorded pass. It is recorded at its second use. A bucket that a larger
-recording covers uses that one, and is recorded only after more uses: a recording takes as long as several eager passes,
-and a padded pass takes hardly longer than an exact one. `warm` records buckets ahead of time, and can compile the layers
-first, which takes a minute. Until a bucket is recorded, and for shapes without a bucket, such as long prompts, the eager pass runs. The first round
-of a recorded bucket runs both passes. If they differ by more than rounding, or recording fails, only the eager pass is
-used from then on.
+A bucket is the shape of a recorded pass. It is recorded at its second use. A bucket that a larger recording covers uses
+that one, and is recorded only after more uses: a recording takes as long as several eager passes, and a padded pass
+takes hardly longer than an exact one. `warm` records buckets ahead of time, and can compile the layers first, which
+takes a minute. Until a bucket is recorded, and for shapes without a bucket, such as long prompts, the eager pass runs.
+The first round of a recorded bucket runs both passes. If they differ by more than rounding, or recording fails, only
+the eager pass is used from then on.
 
 With tensor parallelism a recorded pass has the collective operations of NCCL. NCCL needs every rank to replay it, or
 none: a bucket is padded, so the messages of the eager pass have another size. All ranks run the same rounds and so
