@@ -55,7 +55,11 @@ by token, and the logits of each branch of a token tree are those of the branch 
 | Prefixes | requests share the cache of a common prefix | `tests/models/test_support.py` |
 | `--quantize int8` | all large linear layers are quantized on torch | the same |
 | Native | the native CPU kernels run it; they quantize experts as well | the same |
-| CUDA graphs | a pass has a fixed shape and never waits for the host, which is tested without a GPU | the same |
+| CUDA graphs | a pass has a fixed shape and never waits for the host, which is tested without a GPU | the same, and \
+`tests/gpu` on a GPU |
+
+On a GPU, mixtures of experts in float32 and Gemma 3n wait for the host in code of torch or transformers. Their passes are
+not recorded there; they run eagerly, with a warning.
 
 """
 MAPPINGS = (

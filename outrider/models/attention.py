@@ -20,6 +20,7 @@ from outrider.errors import UnsupportedModel
 
 NAME = "outrider"  # in the attention and mask registries of transformers
 _ALIGNED = 64  # number of keys that every kernel takes
+_SPLIT_QUERIES = 16  # most tokens of a sequence that are faster as sequences of one token, measured on an H100
 _REUSED = 1 << 16  # added to the layer index for each earlier call of a module in the same pass
 _REPLACED = frozenset({"position_ids", "cache_position"})  # tensor inputs that the layout replaces
 
@@ -195,13 +196,19 @@ def _attend_fixed(
     stop = kv.mask.shape[-1]
     keys = kv.keys[:rows, :, :stop]
     values = kv.values[:rows, :, :stop]
-    if size == 1 and kv.grouped and softcap is None and sinks is None:
-        queries = query[0].transpose(0, 1)[:, :, None]
-        mask = kv.mask[:, :, :1].to(query.dtype)
+    one_query_each = size == 1 or (rows == 1 and size <= _SPLIT_QUERIES)
+    if kv.grouped and one_query_each and softcap is None and sinks is None:
+        queries = query[0].transpose(0, 1)[:, :, None]  # [T, Hq, 1, D]
+        tokens = queries.shape[0]
         attended = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+            queries,
+            keys.expand(tokens, -1, -1, -1),  # the tokens of one sequence share its keys
+            values.expand(tokens, -1, -1, -1),
+            attn_mask=kv.mask[:, 0, :size].reshape(tokens, 1, 1, stop).to(query.dtype),
+            scale=scale,
+            enable_gqa=True,
         )
-        return attended.reshape(1, rows, heads * sharing, -1)
+        return attended.reshape(1, tokens, heads * sharing, -1)
     queries = query[0].view(heads, sharing, rows, size, -1).permute(2, 0, 1, 3, 4)
     queries = queries.reshape(rows, heads, sharing * size, -1)
     mask = kv.mask.repeat(1, 1, sharing * size // kv.mask.shape[2], 1).to(query.dtype)

@@ -85,12 +85,14 @@ class CudaRecorder:
         main = torch.cuda.current_stream()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(main)
-        with torch.cuda.stream(side):
-            run()  # the first call creates library handles and compiles layers
-            # A synchronization with the host fails here rather than during the capture.
-            with _forbid_synchronization():
-                run()
-        main.wait_stream(side)
+        try:
+            with torch.cuda.stream(side):
+                run()  # the first call creates library handles and compiles layers
+                # A synchronization with the host fails here rather than during the capture.
+                with _forbid_synchronization():
+                    run()
+        finally:  # after a failure as well: the buffers of the pass are freed while the device may still read them
+            main.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # During a capture, the watchdog of NCCL queries events in its own thread, which "global" would not allow.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -108,7 +110,7 @@ class CudaRecorder:
 @contextmanager
 def _compiler_settings() -> Iterator[None]:
     """Let one compilation serve many shapes, also if two of its sizes happened to be equal."""
-    duck_shape = torch.fx.experimental._config.patch(use_duck_shape=False)
+    duck_shape = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     with torch._dynamo.config.patch(recompile_limit=_RECOMPILATIONS), duck_shape:
         yield
 

@@ -500,25 +500,39 @@ def test_larger_recording_covers_a_bucket_until_it_is_used_often(shelf):
     assert {bucket.rows for bucket in recorded.graphs.buckets()} == {1, 4}
 
 
-def test_one_query_per_sequence_can_use_a_kernel_for_shared_keys(shelf, monkeypatch):
+@pytest.mark.parametrize("num_seqs", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_kernel_for_shared_keys_gives_the_same_logits(name, num_seqs, shelf, monkeypatch):
+    """One query for each sequence, or the tokens of one sequence."""
+    calls = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(*args, **kwargs):
+        calls.append(kwargs.get("enable_gqa", False))
+        return attention(*args, **kwargs)
+
     monkeypatch.setattr("outrider.models.static_pass.has_grouped_kernel", lambda keys, sharing: True)
-    recorded, eager = load_pair(shelf.folder("llama"))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    recorded, eager = load_pair(shelf.folder(name))
+    rng = random.Random(0)
     with torch.inference_mode():
-        seqs = [[tiny.admit(target, slot, TEXT[: 4 + slot]) for slot in range(2)] for target in (recorded, eager)]
-        for round in range(6):
+        seqs = [[tiny.admit(target, b, TEXT[: 4 + b]) for b in range(num_seqs)] for target in (recorded, eager)]
+        for round in range(12):
+            widths = [rng.randint(1, 4)] * num_seqs if round % 3 else [0] * num_seqs
+            draft = random_tree(widths, tiny.VOCAB, rng) if round % 3 else tree.empty(num_seqs, CPU)
             scores, expected = (
-                target.score(tiny.everything(rows), tree.empty(2, CPU))
-                for target, rows in zip((recorded, eager), seqs, strict=True)
+                target.score(tiny.everything(rows), draft) for target, rows in zip((recorded, eager), seqs, strict=True)
             )
             assert_close(scores.logits, expected.logits)
+            drafts = [
+                target.draft_greedy(tiny.everything(rows), tiny.VOCAB).tokens[:, :5].tolist()
+                for target, rows in zip((recorded, eager), seqs, strict=True)
+            ]
+            assert drafts[0] == drafts[1]
             for target, rows in zip((recorded, eager), seqs, strict=True):
                 tiny.grow(target, rows, random.Random(round))
-        drafts = [
-            target.draft_greedy(tiny.everything(rows), tiny.VOCAB).tokens[:, :5].tolist()
-            for target, rows in zip((recorded, eager), seqs, strict=True)
-        ]
-    assert drafts[0] == drafts[1]
     assert recorded.graphs._enabled
+    assert any(calls)
 
 
 def test_warm_can_leave_out_covered_buckets(shelf):
