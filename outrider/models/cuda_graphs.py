@@ -111,7 +111,8 @@ class CudaRecorder:
 def _compiler_settings() -> Iterator[None]:
     """Let one compilation serve many shapes, also if two of its sizes happened to be equal."""
     duck_shape = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    with torch._dynamo.config.patch(recompile_limit=_RECOMPILATIONS), duck_shape:
+    with torch._dynamo.config.patch(recompile_limit=_RECOMPILATIONS), duck_shape, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice on settings of the compiler
         yield
 
 
