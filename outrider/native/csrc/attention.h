@@ -45,7 +45,7 @@ struct Heads {
   float cap;   // scores are limited to -cap .. cap; 0: no limit
   int window;  // maximum entries that a column attends to, including itself; 0: no limit
 
-  Floats score(Floats product) const { return cap ? capped(product * scale, cap) : product * scale; }
+  FloatReg score(FloatReg product) const { return cap ? capped(product * scale, cap) : product * scale; }
 };
 
 // Columns first .. last - 1, all of one slot.
@@ -153,10 +153,10 @@ inline void gather_entries(const Entries<Element>& from, int head, const Columns
   }
 }
 
-// scores[i][g] = products of the query of row i with the keys of group g.
+// scores[i][j] = product of the query of row i with key j of the block.
 template <int R, class Element>
 inline void compute_scores(const QueryRow<Element>* rows, const Block<Element>& block, int groups, int dim,
-                           Floats (&scores)[R][kGroups]) {
+                           float (&scores)[R][kBlock]) {
   constexpr int each = kPerWord<Element>;
   constexpr int regs_per_group = kLanes / kRegLanes;
   constexpr int groups_per_step = std::max(kScoreRegs / regs_per_group, 1);
@@ -187,7 +187,7 @@ inline void compute_scores(const QueryRow<Element>* rows, const Block<Element>& 
     }
     for (int i = 0; i < R; i++)
       for (int a = 0; a < kScoreRegs; a++)
-        store(reinterpret_cast<float*>(scores[i]) + (p + a) * kRegLanes, even[i][a] + odd[i][a]);
+        store(scores[i] + (p + a) * kRegLanes, even[i][a] + odd[i][a]);
   }
 }
 
@@ -218,8 +218,38 @@ inline void add_values(const QueryRow<Element>* rows, const Element (&weight)[R]
     for (int v = 0; v < Width; v++) store(&s.sums[rows[i].row * dim + d + v * kRegLanes], total[i][v]);
 }
 
-// Update R rows with one block by online softmax (Milakov and Gimelshein 2018, algorithm 3). Masked entries have weight
-// 0, exactly. Weights are rounded to the type of the values, and `mass` sums the rounded weights.
+// Compute the weights of a block for one row by online softmax (Milakov and Gimelshein 2018, algorithm 3). Scores of the
+// entries low .. count - 1 are used; others have weight 0, exactly. `scores` holds the products of whole groups, and is
+// changed. `max` and `mass` are those of the row. Weights are rounded to the type of the values, and `mass` sums the
+// rounded weights. Return the factor of the sums so far.
+template <class Element>
+inline float compute_weights(const Heads& heads, int low, int count, float* scores, float& max, float* mass,
+                             Element* weight) {
+  const int size = (count + kLanes - 1) / kLanes * kLanes;
+  const FloatReg masked = FloatReg{} - INFINITY;
+  float largest_scores[kLanes];
+  store(largest_scores, broadcast(-INFINITY));
+  for (int j = 0; j < size; j += kRegLanes) {
+    const IntReg at = reg_lanes() + j;
+    const auto visible = (at >= low) & (at < count);
+    const FloatReg score = visible ? heads.score(load_reg(scores + j)) : masked;
+    store(scores + j, score);
+    float* most = largest_scores + j % kLanes;
+    store(most, maximum(load_reg(most), score));
+  }
+  const float old_max = max;
+  const float new_max = largest(load(largest_scores));
+  max = new_max > old_max ? new_max : old_max;
+  const float rescale = old_max == max ? 1.0f : exponential(FloatReg{} + (old_max - max))[0];
+  for (int lane = 0; lane < kLanes; lane += kRegLanes) {
+    FloatReg sum = load_reg(mass + lane) * rescale;
+    for (int j = lane; j < size; j += kLanes) sum += store_rounded(weight + j, exponential(load_reg(scores + j) - max));
+    store(mass + lane, sum);
+  }
+  return rescale;
+}
+
+// Update R rows with one block.
 template <int R, class Element>
 inline void attend_block(const QueryRow<Element>* rows, const Heads& heads, const Block<Element>& block,
                          Scratch<Element>& s) {
@@ -227,27 +257,14 @@ inline void attend_block(const QueryRow<Element>* rows, const Heads& heads, cons
   int count = 0;
   for (int i = 0; i < R; i++) count = std::max(count, rows[i].count);
   const int groups = (count + kLanes - 1) / kLanes;
-  Floats scores[R][kGroups];
+  float scores[R][kBlock];
   compute_scores<R>(rows, block, groups, dim, scores);
   float rescale[R];
-  Element weight[R][kBlock];
+  Element weight[R][kBlock] = {};  // a row may attend to fewer groups than another one
   for (int i = 0; i < R; i++) {
-    float& max = s.max[rows[i].row];
-    Floats block_max = broadcast(-INFINITY);
-    for (int g = 0; g < groups; g++) {
-      const Ints at = lanes() + g * kLanes;
-      const auto visible = (at >= rows[i].low) & (at < rows[i].count);
-      scores[i][g] = visible ? heads.score(scores[i][g]) : broadcast(-INFINITY);
-      block_max = maximum(block_max, scores[i][g]);
-    }
-    const float old_max = max;
-    const float new_max = largest(block_max);
-    max = new_max > old_max ? new_max : old_max;
-    rescale[i] = old_max == max ? 1.0f : exponential(broadcast(old_max - max))[0];
-    float* mass = &s.mass[rows[i].row * kLanes];
-    Floats sum = load(mass) * rescale[i];
-    for (int g = 0; g < groups; g++) sum += store_rounded(weight[i] + g * kLanes, exponential(scores[i][g] - max));
-    store(mass, sum);
+    const int row = rows[i].row;
+    rescale[i] = compute_weights(heads, rows[i].low, rows[i].count, scores[i], s.max[row], &s.mass[row * kLanes],
+                                 weight[i]);
   }
   int d = 0;
   for (; d + kOutputRegs * kRegLanes <= dim; d += kOutputRegs * kRegLanes)
@@ -298,21 +315,8 @@ inline void attend_whole_block(MatrixUnits& units, int first, int end, const Hea
     for (int i = 0; i < rows; i++) {
       for (const int ahead = lines * (r - first + i + 1) / (end - first); prefetched < ahead; prefetched++)
         prefetch(reinterpret_cast<const char*>(next) + 64 * prefetched);
-      Floats score[kGroups];
-      Floats block_max = broadcast(-INFINITY);
-      for (int g = 0; g < kGroups; g++) {
-        score[g] = heads.score(load(&scores[i][g * kLanes]));
-        block_max = maximum(block_max, score[g]);
-      }
-      float& max = s.max[r + i];
-      const float old_max = max;
-      const float new_max = largest(block_max);
-      max = new_max > old_max ? new_max : old_max;
-      const float rescale = old_max == max ? 1.0f : exponential(broadcast(old_max - max))[0];
-      float* mass = &s.mass[(r + i) * kLanes];
-      Floats sum = load(mass) * rescale;
-      for (int g = 0; g < kGroups; g++) sum += store_rounded(weight[i] + g * kLanes, exponential(score[g] - max));
-      store(mass, sum);
+      const float rescale = compute_weights(heads, 0, kBlock, scores[i], s.max[r + i], &s.mass[(r + i) * kLanes],
+                                            weight[i]);
       float* sums = &s.sums[size_t(r + i) * dim];
       for (int d = 0; rescale != 1.0f && d < dim; d += kLanes) store(sums + d, load(sums + d) * rescale);
     }

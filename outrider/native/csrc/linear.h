@@ -59,36 +59,53 @@ inline void copy_row(const Rows& rows, int r, const float* x, int size) {
   for (int i = size; i < padded(size); i++) set(out[i], 0.0f);
 }
 
-// Write input number i of a row, in the layout for weights of `bits` bits.
-inline void set_byte(int32_t* row, int bits, int i, int32_t value) {
-  if (byte_words(bits) == 1)
-    reinterpret_cast<int8_t*>(row)[i] = int8_t(value);
-  else
-    reinterpret_cast<int16_t*>(row)[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = int16_t(value);
+// Write `count` inputs of a row from number `begin` on, in the layout for weights of `bits` bits.
+inline void set_bytes(int32_t* row, int bits, int begin, const int32_t* values, int count) {
+  if (byte_words(bits) == 1) {
+    auto* out = reinterpret_cast<int8_t*>(row) + begin;
+    for (int i = 0; i < count; i++) out[i] = int8_t(values[i]);
+    return;
+  }
+  auto* out = reinterpret_cast<int16_t*>(row) + begin;
+  for (int i = 0; i < count; i += 4) {
+    out[i] = int16_t(values[i]);
+    out[i + 1] = int16_t(values[i + 2]);
+    out[i + 2] = int16_t(values[i + 1]);
+    out[i + 3] = int16_t(values[i + 3]);
+  }
+}
+
+// Convert a group of inputs to bytes: row[begin ..] = round(x / scale). Set their scale and their sum.
+inline void pack_group(const float* x, int32_t* row, int begin, const Linear& layer, float& scale, int32_t& total) {
+  Floats sizes{};
+  for (int i = 0; i < layer.group; i += kRegLanes) {
+    const FloatReg size = bits<FloatReg>(bits<IntReg>(load_reg(x + i)) & 0x7fffffff);
+    float* lanes = reinterpret_cast<float*>(&sizes) + i % kLanes;
+    const FloatReg most = load_reg(lanes);
+    store(lanes, size > most ? size : most);  // leaves NaN out
+  }
+  const float max = largest(sizes);
+  scale = max / 127;
+  const float inverse = max > 0 ? 127 / max : 0;
+  int32_t values[kGroup];
+  for (int i = 0; i < layer.group; i += kRegLanes) store(values + i, to_nearest(load_reg(x + i) * inverse));
+  set_bytes(row, layer.bits, begin, values, layer.group);
+  total = 0;
+  for (int i = 0; i < layer.group; i++) total += values[i];
 }
 
 // Convert x [size] into row r, for a linear layer.
 inline void pack_row(const Rows& rows, int r, const float* x, int size, const Linear& layer) {
-  const int length = padded(size);
-  const int group = layer.group;
   if (layer.bits == 32) return copy_row<float>(rows, r, x, size);
   if (layer.bits == 16) return copy_row<InputBfloat16>(rows, r, x, size);
-  int32_t* out = rows.words + size_t(r) * rows.stride;
-  for (int g = 0; g < length / group; g++) {
-    int begin = g * group;
-    int end = std::min(begin + group, size);
-    float max = 0;
-    for (int i = begin; i < end; i++) max = std::max(max, std::fabs(x[i]));
-    float scale = max / 127;
-    float inverse = max > 0 ? 127 / max : 0;
-    int32_t total = 0;
-    for (int i = begin; i < begin + group; i++) {
-      int32_t value = i < end ? int32_t(std::nearbyint(x[i] * inverse)) : 0;
-      set_byte(out, layer.bits, i, value);
-      total += value;
-    }
-    rows.scale[size_t(r) * rows.groups + g] = scale;
-    rows.total[size_t(r) * rows.groups + g] = total;
+  int32_t* row = rows.words + size_t(r) * rows.stride;
+  for (int g = 0; g < padded(size) / layer.group; g++) {
+    const int begin = g * layer.group;
+    const int count = std::min(layer.group, size - begin);
+    float tail[kGroup] = {};  // the last inputs, and zeros
+    if (count > 0 && count < layer.group) std::memcpy(tail, x + begin, sizeof(float) * count);
+    const size_t at = size_t(r) * rows.groups + g;
+    pack_group(count == layer.group ? x + begin : tail, row, begin, layer, rows.scale[at], rows.total[at]);
   }
 }
 

@@ -4,6 +4,7 @@
 // operations. Automatic vectorization would compute the tail of a loop in another order than its body.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -48,13 +49,21 @@ inline FloatReg load_reg(const float* from) {
   return out;
 }
 
-template <class F>
-inline void store(float* to, F value) { std::memcpy(to, &value, sizeof value); }
+template <class To, class F>
+inline void store(To* to, F value) { std::memcpy(to, &value, sizeof value); }
 
 inline Floats broadcast(float value) { return Floats{} + value; }
 inline Ints broadcast(int32_t value) { return Ints{} + value; }
 
+// The numbers of the lanes.
 inline Ints lanes() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+inline IntReg reg_lanes() {
+  const Ints all = lanes();
+  IntReg out;
+  std::memcpy(&out, &all, sizeof out);
+  return out;
+}
 
 template <class To, class From>
 inline To bits(From value) {
@@ -115,6 +124,21 @@ inline float half_to_float(uint16_t raw) {
   return raw & 0x8000 ? -size : size;
 }
 
+// Round to the nearest integers, ties to even.
+inline IntReg to_nearest(FloatReg value) {
+#if defined(__AVX512F__)
+  return bits<IntReg>(_mm512_cvtps_epi32(bits<__m512>(value)));
+#elif defined(__AVX__)
+  return bits<IntReg>(_mm256_cvtps_epi32(bits<__m256>(value)));
+#elif defined(__SSE2__)
+  return bits<IntReg>(_mm_cvtps_epi32(bits<__m128>(value)));
+#else
+  IntReg out;
+  for (int i = 0; i < kRegLanes; i++) out[i] = int32_t(std::nearbyint(value[i]));
+  return out;
+#endif
+}
+
 inline FloatReg byte_to_float_reg(const int8_t* from) {
   typedef int8_t Bytes __attribute__((vector_size(kRegLanes)));
   Bytes raw;
@@ -122,75 +146,89 @@ inline FloatReg byte_to_float_reg(const int8_t* from) {
   return __builtin_convertvector(raw, FloatReg);
 }
 
-// Round to sixteen elements and store them. Return the rounded values as floats. A NaN stays a NaN.
-inline Floats store_rounded(uint16_t* to, Floats value) {
-  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-  const Ints raw = bits<Ints>(value);
-  const Ints nan = broadcast(0x7fc0);
-  const Ints upper = (raw + 0x7fff + ((raw >> 16) & 1)) >> 16;
-  const Ints half = value == value ? upper : nan;
+// Round to the elements of a register and store them. Return the rounded values as floats. A NaN stays a NaN.
+inline FloatReg store_rounded(uint16_t* to, FloatReg value) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kRegLanes)));
+  const IntReg raw = bits<IntReg>(value);
+  const IntReg nan = IntReg{} + 0x7fc0;
+  const IntReg upper = (raw + 0x7fff + ((raw >> 16) & 1)) >> 16;
+  const IntReg half = value == value ? upper : nan;
   const Halves out = __builtin_convertvector(half, Halves);
   std::memcpy(to, &out, sizeof out);
-  return bits<Floats>(half << 16);
+  return bits<FloatReg>(half << 16);
 }
 
-inline Floats store_rounded(float* to, Floats value) {
+inline FloatReg store_rounded(float* to, FloatReg value) {
   store(to, value);
   return value;
 }
 
-inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
-
-// Return the vector whose lane i is a[at[i]], or b[at[i] - 16] if at[i] is 16 or more.
-inline Ints permute(Ints a, Ints b, Ints at) {
-#if defined(__AVX512F__)
-  return bits<Ints>(_mm512_permutex2var_epi32(bits<__m512i>(a), bits<__m512i>(at), bits<__m512i>(b)));
-#else
-  Ints out;
-  for (int i = 0; i < kLanes; i++) out[i] = at[i] < kLanes ? a[at[i]] : b[at[i] - kLanes];
-  return out;
-#endif
-}
+template <class F>
+inline F maximum(F a, F b) { return a > b ? a : b; }
 
 // Combine the upper half of the lanes with the lower half until one lane is left.
 template <class Combine>
 inline float reduce(Floats value, Combine combine) {
+#if defined(__AVX512F__)
   for (int width = kLanes / 2; width; width /= 2) {
-    const Ints raw = bits<Ints>(value);
-    value = combine(value, bits<Floats>(permute(raw, raw, lanes() + width)));
+    const __m512i at = bits<__m512i>(lanes() + width);  // only the lower four bits count
+    value = combine(value, bits<Floats>(_mm512_permutexvar_ps(at, bits<__m512>(value))));
   }
   return value[0];
+#else
+  float lanes[kLanes];
+  store(lanes, value);
+  int width = kLanes / 2;
+  for (; width >= kRegLanes; width /= 2)
+    for (int i = 0; i < width; i += kRegLanes)
+      store(lanes + i, combine(load_reg(lanes + i), load_reg(lanes + i + width)));
+  for (; width; width /= 2)
+    for (int i = 0; i < width; i++) lanes[i] = combine(lanes[i], lanes[i + width]);
+  return lanes[0];
+#endif
 }
 
 inline float sum(Floats value) {
-  return reduce(value, [](Floats a, Floats b) { return a + b; });
+  return reduce(value, [](auto a, auto b) { return a + b; });
 }
 
-inline float largest(Floats value) { return reduce(value, maximum); }
+inline float largest(Floats value) {
+  return reduce(value, [](auto a, auto b) { return maximum(a, b); });
+}
 
 // e^x, accurate to about two units in the last place. Exactly 0 below -87, so masked scores get weight 0.
-inline Floats exponential(Floats x) {
-  Floats low = broadcast(-87.0f);
-  Floats high = broadcast(88.0f);
-  Floats clamped = x < low ? low : x;
+inline FloatReg exponential(FloatReg x) {
+  const FloatReg low = FloatReg{} - 87.0f;
+  const FloatReg high = FloatReg{} + 88.0f;
+  FloatReg clamped = x < low ? low : x;
   clamped = clamped > high ? high : clamped;
-  Floats shift = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Floats exponent = (clamped * 1.44269504f + shift) - shift;
-  Floats rest = clamped - exponent * 0.693359375f + exponent * 2.12194440e-4f;
-  Floats poly = broadcast(1.9875691500e-4f);
+  const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const FloatReg exponent = (clamped * 1.44269504f + shift) - shift;
+  const FloatReg rest = clamped - exponent * 0.693359375f + exponent * 2.12194440e-4f;
+  FloatReg poly = FloatReg{} + 1.9875691500e-4f;
   poly = poly * rest + 1.3981999507e-3f;
   poly = poly * rest + 8.3334519073e-3f;
   poly = poly * rest + 4.1665795894e-2f;
   poly = poly * rest + 1.6666665459e-1f;
   poly = poly * rest + 5.0000001201e-1f;
   poly = poly * rest * rest + rest + 1.0f;
-  Ints power = (__builtin_convertvector(exponent, Ints) + 127) << 23;
-  Floats out = poly * bits<Floats>(power);
-  return x < low ? Floats{} : out;
+  const IntReg power = (__builtin_convertvector(exponent, IntReg) + 127) << 23;
+  const FloatReg out = poly * bits<FloatReg>(power);
+  return x < low ? FloatReg{} : out;
 }
 
+#if !defined(__AVX512F__)
+inline Floats exponential(Floats x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  for (int i = 0; i < kLanes; i += kRegLanes) store(lanes + i, exponential(load_reg(lanes + i)));
+  return load(lanes);
+}
+#endif
+
 // cap tanh(x / cap), which is between -cap and cap.
-inline Floats capped(Floats x, float cap) { return cap - 2 * cap / (1.0f + exponential(x * (2 / cap))); }
+template <class F>
+inline F capped(F x, float cap) { return cap - 2 * cap / (1.0f + exponential(x * (2 / cap))); }
 
 // acc + w[even] x[even] + w[odd] x[odd], for a pair of bfloat16 in each lane.
 template <class F, class I>
