@@ -58,8 +58,8 @@ by token, and the logits of each branch of a token tree are those of the branch 
 | CUDA graphs | a pass has a fixed shape and never waits for the host, which is tested without a GPU | the same, and \
 `tests/gpu` on a GPU |
 
-On a GPU, mixtures of experts in float32 and Gemma 3n wait for the host in code of torch or transformers. Their passes are
-not recorded there; they run eagerly, with a warning.
+On a GPU, mixtures of experts in float32 and Gemma 3n wait for the host in code of torch or transformers. Their passes
+are not recorded there; they run eagerly, with a warning.
 
 """
 MAPPINGS = (
