@@ -42,6 +42,23 @@ def given_costs():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_rates():
+    """Measure the rates of the machine with a small buffer and small matrices: no test checks their values."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outrider.bench.rates._BUFFER", 1 << 20)
+        patch.setattr("outrider.bench.rates._MATRIX", (64, 64))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def short_evaluations():
+    """Let the evaluations of trainings generate few tokens. They take longer than the small trainings of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outrider.train.run._EVAL_TOKENS", 16)
+        yield
+
+
 @pytest.fixture
 def measured_costs(monkeypatch):
     """Measure the costs of passes, as outside the tests."""

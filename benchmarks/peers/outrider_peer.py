@@ -29,17 +29,19 @@ class Outrider:
     packages: Sequence[str] = ("outrider", "torch", "transformers")
 
     def __init__(self, args: Arguments) -> None:
-        from outrider import LLM, SamplingParams
-
         args.require(tuple(Mode), (*_OPTIONS, *_GGUF))
         proposer = _PROPOSERS.get(args.mode)
         if proposer is None:
             proposer = f"{args.mode}:{args.draft_folder()}"
         in_file = args.dtype in _GGUF
         precision = {} if in_file else _OPTIONS[args.dtype]
+        target = args.converted_model(args.target, ".gguf") if in_file else args.target
+
+        from outrider import LLM, SamplingParams  # after the checks, because it takes seconds
+
         self._params_class = SamplingParams
         self._llm = LLM(
-            args.converted_model(args.target, ".gguf") if in_file else args.target,
+            target,
             proposer=proposer,
             k=args.k,
             threads=args.threads,

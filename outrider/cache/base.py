@@ -197,6 +197,7 @@ def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Lay
     skip = 0 if has_feed else first
     feed_lengths = [len(feed) for feed in batch.feed]
     feed_begins = list(accumulate(feed_lengths, initial=0))
+    size = draft.size  # read from the tensor once
     spans = []
     nodes = []
     columns: list[int] = []  # indices into all feeds followed by all nodes
@@ -213,13 +214,13 @@ def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Lay
         )
         if has_feed:
             columns += range(feed_begins[b], feed_begins[b + 1])
-        first_node = feed_begins[-1] + b * draft.size + skip
+        first_node = feed_begins[-1] + b * size + skip
         columns += range(first_node, first_node + drafted)
         roots = 1 if has_feed else 0  # the last column of the feed is node 0
         kept = range(end - drafted - roots, end)
         indices = list(range(len(keep), len(keep) + len(kept)))
         padding = indices[0] if indices else 0
-        nodes.append(indices + [padding] * (roots + draft.size - skip - len(indices)))
+        nodes.append(indices + [padding] * (roots + size - skip - len(indices)))
         keep += kept
         begin = end
     dense = [index for indices in nodes for index in indices] == list(range(len(keep)))

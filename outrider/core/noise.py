@@ -114,7 +114,8 @@ def derive_seed(seed: int, index: int) -> int:
     """Return the seed of the `index`-th completion of a request. The first one has the seed of the request."""
     if index == 0:
         return seed
-    return int(mix(torch.tensor(seed) + torch.tensor(index) * GOLDEN)) & (2**63 - 1)
+    bits: NDArray[np.int64] = np.array([seed]) + np.array([index]) * GOLDEN  # arrays wrap around without a warning
+    return int(mix(bits)[0]) & (2**63 - 1)
 
 
 def to_uniform(bits: torch.Tensor) -> torch.Tensor:

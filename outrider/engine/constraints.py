@@ -115,7 +115,8 @@ def apply_constraints(batch: Batch, draft: Draft, vocab: int) -> ConstrainedDraf
     """
     if not any(seq.matcher for seq in batch.seqs):
         return ConstrainedDraft(draft=draft)
-    constrained = [b for b, seq in enumerate(batch.seqs) if seq.matcher and batch.emits[b]]
+    emits = batch.emits
+    constrained = [b for b, seq in enumerate(batch.seqs) if seq.matcher and emits[b]]
     trees = _host_nodes(draft)
     walks = {}
     for b in constrained:

@@ -81,7 +81,11 @@ class Scheduler:
         The result includes requests whose grammar cannot be started. They have a `finish_reason` and no slot.
         """
         admitted = []
-        while self._waiting and self._free and (self._unfed_tokens() < self._prompt_budget() or not self._running):
+        # Kept up to date below. To count all sequences again for each new one takes long if there are hundreds.
+        ends = {running.slot: self._reserved_length(running) for running in self._running}
+        unfed = self._unfed_tokens()
+        decoding = self._num_decoding()
+        while self._waiting and self._free and (unfed < self._prefill_budget.chunk(decoding) or not self._running):
             seq = self._waiting[0][1]
             slot = self._free[0]  # the lowest slot, so that running sequences are neighbors in memory
             if not self._start_grammar(seq):
@@ -89,19 +93,22 @@ class Scheduler:
                 admitted.append(seq)
                 continue
             seq.num_cached_tokens = cache.admit(slot, seq.token_ids, seq.request.params.scope)
-            ends = {running.slot: self._reserved_length(running) for running in self._running}
-            if self._running and not cache.fits({**ends, slot: self._reserved_length(seq)}):
+            ends[slot] = self._reserved_length(seq)
+            if self._running and not cache.fits(ends):
                 cache.release(slot)
                 break
             heapq.heappop(self._waiting)
             seq.slot = heapq.heappop(self._free)
             insort(self._running, seq, key=attrgetter("rank"))
             admitted.append(seq)
+            missing = len(seq.token_ids) - seq.num_cached_tokens
+            unfed += missing if missing > 1 else 0
+            decoding += missing == 1
         return admitted
 
     def next(self) -> Batch:
         """Return the batch of this round, ordered by slot. Draft budgets are the most that each sequence can use."""
-        prompt_budget = self._prompt_budget()
+        prompt_budget = self._prefill_budget.chunk(self._num_decoding())
         feed_lengths: dict[int, int] = {}
         for seq in self._running:
             missing = len(seq.token_ids) - seq.num_cached_tokens
@@ -196,9 +203,9 @@ class Scheduler:
         missing = (len(seq.token_ids) - seq.num_cached_tokens for seq in self._running)
         return sum(count for count in missing if count > 1)
 
-    def _prompt_budget(self) -> int:
-        """Return the number of prompt tokens that this round may process."""
-        return self._prefill_budget.chunk(sum(len(seq.token_ids) - seq.num_cached_tokens == 1 for seq in self._running))
+    def _num_decoding(self) -> int:
+        """Return the number of running sequences that have no prompt tokens to feed."""
+        return sum(len(seq.token_ids) - seq.num_cached_tokens == 1 for seq in self._running)
 
     def _reserved_length(self, seq: SequenceState) -> int:
         """Return the length that a sequence may soon have, for which memory is reserved."""

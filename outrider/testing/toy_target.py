@@ -67,10 +67,11 @@ class ToyTarget:
         self.cache.stage(batch, draft, first)
         parents = draft.parent.tolist()
         tokens = draft.tokens.clamp(0, self.vocab - 1).tolist()
+        size = draft.size
         last_two = []  # [B, 1 + N, 2] the last two tokens at each node
         for b, (seq, feed) in enumerate(zip(batch.seqs, batch.feed, strict=True)):
-            pairs = [tuple([0, 0, *self.cache.text[seq.slot], *feed][-2:])]
-            for node in range(draft.size):
+            pairs = [tuple([0, 0, *self.cache.text[seq.slot][-2:], *feed][-2:])]
+            for node in range(size):
                 pairs.append((pairs[parents[b][node] + 1][1], tokens[b][node]))
             last_two.append(pairs[max(first + 1, 0) :])
         index = torch.tensor(last_two)

@@ -399,7 +399,7 @@ def test_wrong_native_rule_fails(monkeypatch):
         return replace(verdict, bonus=verdict.bonus ^ 1) if draft.size else verdict
 
     monkeypatch.setattr(rules, "_verify", wrong_verify)
-    report = run_audit(None, "ngram", k=3, prompts=None, samples=100, device="cpu", threads=1, tokens=8, console=None)
+    report = run_audit(str(embedded("nano")), "ngram", prompts=None, console=None, **QUICK)
     assert not report["passed"]
 
 

@@ -121,13 +121,6 @@ def test_unreadable_prompt_file(tmp_path):
         read_prompts(tmp_path / "binary")
 
 
-@pytest.fixture(autouse=True)
-def quick_rates(monkeypatch):
-    """Measure rates with a small buffer and small matrices, because these tests do not check their values."""
-    monkeypatch.setattr("outrider.bench.rates._BUFFER", 1 << 20)
-    monkeypatch.setattr("outrider.bench.rates._MATRIX", (64, 64))
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"repeats": 0}, {"batch": 0}, {"limit": 0}, {"k": 0}, {"max_tokens": 1}, {"peer": "x"}, {"temperature": -1}],

@@ -18,6 +18,7 @@ from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings, Sweep
 from outrider.bench.table import show
 from outrider.cli.app import app
+from outrider.loader.embedded import embedded
 from outrider.report.page import check_report, write_report
 
 TITLES = [
@@ -40,11 +41,10 @@ def document(tmp_path_factory):
     lines = [{"category": "a<b>&c", "prompt": "<|endoftext|>import os\n"}, {"category": "talk", "prompt": "One two"}]
     file.write_text("\n".join(map(json.dumps, lines)))
     sweep = Sweep(k=(0, 2), batch=(1, 2), context=(32, 64), temperature=(0.0, 1.0))
-    settings = Settings(prompts=str(file), repeats=1, max_tokens=6, dtype="float32", sweep=sweep)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.bench.rates._BUFFER", 1 << 20)
-        patch.setattr("outrider.bench.rates._MATRIX", (64, 64))
-        return json.loads(json.dumps(run_bench(settings, progress=Console(quiet=True))))
+    nano = str(embedded("nano"))
+    models = {"target": nano, "proposer": f"draft:{nano}", "dtype": "float32"}
+    settings = Settings(prompts=str(file), repeats=1, max_tokens=6, sweep=sweep, **models)
+    return json.loads(json.dumps(run_bench(settings, progress=Console(quiet=True))))
 
 
 class PageParser(HTMLParser):

@@ -32,12 +32,6 @@ def prompts(tmp_path):
     return str(file)
 
 
-@pytest.fixture(autouse=True)
-def quick_rates(monkeypatch):
-    monkeypatch.setattr("outrider.bench.rates._BUFFER", 1 << 20)
-    monkeypatch.setattr("outrider.bench.rates._MATRIX", (64, 64))
-
-
 @pytest.mark.parametrize(
     ("text", "values"),
     [("4", (4,)), ("1,2,4", (1, 2, 4)), ("0..3", (0, 1, 2, 3)), ("0..2, 8,2", (0, 1, 2, 8)), ("5..5", (5,))],

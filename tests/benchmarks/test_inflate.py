@@ -249,6 +249,14 @@ def test_embedded_models_in_float32(name, dims):
     assert compare(small, large, small_outputs).worst_logit < 1e-3
 
 
+@pytest.fixture(scope="module")
+def rounded():
+    """The model in bfloat16, its greedy outputs, and how far its logits are from those in float32."""
+    model = load(MODELS / "nano", torch.bfloat16)
+    outputs = greedy(model, MODELS / "nano", PROMPTS[:4], 24)
+    return model, outputs, compare(load(MODELS / "nano", torch.float32), model, outputs)
+
+
 @pytest.mark.parametrize(
     ("dims", "share"),  # share: of the difference between the small model in bfloat16 and in float32
     [
@@ -258,14 +266,11 @@ def test_embedded_models_in_float32(name, dims):
         (Dims(hidden=700, layers=4, heads=10, kv_heads=5, head_dim=128, vocab=12345, untie=True), 1.5),
     ],
 )
-def test_difference_in_bfloat16_is_small(dims, share):
-    exact = load(MODELS / "nano", torch.float32)
-    rounded = load(MODELS / "nano", torch.bfloat16)
-    large = inflated(rounded, dims)
+def test_difference_in_bfloat16_is_small(dims, share, rounded):
+    model, outputs, rounding = rounded
+    large = inflated(model, dims)
     assert large.dtype == torch.bfloat16
-    outputs = greedy(rounded, MODELS / "nano", PROMPTS[:4], 24)
-    rounding = compare(exact, rounded, outputs)
-    inflation = compare(rounded, large, outputs)
+    inflation = compare(model, large, outputs)
     assert inflation.mean_logit < share * rounding.mean_logit
     assert inflation.same >= 0.95 * inflation.positions
 

@@ -101,8 +101,8 @@ def test_workers_that_run_and_workers_that_fail(run, fake_python):
     assert missing["error"] in text
 
 
-def test_exit_code_if_no_contestant_runs(run):
-    done = run("vllm:plain", "--python", "vllm=no/such/python")
+def test_exit_code_if_no_contestant_runs(options):
+    done = run_script(INTERLEAVE, "vllm:plain", "--python", "vllm=no/such/python", *options)
     assert done.returncode == 1
     assert "error" in json.loads(done.stdout.splitlines()[-1])["contestants"][0]
 

@@ -32,6 +32,8 @@ from outrider.report.console import print_document
 
 CODE = "<|endoftext|>import os\nimport sys\n"
 QUESTION = "What is 17 + 25?"
+NANO = str(embedded("nano"))
+SMALL = ("--target", NANO, "--proposer", f"draft:{NANO}")  # loads faster than the default pair
 
 
 def invoke(*words, text=None, env=None):
@@ -39,7 +41,8 @@ def invoke(*words, text=None, env=None):
 
 
 def run(*words, text=None, env=None):
-    result = invoke("run", "--max-tokens", "8", "--dtype", "float32", "--threads", "1", *words, text=text, env=env)
+    fixed = ("--max-tokens", "8", "--dtype", "float32", "--threads", "1")
+    result = invoke("run", *SMALL, *fixed, *words, text=text, env=env)
     assert result.exit_code == 0, result.output
     return result
 
@@ -136,6 +139,12 @@ def test_run_prints_text_to_stdout_and_the_summary_to_stderr(greedy):
         assert word in result.stderr
     assert "seed" not in result.stderr
     assert "\x1b" not in result.output
+
+
+def test_default_models():
+    result = invoke("run", "--max-tokens", "8", "--dtype", "float32", "--threads", "1", "--json", "--k", "4", CODE)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["stats"]["tau"] > 1
 
 
 def test_json_document(greedy):

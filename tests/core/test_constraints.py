@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import jsonschema
 import pytest
@@ -34,7 +35,7 @@ from outrider.verify.rules import EXACT
 from tests.helpers import grammar_cases, tiny
 from tests.helpers.engines import make_engine, tightened
 
-NUM_SCHEMAS = 200
+NUM_SCHEMAS = 100
 PERSON = {
     "type": "object",
     "properties": {
@@ -90,7 +91,8 @@ def check_valid(seqs, constraints):
         num_cut += seq.finish_reason is FinishReason.LENGTH
         if seq.finish_reason is FinishReason.STOP:
             text = grammar_cases.words().decode(seq.token_ids[2:], skip_special_tokens=True)
-            jsonschema.validate(json.loads(text), json.loads(constraint.source))
+            # `jsonschema.validate` checks the schema too, which takes longer than all else.
+            jsonschema.Draft202012Validator(json.loads(constraint.source)).validate(json.loads(text))
     assert num_cut < len(seqs) / 6  # a greedy toy model may generate digits forever
 
 
@@ -105,13 +107,15 @@ SAMPLED = [("draft", "coupled"), ("merge", "walk"), ("tree", "coupled")]
 
 @pytest.fixture(scope="module")
 def plain(grammars, schemas):
-    """Outputs of plain constrained decoding: greedy, and sampled with each rule whose noise depends on the position."""
-    outputs = {(0.0, ""): outputs_of(texts(grammars, schemas, k=0)[0])}
-    for verifier in ("walk", "coupled"):
-        seqs, stats = texts(grammars, schemas, k=0, verifier=verifier, temperature=1.0)
+    """A function that returns outputs of plain decoding. Sampled ones depend on the noise that the verifier uses."""
+
+    @cache
+    def outputs(temperature, verifier="walk"):
+        seqs, stats = texts(grammars, schemas, k=0, verifier=verifier, temperature=temperature)
         assert stats.passes == stats.output_tokens
         check_valid(seqs, schemas)
-        outputs[1.0, verifier] = outputs_of(seqs)
+        return outputs_of(seqs)
+
     return outputs
 
 
@@ -119,7 +123,7 @@ def plain(grammars, schemas):
 def test_greedy_outputs_match_schemas_and_equal_plain_decoding(grammars, schemas, plain, proposer, verifier):
     seqs, stats = texts(grammars, schemas, proposer, verifier=verifier)
     check_valid(seqs, schemas)
-    assert outputs_of(seqs) == plain[0.0, ""]
+    assert outputs_of(seqs) == plain(0.0)
     assert stats.tau > 1.3
 
 
@@ -128,7 +132,7 @@ def test_greedy_outputs_match_schemas_and_equal_plain_decoding(grammars, schemas
 def test_sampled_outputs_match_schemas_and_equal_plain_decoding(grammars, schemas, plain, proposer, verifier):
     seqs, stats = texts(grammars, schemas, proposer, verifier=verifier, temperature=1.0)
     check_valid(seqs, schemas)
-    assert outputs_of(seqs) == plain[1.0, verifier]
+    assert outputs_of(seqs) == plain(1.0, verifier)
     assert stats.tau > 1.3
 
 
@@ -147,8 +151,7 @@ def test_many_schemas(grammars, proposer, verifier, temperature):
 ALPHABET, LANGUAGE = "abcde", ["a", "ab", "abd", "bcda", "bcdb", "bcdbe", "cc", "ca", "eeee"]
 
 
-@pytest.mark.parametrize("proposer", ["none", "ngram", "draft"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("proposer", "temperature"), [("none", 0.0), ("ngram", 1.0), ("draft", 0.0), ("draft", 1.0)])
 def test_preempted_sequences_keep_their_grammars(grammars, schemas, proposer, temperature):
     large, small = (
         make_engine(target, PROPOSERS[proposer], rows=4)

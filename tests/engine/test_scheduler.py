@@ -13,7 +13,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.errors import OutriderError
 from outrider.testing import ToyTarget
 from tests.helpers.conformance import EVERY, PROPOSERS
-from tests.helpers.engines import make_engine, run
+from tests.helpers.engines import make_engine, run, tightened
 
 
 def request(id, prompt, limit=5):
@@ -149,3 +149,29 @@ def test_admission_waits_until_the_prompt_can_be_fed():
         engine.add(request(id, 25, limit=3))
     assert {seq.request.id for seq in engine.step()} == {0}
     assert sorted(finish_order(engine)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "admitted"),
+    [
+        ((5, 5, 5, 5), 2),  # the first two have more tokens than the round may feed
+        ((8, 2), 1),
+        ((1, 1, 1, 1), 4),  # one token is no prompt to feed
+        ((1, 1, 6, 2), 3),  # sequences of one token leave 6 tokens of the round
+        ((1, 1, 5, 2), 4),
+    ],
+)
+def test_admission_stops_when_the_round_is_full(prompts, admitted):
+    scheduler = Scheduler(slots=4, chunk=8, context=64)
+    for id, prompt in enumerate(prompts):
+        scheduler.add(request(id, prompt))
+    assert len(scheduler.admit(ToyTarget().cache)) == admitted
+
+
+def test_admission_reserves_memory_for_all_running_sequences():
+    scheduler = Scheduler(slots=4, chunk=64, context=64)
+    for id in range(4):
+        scheduler.add(request(id, 4, limit=6))
+    cache = tightened(ToyTarget(), 35).cache  # each sequence needs 10 tokens
+    assert len(scheduler.admit(cache)) == 3
+    assert scheduler.admit(cache) == []

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from outrider.audit.prompts import DEFAULT
 from outrider.cli.app import app
 from outrider.errors import OutriderError
 from outrider.fit import checks, run, stages
@@ -41,11 +42,9 @@ QUICK = {
 
 @pytest.fixture(autouse=True, scope="module")
 def given_training_costs():
-    """Nobody looks at speeds here, so costs and rates need not be measured."""
+    """Nobody looks at speeds here, so costs need not be measured."""
     cost = PassCost(tokens=(1, 64), seconds=(1.0, 1.0), entry=0.0, pair=0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.bench.rates._BUFFER", 1 << 20)
-        patch.setattr("outrider.bench.rates._MATRIX", (64, 64))
         patch.setattr("outrider.train.run.known_costs", lambda target, draft: CostModel(target=cost, draft=cost))
         yield
 
@@ -297,7 +296,8 @@ def test_certificate_of_chosen_proposer(fit, copied, monkeypatch):
     assert document["fit"]["certificate"]["passed"] is False
 
 
-def test_real_audit(target):
+def test_real_audit(target, monkeypatch):
+    monkeypatch.setattr("outrider.audit.prompts.DEFAULT", DEFAULT[:2])
     settings = Settings(out="out", target=str(target), samples=100, threads=1, kernels="torch")
     found = stages.certify(settings, target, "ngram", 2, "torch", run.Console(quiet=True))
     assert found["passed"] is True

@@ -48,6 +48,7 @@ class FakeEngine:
         self.defect = ""
         self._models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (target, draft)]
         self._known: dict[tuple[int, tuple[int, ...]], np.ndarray] = {}
+        self._warps: dict[tuple[Any, ...], np.ndarray] = {}
 
     def generate(self, prompt: list[int], body: dict[str, Any]) -> list[int]:
         """Return the output tokens of a request."""
@@ -93,23 +94,32 @@ class FakeEngine:
         if self.defect == "greedy":
             temperature = 0.0
         filters = not (self.defect == "late filters" and not late and output)
-        return warp(self._logits(0, prompt + output), body, counted, temperature, filters)
+        return self._warped(0, prompt + output, body, counted, temperature, filters)
 
     def _q(self, prompt: list[int], output: list[int], body: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return the distribution that the draft samples from, and the one that the verifier is told."""
-        logits = self._logits(1, prompt + output)
         filters = self.defect != "late filters"
-        stated = warp(logits, body, output, body["temperature"], filters)
+        stated = self._warped(1, prompt + output, body, output, body["temperature"], filters)
         drawn = stated
         if self.defect == "hot draft":
-            drawn = warp(logits, body, output, 1.0, filters)
+            drawn = self._warped(1, prompt + output, body, output, 1.0, filters)
         if self.defect == "greedy draft":
-            drawn = warp(logits, body, output, 0.0, filters)
+            drawn = self._warped(1, prompt + output, body, output, 0.0, filters)
         return drawn, stated
 
     def _draw(self, rng: np.random.Generator, probs: np.ndarray) -> int:
         edges = probs.cumsum()
         return int(np.searchsorted(edges, rng.random() * edges[-1], side="right").clip(max=len(probs) - 1))
+
+    def _warped(
+        self, which: int, text: list[int], body: dict[str, Any], counted: list[int], temperature: float, filters: bool
+    ) -> np.ndarray:
+        """Return what `warp` returns for the logits after a text. Samples often have the same beginning."""
+        settings = (body.get(name) for name in ("presence_penalty", "frequency_penalty", "top_k", "top_p"))
+        key = (which, tuple(text), tuple(counted), temperature, filters, *settings)
+        if key not in self._warps:
+            self._warps[key] = warp(self._logits(which, text), body, counted, temperature, filters)
+        return self._warps[key]
 
     def _logits(self, which: int, text: list[int]) -> np.ndarray:
         key = (which, tuple(text))

@@ -33,12 +33,17 @@ def torchrun(*words, timeout=300):
     )
 
 
-def two_processes(*words, timeout=120):
-    """Run a program in two ranks without torchrun, which would end one of them if the other one fails."""
+def _shared_environment():
+    """Return the environment of two ranks that torchrun does not start."""
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    return ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+
+
+def two_processes(*words, timeout=120):
+    """Run a program in two ranks without torchrun, which would end one of them if the other one fails."""
+    shared = _shared_environment()
     command = [sys.executable, *map(str, words)]
     processes = [
         subprocess.Popen(command, env=shared | {"RANK": str(rank)}, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -55,7 +60,14 @@ def two_processes(*words, timeout=120):
 def compare(cases, folder, *, timeout=300):
     """Run cases in two ranks and in this process."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    done = torchrun("tests/parallel/two_ranks.py", folder / "cases.json", folder, timeout=timeout)
+    done = subprocess.run(
+        [sys.executable, "tests/parallel/two_ranks.py", folder / "cases.json", folder],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=_shared_environment(),
+        timeout=timeout,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
     assert ranks[0] == ranks[1]

@@ -1,14 +1,20 @@
-"""What torchrun runs in each rank: complete the prompts of some cases and write the tokens, from every rank."""
+"""Complete the prompts of some cases in each rank, and write the tokens from every rank.
+
+torchrun or another launcher may start the ranks. Without one, this program forks them after its imports, which take
+longer than the cases.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing import start_processes
 
 from outrider.core.params import SamplingParams
 from outrider.errors import UnsupportedModel
@@ -25,9 +31,9 @@ from tests.helpers.recorder import FakeRecorder
 REAL_RECORDER = make._recorder
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 9, 5, 6], [100, 101], [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2]]
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=0.9, top_p=0.9, max_tokens=12, seed=3, ignore_eos=True),
-    SamplingParams(temperature=1.0, max_tokens=9, seed=4, logprobs=0),
+    SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_p=0.9, max_tokens=8, seed=3, ignore_eos=True),
+    SamplingParams(temperature=1.0, max_tokens=6, seed=4, logprobs=0),
 ]
 
 
@@ -107,9 +113,9 @@ def complete(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
+def main(cases: dict[str, Any], out: Path) -> None:
+    """Complete the cases in this rank."""
     torch.set_num_threads(1)
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     results = {}
     for name, options in cases.items():
         try:
@@ -120,3 +126,16 @@ if __name__ == "__main__":
     assert ranks is not None
     (out / f"{ranks.rank}.json").write_text(json.dumps(results))
     ranks.leave()
+
+
+def _forked(rank: int, *arguments: Any) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    main(*arguments)
+
+
+if __name__ == "__main__":
+    arguments = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    if "RANK" in os.environ:
+        main(*arguments)
+    else:
+        start_processes(_forked, arguments, nprocs=2, start_method="fork")

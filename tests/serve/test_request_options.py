@@ -53,13 +53,16 @@ def test_request_disables_speculation(switching_server, reference_llm):
     assert text_of(response) == expected_texts(reference_llm, [PROMPT])[0]
 
 
+@pytest.fixture(scope="module")
+def walk_llm():
+    return LLM(**{**OPTIONS, **SWITCH_OPTIONS}, max_num_seqs=4, verifier="walk")
+
+
 @pytest.mark.parametrize("verifier", ["siblings", "traversal", "coupled", "walk"])
-def test_request_chooses_verifier(verifier):
+def test_request_chooses_verifier(verifier, walk_llm):
     body = {**BODY, "temperature": 1, "seed": 8, "proposer": "ngram"}
     params = SamplingParams(temperature=1, seed=8, max_tokens=40, ignore_eos=True, proposer="ngram")
-    options = {**OPTIONS, **SWITCH_OPTIONS}
-    chosen_llm = LLM(**options, max_num_seqs=4, verifier=verifier)
-    walk_llm = LLM(**options, max_num_seqs=4, verifier="walk")
+    chosen_llm = LLM(**{**OPTIONS, **SWITCH_OPTIONS}, max_num_seqs=4, verifier=verifier)
     with serving(SWITCH_OPTIONS) as (url, _):
         # This request is alone and comes first. With some verifiers the text depends on the draft, and the draft on
         # what the proposer has learned.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -143,8 +144,8 @@ def test_included_models_are_named_by_what_exists(engine, tmp_path):
     assert "@" not in summary["command"]
     if engine == "llama.cpp":
         assert target == tmp_path / "out" / "target.gguf"
-        read = load_checkpoint(target, dtype="float32", device="cpu")
-        assert read.vocab == read_target_info(embedded("mini")).vocab
+        tokens = GGUFReader(target).fields["tokenizer.ggml.tokens"].data
+        assert len(tokens) == read_target_info(embedded("mini")).vocab
     else:
         assert target == embedded("mini")
     result, _ = export("@nano", "--for", engine, "--out", tmp_path / "other", "--k", 3, "--target", "@none")

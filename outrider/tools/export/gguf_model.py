@@ -12,7 +12,7 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.heads.files import TensorFiles, read_config
-from outrider.loader.gguf_tokenizer import rules
+from outrider.loader.gguf_tokenizer import make_tokenizer, rules
 from outrider.loader.tokenizer import read_tokenizer
 
 # model_type of transformers -> architecture of llama.cpp, for models whose tensors need no more than new names
@@ -21,6 +21,7 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 )
 _INTERLEAVED = ("llama", "mistral")  # llama.cpp stores the two halves of a rotary head as neighbors
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # kinds of tokens
+_TOKENIZER = "gpt2"  # llama.cpp's name of byte-level BPE
 # Texts on which the rules that split a text before BPE differ: digits, contractions, line breaks, other scripts.
 _SAMPLES = (
     "In 2026, 1234567 tokens:\n\n\tdef add(a, b):\n        return a + b  # it's\r\n",
@@ -106,7 +107,7 @@ def _add_tokenizer(writer: Any, folder: Path, vocab: int) -> None:
     for token, added in tokenizer.added_tokens_decoder.items():
         if token < vocab and added.special:
             kinds[token] = _CONTROL
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(_TOKENIZER)
     writer.add_token_list(names)
     writer.add_token_types(kinds)
     writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in model["merges"]])
@@ -169,10 +170,9 @@ def _add(writer: Any, gguf: Any, name: str, weight: torch.Tensor) -> None:
 
 def same_tokens(file: Path, folder: Path, texts: Sequence[str] = _SAMPLES) -> bool:
     """Return whether the tokenizer of a GGUF file gives the tokens of that of a folder."""
-    from outrider.loader.gguf import load_tokenizer, open_gguf
-
-    written = load_tokenizer(open_gguf(file))
     own = read_tokenizer(folder)
+    # Not `open_gguf`, which parses the file twice more. That takes seconds for a large vocabulary.
+    written = make_tokenizer(file, _TOKENIZER, find_rule(own, folder))
     return all(
         written.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False) for text in texts
     )
