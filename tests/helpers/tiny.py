@@ -141,6 +141,22 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@torch.inference_mode()
+def ranked_first(model: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The tokens that transformers ranks first after each prompt and after each beginning of its output.
+
+    They equal the outputs if and only if transformers' own greedy completions do. One pass without a cache computes
+    them all, because no token sees the padding behind it.
+    """
+    texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
+    longest = max(map(len, texts))
+    padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+    first = model(padded, use_cache=False).logits.argmax(-1).tolist()
+    return [
+        row[len(prompt) - 1 : len(text) - 1] for row, prompt, text in zip(first, prompts, texts, strict=True)
+    ]
+
+
 def greedy_of_source(model: Any, source: Sequence[int], count: int) -> list[int]:
     """transformers' own greedy output of an encoder-decoder model."""
     ids = torch.tensor([source])
