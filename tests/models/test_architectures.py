@@ -94,7 +94,7 @@ def test_tree_scores_equal_transformers_on_each_branch(name, shelf):
 @torch.inference_mode()
 def test_committed_cache_equals_fresh_prefill(name, shelf):
     rng = random.Random(5)
-    checkpoint = load_checkpoint(shelf.folder(name), dtype="float32", device="cpu")
+    checkpoint = shelf.checkpoint(name)
     target, fresh = (make_target(checkpoint, slots=4, context=128) for _ in range(2))
     for slots in (SLOTS, (0, 2), (3,)):  # slots are reused
         seqs = [tiny.admit(target, slot, tiny.text(rng, rng.randint(1, 20))) for slot in slots]
