@@ -80,9 +80,7 @@ def test_text_does_not_change(kernels, proposer, ids, tmp_path):
     llm = LLM(None, proposer=f"{proposer}:{folder}", k=3, **options)
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, max_tokens=20, seed=1)
-        plain, drafted = (
-            llm.generate(["def add(a, b):", "The cat"], replace(params, k=k)) for k in (0, 3)
-        )
+        plain, drafted = (llm.generate(["def add(a, b):", "The cat"], replace(params, k=k)) for k in (0, 3))
         assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
         assert not sum(each.stats.draft_tokens for each in plain)
         assert all(each.stats.draft_tokens for each in drafted)

@@ -19,7 +19,7 @@ from tests.helpers.conformance import CACHES, LEARNING, PROPOSERS
 
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_proposer(name):
-    check_proposer(PROPOSERS[name], trials=10)
+    check_proposer(PROPOSERS[name], trials=6)
 
 
 @pytest.mark.slow
