@@ -64,7 +64,6 @@ class ToyTarget:
         self.table = torch.randn(vocab, vocab, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
-        self.cache.stage(batch, draft, first)
         parents = draft.parent.tolist()
         tokens = draft.tokens.clamp(0, self.vocab - 1).tolist()
         size = draft.size

@@ -78,7 +78,7 @@ def test_import_without_the_target(case, tmp_path):
 @pytest.fixture(scope="module")
 def plain_output():
     """The greedy output of the embedded target without drafting."""
-    params = SamplingParams(temperature=0, max_tokens=24)
+    params = SamplingParams(temperature=0, max_tokens=12)
     return token_ids(LLM(proposer="none", **OPTIONS).generate(PROMPTS, params))
 
 
@@ -87,7 +87,7 @@ def test_output_equals_plain_decoding(case, plain_output, tmp_path):
     export_case(tmp_path, case, read_target_info(embedded("mini")), of=MINI)
     llm = guessed_by(f"draft:{tmp_path}", k=3)
     assert isinstance(llm.parts.proposer, HeadProposer)
-    completions = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
+    completions = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
     assert token_ids(completions) == plain_output
     assert sum(completion.stats.draft_tokens for completion in completions)
 
@@ -97,7 +97,7 @@ def test_output_with_draft_trees_equals_plain_decoding(case, plain_output, tmp_p
     export_case(tmp_path, case, read_target_info(embedded("mini")), of=MINI)
     llm = LLM(proposer=f"tree:{tmp_path}", **OPTIONS)
     assert isinstance(llm.parts.proposer, HeadTreeProposer)
-    completions = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
+    completions = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
     assert token_ids(completions) == plain_output
 
 
@@ -127,5 +127,5 @@ def test_full_model_is_a_draft_head_only_for_its_own_target(plain_output, tmp_pa
     assert is_head(tmp_path, lambda: read_target_info(embedded("mini")))
     llm = LLM(proposer=f"draft:{tmp_path}", **OPTIONS)
     assert isinstance(llm.parts.proposer, HeadProposer)
-    completions = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
+    completions = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
     assert token_ids(completions) == plain_output

@@ -60,14 +60,14 @@ def test_window_of_a_head_does_not_change_the_output(kernels, tmp_path):
     write_head(tmp_path, make_module(describe("eagle3", MINI)), dtype=torch.float32)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
-    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     options = {"dtype": "float32", "kernels": kernels, "max_num_seqs": 1, "max_model_len": 96}
     plain = LLM(None, proposer="none", k=0, **options).generate(["Once upon"], params)[0]
     for window in (None, 16):
         llm = LLM(None, proposer=f"draft:{tmp_path}", k=3, draft_window=window, **options)
         drafted = llm.generate(["Once upon"], params)[0]
         assert drafted.token_ids == plain.token_ids
-        assert drafted.stats.draft_tokens > 50
+        assert drafted.stats.draft_tokens > 40
 
 
 def test_heads_without_attention_to_tokens_refuse_a_window(tmp_path):

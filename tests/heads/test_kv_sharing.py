@@ -194,7 +194,7 @@ def test_recorded_entries_equal_the_targets_cache(nano):
         target.cache.release(0)
 
 
-@pytest.mark.parametrize("centroids", [0, 96])
+@pytest.mark.parametrize("centroids", [pytest.param(0, marks=pytest.mark.slow), 96])
 def test_training_lowers_the_loss_and_raises_acceptance(centroids, nano):
     target = nano.target
     tables = nano.tables

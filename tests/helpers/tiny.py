@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from outrider.errors import UnsupportedModel
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.base import Target
+from outrider.models.checkpoint import Checkpoint
 from outrider.native.library import load_library
 from outrider.testing import random_tree
 from outrider.testing.drive import append, make_round
@@ -113,11 +116,12 @@ def _config(name: str) -> PreTrainedConfig:
 
 
 class Shelf:
-    """Folders of models by name, each made once, and transformers' own models read from them."""
+    """Folders of models by name, each made once, and models read from them, each once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._models: dict[str, Any] = {}
+        self._checkpoints: dict[tuple[str, str], Checkpoint] = {}
 
     def folder(self, name: str) -> Path:
         path = self._root / name
@@ -134,9 +138,15 @@ class Shelf:
             self._models[name] = model.eval()
         return self._models[name]
 
+    def checkpoint(self, name: str, dtype: str = "float32") -> Checkpoint:
+        """A checkpoint with a model of its own. A copy takes a tenth of the time of reading the folder again."""
+        if (name, dtype) not in self._checkpoints:
+            self._checkpoints[name, dtype] = load_checkpoint(self.folder(name), dtype=dtype, device="cpu")
+        checkpoint = self._checkpoints[name, dtype]
+        return replace(checkpoint, model=copy.deepcopy(checkpoint.model))
+
     def target(self, name: str, layers: Sequence[int] = (), dtype: str = "float32") -> Target:
-        checkpoint = load_checkpoint(self.folder(name), dtype=dtype, device="cpu")
-        target = make_target(checkpoint, slots=4, context=128)
+        target = make_target(self.checkpoint(name, dtype), slots=4, context=128)
         target.export_hidden_states(layers)
         return target
 
@@ -153,6 +163,18 @@ def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+@torch.inference_mode()
+def ranked_first(model: Any, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The tokens that transformers ranks first after each prompt and after each beginning of its output.
+
+    They equal the outputs if and only if transformers' own greedy completions do. One pass without a cache computes
+    them all, because no token sees the padding behind it.
+    """
+    texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
+    first = model(_padded(texts), use_cache=False).logits.argmax(-1).tolist()
+    return [row[len(prompt) - 1 : len(text) - 1] for row, prompt, text in zip(first, prompts, texts, strict=True)]
+
+
 def greedy_of_source(model: Any, source: Sequence[int], count: int) -> list[int]:
     """transformers' own greedy output of an encoder-decoder model."""
     ids = torch.tensor([source])
@@ -160,6 +182,31 @@ def greedy_of_source(model: Any, source: Sequence[int], count: int) -> list[int]
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
     )
     return out[0, 1:].tolist()
+
+
+@torch.inference_mode()
+def ranked_first_of_sources(
+    model: Any, sources: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """`ranked_first` of an encoder-decoder model, whose outputs begin with token 0."""
+    texts = [[0, *output[:-1]] for output in outputs]
+    logits = model(
+        input_ids=_padded(sources),
+        attention_mask=_mask(sources),
+        decoder_input_ids=_padded(texts),
+        decoder_attention_mask=_mask(texts),
+        use_cache=False,
+    ).logits
+    return [row[: len(text)] for row, text in zip(logits.argmax(-1).tolist(), texts, strict=True)]
+
+
+def _padded(texts: Sequence[Sequence[int]]) -> torch.Tensor:
+    longest = max(map(len, texts))
+    return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+
+
+def _mask(texts: Sequence[Sequence[int]]) -> torch.Tensor:
+    return _padded([[1] * len(text) for text in texts])
 
 
 def text(rng: random.Random, length: int) -> list[int]:

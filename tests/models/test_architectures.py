@@ -18,7 +18,8 @@ from outrider.testing import check_cache, random_tree
 from tests.helpers import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # GPTBigCode
-LENGTHS = (31, 5, 18, 11, 1)  # of prompts; windows have 8 tokens and prefill chunks 7
+LENGTHS = (31, 5, 18, 11, 1)  # of prompts; windows have 8 tokens and prefill chunks 9
+MAX_TOKENS = 12
 TOLERANCE = 1e-4  # relative to the norm of the logits
 SLOTS = (0, 1, 3)
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if tiny.TABLE[name].rare else name for name in tiny.ARCHITECTURES]
@@ -36,26 +37,29 @@ def relative_error(actual, expected):
     return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.fixture(scope="module", params=NAMES)
+def name(request):
+    """The name of an architecture. All tests of one run together, and share its files and models."""
+    return request.param
+
+
 def test_greedy_output_equals_transformers(name, shelf):
+    """With drafts, and in the same batch without. One output is compared with `generate` itself."""
     rng = random.Random(3)
     prompts = [tiny.text(rng, length) for length in LENGTHS]
-    expected = [tiny.greedy(shelf.model(name), prompt, 24) for prompt in prompts]
-    for proposer in ("none", "ngram"):
-        options = {
-            "dtype": "float32",
-            "device": "cpu",
-            "max_num_seqs": 3,
-            "max_model_len": 64,
-            "max_num_batched_tokens": 7,
-        }
-        llm = LLM(shelf.folder(name), proposer=proposer, k=4, **options)
-        completions = llm.generate(prompts, SamplingParams(max_tokens=24))
-        assert [list(completion.token_ids) for completion in completions] == expected, proposer
+    prompts += prompts[:2]
+    params = [SamplingParams(max_tokens=MAX_TOKENS, k=k) for k in (4,) * len(LENGTHS) + (0, 0)]
+    options = {"dtype": "float32", "device": "cpu", "max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 9}
+    llm = LLM(shelf.folder(name), proposer="ngram", k=4, **options)
+    completions = llm.generate(prompts, params)
+    outputs = [list(completion.token_ids) for completion in completions]
+    assert list(map(len, outputs)) == [MAX_TOKENS] * len(prompts)
+    assert outputs == tiny.ranked_first(shelf.model(name), prompts, outputs)
+    assert outputs[1] == tiny.greedy(shelf.model(name), prompts[1], MAX_TOKENS)
+    assert all(completion.stats.draft_tokens == 0 for completion in completions[-2:])
     assert llm.stats.draft_tokens > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_tree_scores_equal_transformers_on_each_branch(name, shelf):
     rng = random.Random(4)
@@ -87,12 +91,11 @@ def test_tree_scores_equal_transformers_on_each_branch(name, shelf):
             assert relative_error(scores.logits[b, nodes], alone.logits[0]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_committed_cache_equals_fresh_prefill(name, shelf):
     rng = random.Random(5)
-    target = shelf.target(name)
-    fresh = shelf.target(name)
+    checkpoint = shelf.checkpoint(name)
+    target, fresh = (make_target(checkpoint, slots=4, context=128) for _ in range(2))
     for slots in (SLOTS, (0, 2), (3,)):  # slots are reused
         seqs = [tiny.admit(target, slot, tiny.text(rng, rng.randint(1, 20))) for slot in slots]
         for _ in range(5):

@@ -10,7 +10,6 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.recurrent import delta_rule, state_space
 from outrider.models.recurrent.rows import CHUNK
@@ -69,17 +68,18 @@ def expected_logits(model, seq):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_batch_of_many_lengths_equals_generate(name, shelf):
+def test_batch_of_many_lengths_equals_transformers(name, shelf):
     rng = random.Random(3)
     prompts = [tiny.text(rng, length) for length in (2, 3, 5, 8, 13, 21, 34, 55, 89, 70, 64, 65, 16, 17, 31, 2)]
-    expected = [tiny.greedy(shelf.model(name), prompt, 8) for prompt in prompts]
     llm = LLM(shelf.folder(name), proposer="merge(ngram,recycle)", k=4, max_num_seqs=16, max_model_len=128, **OPTIONS)
     completions = llm.generate(prompts, SamplingParams(max_tokens=8))
-    assert [list(completion.token_ids) for completion in completions] == expected
+    outputs = [list(completion.token_ids) for completion in completions]
+    assert list(map(len, outputs)) == [8] * len(prompts)
+    assert outputs == tiny.ranked_first(shelf.model(name), prompts, outputs)
     assert llm.stats.draft_tokens > 0
 
 
-@pytest.mark.parametrize("width", [1, 3, 6])
+@pytest.mark.parametrize("width", [1, 5])
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_state_after_every_rejection(name, width, shelf):
@@ -179,7 +179,7 @@ def test_slot_keeps_no_snapshots_of_another_text(case, shelf):
     """The text behind a shared prefix, or of a reused slot, is another one at the positions of earlier snapshots."""
     rng = random.Random(6)
     model = shelf.model("bamba")
-    target = make_target(load_checkpoint(shelf.folder("bamba"), **OPTIONS), slots=3, context=256)
+    target = make_target(shelf.checkpoint("bamba"), slots=3, context=256)
     target.cache.set_prefix_caching(True)
     common = tiny.text(rng, CHUNK + 9)
     first = admit(target, 0, common + tiny.text(rng, 2 * CHUNK))

@@ -251,7 +251,7 @@ def similar_draft(target) -> ToyTarget:
 def test_trees_have_more_accepted_tokens_than_chains():
     target = ToyTarget(spread=2.0)
     params = SamplingParams(temperature=1.0, seed=5)
-    prompts = [[1, 2, 3, slot % 6] for slot in range(40)]
+    prompts = [[1, 2, 3, slot % 6] for slot in range(16)]
     taus = {}
     for verifier, cls in (("block", DraftModelProposer), ("traversal", TreeProposer)):
         engine = make_engine(target, lambda setup, cls=cls: cls(setup, similar_draft(target)), verifier=verifier, k=16)

@@ -19,7 +19,7 @@ from tests.helpers.conformance import CACHES, LEARNING, PROPOSERS
 
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_proposer(name):
-    check_proposer(PROPOSERS[name])
+    check_proposer(PROPOSERS[name], trials=6)
 
 
 @pytest.mark.slow
@@ -30,7 +30,7 @@ def test_proposer_that_learns(name):
 
 @pytest.mark.parametrize("name", CACHES)
 def test_cache(name):
-    check_cache(CACHES[name])
+    check_cache(CACHES[name], trials=4)
 
 
 @pytest.mark.parametrize("name", EXACT)
