@@ -414,10 +414,10 @@ def test_round_reads_from_the_device_once(temperature, shelf, monkeypatch):
     monkeypatch.setattr(tree, "is_cpu", lambda device: False)
     target, draft = (load_target(shelf.folder(name), record=FakeRecorder()) for name in ("llama", "qwen3"))
     engine = engines.make_engine(target, lambda setup: DraftModelProposer(setup, draft), verifier="block", rows=2)
-    params = SamplingParams(temperature=temperature, max_tokens=60)
+    params = SamplingParams(temperature=temperature, max_tokens=30)
     for i in range(2):
         request = Request(
-            id=i, prompt_token_ids=tuple(TEXT[: 8 + i]), params=params, seed=i, end_ids=frozenset(), max_tokens=60
+            id=i, prompt_token_ids=tuple(TEXT[: 8 + i]), params=params, seed=i, end_ids=frozenset(), max_tokens=30
         )
         engine.add(request)
     for model in (target, draft):  # the comparison with the eager pass reads from the device

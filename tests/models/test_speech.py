@@ -98,12 +98,19 @@ def generated(model, features, count, **options):
     return out[0].tolist()
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
-def test_greedy_equals_generate(proposer, folder, sibling, model, plain):
+@pytest.fixture(scope="module")
+def translations(model, plain):
+    """Recordings, and their outputs from transformers."""
     sources = [recording(seed, samples) for seed, samples in enumerate(LENGTHS)]
     heard = [plain.encode_source(source) for source in sources]
     expected = [generated(model, features, 20, language="de", task="translate") for features in heard]
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
+    return sources, expected
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_greedy_equals_generate(proposer, folder, sibling, translations):
+    sources, expected = translations
     if proposer in ("draft", "tree", "cascade"):
         proposer = f"{proposer}:{sibling}"
     llm = LLM(folder, proposer=proposer, k=4, max_num_seqs=4, **OPTIONS)
@@ -213,8 +220,8 @@ def test_sampled_output_has_the_distribution_of_the_model(folder, sibling, model
                 tokens.append(int(top.indices[rank]))
             probs[tuple(tokens[len(prompt) :])] = prob
     for proposer in (f"draft:{sibling}", "ngram"):
-        llm = LLM(folder, proposer=proposer, k=3, max_num_seqs=16, **OPTIONS)
-        params = SamplingParams(max_tokens=3, temperature=2.0, top_k=2, n=1000, seed=1, ignore_eos=True)
+        llm = LLM(folder, proposer=proposer, k=3, max_num_seqs=64, **OPTIONS)
+        params = SamplingParams(max_tokens=3, temperature=2.0, top_k=2, n=600, seed=1, ignore_eos=True)
         outputs = [completion.token_ids for completion in llm.generate([prompt], params, sources=[features])]
         counts = [outputs.count(tokens) for tokens in probs]
         assert sum(counts) == len(outputs)
