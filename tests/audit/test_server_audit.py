@@ -112,10 +112,10 @@ def test_an_exact_server_passes(audit, fake, token_ids):
     [
         ("greedy", CONTINUED, "every token is the likeliest one"),
         ("greedy verifier", CONTINUED, "verified greedily"),
-        ("hot draft", COOLER, "the temperature is ignored for the draft"),
+        pytest.param("hot draft", COOLER, "the temperature is ignored for the draft", marks=pytest.mark.slow),
         ("greedy draft", CONTINUED, "takes it for a sample"),
         ("wrong residual", CONTINUED, "not of the residual"),
-        ("late filters", TOP_P, "applied after the ratio"),
+        pytest.param("late filters", TOP_P, "applied after the ratio", marks=pytest.mark.slow),
         ("stale penalties", PENALTIES, "do not count the draft tokens of the same round"),
         ("unverified", CONTINUED, "are not verified"),
     ],

@@ -221,7 +221,8 @@ def pair():
     ("name", "rule", "random_params"),
     [
         *(("chain", rule, True) for rule in EXACT if rule != "traversal"),
-        *(("chain", rule, False) for rule in ("walk", "rejection", "block")),
+        ("chain", "block", False),
+        *(pytest.param("chain", rule, False, marks=pytest.mark.slow) for rule in ("walk", "rejection")),
         *(("tree", rule, True) for rule in ("walk", "siblings", "traversal")),
         ("first", "block", True),
         ("merge", "traversal", True),

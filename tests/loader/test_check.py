@@ -167,6 +167,7 @@ def test_failure_that_is_not_tried_on_torch(settings, message, broken_kernels, f
         make_checked_target(checkpoint, slots=1, context=64, **settings)
 
 
+@pytest.mark.slow
 def test_command_shows_no_warning_of_transformers_before_its_error(tmp_path):
     """transformers would advise to install packages for passes that Outrider makes itself."""
     folder = tiny.save(tmp_path / "mamba", tiny.EVERY["mamba"]())

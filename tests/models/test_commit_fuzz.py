@@ -1,6 +1,6 @@
 """Random sequences of passes and commits for every kind of cache. The result equals a fresh prefill.
 
-OUTRIDER_FUZZ is the least number of sequences per kind of cache, 60 by default.
+OUTRIDER_FUZZ is the least number of sequences per kind of cache, 30 by default.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.testing import random_tree
 from outrider.testing.drive import append, make_round
 from tests.helpers import tiny
 
-SEQUENCES = int(os.environ.get("OUTRIDER_FUZZ", "60"))
+SEQUENCES = int(os.environ.get("OUTRIDER_FUZZ", "30"))
 ROWS = 4  # sequences at once
 SOURCE = (7, 8, 9)  # of encoder-decoder models
 TOLERANCE = 2e-4  # relative to the norm of the logits

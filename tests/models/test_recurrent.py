@@ -21,6 +21,8 @@ from tests.helpers.self_draft import check_draft_of_itself
 NAMES = tuple(tiny.RECURRENT)
 TOLERANCE = 1e-4  # relative to the norm of the logits
 OPTIONS = {"dtype": "float32", "device": "cpu"}
+# Fast tests of chains that are drafted token by token: one of each kind of layer.
+TOKEN_BY_TOKEN = ("mamba", "jamba", "bamba", "qwen3_next", "kimi_linear", "minimax", "recurrent_gemma", "lfm2", "rwkv")
 # Layers whose tokens can be processed by the state after each as well as by their inputs.
 TWO_WAYS = ("mamba2", "minimax", "qwen3_5_text", "kimi_linear")
 
@@ -95,7 +97,9 @@ def test_state_after_every_rejection(name, width, shelf):
         target.cache.release(1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in TOKEN_BY_TOKEN else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 @torch.inference_mode()
 def test_chain_that_is_drafted_token_by_token(name, shelf):
     rng = random.Random(7)

@@ -43,8 +43,21 @@ MODELS = {
 }
 # Layers of these families depend on other layers or on their index in the whole model, or run several times.
 DEPENDENT_LAYERS = {"dory", "gemma3n_text", "gemma4_text", "gemma4"}
+FAST = {
+    "llama",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "mixtral",
+    "deepseek_v3",
+    "gpt2",
+    "gpt_oss",
+    "phi3",
+    "falcon",
+    "bloom",
+}
 FAMILIES = [
-    pytest.param(name, marks=pytest.mark.slow) if tiny.TABLE[name].rare else name
+    name if name in FAST | DEPENDENT_LAYERS - {"dory"} else pytest.param(name, marks=pytest.mark.slow)
     for name in sorted(set(tiny.ATTENTION) - {"mamba2"})
 ]
 

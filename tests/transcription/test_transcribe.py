@@ -49,7 +49,9 @@ def check_equal(transcript, expected):
         assert segment.end == pytest.approx(end)
 
 
-@pytest.mark.parametrize("proposer", ["none", "ngram", "draft", "tree"])
+@pytest.mark.parametrize(
+    "proposer", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "draft")), "tree"]
+)
 def test_long_recordings_equal_generate(proposer, timed_whisper, whisper_draft, whisper_model):
     recordings = [recording(seed, samples) for seed, samples in enumerate(LONG)]
     spec = f"{proposer}:{whisper_draft}" if proposer in ("draft", "tree") else proposer
