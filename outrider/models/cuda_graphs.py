@@ -134,6 +134,7 @@ class _Recorded:
 
     buffers: StaticPass
     replay: Callable[[], Any]
+    compiled: bool  # whether its layers are compiled
     trials: int = TRIALS  # comparisons with the eager pass that may still fail; 0: the pass is not compared
 
 
@@ -229,6 +230,8 @@ class Graphs:
             exact: record each bucket. False: leave out those that a larger recording covers.
         """
         seconds_before = self.seconds
+        if compiled and self.compiled is not False:  # passes that were recorded before are recorded again
+            self._recorded = {bucket: recorded for bucket, recorded in self._recorded.items() if recorded.compiled}
         buckets = []
         for bucket_length in _lengths(min(length, self._model.cache.spare), self._model.cache.spare):
             base = Bucket(rows=_power(rows, self._slots), columns=2, length=bucket_length)
@@ -297,7 +300,7 @@ class Graphs:
             self._disable(f"its pass cannot be recorded ({failure})")
             return None
         self.compiled = compiled or self.compiled
-        self._recorded[bucket] = _Recorded(buffers=buffers, replay=replay)
+        self._recorded[bucket] = _Recorded(buffers=buffers, replay=replay, compiled=compiled)
         return self._recorded[bucket]
 
     def _compare(self, recorded: _Recorded, scores: Scores, eager: Scores) -> Scores:

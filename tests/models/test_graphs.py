@@ -542,3 +542,18 @@ def test_warm_can_leave_out_covered_buckets(shelf):
         target.graphs.warm(rows=3, length=40, columns=(1, 5), steps=(3, 2), compiled=False, exact=False)
     shapes = {(bucket.rows, bucket.columns, bucket.length, bucket.steps) for bucket in target.graphs.buckets()}
     assert shapes == {(4, 8, 48, 0), (4, 2, 48, 3)}
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of the compiler
+def test_warm_records_again_what_was_not_compiled(shelf, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    target = load_target(shelf.folder("llama"), record=FakeRecorder())
+    with torch.inference_mode():
+        seq = tiny.admit(target, 0, TEXT[:12])
+        for _ in range(3):
+            target.score(tiny.everything([seq]), tree.empty(1, CPU))
+        before = set(target.graphs.buckets())
+        target.graphs.warm(rows=1, length=12, columns=(2,), exact=False)
+    assert before
+    assert before.isdisjoint(target.graphs.buckets())
+    assert target.graphs.compiled
