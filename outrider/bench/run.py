@@ -60,9 +60,9 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
     planner = SwitchPlanner()
     with progress.status("loading models"):
         llm = load(settings, planner)
+        record_passes(llm.parts)  # before the planner measures the cost of passes
         if AUTO in speculative_variants(settings):
             planner.auto = auto_planner(llm.parts.target, llm.parts.proposer)
-        record_passes(llm.parts)
         plan = _restored_plan(llm, planner, settings)
         workloads = _workloads(llm, planner, prompts, settings)
     with progress.status("measuring the machine"):

@@ -67,7 +67,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         llm = load()
         typer.echo(_cache_summary(llm), err=True)
         if seconds := record_passes(llm.parts):
-            typer.echo(f"recorded the passes as CUDA graphs in {seconds:.1f} s", err=True)
+            typer.echo(f"compiled the layers and recorded passes as CUDA graphs in {seconds:.1f} s", err=True)
         async_llm = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs)
         leader = None if ranks is None else _lead(ranks, llm, async_llm)
         gc.collect()
