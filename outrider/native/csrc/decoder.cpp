@@ -589,7 +589,7 @@ class Decoder final : public Runner {
     output_.resize(count * model_.hidden);
     cosine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
     sine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
-    const int words = widest * int(sizeof(Input<Element>)) / 4;  // enough for inputs in bytes, too
+    const int words = spaced(widest * int(sizeof(Input<Element>)) / 4);  // enough for inputs in bytes, too
     words_.resize(count * words);
     scale_.resize(count * widest / kSmallGroup);
     total_.resize(count * widest / kSmallGroup);
@@ -601,15 +601,16 @@ class Decoder final : public Runner {
   void reserve_experts(int columns) {
     const size_t rows = size_t(columns) * max_top_;
     const int widest = padded(std::max(model_.hidden, max_expert_ffn_));
+    const int words = spaced(widest);  // enough for the inputs of the router, which are floats
     mlp_input_.resize(size_t(columns) * model_.hidden);
     router_logits_.resize(size_t(columns) * max_experts_);
     assignment_.reserve(columns, max_top_, max_experts_);
     expert_wide_.resize(rows * max_expert_ffn_);
     expert_out_.resize(rows * model_.hidden);
-    routed_words_.resize(rows * widest);  // enough for the inputs of the router, which are floats
+    routed_words_.resize(rows * words);
     routed_scale_.resize(rows * widest / kSmallGroup);
     routed_total_.resize(rows * widest / kSmallGroup);
-    routed_ = {routed_words_.data(), routed_scale_.data(), routed_total_.data(), widest, widest / kSmallGroup};
+    routed_ = {routed_words_.data(), routed_scale_.data(), routed_total_.data(), words, widest / kSmallGroup};
   }
 
   Model model_;

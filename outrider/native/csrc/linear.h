@@ -52,6 +52,13 @@ struct Rows {
 
 inline int padded(int size) { return (size + kGroup - 1) / kGroup * kGroup; }
 
+// Return the stride of rows of `words` words. An odd number of cache lines keeps the rows of a tile in different sets of
+// the cache. With a stride of 4096 bytes, all of them would share one set.
+inline int spaced(int words) {
+  constexpr int line = 16;  // words
+  return ((words + line - 1) / line | 1) * line;
+}
+
 template <class Element>
 inline void copy_row(const Rows& rows, int r, const float* x, int size) {
   auto* out = reinterpret_cast<Element*>(rows.words + size_t(r) * rows.stride);
