@@ -21,6 +21,7 @@ constexpr int kSmallGroup = 16;     // the smallest group of a format of GGUF bl
 constexpr int kSuperBlock = 256;    // inputs that share the scale of their scales, in formats with two levels
 constexpr int kTile = kRegLanes == kLanes ? 12 : 6;  // rows whose sums fit into registers, for two registers of outputs
 constexpr int kAhead = 2048;        // bytes to prefetch ahead
+constexpr int kLine = 16;           // words of a cache line
 // Words of inputs after which the other outputs of the panel are computed, while the panel is still in the cache.
 constexpr int kRun = 64;
 
@@ -54,10 +55,7 @@ inline int padded(int size) { return (size + kGroup - 1) / kGroup * kGroup; }
 
 // Return the stride of rows of `words` words. An odd number of cache lines keeps the rows of a tile in different sets of
 // the cache. With a stride of 4096 bytes, all of them would share one set.
-inline int spaced(int words) {
-  constexpr int line = 16;  // words
-  return ((words + line - 1) / line | 1) * line;
-}
+inline int spaced(int words) { return ((words + kLine - 1) / kLine | 1) * kLine; }
 
 template <class Element>
 inline void copy_row(const Rows& rows, int r, const float* x, int size) {
@@ -124,16 +122,21 @@ inline void copy_sums(const FloatReg (&sums)[Steps][M][Regs], Floats (&acc)[M][2
       std::memcpy(reinterpret_cast<float*>(acc[m]) + i * Regs * kRegLanes, sums[i][m], sizeof sums[i][m]);
 }
 
+// Prefetch weights that are read later, for outputs in `Regs` registers. Each part of a panel prefetches its own weights.
+// So the memory is busy all the time, and not while one of the parts is computed only.
+template <int Regs>
+inline void prefetch(const int32_t* w) {
+  for (int i = 0; i < Regs * kRegLanes; i += kLine) __builtin_prefetch(reinterpret_cast<const char*>(w + i) + kAhead);
+}
+
 // Add the products of `count` words of inputs to the sums of some outputs of a panel. Their weights begin at w.
 template <class Element, int M, int Regs>
-inline void add_words(FloatReg (&sums)[M][Regs], const int32_t* w, const int32_t* x, int stride, int count,
-                      bool prefetch) {
+inline void add_words(FloatReg (&sums)[M][Regs], const int32_t* w, const int32_t* x, int stride, int count) {
   constexpr int halves = sizeof(Input<Element>) / sizeof(Element);
   FloatReg acc[M][Regs];  // a local copy, which compilers keep in registers
   std::memcpy(acc, sums, sizeof acc);
   for (int k = 0; k < count; k++, w += kPanel) {
-    if (prefetch)
-      for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(reinterpret_cast<const char*>(w + i) + kAhead);
+    prefetch<Regs>(w);
     for (int half = 0; half < halves; half++) {
       IntReg weights[Regs];
       for (int p = 0; p < Regs; p++) {
@@ -163,7 +166,7 @@ inline void tile_words(const Linear& layer, int panel, const Rows& x, int r, Flo
   for (int k = 0; k < words; k += run)
     for (int i = 0; i < regs / regs_per_step; i++)
       add_words<Element>(sums[i], w + size_t(k) * kPanel + i * regs_per_step * kRegLanes, inputs + halves * k, x.stride,
-                         std::min(run, words - k), !i);
+                         std::min(run, words - k));
   copy_sums(sums, acc);
 }
 
@@ -179,7 +182,7 @@ inline FloatReg group_values(const uint16_t* value, const int8_t* sub_value, siz
 
 // Add the products of a group to the sums of some outputs of a panel, for M rows with weights of 8 or 4 bits.
 template <int M, int Regs, int Bits, int Steps>
-inline void add_bytes(IntReg (&sums)[M][Regs], const int32_t* w, const int32_t* x, int stride, bool prefetch) {
+inline void add_bytes(IntReg (&sums)[M][Regs], const int32_t* w, const int32_t* x, int stride) {
   constexpr int words = byte_words(Bits);
   constexpr bool narrow = kNarrowSums && Bits == 4;
   constexpr int run = narrow ? kNarrowSteps : Steps;  // steps after which 16-bit sums are added to those of 32 bits
@@ -187,8 +190,7 @@ inline void add_bytes(IntReg (&sums)[M][Regs], const int32_t* w, const int32_t* 
   for (int begin = 0; begin < Steps; begin += run) {
     IntReg acc[M][Regs] = {};
     for (int k = begin; k < begin + run; k += 8 / Bits, w += kPanel) {
-      if (prefetch)
-        for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(reinterpret_cast<const char*>(w + i) + kAhead);
+      prefetch<Regs>(w);
       for (int j = 0; j < 8 / Bits * words; j++) {
         IntReg weights[Regs];
         for (int p = 0; p < Regs; p++) {
@@ -213,7 +215,7 @@ inline void add_bytes(IntReg (&sums)[M][Regs], const int32_t* w, const int32_t* 
 template <int M, int Bits, int Group>
 inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
   constexpr int regs = kPanel / kRegLanes;
-  constexpr int regs_per_step = 2;
+  constexpr int regs_per_step = std::min(regs, M == 1 ? 4 : 2);
   constexpr int steps = Group / 4;
   const int groups = layer.in / Group;
   const int group_words = steps * Bits / 8 * kPanel;  // words of weights in a group
@@ -227,7 +229,7 @@ inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Flo
         for (int p = 0; p < regs_per_step; p++)
           group_sum[m][p] = IntReg{} - layer.offset * x.total[size_t(r + m) * x.groups + g];
       const int32_t* inputs = x.words + size_t(r) * x.stride + g * steps * byte_words(Bits);
-      add_bytes<M, regs_per_step, Bits, steps>(group_sum, w + i * regs_per_step * kRegLanes, inputs, x.stride, !i);
+      add_bytes<M, regs_per_step, Bits, steps>(group_sum, w + i * regs_per_step * kRegLanes, inputs, x.stride);
       for (int p = 0; p < regs_per_step; p++) {
         const int lane = (i * regs_per_step + p) * kRegLanes;
         const FloatReg scales = group_values<Group>(layer.scale, layer.sub_scale, first_group + g, lane);
