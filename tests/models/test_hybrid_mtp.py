@@ -100,6 +100,7 @@ def test_outputs_equal_plain_decoding(name, folders):
         assert outputs(llm, longer, params) == expected_longer, (proposer, k, chunk, slots)
 
 
+@pytest.mark.slow
 def test_every_rejection_position_occurs(folders):
     llm = LLM(folders["bamba"], proposer="mtp", k=4, max_num_seqs=4, **OPTIONS)
     params = SamplingParams(temperature=1.0, max_tokens=40, seed=8)

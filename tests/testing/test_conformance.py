@@ -29,7 +29,7 @@ def test_proposer_that_learns(name):
     check_proposer(LEARNING[name], learns=True)
 
 
-@pytest.mark.parametrize("name", variants(CACHES, fast=["toy", "static", "paged and tight"]))
+@pytest.mark.parametrize("name", variants(CACHES, fast=["toy", "paged and tight"]))
 def test_cache(name):
     check_cache(CACHES[name], trials=4)
 
