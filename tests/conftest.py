@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 
 import pytest
 import torch
@@ -18,6 +19,31 @@ def pytest_configure(config):
     """Hide the GPUs, so that the tests and the programs that they start run on the CPU everywhere."""
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects the tests by their markers
+def pytest_collection_modifyitems(items):
+    """Mark most combinations of tests with the marker `one_in(n)` as slow.
+
+    The fast ones are those whose indices add up to a multiple of n: each value of a parameter is in one of them
+    if the other parameters have enough values.
+    """
+    seen = defaultdict(dict)  # by function and parametrization: the index of each value
+    for item in items:
+        marker = item.get_closest_marker("one_in")
+        if marker is not None and _sum_of_indices(item, seen) % marker.args[0]:
+            item.add_marker(pytest.mark.slow)
+
+
+def _sum_of_indices(item, seen):
+    """Add up the indices of a test's combination, one for each of its parametrizations."""
+    total = 0
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        indices = seen[item.function, *names]
+        value = tuple(id(item.callspec.params[name]) for name in names)
+        total += indices.setdefault(value, len(indices))
+    return total
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,6 +65,31 @@ def given_costs():
         patch.setattr(
             "outrider.engine.build.known_costs", lambda _, other: CostModel(target=target, draft=other and draft)
         )
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def known_references():
+    """Let transformers compute the reference of an embedded model once: it takes half of the time to load the model."""
+    from outrider.loader import check
+    from outrider.loader.embedded import embedded
+
+    compute = check._reference
+    folders = {str(embedded(name)) for name in ("mini", "nano")}
+    known = {}
+
+    def reference(checkpoint, branches, *inputs):
+        if checkpoint.folder not in folders:
+            return compute(checkpoint, branches, *inputs)
+        weights = checkpoint.model.state_dict().items()  # they may be quantized
+        samples = [(name, value.dtype, value.shape, *value.flatten()[::997].tolist()) for name, value in weights]
+        key = (checkpoint.folder, str(checkpoint.device), str(branches), *samples)
+        if key not in known:
+            known[key] = compute(checkpoint, branches, *inputs)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "_reference", reference)
         yield
 
 

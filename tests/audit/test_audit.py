@@ -30,6 +30,7 @@ from outrider.native import rules
 from outrider.propose.registry import find_proposer
 from outrider.verify.rules import EXACT
 from tests.helpers import source, tiny
+from tests.helpers.variants import variants
 
 PROMPTS = ("In the beginning there was", "def area(width, height):\n    return width * height\n\n\ndef volume(")
 QUICK = {"k": 2, "samples": 100, "device": "cpu", "threads": 1, "tokens": 6}
@@ -155,7 +156,10 @@ def test_embedded_pair_passes(prompts_file):
     assert "FAILED" not in printed.getvalue()
 
 
-@pytest.mark.parametrize(("kernels", "quantize"), [("native", "int8"), ("torch", "int4"), ("torch", None)])
+@pytest.mark.parametrize(
+    ("kernels", "quantize"),
+    variants([("native", "int8"), ("torch", "int4"), ("torch", None)], fast=[("native", "int8")]),
+)
 def test_audit_uses_the_kernels_and_quantization_of_the_user(kernels, quantize, prompts_file):
     options = {"kernels": kernels, "quantize": quantize, "prompts": prompts_file, "console": None}
     report = run_audit(str(embedded("nano")), "ngram", **options, **QUICK)  # a small model, which is loaded three times
@@ -173,6 +177,7 @@ def test_audit_uses_the_kernels_and_quantization_of_the_user(kernels, quantize, 
         assert tested == ("torch", "float32")
 
 
+@pytest.mark.slow
 def test_quantized_pair_in_float32_has_the_logits_of_the_quantized_model(pair):
     widened, quantized = (
         Pair(make_config("none", dtype=dtype, kernels="torch", quantize="int4"), PROMPTS, room=24)
@@ -211,7 +216,7 @@ def test_lossy_verifier_fails_even_if_all_tests_pass(monkeypatch, prompts_file):
 
 
 DRAFT_SETTINGS = [
-    {"draft_window": 16},
+    pytest.param({"draft_window": 16}, marks=pytest.mark.slow),
     pytest.param({"draft_quantize": "int4"}, marks=pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")),
 ]
 
@@ -229,6 +234,7 @@ def test_audit_of_draft_settings(prompts_file, settings):
         run_audit(None, "ngram", prompts=prompts_file, console=None, **settings, **QUICK)
 
 
+@pytest.mark.slow
 def test_distribution_test_fails_for_a_lossy_verifier():
     spec = f"draft:{embedded('nano')}"
     pair = Pair(make_config(spec), PROMPTS[:1], room=8)

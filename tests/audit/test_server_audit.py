@@ -29,6 +29,7 @@ from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from tests.helpers.fake_server import NAME, FakeEngine, FakeServer, save_pair, serving, warp
+from tests.helpers.variants import variants
 
 PROMPT = "aab"
 REPEATING = "zebra zoo"  # what follows repeats, so that penalties matter
@@ -93,7 +94,7 @@ def causes(report):
     return [each["cause"] for each in report["diagnosis"]["causes"]]
 
 
-@pytest.mark.parametrize("token_ids", [True, False])
+@pytest.mark.parametrize("token_ids", variants([True, False], fast=[False]))
 def test_an_exact_server_passes(audit, fake, token_ids):
     fake.token_ids = token_ids
     report = audit(cases=(TOP_K, PENALTIES), samples=200)
@@ -114,10 +115,10 @@ def test_an_exact_server_passes(audit, fake, token_ids):
         ("greedy verifier", CONTINUED, "verified greedily"),
         pytest.param("hot draft", COOLER, "the temperature is ignored for the draft", marks=pytest.mark.slow),
         ("greedy draft", CONTINUED, "takes it for a sample"),
-        ("wrong residual", CONTINUED, "not of the residual"),
+        pytest.param("wrong residual", CONTINUED, "not of the residual", marks=pytest.mark.slow),
         pytest.param("late filters", TOP_P, "applied after the ratio", marks=pytest.mark.slow),
         ("stale penalties", PENALTIES, "do not count the draft tokens of the same round"),
-        ("unverified", CONTINUED, "are not verified"),
+        pytest.param("unverified", CONTINUED, "are not verified", marks=pytest.mark.slow),
     ],
 )
 def test_a_defect_is_named(audit, defect, case, cause):

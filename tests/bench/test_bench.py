@@ -22,6 +22,7 @@ from outrider.loader.embedded import embedded
 from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, token_gaps, with_times
 from outrider.measure.prompts import by_category, read_prompts
 from tests.helpers import tiny
+from tests.helpers.variants import variants
 
 SHORT = ("--repeats", "1", "--max-tokens", "4", "--limit", "1")  # options of a short run
 LINES = [
@@ -325,7 +326,7 @@ def test_results_are_printed_if_files_cannot_be_written(prompts, tmp_path, monke
     assert json.loads(result.stdout.splitlines()[-1])["benchmark"] == "outrider bench"
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kernels", variants(["native", "torch"], fast=["native"]))
 def test_command_with_quantized_target(prompts, kernels):
     arguments = ["bench", "--device", "cpu", "--prompts", prompts, *SHORT]
     result = CliRunner().invoke(app, [*arguments, "--kernels", kernels, "--quantize", "int8"])

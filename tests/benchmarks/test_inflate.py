@@ -91,6 +91,7 @@ def exact_norm(monkeypatch):
     monkeypatch.setattr(LlamaRMSNorm, "forward", norm)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("exact_norm")
 @pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("tied", [False, True], ids=["separate head", "tied"])
@@ -102,6 +103,7 @@ def test_logits_are_exact_in_float64(dims, tied):
     assert abs(agreement.kl) < 1e-9
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
 def test_greedy_output_is_equal_in_float32(dims):
     small = tiny()
@@ -113,6 +115,7 @@ def test_greedy_output_is_equal_in_float32(dims):
     assert greedy_output(large) == greedy_output(small)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("exact_norm")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (4, 4), (6, 2), (6, 3)])
 @pytest.mark.parametrize("large", [(12, 12), (12, 6), (24, 6)], ids=str)
@@ -257,6 +260,7 @@ def rounded():
     return model, outputs, compare(load(MODELS / "nano", torch.float32), model, outputs)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("dims", "share"),  # share: of the difference between the small model in bfloat16 and in float32
     [

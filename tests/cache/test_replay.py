@@ -67,6 +67,7 @@ def combinations(name, rows, temperature):
     ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("name", EVERY)

@@ -27,6 +27,7 @@ def test_names_of_draft_sources(spec, names):
     assert draft_sources(spec) == names
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("spec", "allowed"),
     [

@@ -67,6 +67,7 @@ def run_with_recovery(engine, params):
     return done, num_raised
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", PROPOSER_NAMES)
 def test_only_the_failing_sequence_ends(name, temperature):

@@ -296,6 +296,7 @@ def test_certificate_of_chosen_proposer(fit, copied, monkeypatch):
     assert document["fit"]["certificate"]["passed"] is False
 
 
+@pytest.mark.slow
 def test_real_audit(target, monkeypatch):
     monkeypatch.setattr("outrider.audit.prompts.DEFAULT", DEFAULT[:2])
     settings = Settings(out="out", target=str(target), samples=100, threads=1, kernels="torch")
@@ -372,6 +373,7 @@ def test_no_training(fit, tmp_path):
     assert {option["proposer"] for option in document["fit"]["options"]} == {"none", "ngram", "suffix"}
 
 
+@pytest.mark.slow
 def test_head_that_does_not_fit_is_left_out(fit, tmp_path, monkeypatch):
     def refused(*_):
         raise OutriderError("this target has no hidden states")
@@ -424,6 +426,7 @@ def test_damaged_state_is_refused(fit, copied):
     assert "state.json cannot be read; use another --out, or --overwrite" in one_line(fit(copied))
 
 
+@pytest.mark.slow
 def test_full_disk_is_one_line_and_keeps_finished_stages(fit, copied, monkeypatch):
     forget(copied, "final", "certificate")
     before = (copied / "state.json").read_text()

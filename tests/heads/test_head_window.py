@@ -20,6 +20,7 @@ from outrider.train.model.presets import describe
 from tests.heads.test_heads import MINI
 from tests.helpers import tiny
 from tests.helpers.heads import far, feed
+from tests.helpers.variants import variants
 
 CPU = torch.device("cpu")
 
@@ -54,7 +55,7 @@ def test_only_the_latest_tokens_are_visible(head_class):
 
 
 @compiled
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kernels", variants(["native", "torch"], fast=["native"]))
 def test_window_of_a_head_does_not_change_the_output(kernels, tmp_path):
     torch.manual_seed(0)
     write_head(tmp_path, make_module(describe("eagle3", MINI)), dtype=torch.float32)

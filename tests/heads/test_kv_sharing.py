@@ -42,6 +42,7 @@ from tests.helpers import tiny, train_setup
 from tests.helpers.engines import make_engine, outputs, run
 from tests.helpers.heads import make_kv_view
 from tests.helpers.train_setup import make_settings, make_setup
+from tests.helpers.variants import variants
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +274,7 @@ def test_native_kernels_export_keys_and_values(tmp_path):
     assert sum(completion.stats.draft_tokens for completion in completions)
 
 
-@pytest.fixture(params=[False, True], ids=["all logits", "centroids"])
+@pytest.fixture(params=variants([False, True], fast=[True]), ids=["all logits", "centroids"])
 def assistant(request, shelf, tmp_path, monkeypatch):
     """A random assistant of transformers for a small Gemma 4, its folder, and the folder of its target."""
     layers = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}

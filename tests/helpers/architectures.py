@@ -26,7 +26,7 @@ from tests.helpers.configs import (
     make_config,
     text_within,
 )
-from tests.helpers.further_architectures import COMMON, RARE
+from tests.helpers.further_architectures import FURTHER
 
 
 def gemma3(dim: int = 8) -> PreTrainedConfig:
@@ -189,7 +189,7 @@ _ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
 if transformers.GPTJForCausalLM._supports_attention_backend:  # not before transformers 5.24
     _ATTENTION["gptj"] = gpt_config_of("GPTJConfig", rotary_dim=4)
 
-ATTENTION: Mapping[str, Callable[[], PreTrainedConfig]] = {**_ATTENTION, **COMMON, **RARE}
+ATTENTION: Mapping[str, Callable[[], PreTrainedConfig]] = {**_ATTENTION, **FURTHER}
 
 RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside attention layers
     "mamba": config_of("MambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64),
@@ -522,6 +522,58 @@ _NO_GRAPHS = frozenset(
 )
 
 
+# The fast tests run one or two architectures for each mechanism of a pass. Only the slow tests run the others.
+_FAST = frozenset(
+    {
+        "llama",
+        "gemma3",  # a text model in a larger one
+        "gpt2",  # learned positions
+        "gptj",  # rotary positions in pairs
+        "llama with dynamic rope",
+        "phi3 with longrope",
+        "smollm3",  # layers without positions
+        "qwen2",  # windows in some layers
+        "gemma2",  # soft caps
+        "gpt_oss",  # sinks
+        "deepseek_v3",  # latent attention, and experts
+        "mixtral",
+        "diffllama",  # two calls of one attention module in a layer
+        "longcat_flash",  # two attention modules in a layer
+        "gemma3n_text",  # keys of earlier layers
+        "granitemoehybrid without recurrence",
+        # Their attention layers are replaced.
+        "bloom",
+        "doge",
+        "falcon",
+        "falcon with alibi",
+        "llama4_text",
+        "mpt",
+        "nemotron",
+        "stablelm",
+        # Recurrent layers, by their class.
+        "mamba",
+        "mamba2",
+        "bamba",
+        "falcon_h1",
+        "zamba",
+        "zamba2",
+        "qwen3_next",
+        "olmo_hybrid",
+        "bailing_hybrid",
+        "minimax",
+        "lfm2",
+        "zaya",
+        "recurrent_gemma",
+        "rwkv",
+        # Encoder-decoder models.
+        "t5",
+        "bart",
+        "t5gemma",
+        "whisper",
+    }
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """What an architecture supports. Chains, trees and batches are tested for all of them."""
@@ -554,7 +606,7 @@ def _architecture(name: str, kind: str, config: Callable[[], PreTrainedConfig]) 
         quantized="no" if kind in _WITH_ENCODER else quantized,
         prefixes=kind not in _WITH_ENCODER,
         graphs=kind == "attention" and name not in _NO_GRAPHS,
-        rare=name in RARE,
+        rare=name not in _FAST,
     )
 
 

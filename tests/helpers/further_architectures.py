@@ -50,7 +50,7 @@ def _dbrx() -> PreTrainedConfig:
     )
 
 
-COMMON: Mapping[str, Callable[[], PreTrainedConfig]] = {
+FURTHER: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "apertus": config_of("ApertusConfig"),
     "cohere2_moe": config_of(
         "Cohere2MoeConfig", head_dim=8, num_shared_experts=1, num_experts=4, num_experts_per_tok=2, **_SLIDING
@@ -123,10 +123,6 @@ COMMON: Mapping[str, Callable[[], PreTrainedConfig]] = {
     ),
     "olmo": config_of("OlmoConfig", clip_qkv=2.0),
     "seed_oss": config_of("SeedOssConfig", head_dim=8),
-}
-
-# Only the slow tests run these.
-RARE: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "afmoe": config_of(
         "AfmoeConfig", head_dim=8, num_shared_experts=1, num_dense_layers=1, mup_enabled=True, **_SLIDING, **EXPERTS
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,11 @@ def tokenizer(size: int = VOCAB) -> PreTrainedTokenizerFast:
     bytewise.decoder = decoders.ByteLevel()
     bytewise.add_special_tokens([f"<{i}>" for i in range(len(letters), size)])
     return PreTrainedTokenizerFast(tokenizer_object=bytewise)
+
+
+def by_speed(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test by architecture: the rare ones are slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if TABLE[name].rare else name for name in names]
 
 
 def _config(name: str) -> PreTrainedConfig:

@@ -48,6 +48,7 @@ def file(tmp_path_factory):
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", _model())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
 @torch.inference_mode()
@@ -62,6 +63,7 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path, name, kind, dt
     assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("llama", kind) for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K")]

@@ -22,7 +22,7 @@ LENGTHS = (31, 5, 18, 11, 1)  # of prompts; windows have 8 tokens and prefill ch
 MAX_TOKENS = 12
 TOLERANCE = 1e-4  # relative to the norm of the logits
 SLOTS = (0, 1, 3)
-NAMES = [pytest.param(name, marks=pytest.mark.slow) if tiny.TABLE[name].rare else name for name in tiny.ARCHITECTURES]
+NAMES = tiny.by_speed(tiny.ARCHITECTURES)
 # Hidden states cannot be exported, or transformers numbers them otherwise: layers run twice, or are skipped.
 NO_EXPORT = ("gemma3n_text", "dory", "mllama")
 LAYERS_ONLY = ("falcon_mamba", "mamba", "mamba2", "rwkv")  # transformers leaves the embeddings out of hidden_states

@@ -18,6 +18,7 @@ from outrider.heads.store import make_module
 from outrider.llm import LLM
 from outrider.models.recurrent.rows import CHUNK
 from tests.helpers import tiny
+from tests.helpers.variants import variants
 
 VOCAB = 64  # few tokens, so that a random module is often accepted
 NAMINGS = {"bamba": "mtp-qwen", "lfm2": "mtp-qwen", "nemotron_h": "mtp-nemotron"}  # by architecture
@@ -81,7 +82,7 @@ def outputs(llm, prompts, params):
     return [list(completion.token_ids) for completion in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("name", NAMINGS)
+@pytest.mark.parametrize("name", variants(NAMINGS, fast=["lfm2"]))
 def test_outputs_equal_plain_decoding(name, folders):
     prompts = prompts_with_common_prefixes()
     params = SamplingParams(temperature=1.0, max_tokens=12, seed=3)
@@ -99,6 +100,7 @@ def test_outputs_equal_plain_decoding(name, folders):
         assert outputs(llm, longer, params) == expected_longer, (proposer, k, chunk, slots)
 
 
+@pytest.mark.slow
 def test_every_rejection_position_occurs(folders):
     llm = LLM(folders["bamba"], proposer="mtp", k=4, max_num_seqs=4, **OPTIONS)
     params = SamplingParams(temperature=1.0, max_tokens=40, seed=8)

@@ -18,11 +18,9 @@ from outrider.testing.drive import append, make_round
 from tests.helpers import tiny
 from tests.helpers.self_draft import check_draft_of_itself
 
-NAMES = tuple(tiny.RECURRENT)
+NAMES = tiny.by_speed(tiny.RECURRENT)
 TOLERANCE = 1e-4  # relative to the norm of the logits
 OPTIONS = {"dtype": "float32", "device": "cpu"}
-# Fast tests of chains that are drafted token by token: one of each kind of layer.
-TOKEN_BY_TOKEN = ("mamba", "jamba", "bamba", "qwen3_next", "kimi_linear", "minimax", "recurrent_gemma", "lfm2", "rwkv")
 # Layers whose tokens can be processed by the state after each as well as by their inputs.
 TWO_WAYS = ("mamba2", "minimax", "qwen3_5_text", "kimi_linear")
 
@@ -69,6 +67,7 @@ def expected_logits(model, seq):
     return model(torch.tensor([seq.token_ids]), use_cache=False).logits[0, -1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_batch_of_many_lengths_equals_transformers(name, shelf):
     rng = random.Random(3)
@@ -81,6 +80,7 @@ def test_batch_of_many_lengths_equals_transformers(name, shelf):
     assert llm.stats.draft_tokens > 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("width", [1, 5])
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
@@ -97,9 +97,8 @@ def test_state_after_every_rejection(name, width, shelf):
         target.cache.release(1)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in TOKEN_BY_TOKEN else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_chain_that_is_drafted_token_by_token(name, shelf):
     rng = random.Random(7)

@@ -104,6 +104,7 @@ def test_tree_scores_equal_each_branch_alone(timed_whisper, whisper_model):
             assert (actual[kept] - expected[kept]).norm() < 1e-4 * expected[kept].norm()
 
 
+@pytest.mark.slow
 def test_sampled_output_has_the_distribution_of_the_model(timed_whisper, whisper_draft, whisper_model):
     plain = LLM(timed_whisper, proposer="none", k=0, **OPTIONS)
     features = plain.encode_source(recording(5))

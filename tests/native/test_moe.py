@@ -103,6 +103,7 @@ def test_bfloat16_is_closer_to_float32_than_transformers(name, folders):
     assert error(logits) < min(0.8 * error(rounded), 0.06)
 
 
+@pytest.mark.one_in(2)
 @ROUTED
 @torch.inference_mode()
 def test_greedy_text_equals_transformers(name, folders):
@@ -115,6 +116,7 @@ def test_greedy_text_equals_transformers(name, folders):
         assert list(completion.token_ids) == tiny.greedy(model, prompt, 32)
 
 
+@pytest.mark.one_in(4)
 @ROUTED
 @pytest.mark.parametrize("bits", [32, 16, 8, 4])
 @torch.inference_mode()
@@ -217,6 +219,7 @@ def test_router_logits_that_are_not_finite_do_not_crash(folders):
         assert not logits_of(target, tokens).isfinite().any()
 
 
+@pytest.mark.one_in(3)
 @ROUTED
 @FLOAT_BITS
 @torch.inference_mode()
@@ -236,6 +239,7 @@ def test_weight_update_equals_loading_the_other_checkpoint(name, bits, folders, 
         target.update_weights({key: value[1:]}, 3)
 
 
+@pytest.mark.one_in(3)
 @ROUTED
 @pytest.mark.parametrize("bits", [8, 4])
 @torch.inference_mode()

@@ -29,6 +29,7 @@ def folders(tmp_path_factory):
     return {name: tiny.save(root / name, config) for name, config in MODELS.items()}
 
 
+@pytest.mark.one_in(2)
 @torch.inference_mode()
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("bits", [32, 16])

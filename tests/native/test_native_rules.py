@@ -84,6 +84,7 @@ def make_case(parent, kinds, *, vocab, generator, zeros=0.0, invalid=0.0, near=F
     return draft, p
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", [{}, {"zeros": 0.5}, {"invalid": 0.3}, {"near": True}], ids=str)
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)

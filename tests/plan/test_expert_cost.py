@@ -18,6 +18,7 @@ from outrider.plan.pass_cost import Clock, CostModel, PassCost, Sample
 from outrider.plan.proposer_stats import ProposerStats
 from outrider.project.equations import loaded_experts
 from tests.helpers import tiny
+from tests.helpers.variants import variants
 
 EXPERTS, TOP = 16, 2
 CONFIGS = {
@@ -29,7 +30,7 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=variants(CONFIGS, fast=["mixtral"]))
 def routed(request, tmp_path_factory):
     """A target, and the list that its routers append the experts of a pass to."""
     folder = tiny.save(tmp_path_factory.mktemp("experts") / request.param, CONFIGS[request.param])

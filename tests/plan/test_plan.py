@@ -473,6 +473,7 @@ def test_auto_draft_length_gives_the_output_of_plain_decoding(tmp_path, monkeypa
         LLM(embedded("nano"), k="many")
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_calibration_leaves_an_empty_cache(monkeypatch):
     # One sweep measures every shape, though not precisely.

@@ -29,6 +29,7 @@ GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
 STOP_RULE = StopRule(weight=(0.4, 0.3), bias=(0.0, -0.2), min_path_prob=0.1, min_draft_probs=(0.15, 0.3), ends=(4,))
 CASES = [("float32", 1), ("float32", 3), ("bfloat16", 1), ("bfloat16", 3)]  # dtype and slots
+FAST = [("float32", 1), ("bfloat16", 3)]
 
 
 class PassCounter(WrappedTarget):
@@ -53,7 +54,11 @@ class PassCounter(WrappedTarget):
         return chains
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
 def models(request):
     """Target, draft model, tokenizer and slots. bfloat16 runs on the native kernels if there is a compiler."""
     dtype, slots = request.param

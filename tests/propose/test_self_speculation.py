@@ -31,6 +31,7 @@ from outrider.testing.drive import FuzzedRun
 from tests.helpers import tiny
 from tests.helpers.engines import make_engine, outputs, run
 from tests.helpers.recorder import FakeRecorder
+from tests.helpers.variants import variants
 from tests.verify.test_distribution import FILTERED, TOKENS, filtered_distribution
 
 CPU = torch.device("cpu")
@@ -176,6 +177,7 @@ class DraftingTarget:
         return self._target.score(batch, draft, first)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("layers", [1, 4])
 def test_submodel_does_not_damage_the_shared_cache(layers, kernels, folders):
@@ -324,7 +326,7 @@ def test_output_is_the_targets(name, kernels, temperature, verifier, folders):
             assert stats.accepted == stats.reached
 
 
-@pytest.mark.parametrize("combine", [Merge, Switch])
+@pytest.mark.parametrize("combine", variants([Merge, Switch], fast=[Switch]))
 def test_combination_with_proposers_that_share_the_cache(combine, folders):
     target = load(folders["llama"], "torch")
     makers = [make("exit after all layers"), make("exit"), NgramProposer]
@@ -341,6 +343,7 @@ def test_combination_with_proposers_that_share_the_cache(combine, folders):
         assert stats.tau > (2.5 if temperature == 0 else 1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("draw", [Draw.ARGMAX, Draw.SAMPLE, Draw.RACE])
 @pytest.mark.parametrize("name", ["exit", "skip"])
 def test_draft_depends_only_on_the_text(name, draw, folders):
@@ -399,7 +402,10 @@ def settled(tmp_path_factory):
     return target, prompt, filtered_distribution(target, prompt)
 
 
-@pytest.mark.parametrize(("spec", "verifier"), [("exit:2", "block"), ("exit:3", "traversal"), ("skip:2", "rejection")])
+@pytest.mark.parametrize(
+    ("spec", "verifier"),
+    variants([("exit:2", "block"), ("exit:3", "traversal"), ("skip:2", "rejection")], fast=[("exit:2", "block")]),
+)
 def test_output_distribution_is_exact_with_sampled_drafts(spec, verifier, settled):
     target, prompt, distribution = settled
     engine = make_engine(target, maker_of(spec), verifier=verifier, k=3, rows=64)

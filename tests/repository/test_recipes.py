@@ -223,6 +223,7 @@ def test_a_mixture_of_experts_learns_from_a_dense_model(family, tmp_path):
     assert llm.generate("<|endoftext|>the cat", SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids
 
 
+@pytest.mark.slow
 def test_a_hybrid_is_trained_and_healed(family, tmp_path):
     """The source has two layers, one of which becomes a Mamba-2 layer."""
     data, hybrid, healed = tmp_path / "prompts.jsonl", tmp_path / "hybrid", tmp_path / "healed"

@@ -50,6 +50,7 @@ def gradients(model):
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "share_prompt"),
     [

@@ -30,6 +30,7 @@ from outrider.tools.export.tuned import tuned_k
 from outrider.tools.vllm_suffix import VllmSuffix
 from tests.helpers import tiny
 from tests.helpers.heads import cases, random_draft
+from tests.helpers.variants import variants
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,14 @@ def folders_of(command):
     ]
 
 
-@pytest.mark.parametrize("engine", [name for name, each in ENGINES.items() if MODEL in each.recipes])
+# llama.cpp needs the target as a GGUF file, which takes seconds to write.
+@pytest.mark.parametrize(
+    "engine",
+    variants(
+        [name for name, each in ENGINES.items() if MODEL in each.recipes],
+        fast=[name for name in ENGINES if name != "llama.cpp"],
+    ),
+)
 def test_included_models_are_named_by_what_exists(engine, tmp_path):
     result, summary = export("@nano", "--for", engine, "--out", tmp_path / "out", "--k", 3, "--target", "@mini")
     assert result.exit_code == 0, result.output

@@ -30,6 +30,7 @@ print(allocated, freed, tidied, resident())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_freed_memory_is_kept_until_tidy():
     result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)

@@ -73,8 +73,15 @@ def _states_of(config, tokens, layers):
         return score_sequence(target, tokens).states(layers, 0, ())
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_compiler), "torch"])
-@pytest.mark.parametrize("kind", ["mtp", "eagle31"])
+@pytest.mark.parametrize(
+    ("kind", "kernels"),
+    [
+        pytest.param("mtp", "torch", marks=pytest.mark.slow),
+        pytest.param("mtp", "native", marks=[needs_compiler, pytest.mark.slow]),
+        pytest.param("eagle31", "torch", marks=pytest.mark.slow),
+        pytest.param("eagle31", "native", marks=needs_compiler),
+    ],
+)
 def test_head_for_a_gguf_file(kind, kernels, file, data, tmp_path):
     training = Training(kind, _settings(data, tmp_path, file, kernels=kernels))
     target = training._setup.parts.target

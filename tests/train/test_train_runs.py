@@ -33,6 +33,7 @@ from outrider.train.report.log import FILE, read_log
 from outrider.train.run import FACTS, Training
 from outrider.train.settings import Settings
 from outrider.train.trainer import STATE
+from tests.helpers.variants import variants
 
 NANO = str(embedded("nano"))
 QUIET = Console(quiet=True)
@@ -137,6 +138,7 @@ def test_resumed_training_ends_in_the_same_weights(kind, options, data, uninterr
     assert [line["loss"] for line in read_log(tmp_path)] == [line["loss"] for line in read_log(expected)]
 
 
+@pytest.mark.slow
 def test_random_numbers_depend_only_on_the_cycle(data, tmp_path, monkeypatch):
     """A saved state has the random generator of one process, so each process seeds its own anew in each cycle."""
     settings = [_settings(data, tmp_path / name, multi_step_share=0.5) for name in "ab"]
@@ -253,11 +255,14 @@ def _raise_disk_full(*_, **__):
 
 @pytest.mark.parametrize(
     ("kind", "options", "function"),
-    [
-        ("mtp", {}, "torch.save"),
-        ("mtp", {}, "safetensors.torch.serialize_file"),
-        ("draft", OPTIONS["draft"], "transformers.PreTrainedModel.save_pretrained"),
-    ],
+    variants(
+        [
+            ("mtp", {}, "torch.save"),
+            ("mtp", {}, "safetensors.torch.serialize_file"),
+            ("draft", OPTIONS["draft"], "transformers.PreTrainedModel.save_pretrained"),
+        ],
+        fast=[("mtp", {}, "safetensors.torch.serialize_file")],
+    ),
 )
 def test_full_disk_leaves_saved_files_intact(kind, options, function, data, uninterrupted, tmp_path, monkeypatch):
     settings = _settings(data, tmp_path, **options)

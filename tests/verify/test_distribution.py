@@ -50,6 +50,7 @@ def p_value(verifier, make=None, samples=SAMPLES) -> float:
     return g_test(observed.flatten().int().tolist(), expected.flatten().tolist()).p_value
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("samples", [SAMPLES, pytest.param(20 * SAMPLES, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_verifier(name, samples):
@@ -153,6 +154,7 @@ def next_token_probs(target, token_ids) -> torch.Tensor:
     return p[0, 0].double()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "samples", [750, pytest.param(9000, marks=pytest.mark.heavy)]
 )  # chi-square grows by 1 for every 10 or 120
@@ -179,6 +181,7 @@ BIASED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", BIASED)
 def test_biased_verifier_is_detected(name):
     def rule(draft, p, noise):  # the biased rules need at least one draft token

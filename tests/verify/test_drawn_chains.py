@@ -58,6 +58,7 @@ def random_tokens(rng, size):
     return [rng.randrange(200) for _ in range(size)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("filters", [({},) * 4, FILTERS], ids=["whole", "filtered"])
 @pytest.mark.parametrize("keep", [0.0, 0.02])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

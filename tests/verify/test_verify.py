@@ -71,6 +71,7 @@ def by_name(verifier):
     return verifier.name
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=by_name)
 def test_chains_are_exact(verifier, special):
@@ -81,6 +82,7 @@ def test_chains_are_exact(verifier, special):
                 assert_exact(prove(verifier.rule, make_instance(vocab, chain(depth), kinds, seed, **SPECIAL[special])))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("special", [*SPECIAL, "apart"])
 @pytest.mark.parametrize("shape", SMALL_TREES)
 @pytest.mark.parametrize("verifier", TREES, ids=by_name)
@@ -91,6 +93,7 @@ def test_trees_are_exact(verifier, shape, special):
         )
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("shape", BIG_TREES)
 @pytest.mark.parametrize("verifier", TREES_BY_ACCEPTANCE, ids=by_name)
@@ -130,6 +133,7 @@ def test_block_accepts_at_least_as_much_as_rejection(seed):
     assert rejection <= block + ROUNDING
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("kinds", [(S, S, S), (H, S, W), (H, H, H)], ids=str)
 def test_traversal_of_a_chain_accepts_as_much_as_block(kinds, special):
@@ -138,6 +142,7 @@ def test_traversal_of_a_chain_accepts_as_much_as_block(kinds, special):
     assert traversal == pytest.approx(block, abs=ROUNDING)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("special", SPECIAL)
 def test_all_rules_accept_equally_on_one_hot_trees(special):
     instance = make_instance(4 if special == "disjoint" else 3, BINARY, (H,) * 6, **SPECIAL[special])
@@ -183,6 +188,7 @@ def test_race_joint_has_p_and_q_as_marginals():
 # Optimized code paths against simple ones.
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("rule", [verify.walk, verify.coupled], ids=lambda rule: rule.__name__)
 def test_walk_of_a_chain_equals_walk_of_a_tree(rule, special):
