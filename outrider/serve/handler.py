@@ -121,7 +121,7 @@ class RequestHandler:
         if num_completions > self._settings.max_n:
             raise InvalidParam(
                 "n" if params.n > 1 else "prompt",
-                f"{num_prompts} prompts with n = {params.n} are {num_completions} completions; ask for at most"
+                f"prompts times n is {num_prompts} x {params.n} = {num_completions} completions; ask for at most"
                 f" {self._settings.max_n} at once",
             )
         if params.constraint:
