@@ -283,6 +283,7 @@ def test_what_is_no_constraint_cannot_be_prepared(llm):
     ("arguments", "fix"),
     [
         ({"k": -1}, "k is -1"),
+        ({"k": 257}, "k is 257; use a number of draft tokens from 0 .plain decoding. to 256, or auto"),
         ({"k": 2.5}, "k is 2.5; use a number of draft tokens"),
         ({"k": True}, "k is True; use a number of draft tokens"),
         ({"k": None}, "k is None; use a number of draft tokens"),
