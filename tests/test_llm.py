@@ -365,6 +365,7 @@ def test_bad_arguments_are_told_before_anything_is_loaded(arguments, fix, monkey
         ({"max_model_len": 4096}, "from 2 to 2048"),
         ({"dtype": "int3"}, "float32"),
         ({"device": "abacus"}, "auto or cpu"),
+        ({"proposer": "json:absent"}, r"has no attribute 'absent'\); correct the module json, or name a class"),
         ({"proposer": "json:loads"}, "loads cannot make a proposer from a ProposerSetup"),
         ({"proposer": lambda setup: setup}, r"lacks needs = Needs\(\), admit, propose, commit, release"),
     ],
