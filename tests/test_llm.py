@@ -221,7 +221,7 @@ def test_64_rows_at_once():
         ([-1], SamplingParams(), "vocabulary of 12288; ids begin at 0"),
         ("a", SamplingParams(max_tokens=None, min_tokens=256), "min_tokens is 256, and after the prompt the context"),
         ("a\ud800", SamplingParams(), "half of a surrogate pair.*character 1; leave it out"),
-        (b"abc", SamplingParams(), "a prompt is a bytes; give a string"),
+        (b"abc", SamplingParams(), "a prompt has the type bytes; give a string"),
         (None, SamplingParams(), "has no default prompt; give a prompt"),
         (torch.tensor([1, 2]), SamplingParams(), "of an array its tolist"),
         ([5, 2.7], SamplingParams(), "2.7 among its token ids"),
