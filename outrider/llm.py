@@ -222,7 +222,8 @@ class LLM:
             return text_tokens(self._parts.tokenizer, text)
         if not isinstance(text, Sequence) or isinstance(text, bytes | bytearray | memoryview):
             raise OutriderError(
-                f"{what} is a {type(text).__name__}; give a string, or a list of token ids (of an array its tolist())"
+                f"{what} has the type {type(text).__name__}; give a string, or a list of token ids (of an array its"
+                " tolist())"
             )
         return _whole_ids(what, text)
 

@@ -52,7 +52,7 @@ class SoakResult:
     """The results so far."""
 
     answers: int = 0
-    cancelled: int = 0
+    canceled: int = 0
     tokens: int = 0
     errors: list[str] = field(default_factory=list)
     different: list[int] = field(default_factory=list)  # numbers of the requests with another text than alone
@@ -62,7 +62,7 @@ class SoakResult:
     def add(self, result: RequestResult, text_alone: str) -> None:
         """Count the result of a request. `text_alone` is its text when it was sent alone."""
         self.answers += result.completed
-        self.cancelled += result.cancelled
+        self.canceled += result.canceled
         self.tokens += result.tokens
         if result.error:
             self.errors.append(result.error)
@@ -135,7 +135,7 @@ def main(
         "versions": versions(),
         "commit": commit(),
         "answers": result.answers,
-        "cancelled": result.cancelled,
+        "canceled": result.canceled,
         "tokens": result.tokens,
         "alone": run.num_alone,
         "errors": result.errors[:20],
@@ -189,13 +189,13 @@ def _idle_gauges(server: Server) -> dict[str, float]:
 
 def _show(result: SoakResult, failures: dict[str, int], seconds: float) -> None:
     table = Table(title=f"{seconds / 60:g} minutes")
-    for name in ("answers", "cancelled", "tokens/s", "between tokens ms p50 p99", "MiB at first", "at last", "growth"):
+    for name in ("answers", "canceled", "tokens/s", "between tokens ms p50 p99", "MiB at first", "at last", "growth"):
         table.add_column(name, justify="right")
     gaps = percentiles(result.gaps)
     sizes = [size for _, size in result.memory]
     table.add_row(
         str(result.answers),
-        str(result.cancelled),
+        str(result.canceled),
         f"{result.tokens / seconds:.0f}",
         f"{gaps['p50']:.1f} {gaps['p99']:.1f}" if gaps else "",
         f"{sizes[0] / 1024:.0f}",

@@ -16,7 +16,7 @@ from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import ProgressBar, show
 from outrider.core.config import EngineConfig
-from outrider.core.params import AUTO
+from outrider.core.params import AUTO, check_draft_length
 from outrider.engine.build import proposer_of
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
@@ -148,6 +148,7 @@ class _Audit:
 
 
 def _check(*, k: int, samples: int, tokens: int) -> None:
-    for name, value, minimum in (("k", k, 1), ("samples", samples, _MIN_SAMPLES), ("tokens", tokens, 2)):
+    check_draft_length(k, least=1)
+    for name, value, minimum in (("samples", samples, _MIN_SAMPLES), ("tokens", tokens, 2)):
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise OutriderError(f"{name} is {value!r}; use a whole number of at least {minimum}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.core.params import AUTO, SamplingParams
+from outrider.core.params import AUTO, SamplingParams, check_draft_length
 from outrider.errors import OutriderError
 from outrider.measure.number_lists import parse_whole
 from outrider.plan.store import check_plan
@@ -52,19 +52,17 @@ class Settings:
     sweep: Sweep = field(default_factory=Sweep)
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, str) and self.k != AUTO:
-            raise OutriderError(f"k is {self.k!r}; use a number of draft tokens, or {AUTO}")
+        check_draft_length(self.k, least=1, or_auto=True)
         check_plan(self.plan, k=self.k)
         if self.tp > 1 and self.peer is not None:
             raise OutriderError(f"--peer {self.peer} runs in one process, and --tp is {self.tp}; leave one of them out")
-        k = None if isinstance(self.k, str) else self.k
-        counts = {"repeats": self.repeats, "batch": self.batch, "limit": self.limit, "k": k}
+        counts = {"repeats": self.repeats, "batch": self.batch, "limit": self.limit}
         counts["batch of the sweep"] = min(self.sweep.batch, default=None)
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise OutriderError(f"{name} is {value}; use at least 1")
-        if min(self.sweep.k, default=0) < 0:
-            raise OutriderError(f"k of the sweep is {min(self.sweep.k)}; use at least 0, which is plain decoding")
+        for k in self.sweep.k:
+            check_draft_length(k)
         if self.max_tokens < 2:
             raise OutriderError(
                 f"max_tokens is {self.max_tokens}; a speed needs a first and a last token, so use at least 2"

@@ -29,7 +29,7 @@ DraftLength = Annotated[
     typer.Option(
         "--k",
         metavar="N",
-        help="Draft tokens per round, at least 1; 1, 4 and 8 are tested as well.",
+        help="Draft tokens per round, from 1 to 256; 1, 4 and 8 are tested as well.",
         rich_help_panel=MODEL,
     ),
 ]

@@ -12,7 +12,7 @@ from outrider.core.constraint import Constraint
 from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 
-_FORM = "Form"
+_PANEL = "Constraint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +21,18 @@ class ConstraintOptions:
 
     json_schema: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Generate JSON that matches the schema in this file.", rich_help_panel=_FORM),
+        typer.Option(
+            metavar="FILE", help="Generate JSON that matches the schema in this file.", rich_help_panel=_PANEL
+        ),
     ] = None
     regex: Annotated[
         str | None,
-        typer.Option(metavar="PATTERN", help="Generate text that matches the whole pattern.", rich_help_panel=_FORM),
+        typer.Option(metavar="PATTERN", help="Generate text that matches the whole pattern.", rich_help_panel=_PANEL),
     ] = None
     grammar: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Generate text of the grammar in this file: Lark or GBNF.", rich_help_panel=_FORM
+            metavar="FILE", help="Generate text of the grammar in this file: Lark or GBNF.", rich_help_panel=_PANEL
         ),
     ] = None
 

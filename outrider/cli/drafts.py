@@ -118,7 +118,7 @@ def export(
 ) -> None:
     """Write a draft as another engine reads it, with the command that runs it there.
 
-    Drafts that the engine does not run are refused. What was not run with an engine is labeled unproven.
+    Drafts that the engine does not run are refused. What was not run with an engine is labeled untested.
     """
     from outrider.tools.export.run import run_export
 

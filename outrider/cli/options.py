@@ -59,7 +59,7 @@ DraftLength = Annotated[
         "--k",
         parser=parse_draft_length,
         metavar="N",
-        help="Draft tokens per round. 0: plain decoding. auto: chosen in each round from measured costs.",
+        help="Draft tokens per round, up to 256. 0: plain decoding. auto: chosen in each round from measured costs.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -69,7 +69,7 @@ BenchDraftLength = Annotated[
         "--k",
         parser=parse_draft_length,
         metavar="N",
-        help="Draft tokens per round, at least 1; plain decoding is always measured. auto: chosen in each round from"
+        help="Draft tokens per round, from 1 to 256; plain decoding is always measured. auto: chosen in each round from"
         " measured costs.",
         rich_help_panel=MODEL,
     ),

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from outrider.core.params import AUTO
+from outrider.core.params import AUTO, check_draft_length
 from outrider.errors import OutriderError
 
 REPLICATED, SHARDED = "replicated", "sharded"  # placements of a draft on several ranks
@@ -29,8 +29,8 @@ class EngineConfig:
     None: the embedded draft for the embedded target. For any other, the first of "best(suffix:100000,mtp)",
     "best(suffix:100000,quantized:int4)" and "ngram" that fits; see `outrider.engine.default_proposer`."""
     k: int | str = AUTO
-    """Draft tokens per round. 0: plain decoding. "auto": chosen in each round from measured costs, and 4 for a request
-    with a seed whose text depends on the draft."""
+    """Draft tokens per round, up to 256. 0: plain decoding. "auto": chosen in each round from measured costs, and 4 for
+    a request with a seed whose text depends on the draft."""
     verifier: str | None = None
     """walk, coupled, rejection, block, siblings, traversal, typical or lenient, or a relaxed rule such as
     "lantern:delta=0.1,table=FILE". None: what fits the proposer."""
@@ -80,7 +80,7 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise OutriderError(f"{name} is {value!r}; use a name, such as auto")
-        self._check_k()
+        check_draft_length(self.k, or_auto=True)
         weight_bits(self.quantize)
         draft_weight_bits(self.draft_quantize, kernels=self.kernels, device=self.device)
         _check_count("tp", self.tp)
@@ -142,10 +142,6 @@ class EngineConfig:
                 f"weights that are quantized when they are loaded cannot be split over ranks, and tp is {self.tp};"
                 " leave quantize out, or use tp 1"
             )
-
-    def _check_k(self) -> None:
-        if self.k != AUTO and (not _is_whole(self.k) or self.k < 0):
-            raise OutriderError(f"k is {self.k!r}; use a number of draft tokens, 0 for plain decoding, or {AUTO}")
 
 
 def weight_bits(quantize: str | None, *, option: str = "quantize") -> int:

@@ -10,6 +10,7 @@ from outrider.core.constraint import Constraint
 from outrider.errors import OutriderError
 
 AUTO = "auto"  # the value of k with which the planner decides in each round
+MAX_DRAFT_LENGTH = 256  # draft tokens of a sequence per round
 _MAX_PRIORITY = 100  # in absolute value, so that no request waits forever
 # Limits of temperature and repetition penalty. Logits are float32. Beyond these limits, rounding decides between tokens
 # and logits overflow.
@@ -52,7 +53,7 @@ class SamplingParams:
             the text depends on the draft, k="auto" uses a fixed draft length for a request with its own seed.
         n: number of independent completions of the prompt.
         logprobs: report the log-probabilities of each output token and of this many likeliest tokens; None: no report.
-        k: maximum number of draft tokens per round; 0: plain decoding; None: the planner decides.
+        k: maximum number of draft tokens per round, at most 256; 0: plain decoding; None: the planner decides.
         proposer: the proposer of this request, one of `EngineParts.proposers`, with 4 draft tokens per round unless
             `k` is given. None: the planner decides.
         verifier: the exact rule of this request, one of `EngineParts.verifiers`. None: the engine's own.
@@ -137,7 +138,7 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_whole("logprobs", self.logprobs, 0, "0 reports only the emitted token")
         if self.k is not None:
-            _check_whole("k", self.k, 0, "0 is plain decoding")
+            check_draft_length(self.k)
         if self.seed is not None:
             _check_whole("seed", self.seed, 0, "any whole number below 2**63")
         if not isinstance(self.priority, int) or isinstance(self.priority, bool) or abs(self.priority) > _MAX_PRIORITY:
@@ -169,6 +170,26 @@ class SamplingParams:
         if self.min_tokens and self.stop_token_ids:
             message = "min_tokens forbids stop_token_ids that the constraint may need; leave one of them out"
             raise InvalidParam("min_tokens", message)
+
+
+def check_draft_length(k: object, *, least: int = 0, or_auto: bool = False) -> None:
+    """Check a number of draft tokens per round.
+
+    Args:
+        k: the number.
+        least: the smallest number that is allowed.
+        or_auto: "auto" is allowed as well.
+
+    Raises:
+        InvalidParam: it is not a whole number from `least` to `MAX_DRAFT_LENGTH`.
+    """
+    if or_auto and k == AUTO:
+        return
+    if isinstance(k, int) and not isinstance(k, bool) and least <= k <= MAX_DRAFT_LENGTH:
+        return
+    low = str(least) if least else "0 (plain decoding)"
+    choice = f", or {AUTO}" if or_auto else ""
+    raise InvalidParam("k", f"k is {k!r}; use a number of draft tokens from {low} to {MAX_DRAFT_LENGTH}{choice}")
 
 
 def _check_number(name: str, value: float, low: float, high: float, hint: str) -> None:

@@ -154,6 +154,8 @@ def load_target(config: EngineConfig) -> LoadedTarget:
     checkpoint = load_checkpoint(
         model_folder(config.target), dtype=dtype, device=config.device, kernels=config.kernels, tp=config.tp
     )
+    if dtype != config.dtype:
+        checkpoint = replace(checkpoint, dtype_reason="with quantized weights")
     return prepare_target(checkpoint, config)
 
 

@@ -49,7 +49,10 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 def show(document: dict[str, Any], console: Console) -> None:
     """Print the figures of each simulated fleet as a table."""
     console.print(f"[bold]Simulation[/bold]: {document['description']}", highlight=False)
-    table = new_table("tokens/s of the fleet; seconds to the first token and between tokens")
+    table = new_table(
+        "Tokens/s of the fleet; ttft: seconds to the first token; tpot: ms between tokens; hits: prompt tokens from the"
+        " cache; busy: share of the time that replicas compute"
+    )
     table.add_column("routing", no_wrap=True)
     table.add_column("speculation", no_wrap=True)
     for name in ("replicas", "requests", "tokens/s", "ttft p50 p99", "tpot ms p50 p99", "k", "tau", "hits", "busy"):

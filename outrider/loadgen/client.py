@@ -47,7 +47,7 @@ class Client:
                 async for chunk in response.content.iter_any():
                     recorder.add(self.seconds, chunk)
                     if planned.max_chunks is not None and recorder.num_events >= planned.max_chunks:
-                        result.cancelled = True
+                        result.canceled = True
                         break
             recorder.parse(result)
         except (ClientError, TimeoutError, ValueError) as error:

@@ -58,7 +58,7 @@ def measured(settings: Settings, results: Sequence[RequestResult], seconds: floa
     return {
         "seconds": round(seconds, 3),
         "completed": len(completed),
-        "cancelled": sum(result.cancelled for result in results),
+        "canceled": sum(result.canceled for result in results),
         "errors": [result.error for result in results if result.error],
         "output_tokens_per_s": round(sum(result.tokens for result in completed) / seconds, 2),
         "requests_per_s": round(len(completed) / seconds, 3),
@@ -130,9 +130,9 @@ def _print_table(settings: Settings, document: dict[str, Any], console: Console)
     for name, percentiles in document["ms"].items():
         table.add_row(name, *(f"{percentiles[f'p{percent}']:.1f}" if percentiles else "–" for percent in _PERCENTILES))
     console.print(table)
-    cancelled = f" and {document['cancelled']} canceled" if document["cancelled"] else ""
+    canceled = f" and {document['canceled']} canceled" if document["canceled"] else ""
     console.print(
-        f"{document['completed']} completed{cancelled} requests in {document['seconds']:.1f} s:"
+        f"{document['completed']} completed{canceled} requests in {document['seconds']:.1f} s:"
         f" {document['output_tokens_per_s']:.1f} tokens/s, {document['requests_per_s']:.2f} requests/s"
     )
     console.print(

@@ -21,13 +21,13 @@ class RequestResult:
     text: str = ""
     tokens: int = 0  # output tokens
     finish: str = ""  # finish reason
-    cancelled: bool = False  # the client has canceled the request, as planned
+    canceled: bool = False  # the client has canceled the request, as planned
     error: str = ""
 
     @property
     def completed(self) -> bool:
         """Whether the response is complete."""
-        return not self.cancelled and not self.error
+        return not self.canceled and not self.error
 
     @property
     def ttft(self) -> float:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from outrider.core.params import MAX_DRAFT_LENGTH
 from outrider.errors import OutriderError
 
 # Titles of the groups of options in `outrider load --help`.
@@ -61,7 +62,13 @@ class Settings:
     temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.", rich_help_panel=_REQUESTS)] = 0.0
     k: Annotated[
         int | None,
-        typer.Option("--k", min=0, help="Most draft tokens per round, for Outrider.", rich_help_panel=_REQUESTS),
+        typer.Option(
+            "--k",
+            min=0,
+            max=MAX_DRAFT_LENGTH,
+            help="Most draft tokens per round, for Outrider.",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = None
     ignore_eos: Annotated[
         bool,

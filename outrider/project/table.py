@@ -200,7 +200,8 @@ def _case(document: dict[str, Any], case: dict[str, Any]) -> str:
     if document["machine"]["devices"] > 1:
         parts.append(f"{1e6 * case['allreduce_seconds']:g} µs per layer for all-reduces")
     free = document["free_tokens"][case["name"]]
-    return f"{case['name'].capitalize()}: {', '.join(parts)}{'' if free is None else f'; {free:.0f} free tokens'}."
+    limit = "" if free is None else f"; arithmetic takes as long as reading the weights at {free:.0f} tokens per pass"
+    return f"{case['name'].capitalize()}: {', '.join(parts)}{limit}."
 
 
 def _fits(memory: dict[str, Any], batch: int) -> str:
@@ -210,7 +211,7 @@ def _fits(memory: dict[str, Any], batch: int) -> str:
 
 
 def _batch_limit(batch: int | None) -> str:
-    return "never up to 65536" if batch is None else str(batch)
+    return "above 65536" if batch is None else str(batch)
 
 
 def _number(value: float) -> str:

@@ -320,10 +320,11 @@ def _import_maker(expression: Expression) -> Maker:
         maker: Maker = getattr(importlib.import_module(module), name)
     except Exception as error:  # the module's own code can raise anything
         reason = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-        raise OutriderError(
-            f"proposer {module}:{name} cannot be imported ({reason});{_suggestion(module)} check the dotted path, or"
-            f" use {forms()}"
-        ) from error
+        if isinstance(error, ModuleNotFoundError):
+            fix = f"{_suggestion(module)} check the dotted path, or use {forms()}"
+        else:
+            fix = f" correct the module {module}, or name a class or function of it"
+        raise OutriderError(f"proposer {module}:{name} cannot be imported ({reason});{fix}") from error
     if not callable(maker):
         raise OutriderError(f"{module}:{name} is not callable; name a class, or a function of a ProposerSetup")
     return maker

@@ -14,6 +14,7 @@ from outrider.system.atomic_files import check_writable
 if TYPE_CHECKING:  # matplotlib is an optional dependency
     from outrider.report.svg import Plot
 
+_SUFFIXES = (".html", ".htm")
 _STYLE = Path(__file__).parent / "report.css"
 
 
@@ -21,13 +22,15 @@ def check_report(file: str | Path) -> None:
     """Check before a measurement that its report can be written.
 
     Raises:
-        OutriderError: matplotlib is missing, or the file cannot be written.
+        OutriderError: matplotlib is missing, or the file cannot be written or has another suffix than .html.
     """
     if find_spec("matplotlib") is None:
         raise OutriderError('--report needs matplotlib, which is missing; run pip install "outrider[report]"')
     path = Path(file).expanduser()
     if path.is_dir() or not path.parent.is_dir():
         raise OutriderError(f"--report {file} is not a file in an existing folder; use for example report.html")
+    if path.suffix not in _SUFFIXES:
+        raise OutriderError(f"--report {file} has another suffix than .html; use for example report.html")
     check_writable(path)
 
 

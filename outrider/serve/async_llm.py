@@ -273,7 +273,7 @@ class AsyncLLM:
                 self._held = [request for request in self._held if request.id != stream.request.id]
                 self._llm.abort(stream.request.id)
                 stream.put(StreamChunk(error="the request was canceled"))
-                self._finish(stream, "cancelled")
+                self._finish(stream, "canceled")
         self._wake(streams)
 
     def _run(self) -> None:

@@ -121,7 +121,7 @@ class RequestHandler:
         if num_completions > self._settings.max_n:
             raise InvalidParam(
                 "n" if params.n > 1 else "prompt",
-                f"{num_prompts} prompts with n = {params.n} are {num_completions} completions; ask for at most"
+                f"prompts times n is {num_prompts} x {params.n} = {num_completions} completions; ask for at most"
                 f" {self._settings.max_n} at once",
             )
         if params.constraint:
@@ -250,7 +250,7 @@ class RequestHandler:
         """Wait for the last chunks of all completions and return them in one response."""
         log_entry = entry_of(request.scope)
         tasks: list[asyncio.Task[Any]] = [finished, disconnected]
-        log_entry.finish_reason = "cancelled"  # replaced below, unless the client disconnects
+        log_entry.finish_reason = "canceled"  # replaced below, unless the client disconnects
         try:
             async with asyncio.timeout(self._settings.request_timeout or None):
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -285,7 +285,7 @@ class RequestHandler:
     ) -> AsyncIterator[str]:
         """Yield the server-sent events of all completions."""
         log_entry = entry_of(request.scope)
-        log_entry.finish_reason = "cancelled"  # replaced below, unless the client disconnects
+        log_entry.finish_reason = "canceled"  # replaced below, unless the client disconnects
         completions: dict[int, Completion] = {}  # by index of the stream
         chunk_builders = [builder.chunks(index) for index in range(len(streams))]
         try:
@@ -294,7 +294,7 @@ class RequestHandler:
                     events = _chunk_events(chunk_builders[index], chunks, log_entry)
                     last_chunk = chunks[-1]
                     if last_chunk.error:
-                        log_entry.finish_reason = "cancelled" if disconnected.done() else "error"
+                        log_entry.finish_reason = "canceled" if disconnected.done() else "error"
                         yield events
                         return
                     if last_chunk.completion:

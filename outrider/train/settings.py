@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.core.params import MAX_DRAFT_LENGTH
 from outrider.errors import OutriderError
 
 DRAFT = "draft"  # the kind that trains a small language model instead of a head
@@ -273,7 +274,14 @@ class Settings:
         int, typer.Option(min=1, help="Generation cycles between two saves.", rich_help_panel=_TRAIN)
     ] = 1
     k: Annotated[
-        int, typer.Option("--k", min=1, help="Draft tokens per round of the evaluation.", rich_help_panel=_TRAIN)
+        int,
+        typer.Option(
+            "--k",
+            min=1,
+            max=MAX_DRAFT_LENGTH,
+            help="Draft tokens per round of the evaluation.",
+            rich_help_panel=_TRAIN,
+        ),
     ] = 5
     seed: Annotated[
         int, typer.Option(help="Seed of initial weights, data order and answers.", rich_help_panel=_TRAIN)

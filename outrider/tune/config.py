@@ -91,8 +91,10 @@ def _read(file: str) -> Mapping[str, Any]:
         ) from None
     try:
         document = json.loads(text)
-    except ValueError:
-        document = None
+    except ValueError as error:
+        raise OutriderError(
+            f"config {file} is not valid JSON ({error}); correct it, or write one with: outrider tune --out {file}"
+        ) from None
     if not isinstance(document, dict) or document.get("benchmark") not in (BENCHMARK, FIT):
         raise OutriderError(
             f"{file} is not a JSON object with fields of EngineConfig, and not a file of outrider tune or outrider fit;"

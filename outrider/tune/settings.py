@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core.config import draft_weight_bits, weight_bits
-from outrider.core.params import AUTO, SamplingParams
+from outrider.core.params import AUTO, SamplingParams, check_draft_length
 from outrider.engine.default_proposer import default_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
@@ -49,9 +49,9 @@ class Settings:
         for name, values in {"proposers": self.proposers, "k": self.ks, "batch": self.batches}.items():
             if not values:
                 raise OutriderError(f"{name} names nothing to measure; give at least one")
-        fixed_ks = [k for k in self.ks if not isinstance(k, str)]
+        for k in self.ks:
+            check_draft_length(k, least=1, or_auto=True)
         smallest = {
-            "k": min(fixed_ks, default=None),
             "batch": min(self.batches),
             "repeats": self.repeats,
             "limit": self.limit,

@@ -158,6 +158,11 @@ def test_report_needs_a_file_in_an_existing_folder(monkeypatch, tmp_path, file):
         check_report(file)
 
 
+def test_report_is_refused_with_the_suffix_of_another_format(tmp_path):
+    with pytest.raises(OutriderError, match=r"page.pdf has another suffix than .html"):
+        check_report(tmp_path / "page.pdf")
+
+
 def test_write_report(document, tmp_path):
     file = tmp_path / "report.html"
     check_report(file)

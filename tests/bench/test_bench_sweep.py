@@ -69,7 +69,7 @@ def test_invalid_sweep_option(text):
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
-        (Sweep(k=(-1, 2)), "k of the sweep is -1"),
+        (Sweep(k=(-1, 2)), "k is -1; use a number of draft tokens from 0"),
         (Sweep(batch=(2, 0)), "batch of the sweep is 0"),
         (Sweep(context=(128, 512)), "leaves no tokens for a prompt"),
         (Sweep(temperature=(0.0, -0.5)), "temperature is -0.5"),

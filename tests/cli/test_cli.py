@@ -169,10 +169,11 @@ def test_plain_decoding_gives_the_same_text(greedy):
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_quantized_model(bits):
     words = ["--max-tokens", "8", "--device", "cpu", "--quantize", bits, "--kernels", "torch"]
-    result = invoke("run", "--json", *words, CODE)
+    result = invoke("run", "--json", "--show", *words, CODE)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert (document["dtype"], document["kernels"]) == ("bfloat16", f"torch {bits}")
+    assert "bfloat16 with quantized weights" in without_colors(result.stderr)
     assert len(document["completions"][0]["token_ids"]) == 8
 
 
@@ -358,7 +359,7 @@ def test_audit_command(monkeypatch, passed, code):
 
 
 @pytest.mark.parametrize(
-    ("k", "message"), [("auto", "--k is 'auto'; use a whole number"), ("0", "k is 0; use a whole number of at least 1")]
+    ("k", "message"), [("auto", "--k is 'auto'; use a whole number"), ("0", "k is 0; use a number of draft tokens")]
 )
 def test_audit_needs_a_number_of_draft_tokens(k, message):
     result = invoke("audit", "--k", k)

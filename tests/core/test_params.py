@@ -25,7 +25,7 @@ INVALID = {
     "seed": [-1, 1.5, "lucky", 2**63, True],
     "n": [0, -1, 1.5, None, True],
     "logprobs": [-1, 1.5, True, "all"],
-    "k": [-1, 1.5, True, "all"],
+    "k": [-1, 257, 1.5, True, "all"],
     "constraint": ["a", 5, {"type": "object"}],
     "scope": [None, 5, ("tenant",)],
     "priority": [-101, 101, 1.5, True, None, "first"],
@@ -49,7 +49,7 @@ def test_every_field_has_an_invalid_value():
 def test_limits_are_valid():
     SamplingParams(temperature=0, top_k=0, top_p=1, min_p=1, presence_penalty=-2, frequency_penalty=2, seed=0)
     SamplingParams(logit_bias={0: -INF, 1: -100, 2: 100.0}, logprobs=0, seed=2**63 - 1, max_tokens=None, min_tokens=500)
-    SamplingParams(max_tokens=4, min_tokens=4, top_p=1e-9, repetition_penalty=1e-6, temperature=1e-6)
+    SamplingParams(max_tokens=4, min_tokens=4, k=256, top_p=1e-9, repetition_penalty=1e-6, temperature=1e-6)
     SamplingParams(repetition_penalty=1e4, temperature=1e4)
 
 

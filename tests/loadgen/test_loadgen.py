@@ -150,11 +150,11 @@ def test_canceled_requests_are_counted_separately():
         result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 0, result.output
     document = json.loads(result.output.splitlines()[-1])
-    assert document["completed"] + document["cancelled"] == 20
-    assert document["cancelled"] > 2
+    assert document["completed"] + document["canceled"] == 20
+    assert document["canceled"] > 2
     assert not document["errors"]
     assert document["ms"]["itl"]["p50"] == 0.0
-    assert f"and {document['cancelled']} canceled requests" in result.output
+    assert f"and {document['canceled']} canceled requests" in result.output
 
 
 def test_exit_code_if_all_requests_fail():

@@ -251,7 +251,7 @@ MISTAKES = {
     "empty source": ({"sources": [[]]}, "source is empty"),
     "source too long": ({"sources": [[1] * 129]}, "source is 129 tokens long, and the encoder takes 128"),
     "unknown token": ({"sources": [[1, 999]]}, "token id 999 is not in the vocabulary"),
-    "no text": ({"sources": [{1}]}, "a source is a set"),
+    "no text": ({"sources": [{1}]}, "a source has the type set"),
     "nothing": ({}, "there is no prompt"),
     "too few sources": ({"prompts": ["a", "b"], "sources": ["a"]}, "2 prompts came with 1 sources"),
 }

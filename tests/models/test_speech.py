@@ -438,7 +438,7 @@ def test_tokens_are_no_audio(plain):
 
 def test_audio_for_a_model_of_text(tmp_path):
     llm = LLM(tiny.save(tmp_path, tiny.ENCODER_DECODER["bart"]()), proposer="none", **OPTIONS)
-    with pytest.raises(OutriderError, match="a source is a ndarray; give a string"):
+    with pytest.raises(OutriderError, match="a source has the type ndarray; give a string"):
         llm.generate(sources=[recording(0)])
     with pytest.raises(OutriderError, match="source is audio, and this target reads text"):
         llm.check_source(features_of(0))

@@ -207,7 +207,7 @@ def test_long_groups_start_first(shelf):
     assert [rollout.token_ids for rollout in batch.rollouts] == [rollout.token_ids for rollout in again.rollouts]
 
 
-def test_cancelled_rollouts_and_finish_reasons(shelf):
+def test_canceled_rollouts_and_finish_reasons(shelf):
     policy = engine(shelf / "policy", proposer="ngram")
     ids = policy.submit(PROMPTS, SAMPLED)
     policy.cancel(ids[:1])

@@ -27,7 +27,7 @@ class Parts:
 
     def __init__(self, parts):
         self._parts = iter(parts)
-        self.cancelled = False
+        self.canceled = False
 
     def __aiter__(self):
         return self
@@ -41,7 +41,7 @@ class Parts:
         return part
 
     def cancel(self):
-        self.cancelled = True
+        self.canceled = True
 
 
 class Engine:

@@ -144,3 +144,15 @@ def test_unknown_model_is_status_404(client):
     assert raised.value.param == "model"
     assert [model.id for model in client.models.list()] == ["nano"]
     assert client.models.retrieve("nano").id == "nano"
+
+
+def test_unknown_route_and_wrong_method_name_the_list_of_routes(server):
+    unknown = httpx.post(server[0] + "/v1/embeddings", json={"input": "x"})
+    assert (unknown.status_code, unknown.json()["error"]["message"]) == (
+        404,
+        "there is no such route; /docs lists all routes",
+    )
+    wrong = httpx.get(server[0] + "/v1/completions")
+    assert wrong.status_code == 405
+    assert wrong.headers["allow"] == "POST"
+    assert "does not take this method; /docs lists" in wrong.json()["error"]["message"]

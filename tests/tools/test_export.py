@@ -62,7 +62,7 @@ def test_a_draft_model_for_vllm(model, tmp_path):
     config = json.loads(command[command.index("--speculative-config") + 1])
     assert config == {"method": "draft_model", "model": str(out / "draft"), "num_speculative_tokens": 5}
     assert command[:3] == ["vllm", "serve", "models/big model"]
-    assert (out / "run.sh").read_text().startswith("#!/bin/sh\n# proven: vLLM 0.32.0")
+    assert (out / "run.sh").read_text().startswith("#!/bin/sh\n# tested: vLLM 0.32.0")
     copied = load_checkpoint(out / "draft", dtype="float32", device="cpu")
     assert copied.vocab == tiny.VOCAB
 
@@ -329,11 +329,11 @@ def test_a_module_that_does_not_fit_its_target(family, tmp_path):
         assert not (tmp_path / "out").exists()
 
 
-def test_unproven_commands_say_so(model, tmp_path):
+def test_untested_commands_say_so(model, tmp_path):
     result, summary = export(model, "--for", "tensorrt-llm", "--out", tmp_path / "out", "--k", 2)
     assert result.exit_code == 0, result.output
-    assert summary["proven"] is None
-    assert "# unproven" in (tmp_path / "out" / "run.sh").read_text()
+    assert summary["tested"] is None
+    assert "# untested" in (tmp_path / "out" / "run.sh").read_text()
     assert "max_draft_len: 2" in (tmp_path / "out" / "speculation.yaml").read_text()
 
 

@@ -177,7 +177,7 @@ def test_config_that_recommends_plain_decoding(tmp_path):
     [
         (None, "cannot be read"),
         (b"\xff\xfe", "it is not UTF-8 text"),
-        (b"{", "is not a JSON object with fields of EngineConfig, and not a file of outrider tune"),
+        (b"{", r"is not valid JSON \(Expecting property name.*\); correct it, or write one with: outrider tune --out"),
         (b"[]", "not a file of outrider tune or outrider fit; write it with: outrider tune --out"),
         (b'{"benchmark": "outrider bench"}', "not a file of outrider tune"),
         (b'{"benchmark": "outrider tune", "version": 9}', "has version 9, and this program reads version 1"),

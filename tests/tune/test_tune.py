@@ -46,7 +46,7 @@ def test_lists_of_proposers_and_draft_lengths():
         ({"proposers": ()}, "proposers names nothing to measure"),
         ({"proposers": ("none",)}, "plain decoding is always measured as well"),
         ({"proposers": ("merge(ngram",)}, "lacks its closing bracket"),
-        ({"ks": (0,)}, "k is 0; use at least 1"),
+        ({"ks": (0,)}, "k is 0; use a number of draft tokens from 1 to 256"),
         ({"batches": (0,)}, "batch is 0; use at least 1"),
         ({"repeats": 0}, "repeats is 0; use at least 1"),
         ({"limit": 0}, "limit is 0; use at least 1"),

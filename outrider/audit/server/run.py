@@ -24,7 +24,7 @@ from outrider.audit.server.report import show
 from outrider.audit.server.settings import ServerOptions
 from outrider.client.server import Server, connect, find_model
 from outrider.core.config import EngineConfig
-from outrider.core.params import SamplingParams
+from outrider.core.params import SamplingParams, check_draft_length
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
 from outrider.system.machine import commit, hardware, use_threads, versions
@@ -68,9 +68,9 @@ def run_server_audit(
     Raises:
         OutriderError: the audit cannot run. The message says how to fix it.
     """
-    for name, value, minimum in (("k", k, 1), ("samples", samples, _MIN_SAMPLES)):
-        if value < minimum:
-            raise OutriderError(f"{name} is {value}; use at least {minimum}")
+    check_draft_length(k, least=1)
+    if samples < _MIN_SAMPLES:
+        raise OutriderError(f"samples is {samples}; use at least {_MIN_SAMPLES}")
     cases_of(options.tests)  # raises if a name is wrong
     use_threads(threads)
     began = perf_counter()

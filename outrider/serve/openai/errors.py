@@ -19,6 +19,10 @@ from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import SamplingFields, field_of
 
 _RETRY_HEADERS = {"Retry-After": "1"}  # seconds
+_ROUTE_ERRORS = {  # Starlette's words
+    "Not Found": "there is no such route; /docs lists all routes",
+    "Method Not Allowed": "this route does not take this method; /docs lists the methods of all routes",
+}
 _UNKNOWN_FIELD = "this field is unknown; remove it, or check its spelling"
 
 
@@ -91,7 +95,7 @@ def add_handlers(app: FastAPI) -> None:
         InvalidParam: lambda error: JSONResponse(error_response(str(error), field=error.param), 400),
         OutriderError: lambda error: JSONResponse(error_response(str(error)), 400),
         Exception: lambda _: JSONResponse(error_response("the server failed; see its log", kind="server_error"), 500),
-        HTTPException: lambda error: JSONResponse(error_response(str(error.detail)), error.status_code, error.headers),
+        HTTPException: _http_response,
     }
 
     def add(kind: type[Exception], make_response: Callable[[Any], JSONResponse]) -> None:
@@ -102,6 +106,12 @@ def add_handlers(app: FastAPI) -> None:
 
     for kind, make_response in responses.items():
         add(kind, make_response)
+
+
+def _http_response(error: HTTPException) -> JSONResponse:
+    """Return the response to an exception of a route, or of a request that has no route."""
+    message = _ROUTE_ERRORS.get(error.detail, error.detail)
+    return JSONResponse(error_response(message), error.status_code, error.headers)
 
 
 def _validation_response(error: RequestValidationError) -> JSONResponse:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.core.constraint import Constraint
-from outrider.core.params import InvalidParam, SamplingParams
+from outrider.core.params import MAX_DRAFT_LENGTH, InvalidParam, SamplingParams
 from outrider.core.text import is_utf8
 from outrider.serve.stream.request_stream import StreamContent
 
@@ -136,7 +136,11 @@ class SamplingFields(_RequestBody):
     min_tokens: int = Field(0, ge=0, description="Extension. Fewest output tokens.")
     seed: int | None = Field(None, ge=0, lt=2**63)
     priority: int = Field(0, ge=-100, le=100, description="Extension. Lower values are scheduled first.")
-    k: int | None = Field(None, ge=0, le=256, description="Extension. Most draft tokens per round. 0: plain decoding.")
+    k: int | None = Field(
+        None,
+        json_schema_extra={"minimum": 0, "maximum": MAX_DRAFT_LENGTH},  # `SamplingParams` checks it
+        description="Extension. Most draft tokens per round. 0: plain decoding.",
+    )
     proposer: str | None = Field(None, description="Extension. A proposer of /v1/models. Default: the planner chooses.")
     verifier: str | None = Field(None, description="Extension. An exact verifier of /v1/models.")
     n: int = Field(1, ge=1)

@@ -1,5 +1,5 @@
 """What other engines read: vLLM 0.33, SGLang 0.5.23, llama.cpp of October 2026, mlx-lm 0.32 and mlx-vlm 0.7, Ollama and
-TensorRT-LLM 1. A recipe is proven if the engine has run such a draft of ours."""
+TensorRT-LLM 1. A recipe is tested if the engine has run such a draft of ours."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Recipe:
 
     layout: str  # `FOLDER`, `GGUF`, `NOTHING`, or a format of draft heads
     command: Callable[[Draft], str]  # the lines of a shell script
-    proven: str = ""  # what was run; "": nothing
+    tested: str = ""  # what was run; "": nothing
     files: Callable[[Draft], Mapping[str, str]] = lambda draft: {}  # more files by name
     note: str = ""
     families: tuple[str, ...] = ()  # with `IN_TARGET`: architectures of the targets whose modules the engine runs
@@ -211,18 +211,18 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
         "vllm": OtherEngine(
             title="vLLM",
             recipes={
-                MODEL: Recipe(layout=FOLDER, command=_vllm("draft_model"), proven=_COMPARED),
+                MODEL: Recipe(layout=FOLDER, command=_vllm("draft_model"), tested=_COMPARED),
                 Kind.EAGLE: Recipe(layout="eagle", command=_vllm("eagle")),
-                Kind.EAGLE3: Recipe(layout="eagle3-speculators", command=_vllm("eagle3"), proven=_COMPARED),
+                Kind.EAGLE3: Recipe(layout="eagle3-speculators", command=_vllm("eagle3"), tested=_COMPARED),
                 Kind.PEAGLE: Recipe(
                     layout="peagle-speculators",
                     command=_vllm("eagle3", parallel_drafting=True),
-                    proven=_COMPARED,
+                    tested=_COMPARED,
                 ),
                 Kind.DFLASH: Recipe(
                     layout="dflash-speculators",
                     command=_vllm("dflash"),
-                    proven=_COMPARED,
+                    tested=_COMPARED,
                 ),
                 Kind.DSPARK: Recipe(
                     layout="dspark-speculators",
@@ -232,19 +232,19 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.MEDUSA: Recipe(
                     layout="medusa-vllm",
                     command=_vllm("medusa"),
-                    proven=_COMPARED,
+                    tested=_COMPARED,
                     note="vLLM 0.33 has removed Medusa: use vLLM 0.32",
                 ),
                 Kind.MTP: Recipe(
                     layout=IN_TARGET,
                     command=_vllm_mtp,
-                    proven="vLLM 0.32.0 for CPU with a MiMo target (docs/how-to/export.md); Qwen3.5 was not run",
+                    tested="vLLM 0.32.0 for CPU with a MiMo target (docs/how-to/export.md); Qwen3.5 was not run",
                     families=_FAMILIES,
                 ),
                 SUFFIX: Recipe(
                     layout=NOTHING,
                     command=_vllm_suffix,
-                    proven=_COMPARED,
+                    tested=_COMPARED,
                     note="install Outrider in the environment of vLLM",
                 ),
             },
@@ -269,33 +269,33 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                     layout=GGUF,
                     command=_llamacpp_model,
                     needs_target_gguf=True,
-                    proven="llama-server of llama.cpp 0c1e570 loads the file and accepts its draft tokens",
+                    tested="llama-server of llama.cpp 0c1e570 loads the file and accepts its draft tokens",
                 ),
                 Kind.EAGLE3: Recipe(
                     layout="eagle3",
                     command=_llamacpp_head("eagle3"),
                     needs_target_gguf=True,
                     converts_head=True,
-                    proven=f"{_LLAMACPP}, with the accepted lengths of Outrider (docs/how-to/export.md)",
+                    tested=f"{_LLAMACPP}, with the accepted lengths of Outrider (docs/how-to/export.md)",
                 ),
                 Kind.DFLASH: Recipe(
                     layout="dflash",
                     command=_llamacpp_head("dflash"),
                     needs_target_gguf=True,
                     converts_head=True,
-                    proven=f"{_LLAMACPP}, with 4% shorter accepted lengths at k = block size - 1",
+                    tested=f"{_LLAMACPP}, with 4% shorter accepted lengths at k = block size - 1",
                 ),
                 Kind.DSPARK: Recipe(
                     layout="dspark",
                     command=_llamacpp_head("dspark"),
                     needs_target_gguf=True,
                     converts_head=True,
-                    proven="llama.cpp b11434, with 2 to 3% shorter accepted lengths (docs/how-to/export.md)",
+                    tested="llama.cpp b11434, with 2 to 3% shorter accepted lengths (docs/how-to/export.md)",
                 ),
                 Kind.MTP: Recipe(
                     layout=IN_TARGET,
                     command=_llamacpp_mtp,
-                    proven="llama.cpp b11434 with a Qwen3.5 target (docs/how-to/export.md)",
+                    tested="llama.cpp b11434 with a Qwen3.5 target (docs/how-to/export.md)",
                     families=_QWEN,
                 ),
             },

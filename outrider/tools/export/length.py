@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.core.params import check_draft_length
 from outrider.errors import OutriderError
 from outrider.heads.description import HeadDescription
 from outrider.tools.export.engines import Recipe
@@ -52,8 +53,7 @@ def find_length(
     if batch is not None and advice is None:
         raise OutriderError("--batch chooses a k of --advice; give --advice in place of --k, or leave --batch out")
     length = k if k is not None else tuned_k(advice or "", source, batch or 1)
-    if length < 1:
-        raise OutriderError(f"k is {length}; use at least 1")
+    check_draft_length(length, least=1)
     most = description.max_draft_tokens if description else 0  # 0: no limit
     if most and length > most:
         raise OutriderError(f"k is {length}, and this draft predicts at most {most} tokens at once; use at most {most}")

@@ -98,7 +98,7 @@ def run_export(
         "layout": recipe.layout,
         "draft": str(written) if source else None,
         "k": length.k,
-        "proven": recipe.proven or None,
+        "tested": recipe.tested or None,
         "command": command,
         "notes": labels[1:],
         "files": list(files),
@@ -220,6 +220,6 @@ def _write_gguf(source: Path, file: Path) -> None:
 
 def _label(recipe: Recipe) -> str:
     note = f"; {recipe.note}" if recipe.note else ""
-    if recipe.proven:
-        return f"proven: {recipe.proven}{note}"
-    return f"unproven: written from the engine's documentation and source; it was not run with this engine{note}"
+    if recipe.tested:
+        return f"tested: {recipe.tested}{note}"
+    return f"untested: written from the engine's documentation and source; it was not run with this engine{note}"
