@@ -123,11 +123,11 @@ class Outcome:
             return "not exact here: the certificate failed" if self._failed else "chosen"
         if not held_out and self.complete:
             return "first measurement only"
-        slower = [f"{temperature:g}" for temperature, speedup in candidate.speedups.items() if speedup.value < 1]
+        slower = candidate.loses_at
         if len(slower) == len(candidate.speedups):
             return "slower than plain decoding"
         if slower:
-            return f"slower at temperature {_listed(slower)}"
+            return f"slower at temperature {_listed([f'{temperature:g}' for temperature in slower])}"
         overall = candidate.overall
         if overall.value < WORTHWHILE or (overall.low is not None and overall.low <= 1):
             return "no sure gain"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ _ADDED_OPTIONS = ("draft_window", "draft_quantize")  # files of earlier releases
 _PROPOSER_OPTIONS = ("k", "verifier", *_ADDED_OPTIONS)
 
 Options = TypeVar("Options")
+
+_log = logging.getLogger("outrider")
 
 
 def settings_dict(
@@ -70,6 +73,8 @@ def configured(options: Options, file: str, *, given: Collection[str], min_k: in
     stored = [name for name in (*_OPTIONS, *_ADDED_OPTIONS) if name in settings]
     values = {name: settings[name] for name in stored if name in names and name not in fixed}
     _check_models(file, settings, values)
+    if "target" in given and "proposer" in values:
+        _warn_of_other_target(file, settings["target"], options.target)  # type: ignore[attr-defined]
     if values.get("proposer") == "none" and "k" in given:
         raise OutriderError(f"{file} recommends plain decoding, and k was given; give --proposer as well, or no --k")
     k = values.get("k", min_k)
@@ -78,6 +83,17 @@ def configured(options: Options, file: str, *, given: Collection[str], min_k: in
             f"{file} recommends plain decoding, so there is nothing to compare; give --proposer and --k"
         )
     return replace(options, **values)  # type: ignore[type-var]
+
+
+def _warn_of_other_target(file: str, tuned: str | None, used: str | None) -> None:
+    """Warn if the settings of a file were measured with another target."""
+    if model_folder(tuned).resolve() != model_folder(used).resolve():
+        _log.warning(
+            "the settings of %s were measured with %s; run outrider tune for %s to find its own",
+            file,
+            tuned or "the included target",
+            used or "the included target",
+        )
 
 
 def _read(file: str) -> Mapping[str, Any]:

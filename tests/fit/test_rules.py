@@ -116,6 +116,15 @@ def test_speedups_at_both_temperatures_are_shown():
     assert Option.from_dict(stored) == found.options[2]
 
 
+def test_an_interval_around_1_is_no_sure_gain():
+    cases = [
+        case(HEAD, "auto", 1.02, low=0.95, high=1.1),
+        case(HEAD, "auto", 0.95, low=0.9, high=1.06, temperature=1.0),
+    ]
+    found = outcome(measured(*ROBUST, *cases), measured(*ROBUST, *cases))
+    assert found.options[2].verdict == "no sure gain"
+
+
 def test_plain_decoding_if_every_proposer_loses_at_one_temperature():
     found = outcome(measured(*FRAGILE, speculate=False), measured(*FRAGILE, speculate=False))
     assert "on 4 held-out prompts without being slower at one of the temperatures" in words(found)

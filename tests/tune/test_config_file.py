@@ -57,6 +57,17 @@ def test_config_replaces_defaults(tmp_path):
     assert (other.proposer, other.k, other.verifier, other.dtype) == ("ngram", EngineOptions().k, None, "float32")
 
 
+def test_config_of_another_target_is_a_warning(tmp_path, caplog):
+    file = str(advice_file(tmp_path / "advice.json", k=AUTO))
+    assert configured(ModelOptions(target="@mini"), file, given={"target"}).target == "@mini"
+    assert not caplog.records  # the same target by another name
+    configured(ModelOptions(target="@nano", proposer="suffix"), file, given={"target", "proposer"})
+    assert not caplog.records  # only the precision comes from the file
+    assert configured(ModelOptions(target="@nano"), file, given={"target"}).proposer == "ngram"
+    (record,) = caplog.records
+    assert "measured with the included target; run outrider tune for @nano" in record.message
+
+
 def test_draft_window_applies_to_proposers_with_a_draft(prompts):
     draft = f"draft:{embedded('nano')}"
     settings = Settings(

@@ -111,7 +111,9 @@ def test_advice():
     assert "Set 3 draft tokens in place of 4" in text
     assert "DFlash or DSpark head is an exception: keep the k of its whole block" in text
     assert "[[1, 15, 3], [16, 512, 0]]" in text
-    assert "does not pay at any" in " ".join(advise([slow], "vLLM"))
+    assert "slows every measured load down: switch it off" in " ".join(advise([slow], "vLLM"))
+    even = replace(slow, tokens_per_s=390)
+    assert "no clear gain at any measured load. Measure more" in " ".join(advise([slow, even], "vLLM"))
     idle = [replace(fast, speculation=replace(SPECULATION, drafts=0, draft_tokens=0))]
     assert advise(idle, "vLLM", configured=True)[0].startswith("Speculation is on in vLLM, but")
     assert advise(idle, "vLLM", configured=False)[0].startswith("Speculation is off in vLLM; set it with --spec")

@@ -20,6 +20,7 @@ _START: Mapping[str, str] = MappingProxyType(
         "Outrider": "--proposer",
     }
 )
+_CLEAR_LOSS = 0.95  # speedup below which a few requests suffice to tell a loss from noise
 _POOR = 0.05  # acceptance at the first position below which a draft does not work at all
 
 
@@ -112,7 +113,7 @@ def _speed(loads: Sequence[Load], engine: str) -> list[str]:
     first = loads[0]
     now = len(first.speculation.reach) if first.speculation else 0
     if not pays:
-        lines.append("It does not pay at any measured load: switch it off, or use a better or smaller draft.")
+        lines.append(_no_gain([speedup for _, speedup in measured if speedup]))
         return lines
     k = ks[pays[0]]
     if k and now and k < now:
@@ -128,6 +129,15 @@ def _speed(loads: Sequence[Load], engine: str) -> list[str]:
     if losing and min(losing) > max(pays):
         lines.append(_stop(engine, min(losing), k or now))
     return lines
+
+
+def _no_gain(speedups: Sequence[float]) -> str:
+    if max(speedups) < _CLEAR_LOSS:
+        return "It slows every measured load down: switch it off, or use a better or smaller draft."
+    return (
+        "It brings no clear gain at any measured load. Measure more with --num-requests before you decide; if the gain"
+        " stays small, use a better or smaller draft, or switch speculation off."
+    )
 
 
 def _stop(engine: str, batch: int, k: int) -> str:
