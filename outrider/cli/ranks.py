@@ -47,8 +47,10 @@ def joined(tp: int, device: str) -> Iterator[Ranks | None]:
     except Exception as error:
         if is_network_error(error):
             ranks.abandon("another rank has failed, or the connection to it is lost")
-        traceback.print_exc(file=sys.__stderr__)
-        ranks.abandon(f"rank {ranks.rank} cannot go on: {str(error).splitlines()[0] if str(error) else error!r}")
+        else:
+            traceback.print_exc(file=sys.__stderr__)
+            ranks.abandon(f"rank {ranks.rank} cannot go on: {str(error).splitlines()[0] if str(error) else error!r}")
+        raise typer.Exit(1) from error  # the watchdog is about to end the process, which must not end with status 0
     except BaseException:
         ranks.fail("it was interrupted")
         raise
