@@ -14,7 +14,7 @@ from outrider.fit.option import Option, Speed, size, speeds
 from outrider.fit.rules import candidates, ranked
 from outrider.propose.expression import command_line_form, short
 from outrider.report.console import count_text
-from outrider.tune.candidate import WORTHWHILE, Candidate, CandidateKey
+from outrider.tune.candidate import Candidate, CandidateKey
 from outrider.tune.trial import label
 
 
@@ -128,10 +128,7 @@ class Outcome:
             return "slower than plain decoding"
         if slower:
             return f"slower at temperature {_listed([f'{temperature:g}' for temperature in slower])}"
-        overall = candidate.overall
-        if overall.value < WORTHWHILE or (overall.low is not None and overall.low <= 1):
-            return "no sure gain"
-        return "faster than plain decoding"
+        return "faster than plain decoding" if candidate.worthwhile else "no sure gain"
 
     def _choice(self) -> str:
         advice = self._measured["advice"]

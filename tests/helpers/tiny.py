@@ -49,6 +49,7 @@ from tests.helpers.configs import LAYERS as LAYERS
 from tests.helpers.configs import VOCAB as VOCAB
 from tests.helpers.configs import WINDOW as WINDOW
 from tests.helpers.configs import make_config as make_config
+from tests.helpers.variants import variants
 
 _LOUDER = {"decoder.embed": 5, "encoder_attn": 4, "conv": 4}  # factors of weights of speech models
 
@@ -107,7 +108,8 @@ def tokenizer(size: int = VOCAB) -> PreTrainedTokenizerFast:
 
 def by_speed(names: Iterable[str]) -> list[Any]:
     """Parameters of a test by architecture: the rare ones are slow."""
-    return [pytest.param(name, marks=pytest.mark.slow) if TABLE[name].rare else name for name in names]
+    names = list(names)
+    return variants(names, fast=[name for name in names if not TABLE[name].rare])
 
 
 def _config(name: str) -> PreTrainedConfig:

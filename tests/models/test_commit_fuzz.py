@@ -1,6 +1,6 @@
 """Random sequences of passes and commits for every kind of cache. The result equals a fresh prefill.
 
-OUTRIDER_FUZZ is the least number of sequences per kind of cache. The default is 10, and 30 in the slow tests.
+OUTRIDER_FUZZ is the least number of sequences per kind of cache. The default is 10, and 60 in the slow tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.testing.drive import append, make_round
 from tests.helpers import tiny
 
 ASKED = os.environ.get("OUTRIDER_FUZZ")
-SEQUENCES = [int(ASKED)] if ASKED else [10, pytest.param(30, marks=pytest.mark.slow)]
+SEQUENCES = [int(ASKED)] if ASKED else [10, pytest.param(60, marks=pytest.mark.slow)]
 ROWS = 4  # sequences at once
 SOURCE = (7, 8, 9)  # of encoder-decoder models
 TOLERANCE = 2e-4  # relative to the norm of the logits

@@ -57,10 +57,7 @@ FAST = {
     "falcon",
     "bloom",
 }
-FAMILIES = [
-    name if name in FAST | DEPENDENT_LAYERS - {"dory"} else pytest.param(name, marks=pytest.mark.slow)
-    for name in sorted(set(tiny.ATTENTION) - {"mamba2"})
-]
+FAMILIES = variants(sorted(set(tiny.ATTENTION) - {"mamba2"}), fast=FAST | DEPENDENT_LAYERS - {"dory"})
 
 KERNELS = [
     "torch",

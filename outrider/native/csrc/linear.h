@@ -122,8 +122,8 @@ inline void copy_sums(const FloatReg (&sums)[Steps][M][Regs], Floats (&acc)[M][2
       std::memcpy(reinterpret_cast<float*>(acc[m]) + i * Regs * kRegLanes, sums[i][m], sizeof sums[i][m]);
 }
 
-// Prefetch weights that are read later, for outputs in `Regs` registers. Each part of a panel prefetches its own weights.
-// So the memory is busy all the time, and not while one of the parts is computed only.
+// Prefetch weights that are read later, for outputs in `Regs` registers. Each part of a panel prefetches its own weights,
+// so that the memory is busy while every part is computed.
 template <int Regs>
 inline void prefetch(const int32_t* w) {
   for (int i = 0; i < Regs * kRegLanes; i += kLine) __builtin_prefetch(reinterpret_cast<const char*>(w + i) + kAhead);
@@ -215,7 +215,7 @@ inline void add_bytes(IntReg (&sums)[M][Regs], const int32_t* w, const int32_t* 
 template <int M, int Bits, int Group>
 inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
   constexpr int regs = kPanel / kRegLanes;
-  constexpr int regs_per_step = std::min(regs, M == 1 ? 4 : 2);
+  constexpr int regs_per_step = std::min(regs, M == 1 ? 4 : 2);  // as many as fit into registers
   constexpr int steps = Group / 4;
   const int groups = layer.in / Group;
   const int group_words = steps * Bits / 8 * kPanel;  // words of weights in a group
