@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from outrider.llm import LLM
 from outrider.loader.checkpoint import read_model_config
-from outrider.loader.gguf import is_gguf, open_gguf
+from outrider.loader.gguf.file import is_gguf, read_gguf
 from outrider.models.base import ExpertCounter
 from outrider.models.encoder_decoder_target import EncoderDecoderTarget
 from outrider.models.prepack import can_prepack
@@ -64,7 +64,7 @@ def flops_per_token(folder: Path) -> float:
     count, active = _experts(folder)
     weights = 0.0
     if is_gguf(folder):
-        weights = sum(int(tensor.n_elements) for tensor in open_gguf(folder).reader.tensors)
+        weights = sum(prod(tensor.shape) for tensor in read_gguf(folder).tensors.values())
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118

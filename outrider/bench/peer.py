@@ -14,7 +14,7 @@ from outrider.bench.variants import Trial
 from outrider.benchmarking.jobs import Job
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.gguf import is_gguf
+from outrider.loader.gguf.file import is_gguf
 from outrider.loader.quiet import quiet_transformers
 from outrider.measure.clock import EmitEvent, decode_speed, token_gaps
 

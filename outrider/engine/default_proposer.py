@@ -7,7 +7,7 @@ from pathlib import Path
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import choose_device, read_model_config
 from outrider.loader.embedded import embedded, model_folder
-from outrider.loader.gguf import is_gguf, open_gguf
+from outrider.loader.gguf.file import is_gguf, read_gguf
 from outrider.native.support import may_run
 from outrider.propose.draft_model.open import has_mtp
 from outrider.system.machine import free_memory
@@ -49,7 +49,7 @@ def can_draft_for_itself(folder: Path, *, device: str, kernels: str, quantize: s
     if kernels == "torch" or quantize == "int4" or choose_device(device).type != "cpu":
         return False
     try:
-        if is_gguf(folder) and not set(open_gguf(folder).types) <= _WIDE_TYPES:
+        if is_gguf(folder) and not set(read_gguf(folder).types) <= _WIDE_TYPES:
             return False
         return may_run(read_model_config(folder))
     except OutriderError:  # loading the target gives the reason

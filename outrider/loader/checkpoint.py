@@ -27,7 +27,11 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
 from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
 from outrider.loader.embedded import model_folder
-from outrider.loader.gguf import end_ids, is_gguf, load_model, load_tokenizer, open_gguf
+from outrider.loader.gguf.file import is_gguf, read_gguf
+from outrider.loader.gguf.model import end_ids, load_model, make_config
+from outrider.loader.gguf.model import read_config as read_gguf_config
+from outrider.loader.gguf.tokenizer import load_tokenizer
+from outrider.loader.gguf.weights import GGUFWeights
 from outrider.loader.memory import check_memory, weight_bytes
 from outrider.loader.model_class import causal_model_class
 from outrider.loader.quiet import quiet_transformers
@@ -168,21 +172,23 @@ def load_checkpoint(
 
 
 def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Checkpoint:
-    file = open_gguf(path)
-    check_memory(path, path.stat().st_size, device)
-    _check_family(file.config)
-    choice = choose_dtype(dtype, file.config, device, kernels=kernels)
-    if file.quantized and dtype == "auto" and device.type == "cpu" and kernels != "torch" and may_run(file.config):
+    file = read_gguf(path)
+    config = make_config(file)
+    check_memory(path, file.nbytes, device)
+    _check_family(config)
+    choice = choose_dtype(dtype, config, device, kernels=kernels)
+    if file.quantized and dtype == "auto" and device.type == "cpu" and kernels != "torch" and may_run(config):
         choice = DtypeChoice(torch.bfloat16, "with quantized weights")  # of keys, values and dense weights
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
-    model = load_model(file, torch.float32 if file.quantized else choice.dtype)
+    dense = torch.float32 if file.quantized else choice.dtype
+    model = load_model(file, config, GGUFWeights(file, config, dense), dense)
     return Checkpoint(
         model=model.to(device),
         tokenizer=load_tokenizer(file),
-        context=_context(file.config),
-        context_reason=_context_reason(file.config),
-        vocab=model.get_output_embeddings().weight.shape[0],
+        context=_context(config),
+        context_reason=_context_reason(config),
+        vocab=config.vocab_size,
         end_ids=end_ids(file),
         recurrent=False,
         dtype=choice.dtype,
@@ -263,7 +269,7 @@ def read_model_config(folder: str | Path) -> Any:
         UnsupportedModel: transformers does not support the architecture.
     """
     path = Path(folder).expanduser()
-    return open_gguf(path).config if is_gguf(path) else _read_config(path)
+    return read_gguf_config(path) if is_gguf(path) else _read_config(path)
 
 
 def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto") -> None:

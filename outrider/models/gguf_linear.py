@@ -10,6 +10,17 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from outrider.errors import OutriderError
+
+
+def _gguf() -> Any:
+    """Return the package gguf, which dequantizes blocks."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise OutriderError('quantized GGUF files need the package gguf; run pip install "outrider[gguf]"') from error
+    return gguf
+
 
 class BlockWeight:
     """A matrix [rows, columns] in the blocks of a GGUF file.
@@ -17,8 +28,8 @@ class BlockWeight:
     Blocks lie along a row, so rows can be selected and reordered without dequantization.
     """
 
-    def __init__(self, data: NDArray[np.uint8], kind: Any, columns: int) -> None:
-        """Keep `data` [rows, bytes per row] of the type `kind`, a `gguf.GGMLQuantizationType`."""
+    def __init__(self, data: NDArray[np.uint8], kind: str, columns: int) -> None:
+        """Keep `data` [rows, bytes per row] of the type `kind`, such as "Q4_K"."""
         self.data = data
         self.kind = kind
         self.shape = torch.Size((len(data), columns))
@@ -29,9 +40,8 @@ class BlockWeight:
 
     def dequantize(self, rows: Any = slice(None)) -> torch.Tensor:
         """Return rows of the matrix in float32, exactly."""
-        from gguf import dequantize
-
-        values = dequantize(np.ascontiguousarray(self.data[rows]), self.kind)
+        gguf = _gguf()
+        values = gguf.dequantize(np.ascontiguousarray(self.data[rows]), gguf.GGMLQuantizationType[self.kind])
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
 
     def reordered(self, order: torch.Tensor) -> BlockWeight:
@@ -42,7 +52,7 @@ class BlockWeight:
 def block_types(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the GGUF types of a model's weights in blocks, sorted."""
     modules = (module for module in model.modules() if isinstance(module, BlockLinear | BlockEmbedding))
-    return tuple(sorted({module.blocks.kind.name for module in modules}))
+    return tuple(sorted({module.blocks.kind for module in modules}))
 
 
 class BlockLinear(nn.Module):

@@ -106,7 +106,7 @@ def pack_blocks(weight: BlockWeight, bias: torch.Tensor | None = None, *, arena:
     """Pack a matrix of a type that `can_pack` accepts."""
     arena = arena or Arena()
     outputs, inputs = weight.shape
-    blocks = _READERS[weight.kind.name](weight.data)
+    blocks = _READERS[weight.kind](weight.data)
     pad_rows = -outputs % PANEL
     padding = -inputs % GROUP
 

@@ -357,7 +357,7 @@ class Decoder(Passes):
 
     def _pack_table(self, table: Weight) -> PackedBlocks | None:
         """Return the embedding table in blocks, or None if it is dense."""
-        if not isinstance(table, BlockWeight) or not can_pack(table.kind.name):
+        if not isinstance(table, BlockWeight) or not can_pack(table.kind):
             return None
         head = self._packed_head
         if self._tied and isinstance(head, PackedBlocks):
@@ -374,7 +374,7 @@ class Decoder(Passes):
         bias = torch.cat(biases) if biases else None
         gate_up = name.endswith("gate_up")
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
-        types = {weight.kind.name for weight in blocks}
+        types = {weight.kind for weight in blocks}
         if len(blocks) == len(weights) and len(types) == 1 and can_pack(min(types)):
             order = _interleaved_rows(sum(block.shape[0] for block in blocks) // 2) if gate_up else None
             return pack_blocks(join_blocks(blocks, order), bias, arena=self._arena)

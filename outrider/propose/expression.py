@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from outrider.loader.embedded import embedded
-from outrider.loader.gguf import is_gguf
+from outrider.loader.gguf.file import is_gguf
 from outrider.propose.registry import COMBINATIONS, Expression, parse
 
 

@@ -27,7 +27,7 @@ from outrider.core.config import REPLICATED, SHARDED
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import is_recurrent, read_model_config
-from outrider.loader.gguf import is_gguf
+from outrider.loader.gguf.file import is_gguf
 from outrider.loader.tensor_parallel import check_plan
 from outrider.models.submodel import layer_stack
 from outrider.parallel.ranks import Ranks

@@ -16,7 +16,7 @@ from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
-from outrider.loader.gguf import is_gguf
+from outrider.loader.gguf.file import is_gguf
 from outrider.parallel.ranks import Ranks
 from outrider.propose.leaves import draft_models
 from outrider.report.console import count_text

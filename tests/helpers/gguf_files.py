@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from tests.helpers.tiny import VOCAB, tokenizer
 
 SIZES = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 _NAMES = {"mistral": "llama", "gemma3_text": "gemma3"}
+_INTERLEAVED = ("llama", "mistral", "granite", "smollm3")
+_NORMS_PLUS_ONE = ("gemma", "gemma2", "gemma3_text")
 CHAT = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{% endfor %}"
 
 
@@ -25,6 +27,7 @@ def write_gguf(
     kinds: Mapping[str, str] | None = None,
     tokens: bool = True,
     rule: str = "default",
+    add: Callable[[Any], None] = lambda writer: None,
 ) -> Path:
     """Write a model whose matrices have a block type.
 
@@ -35,6 +38,7 @@ def write_gguf(
         kinds: other types, by a part of the tensor's name.
         tokens: whether the file has a tokenizer.
         rule: how the tokenizer splits text.
+        add: adds further fields or tensors to the writer.
     """
     config = model.config
     name = _NAMES.get(config.model_type, config.model_type)
@@ -51,12 +55,21 @@ def write_gguf(
     if window := getattr(config, "sliding_window", None):
         writer.add_sliding_window(window)
     writer.add_vocab_size(config.vocab_size)
-    head_dim = config.hidden_size // config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
+    if config.model_type == "granite":
+        writer.add_logit_scale(config.logits_scaling)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if tokens:
         _add_tokenizer(writer, rule)
+    add(writer)
     table = gguf.get_tensor_name_map(_architecture(name), config.num_hidden_layers)
     for key, weight in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -84,9 +97,9 @@ def _kind(tensor: str, weight: torch.Tensor, kind: str, kinds: Mapping[str, str]
 def _reordered(config: Any, module: str, weight: torch.Tensor) -> np.ndarray:
     """llama.cpp has the two halves of a rotary head as neighbors, and norms of Gemma with their offset."""
     values = weight.float().numpy()
-    if config.model_type == "gemma3_text" and weight.dim() == 1:
+    if config.model_type in _NORMS_PLUS_ONE and weight.dim() == 1:
         return values + 1
-    if config.model_type not in ("llama", "mistral") or not module.endswith(("q_proj", "k_proj")):
+    if config.model_type not in _INTERLEAVED or not module.endswith(("q_proj", "k_proj")):
         return values
     heads = config.num_attention_heads if module.endswith("q_proj") else config.num_key_value_heads
     return values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)

@@ -16,7 +16,6 @@ from outrider import LLM, OutriderError, SamplingParams
 from outrider.core import tree
 from outrider.errors import UnsupportedModel
 from outrider.loader.checkpoint import load_checkpoint
-from outrider.loader.gguf import load_model, open_gguf
 from outrider.models.gguf_linear import BlockLinear, block_types
 from tests.helpers import tiny
 from tests.helpers.gguf_files import CHAT, SIZES, write_gguf
@@ -28,14 +27,30 @@ NAMES = {
     "qwen3": "Qwen3Config",
     "phi3": "Phi3Config",
     "gemma3": "Gemma3TextConfig",
+    "gemma": "GemmaConfig",
+    "gemma2": "Gemma2Config",
+    "granite": "GraniteConfig",
+    "olmo2": "Olmo2Config",
+    "smollm3": "SmolLM3Config",
+}
+TIED = ("qwen2", "gemma", "gemma2", "gemma3")
+SPECIAL = {
+    "gemma2": {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "smollm3": {"pad_token_id": None},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
 }
 
 
 def _model(name="llama", **settings):
     torch.manual_seed(3)
-    config = tiny.make_config(
-        NAMES[name], **SIZES | {"head_dim": 32, "num_hidden_layers": 2, "initializer_range": 0.1} | settings
-    )
+    sizes = SIZES | {"head_dim": 32, "num_hidden_layers": 2, "initializer_range": 0.1}
+    config = tiny.make_config(NAMES[name], **sizes | SPECIAL.get(name, {}) | settings)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
@@ -53,7 +68,7 @@ def file(tmp_path_factory):
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
 @torch.inference_mode()
 def test_logits_are_those_of_the_model_that_was_written(tmp_path, name, kind, dtype):
-    model = _model(name, tie_word_embeddings=name in ("qwen2", "gemma3"))
+    model = _model(name, tie_word_embeddings=name in TIED)
     for weight in model.parameters():
         weight.copy_(weight.to(dtype))
     path = write_gguf(tmp_path / "model.gguf", model, kind)
@@ -134,6 +149,9 @@ def test_tokenizer_template_and_end_tokens(file):
         ("smollm", ["it", "'s", " ", "1", "2", "3", "4", " a", "  ", " b", "\n\n"]),
         ("llama-bpe", ["it", "'s", " ", "123", "4", " a", "  ", " b", "\n\n"]),
         ("qwen2", ["it", "'s", " ", "1", "2", "3", "4", " a", "  ", " b", "\n\n"]),
+        ("tekken", ["it", "'s", " ", "1", "2", "3", "4", " a", "  ", " b", "\n\n"]),
+        ("gpt-4o", ["it's", " ", "123", "4", " a", "  ", " b", "\n\n"]),
+        ("deepseek-v3", ["it", "'s", " ", "123", "4", " a", "  ", " b", "\n\n"]),
     ],
 )
 def test_text_is_split_by_the_rule_of_the_file(tmp_path, rule, pieces):
@@ -147,8 +165,8 @@ def test_text_is_split_by_the_rule_of_the_file(tmp_path, rule, pieces):
 
 
 def test_an_unknown_rule_is_refused(tmp_path):
-    path = write_gguf(tmp_path / "model.gguf", _model(), rule="tekken")
-    with pytest.raises(UnsupportedModel, match="splits text by the rule 'tekken'; supported are default"):
+    path = write_gguf(tmp_path / "model.gguf", _model(), rule="poro-chat")
+    with pytest.raises(UnsupportedModel, match="splits text by the rule 'poro-chat'; supported are default"):
         load_checkpoint(path)
 
 
@@ -161,22 +179,10 @@ def test_torch_computes_in_float32(file):
 
 def test_rotary_factors_divide_the_frequencies(tmp_path):
     model = _model()
-    path = tmp_path / "factors.gguf"
-    write_gguf(path, model)
-    plain = load_model(open_gguf(path), torch.float32).model.rotary_emb.inv_freq
+    plain = load_checkpoint(write_gguf(tmp_path / "plain.gguf", model)).model.model.rotary_emb.inv_freq
     factors = np.linspace(1, 8, len(plain), dtype=np.float32)
-    add = gguf.GGUFWriter.write_header_to_file
-
-    def with_factors(writer, *args):
-        writer.add_tensor("rope_freqs.weight", factors)
-        add(writer, *args)
-
-    gguf.GGUFWriter.write_header_to_file = with_factors
-    try:
-        write_gguf(path, model)
-    finally:
-        gguf.GGUFWriter.write_header_to_file = add
-    scaled = load_model(open_gguf(path), torch.float32).model.rotary_emb.inv_freq
+    path = write_gguf(tmp_path / "f.gguf", model, add=lambda writer: writer.add_tensor("rope_freqs.weight", factors))
+    scaled = load_checkpoint(path).model.model.rotary_emb.inv_freq
     assert torch.allclose(scaled * torch.from_numpy(factors), plain)
 
 
@@ -229,22 +235,40 @@ def test_an_architecture_that_is_not_supported(tmp_path):
         load_checkpoint(path)
 
 
-def test_types_that_cannot_be_read_are_named(file, monkeypatch):
-    monkeypatch.delitem(gguf.quants._type_traits, gguf.GGMLQuantizationType.Q8_0)
-    with pytest.raises(UnsupportedModel, match=r"has tensors of type Q8_0, which are not supported; convert the model"):
-        load_checkpoint(file)
+def test_types_that_cannot_be_read_are_named(tmp_path, file):
+    content = bytearray(file.read_bytes())
+    place = content.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 2 * 8
+    content[place : place + 4] = (99).to_bytes(4, "little")
+    path = tmp_path / "unknown.gguf"
+    path.write_bytes(content)
+    with pytest.raises(UnsupportedModel, match=r"the tensor blk.0.attn_q.weight has the unknown type 99; convert"):
+        load_checkpoint(path)
 
 
-def test_rotary_scaling_is_named(tmp_path, monkeypatch):
-    add = gguf.GGUFWriter.add_rope_freq_base
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+@torch.inference_mode()
+def test_rotary_scaling_is_that_of_the_file(tmp_path, kind):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = 32
+    model = _model(rope_parameters=rope)
 
-    def with_scaling(writer, base):
-        add(writer, base)
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    def add(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(4.0)
+        if kind == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(32)
 
-    monkeypatch.setattr(gguf.GGUFWriter, "add_rope_freq_base", with_scaling)
-    path = write_gguf(tmp_path / "model.gguf", _model())
-    with pytest.raises(UnsupportedModel, match="has rotary scaling of type yarn, which is not supported"):
+    loaded = load_checkpoint(write_gguf(tmp_path / "model.gguf", model, "F32", add=add), dtype="float32").model
+    loaded.set_attn_implementation("eager")
+    ids = torch.randint(tiny.VOCAB, (1, 20))
+    assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-4)
+
+
+def test_an_unknown_rotary_scaling_is_named(tmp_path):
+    add = lambda writer: writer.add_string("llama.rope.scaling.type", "su")  # noqa: E731
+    path = write_gguf(tmp_path / "model.gguf", _model(), add=add)
+    with pytest.raises(OutriderError, match=r"has no field llama.rope.scaling.factor"):
         load_checkpoint(path)
 
 

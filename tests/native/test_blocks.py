@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gguf
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
 def _random(kind: str, outputs: int, inputs: int, seed: int = 0) -> BlockWeight:
-    return BlockWeight(random_blocks(kind, outputs, inputs, seed), gguf.GGMLQuantizationType[kind], inputs)
+    return BlockWeight(random_blocks(kind, outputs, inputs, seed), kind, inputs)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,7 +15,7 @@ from outrider.core.params import SamplingParams
 from outrider.engine.build import load_target
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.gguf import load_model, open_gguf
+from outrider.loader.checkpoint import load_checkpoint
 from outrider.train.data.batches import score_sequence
 from outrider.train.model.draft_model import load_trainable
 from outrider.train.run import Training
@@ -103,7 +103,7 @@ def test_head_for_a_gguf_file(kind, kernels, file, data, tmp_path):
 @needs_compiler
 def test_tables_of_a_gguf_file_are_expanded_to_bfloat16(file, tied, folder):
     for path in (file, tied):
-        model = load_model(open_gguf(path), torch.float32)
+        model = load_checkpoint(path, dtype="float32").model
         tables = load_target(EngineConfig(target=path, max_num_seqs=1)).model.share_weights()
         assert torch.equal(tables.embedding, model.get_input_embeddings().weight.bfloat16())
         assert torch.equal(tables.head, model.get_output_embeddings().weight.bfloat16())
@@ -118,7 +118,7 @@ def test_draft_model_starts_from_a_gguf_file(name, data, tmp_path, request):
     path = request.getfixturevalue(name)
     Training("draft", _settings(data, tmp_path, path, init_from=str(path), lr=1e-12)).run(QUIET)
     written = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    expected = load_model(open_gguf(path), torch.float32)
+    expected = load_checkpoint(path, dtype="float32").model
     for module in ("model.embed_tokens", "lm_head", "model.layers.1.self_attn.q_proj", "model.layers.2.mlp.down_proj"):
         weight = expected.get_submodule(module).weight
         assert torch.allclose(written.get_submodule(module).weight, weight, rtol=0.005, atol=1e-6)

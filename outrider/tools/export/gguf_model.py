@@ -12,7 +12,9 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.heads.files import TensorFiles, read_config
-from outrider.loader.gguf_tokenizer import make_tokenizer, rules
+from outrider.loader.gguf.file import read_gguf
+from outrider.loader.gguf.split_rules import split_rules
+from outrider.loader.gguf.tokenizer import load_tokenizer
 from outrider.loader.tokenizer import read_tokenizer
 
 # model_type of transformers -> architecture of llama.cpp, for models whose tensors need no more than new names
@@ -22,10 +24,12 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
 _INTERLEAVED = ("llama", "mistral")  # llama.cpp stores the two halves of a rotary head as neighbors
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # kinds of tokens
 _TOKENIZER = "gpt2"  # llama.cpp's name of byte-level BPE
-# Texts on which the rules that split a text before BPE differ: digits, contractions, line breaks, other scripts.
+# Texts on which the rules that split a text before BPE differ: digits, contractions, line breaks, other scripts, and
+# characters that are composed of several.
 _SAMPLES = (
     "In 2026, 1234567 tokens:\n\n\tdef add(a, b):\n        return a + b  # it's\r\n",
     "It's WE'LL don't 3.14159 éàü 漢字 привет   end...!?\n \n",
+    "Cafe\u0301 de\u0301ja\u0300 สวัสดี",
 )
 
 
@@ -133,14 +137,15 @@ def find_rule(tokenizer: Any, folder: Path) -> str:
     """
     backend = tokenizer.backend_tokenizer
     expected = [backend.encode(text, add_special_tokens=False).ids for text in _SAMPLES]
-    own = backend.pre_tokenizer
+    own = (backend.normalizer, backend.pre_tokenizer)
     try:
-        for name, pre_tokenizer in rules():
-            backend.pre_tokenizer = pre_tokenizer
+        for name, rule in split_rules():
+            backend.normalizer = rule.normalizer()
+            backend.pre_tokenizer = rule.pre_tokenizer()
             if [backend.encode(text, add_special_tokens=False).ids for text in _SAMPLES] == expected:
                 return name
     finally:
-        backend.pre_tokenizer = own
+        backend.normalizer, backend.pre_tokenizer = own
     raise OutriderError(
         f"the tokenizer of {folder} splits text by a rule that is not known here; use convert_hf_to_gguf.py of"
         " llama.cpp"
@@ -171,8 +176,7 @@ def _add(writer: Any, gguf: Any, name: str, weight: torch.Tensor) -> None:
 def same_tokens(file: Path, folder: Path, texts: Sequence[str] = _SAMPLES) -> bool:
     """Return whether the tokenizer of a GGUF file gives the tokens of that of a folder."""
     own = read_tokenizer(folder)
-    # Not `open_gguf`, which parses the file twice more. That takes seconds for a large vocabulary.
-    written = make_tokenizer(file, _TOKENIZER, find_rule(own, folder))
+    written = load_tokenizer(read_gguf(file))
     return all(
         written.encode(text, add_special_tokens=False) == own.encode(text, add_special_tokens=False) for text in texts
     )

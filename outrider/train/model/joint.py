@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
-from outrider.loader.gguf import is_gguf, open_gguf
+from outrider.loader.gguf.file import is_gguf, read_gguf
 from outrider.models.submodel import shared_weights
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.train.data.sample import Sample
@@ -59,7 +59,7 @@ class JointTrainee(HeadTrainee):
             raise OutriderError(
                 f"loss {LENGTH} is about sampled draft tokens, and --train-target trains on given texts; use ce"
             )
-        if is_gguf(settings.target) and open_gguf(Path(settings.target)).quantized:
+        if is_gguf(settings.target) and read_gguf(Path(settings.target)).quantized:
             raise OutriderError(
                 f"--train-target changes the weights of the target, and {settings.target} keeps its quantized ones; use"
                 " the folder of the Hugging Face model, or leave --train-target out"
