@@ -63,7 +63,8 @@ def given_costs():
     draft = PassCost(tokens=columns, seconds=(5e-4, 7e-4, 1e-3, 3e-3, 2e-2), entry=0.0, pair=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "outrider.engine.build.known_costs", lambda _, other: CostModel(target=target, draft=other and draft)
+            "outrider.engine.build.known_costs",
+            lambda _, drafts: [CostModel(target=target, draft=other and draft) for other in drafts],
         )
         yield
 
@@ -113,7 +114,7 @@ def short_evaluations():
 @pytest.fixture
 def measured_costs(monkeypatch):
     """Measure the costs of passes, as outside the tests."""
-    from outrider.plan.calibrate import known_costs
+    from outrider.plan.known_costs import known_costs
 
     monkeypatch.setattr("outrider.engine.build.known_costs", known_costs)
 

@@ -27,7 +27,7 @@ from outrider import SamplingParams
 from outrider.core.stats import Stats, StatsAccumulator
 from outrider.core.types import Batch, Draft
 from outrider.loader.embedded import embedded
-from outrider.plan.calibrate import known_costs
+from outrider.plan.known_costs import known_costs
 from outrider.plan.pass_cost import CostModel
 from outrider.plan.planner import FixedPlanner
 from outrider.plan.speedup import expected_tau
@@ -87,7 +87,7 @@ def main(
     params = SamplingParams(temperature=1.0, max_tokens=96)
     recorded = longest.generate(prompts, params, n=samples, seed=1000)
     parts = longest.llm.parts
-    costs = known_costs(parts.target, draft_models(parts.proposer)[0])
+    (costs,) = known_costs(parts.target, draft_models(parts.proposer)[:1])
     schedule = learn(recorded, costs, phase=phase, seqs=max_num_seqs, longest=lengths[-1])
     engines["schedule"] = load(proposer, lengths[-1])
     engines["schedule"].llm.engine._planner = SchedulePlanner(schedule, phase)

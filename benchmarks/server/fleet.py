@@ -50,7 +50,7 @@ from outrider.loader.embedded import embedded
 from outrider.loadgen.client import run_load
 from outrider.loadgen.settings import Settings
 from outrider.measure.prompts import Prompt, read_prompts
-from outrider.plan.calibrate import calibrate
+from outrider.plan.calibrate import measure_pass
 from outrider.plan.pass_cost import CostModel, PassCost
 from outrider.propose.leaves import draft_models
 from outrider.system.machine import commit, hardware, versions
@@ -174,7 +174,9 @@ def measure_passes(target: str, draft: str, *, slots: int) -> CostModel:
     """Measure the passes in CPU time, because other programs interrupt those that take long."""
     outrider.plan.calibrate.perf_counter = time.process_time
     llm = LLM(target, proposer=f"draft:{draft}", k=1, threads=1, max_num_seqs=slots, max_model_len=_CONTEXT)
-    return calibrate(llm.parts.target, draft_models(llm.parts.proposer)[0])
+    models = (llm.parts.target, draft_models(llm.parts.proposer)[0])
+    target, drafter = map(measure_pass, models)
+    return CostModel(target=target, draft=drafter)
 
 
 def measure_all(

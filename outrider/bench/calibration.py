@@ -11,7 +11,7 @@ from rich.table import Table
 
 from outrider.bench.rates import measure_rates
 from outrider.llm import LLM
-from outrider.plan.calibrate import cost_file, known_costs
+from outrider.plan.known_costs import cost_file, known_costs
 from outrider.plan.pass_cost import PassCost
 from outrider.propose.leaves import draft_model
 from outrider.system import machine
@@ -23,7 +23,7 @@ def run_calibration(llm: LLM, *, progress: Console) -> dict[str, Any]:
     draft = draft_model(parts.proposer)
     with progress.status("measuring passes"):
         rates = measure_rates(parts.device, parts.dtype)
-        costs = known_costs(parts.target, draft, fresh=True)
+        (costs,) = known_costs(parts.target, [draft], whole=True)
     return {
         "benchmark": "outrider bench --calibrate",
         "kernels": parts.target.kernels,
@@ -33,7 +33,7 @@ def run_calibration(llm: LLM, *, progress: Console) -> dict[str, Any]:
         "commit": machine.commit(),
         "rates": rates.as_dict(),
         "weight_bytes": parts.target.bytes(),
-        "file": cost_file(parts.target, draft).name,
+        "file": cost_file(parts.target).name,
         "costs": asdict(costs),
     }
 

@@ -30,8 +30,8 @@ from outrider.models.recurrent_target import RecurrentTarget
 from outrider.native.rules import fastest_verifier
 from outrider.native.sampling import fastest_sampling
 from outrider.parallel.ranks import current, join
-from outrider.plan.calibrate import known_costs
 from outrider.plan.cost_planner import CostPlanner
+from outrider.plan.known_costs import known_costs
 from outrider.plan.planner import FixedPlanner, Planner
 from outrider.propose.base import NoProposer, Proposer, ProposerSetup
 from outrider.propose.combine import Switch
@@ -393,13 +393,13 @@ def _names(spec: str | Maker, proposer: Proposer) -> tuple[str, ...]:
 
 
 def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) -> CostPlanner:
-    """Return a planner that knows the measured costs of the target and of the draft model of each alternative.
+    """Return a planner that knows the costs of the target and of the draft model of each alternative.
 
     With `replay`, the output of a request with a seed depends on its drafts, and must be reproducible (see
     `CostPlanner`).
     """
     alternatives = proposer.parts if isinstance(proposer, Switch) else (proposer,)
-    costs = (known_costs(target, draft_model(each)) for each in alternatives)
+    costs = known_costs(target, [draft_model(each) for each in alternatives])
     # Recurrent layers read the tokens of all sequences in step.
     padded = isinstance(target, RecurrentTarget)
     return CostPlanner(*costs, replay=replay, model_sources=model_sources(proposer), padded=padded)

@@ -1,4 +1,4 @@
-"""Measure the cost of passes, once per model and machine, and cache it on disk.
+"""Measure what passes of a model cost.
 
 The tokens of a measured pass are random. In a mixture of experts each token reads the weights of its own experts. A
 pass over one token many times reads only the experts of one token, so the difference is the time of the other experts.
@@ -7,13 +7,10 @@ The experts that a pass used are counted. The rounds count those that texts use 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import inf
 from time import perf_counter
 from typing import NamedTuple
 
@@ -21,45 +18,33 @@ import torch
 
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, SequenceState
-from outrider.errors import OutriderError
 from outrider.heads.targets.base import HeadTarget
 from outrider.models.base import ExpertCounter, Target
-from outrider.native.library import cache_folder
-from outrider.parallel.ranks import is_first_rank, of_first_rank, seconds_of_first_rank
-from outrider.plan.pass_cost import CostModel, PassCost, Sample
+from outrider.parallel.ranks import seconds_of_first_rank
+from outrider.plan.pass_cost import PassCost, Sample
 from outrider.propose.draft_model.window import find_window
-from outrider.system.atomic_files import write_whole
-from outrider.system.machine import hardware, versions
 
 _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_FIRST = (1, 8, 4, 2, 16, 12, 6, 24, 3, 32)  # tokens of the shapes that are measured first, if time is short
 _MAX_PER_SEQUENCE = 16  # wider passes have more sequences
-_SWEEPS = 3  # times that all shapes are measured
-_REPEATS = 3  # passes of a shape in a sweep; the first one is a warm-up
+_PASSES = 6  # passes of each shape that a whole measurement has
+_SHORT = 0.05  # seconds; a shorter pass has a warm-up before it, because another shape ran before
 _SLOW = 0.4  # seconds; wider passes are not measured after a pass this long
-_METHOD = 7  # version of the method; files of other versions are measured again
-_CHECKED = (1, 8)  # token counts of the passes that check a file
-_MAX_DRIFT = 1.4  # largest ratio between the deviations of these passes from the file
 _SEED = 0  # of the tokens; all measurements of a shape have the same tokens
-_FILES = 32  # maximum number of cached files
 _PREFILL = 256  # tokens of the measured prefill
 _EQUAL = (4, 8, 16)  # equal tokens of the measurements that use the experts of one token
 _DEEP = 1024  # cached tokens of the measurements with a filled cache
 _DEEPEST = 8192  # the same for long contexts, whose keys and values exceed the caches of the processor
 
 
-def calibrate(target: Target, draft: Target | None) -> CostModel:
-    """Measure passes of an idle target, and of its draft model if there is one. Takes seconds.
-
-    The contents of the caches are lost.
-    """
-    return CostModel(target=measure_pass(target), draft=None if draft is None else measure_pass(draft))
-
-
 def measure_pass(target: Target) -> PassCost:
-    """Measure the cost of passes of one model, up to its slots and context."""
-    cost = PassCost.fit(list(_samples(target)))
-    window = find_window(target)
-    return cost if window is None else replace(cost, window=window.mean_length)
+    """Measure the cost of passes of an idle model, up to its slots and context. Takes seconds or minutes.
+
+    The contents of the cache are lost.
+    """
+    times = PassTimes(target)
+    times.measure(inf)
+    return times.cost()
 
 
 class _Shape(NamedTuple):
@@ -69,52 +54,116 @@ class _Shape(NamedTuple):
     seqs: int
     cached: int = 0  # cached tokens per sequence
     equal: bool = False  # equal tokens in place of random ones
+    scored: bool = True  # logits of all tokens; False: a prefill, with logits of the last token only
 
 
-@torch.inference_mode()
-def _samples(target: Target) -> Iterator[Sample]:
-    """Measure all shapes in several sweeps, so that a disturbance does not affect a single shape."""
-    experts = _experts_by_shape(target)
-    widest = max((shape.tokens for shape in experts), default=1)
-    shapes = [*experts]
-    if target.cache.usage().token_bytes:  # otherwise passes do not depend on the cached tokens
-        shapes += _deep_shapes(target, widest)
-    took: dict[_Shape, list[float]] = {shape: [] for shape in shapes}
-    for _ in range(_SWEEPS):
-        for shape in took:
-            seconds = [_measure(target, shape.seqs, shape.tokens, shape.cached, shape.equal) for _ in range(_REPEATS)]
-            took[shape] += seconds[1:]
-    # Use the minimum: disturbances only add time.
-    for shape, measured in took.items():
-        yield Sample(**shape._asdict(), seconds=min(measured), experts=experts.get(shape, 0.0))
-    if not isinstance(target, HeadTarget):  # a draft head always computes logits for the last token only
-        tokens = min(widest, _PREFILL, _context(target) - 1)
-        prefills = [_measure_prefill(target, tokens) for _ in range(_SWEEPS * _REPEATS)]
-        yield Sample(tokens=tokens, seqs=1, cached=0, seconds=min(prefills[1:]), scored=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The shortest pass of a shape: disturbances only add time."""
+
+    sample: Sample
+    passes: int  # how many were measured
+
+    @property
+    def shape(self) -> _Shape:
+        each = self.sample
+        return _Shape(each.tokens, each.seqs, each.cached, each.equal, each.scored)
 
 
-def _experts_by_shape(target: Target) -> dict[_Shape, float]:
-    """Return the shapes with an empty cache, up to the first slow one, and the distinct experts that each pass used."""
-    experts: dict[_Shape, float] = {}
-    widest = 1
-    for tokens, seqs in _shapes(target):
-        widest = tokens
-        slow = _measure(target, seqs, tokens, 0) > _SLOW
-        experts[_Shape(tokens, seqs)] = _touched_experts(target)
-        if slow:
-            break
-    if any(experts.values()):
+class PassTimes:
+    """The measured passes of a model. A measurement can be continued later, by another process, too."""
+
+    def __init__(self, target: Target, known: Iterable[Measured] = ()) -> None:
+        """Continue from the `known` measurements of a target."""
+        self._target = target
+        self._shapes = list(_shapes_by_importance(target))
+        self.known = {each.shape: each for each in known if each.shape in self._shapes}
+
+    def cost(self) -> PassCost:
+        """Return the cost of passes, from at least one measurement."""
+        cost = PassCost.fit([each.sample for each in self.known.values()])
+        window = find_window(self._target)
+        return cost if window is None else replace(cost, window=window.mean_length)
+
+    @torch.inference_mode()
+    def measure(self, seconds: float) -> None:
+        """Measure passes for about this time: the shapes with the fewest passes first, the most important one of them.
+
+        The first two shapes are always measured, and one that would take longer than the rest of the time is left out.
+        The contents of the cache are lost.
+        """
+        left = seconds
+        while (shape := self._next(left)) is not None:
+            left -= self._time(shape)
+
+    def check(self, tokens: int) -> float:
+        """Measure a pass over one sequence again, and return the ratio to its known time."""
+        known = self.known[_Shape(tokens, 1)].sample.seconds
+        return min(self._run(_Shape(tokens, 1)) for _ in range(2)) / known
+
+    def has(self, tokens: int) -> bool:
+        """Return whether a pass over this many tokens of one sequence was measured."""
+        return _Shape(tokens, 1) in self.known
+
+    def _next(self, left: float) -> _Shape | None:
+        """Return the shape to measure next in `left` seconds, or None."""
+        for shape in self._shapes[:2]:
+            if shape not in self.known:
+                return shape
+        cost = self.cost()
+        slow = min((s.tokens for s, each in self.known.items() if each.sample.seconds > _SLOW), default=inf)
+        open_shapes = [
+            shape
+            for shape in self._shapes
+            if self._passes(shape) < _PASSES
+            and shape.tokens <= slow
+            and cost(shape.tokens, seqs=shape.seqs, cached=shape.cached) < left
+        ]
+        return min(open_shapes, key=self._passes, default=None)  # of several, the first one
+
+    def _passes(self, shape: _Shape) -> int:
+        return self.known[shape].passes if shape in self.known else 0
+
+    def _time(self, shape: _Shape) -> float:
+        """Measure a shape. Return the seconds that it took."""
+        seconds = spent = self._run(shape)
+        if seconds < _SHORT:
+            seconds = self._run(shape)
+            spent += seconds
+        experts = _touched_experts(self._target)
+        before = self.known.get(shape)
+        best = min(seconds, before.sample.seconds) if before else seconds
+        sample = Sample(**shape._asdict(), seconds=best, experts=experts if not shape.cached else 0.0)
+        self.known[shape] = Measured(sample=sample, passes=self._passes(shape) + 1)
+        return spent
+
+    def _run(self, shape: _Shape) -> float:
+        if not shape.scored:
+            return _measure_prefill(self._target, shape.tokens)
+        return _measure(self._target, shape.seqs, shape.tokens, shape.cached, shape.equal)
+
+
+def _shapes_by_importance(target: Target) -> Iterator[_Shape]:
+    """Yield all shapes of a target, the most important ones first."""
+    empty = {tokens: _Shape(tokens, seqs) for tokens, seqs in _shapes(target)}
+    first = [empty.pop(tokens) for tokens in _FIRST if tokens in empty]
+    yield from first
+    context = context_of(target)
+    if isinstance(target, ExpertCounter) and target.touched_experts() is not None:
         for tokens in _EQUAL:
-            if tokens < min(widest, _context(target)):
-                _measure(target, 1, tokens, 0, equal=True)
-                experts[_Shape(tokens, 1, equal=True)] = _touched_experts(target)
-    return experts
+            if tokens < context:
+                yield _Shape(tokens, 1, equal=True)
+    if target.cache.usage().token_bytes:  # otherwise passes do not depend on the cached tokens
+        yield from _deep_shapes(target)
+    if not isinstance(target, HeadTarget):  # a draft head always computes logits for the last token only
+        yield _Shape(min(_PREFILL, context - 1), 1, scored=False)
+    yield from empty.values()
 
 
-def _deep_shapes(target: Target, widest: int) -> Iterator[_Shape]:
+def _deep_shapes(target: Target) -> Iterator[_Shape]:
     """Yield the shapes with a filled cache."""
-    context = _context(target)
-    for tokens, seqs in sorted({(1, 1), (min(widest, 8), 1), (min(target.slots, 4), min(target.slots, 4))}):
+    context = context_of(target)
+    for tokens, seqs in sorted({(1, 1), (8, 1), (min(target.slots, 4), min(target.slots, 4))}):
         cached = min(_DEEP, context - 1 - tokens)
         if cached > 0:
             yield _Shape(tokens, seqs, cached)
@@ -122,7 +171,7 @@ def _deep_shapes(target: Target, widest: int) -> Iterator[_Shape]:
             yield _Shape(tokens, seqs, min(_DEEPEST, context - 1 - tokens))
 
 
-def _context(target: Target) -> int:
+def context_of(target: Target) -> int:
     """Return how many tokens of a sequence a pass can read."""
     window = find_window(target)
     return target.context if window is None else window.size
@@ -132,7 +181,7 @@ def _shapes(target: Target) -> Iterator[tuple[int, int]]:
     """Yield the shapes: number of tokens, and of sequences that share them."""
     for tokens in _TOKENS:
         seqs = min(target.slots, -(-tokens // _MAX_PER_SEQUENCE) if tokens > _MAX_PER_SEQUENCE else 1)
-        if tokens > seqs * (_context(target) - 1) or tokens // seqs > 4 * _MAX_PER_SEQUENCE:
+        if tokens > seqs * (context_of(target) - 1) or tokens // seqs > 4 * _MAX_PER_SEQUENCE:
             return
         yield tokens, seqs
 
@@ -210,64 +259,3 @@ def _sequence(target: Target, slot: int) -> SequenceState:
     """Admit a sequence of one token."""
     target.cache.admit(slot, (0,))
     return SequenceState.of((0,), slot)
-
-
-@torch.inference_mode()
-def _is_accurate(costs: CostModel, target: Target, draft: Target | None) -> bool:
-    """Return whether a file is still accurate: all passes deviate from it by about the same factor."""
-    scales = []
-    for model, cost in ((target, costs.target), (draft, costs.draft)):
-        if model is not None and cost is not None:
-            for tokens in _CHECKED if _context(model) > max(_CHECKED) else _CHECKED[:1]:
-                took = min(_measure(model, 1, tokens, 0) for _ in range(_REPEATS))
-                scales.append(took / cost(tokens, seqs=1, cached=0))
-    return max(scales) <= min(scales) * _MAX_DRIFT
-
-
-def cost_file(target: Target, draft: Target | None) -> Path:
-    """Return the file for the costs of these models on this machine."""
-    models = [
-        (model.kernels, model.bytes(), model.vocab, model.slots, _context(model))
-        for model in (target, draft)
-        if model is not None
-    ]
-    key = json.dumps([_METHOD, models, hardware(str(target.device)), versions()], sort_keys=True, default=str)
-    return cache_folder() / f"costs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-
-
-def known_costs(target: Target, draft: Target | None, *, fresh: bool = False) -> CostModel:
-    """Return the costs from the file, or measure and write them. `fresh` always measures.
-
-    A few passes check the file, because the machine may have been busy when it was written.
-    """
-    path = cost_file(target, draft)
-    if not fresh:
-        known = of_first_rank(_read(path))
-        if known is not None and _is_accurate(known, target, draft):
-            with suppress(OSError):
-                path.touch()  # `_remove_old_files` uses it
-            return known
-    costs = calibrate(target, draft)
-    if not is_first_rank():
-        return costs
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, costs.dumps())
-        _remove_old_files(path.parent)
-    except (OSError, OutriderError):
-        pass  # the cache folder is read-only; measure again next time
-    return costs
-
-
-def _read(path: Path) -> CostModel | None:
-    """Return the costs of a file; None if there is no file yet, or another version has written it."""
-    try:
-        return CostModel.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _remove_old_files(folder: Path) -> None:
-    """Remove the least recently used files."""
-    for old in sorted(folder.glob("costs-*.json"), key=lambda file: file.stat().st_mtime)[:-_FILES]:
-        old.unlink(missing_ok=True)

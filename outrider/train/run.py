@@ -22,7 +22,7 @@ from outrider.loader.checkpoint import reads_sources
 from outrider.loader.embedded import model_folder
 from outrider.measure.prompts import Prompt
 from outrider.parallel.processes import rank, world_size
-from outrider.plan.calibrate import known_costs
+from outrider.plan.known_costs import known_costs
 from outrider.plan.pass_cost import CostModel
 from outrider.plan.store import model_fingerprint
 from outrider.propose.leaves import draft_model
@@ -122,7 +122,7 @@ class Training:
     def costs(self) -> CostModel:
         """Measure what passes of the target and of the draft cost. The contents of their caches are lost."""
         parts = self._setup.parts
-        return known_costs(parts.target, draft_model(self._setup.trainee.proposer(parts.setup)))
+        return known_costs(parts.target, [draft_model(self._setup.trainee.proposer(parts.setup))])[0]
 
     def run(
         self, progress: Console, *, on_evaluation: Callable[[Mapping[str, Any], float], None] | None = None

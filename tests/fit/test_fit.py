@@ -45,7 +45,7 @@ def given_training_costs():
     """Nobody looks at speeds here, so costs need not be measured."""
     cost = PassCost(tokens=(1, 64), seconds=(1.0, 1.0), entry=0.0, pair=0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.train.run.known_costs", lambda target, draft: CostModel(target=cost, draft=cost))
+        patch.setattr("outrider.train.run.known_costs", lambda target, drafts: [CostModel(target=cost, draft=cost)])
         yield
 
 

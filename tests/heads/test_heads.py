@@ -343,8 +343,7 @@ def test_head_of_another_target_is_rejected(tmp_path):
 def test_pass_times_can_be_measured(kind, tmp_path, monkeypatch):
     """The output after the measurement is that of plain decoding."""
     # One sweep measures every shape, though not precisely.
-    monkeypatch.setattr("outrider.plan.calibrate._SWEEPS", 1)
-    monkeypatch.setattr("outrider.plan.calibrate._REPEATS", 2)
+    monkeypatch.setattr("outrider.plan.calibrate._PASSES", 1)
     torch.manual_seed(1)
     write_head(tmp_path / "head", make_module(describe_kind(kind, MINI)), dtype=torch.float32)
     expected = plain_text(0.0)

@@ -18,8 +18,9 @@ from outrider.core.types import Batch, Request, SequenceState
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded
-from outrider.plan.calibrate import calibrate, cost_file, known_costs, measure_pass
+from outrider.plan.calibrate import measure_pass
 from outrider.plan.cost_planner import CostPlanner
+from outrider.plan.known_costs import cost_file, known_costs
 from outrider.plan.pass_cost import Clock, CostModel, PassCost, Sample
 from outrider.plan.pricing import DraftPricing
 from outrider.plan.proposer_stats import RoundLoad
@@ -370,98 +371,120 @@ def test_plan_never_raises_a_budget():
     assert budget[1] <= 2
 
 
+def _times(monkeypatch, took=lambda target, tokens: tokens * 1e-3):
+    """Let a pass over n tokens take `took(target, n)` seconds. Return the list of all passes."""
+    passes = []
+
+    def run(target, seqs, tokens, cached=0, equal=False):
+        passes.append(tokens)
+        return took(target, tokens)
+
+    monkeypatch.setattr("outrider.plan.calibrate._measure", run)
+    monkeypatch.setattr("outrider.plan.calibrate._measure_prefill", lambda target, tokens: run(target, 1, tokens))
+    return passes
+
+
 def test_calibration_of_a_toy_target():
-    target = ToyTarget(slots=4, context=64)
-    cost = measure_pass(target)
+    cost = measure_pass(ToyTarget(slots=4, context=64))
     assert cost.tokens[0] == 1
+    assert cost.tokens[-1] > 100
     assert all(a <= b for a, b in zip(cost.seconds, cost.seconds[1:], strict=False))
-    assert calibrate(target, None).draft is None
 
 
 def test_costs_are_cached_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target = ToyTarget(slots=2, context=32)
-    monkeypatch.setattr(
-        "outrider.plan.calibrate._measure", lambda target, seqs, tokens, cached, equal=False: tokens * 1e-3
-    )
-    first = known_costs(target, None)
-    assert known_costs(target, None) == first
-    assert cost_file(target, None).parent.parent == tmp_path
-    assert cost_file(target, None) != cost_file(target, target)
-    cost_file(target, None).write_text("{")
-    known_costs(target, None)
-    assert CostModel.loads(cost_file(target, None).read_text())
+    _times(monkeypatch)
+    (first,) = known_costs(target, [None])
+    assert first.draft is None
+    assert known_costs(target, [None]) == [first]
+    assert known_costs(target, [None, target])[1].draft == first.target
+    assert cost_file(target).parent.parent == tmp_path
+    assert cost_file(target) != cost_file(ToyTarget(slots=3, context=32))
+    cost_file(target).write_text("{")
+    assert known_costs(target, [None]) == [first]
+    assert cost_file(target).read_text().startswith("[")
+
+
+@pytest.mark.parametrize("pass_seconds", [1e-4, 1e-2, 0.3])
+def test_a_start_measures_for_a_second_at_most(tmp_path, monkeypatch, pass_seconds):
+    """If the first two passes take longer, they are all that is measured. Later starts continue."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = ToyTarget(slots=2, context=32)
+    passes = _times(monkeypatch, lambda target, tokens: pass_seconds * (1 + 0.1 * tokens))
+    spent = []
+    for _ in range(40):
+        passes.clear()
+        (costs,) = known_costs(target, [None])
+        spent.append(sum(pass_seconds * (1 + 0.1 * tokens) for tokens in passes))
+    assert spent[0] <= max(1.0, 2 * pass_seconds * 1.8)
+    assert max(spent[1:]) <= 0.2 + 2 * 2 * 1.9 * pass_seconds  # with the passes that check the file
+    assert costs.target(8, seqs=1, cached=0) == pytest.approx(1.8 * pass_seconds)
+    assert costs.target(4, seqs=1, cached=0) == pytest.approx(1.4 * pass_seconds, rel=0.1)
+    if pass_seconds < 0.1:
+        assert len(passes) == 4  # nothing is left to measure
 
 
 def test_least_recently_used_cost_files_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        "outrider.plan.calibrate._measure", lambda target, seqs, tokens, cached, equal=False: tokens * 1e-3
-    )
-    monkeypatch.setattr("outrider.plan.calibrate._FILES", 3)
+    _times(monkeypatch)
+    monkeypatch.setattr("outrider.plan.known_costs._FILES", 3)
     targets = [ToyTarget(slots=2, context=context) for context in range(32, 37)]
-    files = [cost_file(target, None) for target in targets]
+    files = [cost_file(target) for target in targets]
     for age, target in enumerate(targets[:3]):
-        known_costs(target, None)
+        known_costs(target, [None])
         os.utime(files[age], (age, age))
-    known_costs(targets[0], None)  # now the second file is the least recently used one
+    known_costs(targets[0], [None])  # now the second file is the least recently used one
     for target in targets[3:]:
-        known_costs(target, None)
+        known_costs(target, [None])
     assert [file.exists() for file in files] == [True, False, False, True, True]
     assert set(files[0].parent.iterdir()) == {files[0], *files[3:]}
 
 
 def test_cost_file_is_written_atomically(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        "outrider.plan.calibrate._measure", lambda target, seqs, tokens, cached, equal=False: tokens * 1e-3
-    )
+    _times(monkeypatch)
     target = ToyTarget(slots=2, context=32)
-    known_costs(target, None)
-    before = cost_file(target, None).read_text()
+    known_costs(target, [None])
+    before = cost_file(target).read_text()
 
     def fail(*_):
         raise OSError("no space")
 
     monkeypatch.setattr("os.replace", fail)
-    assert known_costs(target, None, fresh=True)
-    assert cost_file(target, None).read_text() == before
-    assert list(cost_file(target, None).parent.iterdir()) == [cost_file(target, None)]
+    assert known_costs(target, [None], whole=True)
+    assert cost_file(target).read_text() == before
+    assert list(cost_file(target).parent.iterdir()) == [cost_file(target)]
 
 
-@pytest.mark.parametrize(("slow_model", "first_slow"), [("target", 2), ("draft", 1)])
+@pytest.mark.parametrize(("slow_model", "first_slow"), [("target", 2), ("draft", 2)])
 def test_inaccurate_cost_file_is_measured_again(tmp_path, monkeypatch, slow_model, first_slow):
     """A file is measured again if some of its passes were too slow, but not if all are slower by one factor."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    target = ToyTarget(slots=2, context=32)
-    draft = ToyTarget(slots=2, context=32)
-    passes = []
-    slow = {"target": target, "draft": draft}[slow_model]
+    models = {"target": ToyTarget(slots=2, context=32), "draft": ToyTarget(slots=2, context=40)}
+    target, draft = models["target"], models["draft"]
     scale = {"all": 1.0, "slow": 2.0}
 
-    def took(target, seqs, tokens, cached, equal=False):
-        passes.append(tokens)
-        factor = scale["slow"] if target is slow and tokens >= first_slow else 1.0
+    def took(model, tokens):
+        factor = scale["slow"] if model is models[slow_model] and tokens >= first_slow else 1.0
         return tokens * 1e-3 * scale["all"] * factor
 
-    monkeypatch.setattr("outrider.plan.calibrate._measure", took)
-    monkeypatch.setattr("outrider.plan.calibrate._measure_prefill", lambda target, tokens: tokens * 5e-4)
-    known_costs(target, draft)
+    passes = _times(monkeypatch, took)
+    known_costs(target, [draft])
     scale["slow"] = 1.0
-    corrected = known_costs(target, draft)
+    (corrected,) = known_costs(target, [draft])
     assert corrected.target(8, seqs=1, cached=0) == pytest.approx(8e-3)
-    assert corrected.draft == corrected.target
-    assert CostModel.loads(cost_file(target, draft).read_text()) == corrected
+    assert corrected.draft(8, seqs=1, cached=0) == pytest.approx(8e-3)
+    known_costs(target, [draft], whole=True)
     passes.clear()
     scale["all"] = 3.0
-    assert known_costs(target, draft) == corrected
-    assert len(passes) < 20
+    assert known_costs(target, [draft])[0].target(8, seqs=1, cached=0) == pytest.approx(8e-3)
+    assert len(passes) <= 8
 
 
 @pytest.mark.usefixtures("measured_costs")
 def test_auto_draft_length_gives_the_output_of_plain_decoding(tmp_path, monkeypatch):
-    monkeypatch.setattr("outrider.plan.calibrate.cache_folder", lambda: tmp_path)  # not the cache folder of the kernels
-    monkeypatch.setattr("outrider.plan.calibrate._SWEEPS", 1)
+    monkeypatch.setattr("outrider.plan.known_costs.cache_folder", lambda: tmp_path)  # not that of the kernels
     params = SamplingParams(max_tokens=24)
     prompts = ["def add(a, b):\n    return", "Once upon a time"]
     outputs = []
@@ -476,12 +499,11 @@ def test_auto_draft_length_gives_the_output_of_plain_decoding(tmp_path, monkeypa
 @pytest.mark.slow
 @torch.inference_mode()
 def test_calibration_leaves_an_empty_cache(monkeypatch):
-    # One sweep measures every shape, though not precisely.
-    monkeypatch.setattr("outrider.plan.calibrate._SWEEPS", 1)
-    monkeypatch.setattr("outrider.plan.calibrate._REPEATS", 2)
+    # One pass measures every shape, though not precisely.
+    monkeypatch.setattr("outrider.plan.calibrate._PASSES", 1)
     llm = LLM(None, proposer="none", max_num_seqs=2, max_model_len=96, dtype="float32")
     before = llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].token_ids
-    calibrate(llm.parts.target, None)
+    measure_pass(llm.parts.target)
     assert llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].token_ids == before
 
 
