@@ -70,6 +70,8 @@ class Pair:
         self._loaded = prepare_target(checkpoint, replace(config, max_num_seqs=_MAX_NUM_SEQS, max_model_len=context))
         self._target = self._loaded.model
         self.kernels = self._target.kernels
+        assert self._loaded.check is not None
+        self.load_check = self._loaded.check
         self.steady = isinstance(self._target, NativeTarget)  # logits do not depend on the batch, bit for bit
 
         self._setup = make_setup(self._loaded, EXACT["walk"].draw, config)

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from outrider.loader.check_store import CheckResult
 from outrider.propose.placement import describe_placement
 
 
@@ -52,6 +53,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         for line in rest:
             table.add_row("", *line, "", end_section=line is rest[-1])
     console.print(table)
+    console.print(f"Load check: {CheckResult(**report['load_check'])}.", highlight=False)
     for detail in report["replay"]["details"]:
         console.print(_mismatch(detail))
     if not report["exact"]:

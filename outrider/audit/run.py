@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -15,7 +15,7 @@ from outrider.audit.pair import Pair
 from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import ProgressBar, show
-from outrider.core.config import EngineConfig
+from outrider.core.config import ALWAYS, EngineConfig
 from outrider.core.params import AUTO, check_draft_length
 from outrider.engine.build import proposer_of
 from outrider.engine.verifiers import find_verifier
@@ -82,6 +82,7 @@ def run_audit(
         draft_placement=draft_placement,
         draft_window=draft_window,
         draft_quantize=draft_quantize,
+        check=ALWAYS,
     )
     spec = proposer_of(config)  # chosen once, because the default depends on the free memory
     rule = find_verifier(verifier, spec)
@@ -126,6 +127,7 @@ class _Audit:
             "k": self.k,
             "weight_bits": self.config.bits,
             "draft_placements": [placement.as_dict() for placement in pair.draft_placements],
+            "load_check": asdict(pair.load_check),
             "seed": _SEED,
             **sections,
             "versions": versions(),

@@ -115,6 +115,7 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
         dtype=settings.dtype,
         device=settings.device,
         kernels=settings.kernels,
+        check=settings.check,
         quantize=settings.quantize,
         threads=settings.threads,
         draft_window=settings.draft_window,

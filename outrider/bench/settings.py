@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.core.config import ONCE
 from outrider.core.params import AUTO, SamplingParams, check_draft_length
 from outrider.errors import OutriderError
 from outrider.measure.number_lists import parse_whole
@@ -41,6 +42,7 @@ class Settings:
     dtype: str = "auto"
     device: str = "auto"
     kernels: str = "auto"
+    check: str = ONCE
     quantize: str | None = None
     threads: int | None = None
     draft_window: int | None = None

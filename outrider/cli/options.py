@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from outrider.cli.sampling_options import SAMPLING
+from outrider.core.config import ONCE
 from outrider.core.params import AUTO
 from outrider.propose.options import DraftPlacement, DraftQuantize, DraftWindow
 
@@ -94,6 +95,15 @@ Kernels = Annotated[
         metavar="NAME",
         help="auto, native or torch. auto: the fastest that support the model. The native kernels run on CPUs in"
         " bfloat16 and float32; a C++ compiler builds them once per machine.",
+        rich_help_panel=MODEL,
+    ),
+]
+Check = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="once, always or never: when the logits of a model are compared with those of transformers at load. once:"
+        " per checkpoint, version and machine.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -235,6 +245,7 @@ class EngineOptions:
     dtype: Dtype = "auto"
     device: Device = "auto"
     kernels: Kernels = "auto"
+    check: Check = ONCE
     quantize: Quantize = None
     threads: Threads = None
     draft_window: DraftWindow = None

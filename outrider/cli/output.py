@@ -133,6 +133,7 @@ class Output:
             parts = self._llm.parts
             dtype = str(parts.dtype).removeprefix("torch.")
             lines[-1] += f"; {dtype} {parts.loaded.checkpoint.dtype_reason}, {parts.target.kernels} kernels"
+            lines[-1] += "" if parts.loaded.check else "; logits not checked"
             lines.append(f"proposer {proposer_name(parts.proposer_spec)}, verifier {parts.verifier.name}")
         for line in (*lines, *map(str, self._llm.parts.draft_placements)):
             self._stderr.print(line, style="dim", soft_wrap=True)
@@ -220,6 +221,7 @@ def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
         "tokens_per_s": outcome.speed.rate,
         "dtype": str(llm.parts.dtype).removeprefix("torch."),
         "kernels": llm.parts.target.kernels,
+        "load_check": llm.parts.loaded.check and asdict(llm.parts.loaded.check),
         "draft_placements": [placement.as_dict() for placement in llm.parts.draft_placements],
         "versions": machine.versions(),
     }

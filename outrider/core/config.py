@@ -16,6 +16,7 @@ REPLICATED, SHARDED = "replicated", "sharded"  # placements of a draft on severa
 PLACEMENTS = (AUTO, REPLICATED, SHARDED)
 QUANTIZE_BITS = {"int8": 8, "int4": 4}
 FULL_BITS = 16
+ONCE, ALWAYS, NEVER = "once", "always", "never"  # when the logits of a model are checked at load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,9 @@ class EngineConfig:
     """auto, cpu, cuda, cuda:1, ..."""
     kernels: str = "auto"
     """native, torch or auto. auto: the native kernels on a CPU where they support the model, torch elsewhere."""
+    check: str = ONCE
+    """When the logits of target and draft models are compared with those of transformers at load: once (per checkpoint,
+    version and machine), always or never."""
     quantize: str | None = None
     """int8 or int4 for the target's weights. The quantized model is then the target. None: the weights as stored."""
     threads: int | None = None
@@ -80,6 +84,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise OutriderError(f"{name} is {value!r}; use a name, such as auto")
+        if self.check not in (ONCE, ALWAYS, NEVER):
+            raise OutriderError(f"check is {self.check!r}; use {ONCE}, {ALWAYS} or {NEVER}")
         check_draft_length(self.k, or_auto=True)
         weight_bits(self.quantize)
         draft_weight_bits(self.draft_quantize, kernels=self.kernels, device=self.device)

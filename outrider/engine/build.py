@@ -22,6 +22,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.verifiers import find_verifier, fitting_verifiers, verifier_for
 from outrider.errors import OutriderError
 from outrider.loader.check import make_checked_target
+from outrider.loader.check_store import CheckResult
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import model_folder
 from outrider.models.base import Target
@@ -118,6 +119,7 @@ class LoadedTarget:
     checkpoint: Checkpoint
     model: Target
     kernels: str  # as configured, also for drafts
+    check: CheckResult | None  # of the logits against transformers; None: not checked
 
 
 def build(config: EngineConfig, *, planner: Planner | None = None) -> EngineParts:
@@ -165,14 +167,15 @@ def prepare_target(checkpoint: Checkpoint, config: EngineConfig) -> LoadedTarget
     Raises:
         OutriderError: the backend does not support the model, or the logits differ.
     """
-    model = make_checked_target(
+    made = make_checked_target(
         checkpoint,
         slots=config.max_num_seqs,
         context=_context(config.max_model_len, checkpoint),
         kernels=config.kernels,
         bits=config.bits,
+        check=config.check,
     )
-    return LoadedTarget(checkpoint=checkpoint, model=model, kernels=config.kernels)
+    return LoadedTarget(checkpoint=checkpoint, model=made.target, kernels=config.kernels, check=made.check)
 
 
 def build_engine(
@@ -280,6 +283,7 @@ def make_setup(loaded: LoadedTarget, draw: Draw, config: EngineConfig) -> Propos
         source_rules=checkpoint.source,
         draft_window=config.draft_window,
         draft_quantize=config.draft_quantize,
+        check=config.check,
         target_folder=checkpoint.folder,
         ranks=checkpoint.ranks,
         draft_placement=config.draft_placement,

@@ -22,8 +22,8 @@ from outrider.fit.stages import certify, compared_drafts, make_training, measure
 from outrider.fit.state import CONFIG, HEAD, State
 from outrider.loader.checkpoint import refuse_sources
 from outrider.loader.embedded import model_folder
+from outrider.loader.fingerprint import model_fingerprint
 from outrider.parallel.processes import world_size
-from outrider.plan.store import model_fingerprint
 from outrider.propose.expression import short
 from outrider.report.console import Document
 from outrider.system.atomic_files import check_folder, write_whole

@@ -8,14 +8,18 @@ the target has chosen. The choice is checked separately: it must be the router's
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch.nn import functional
 
 from outrider.core import tree
+from outrider.core.config import NEVER, ONCE
 from outrider.core.types import AudioFeatures, Batch, SequenceState
 from outrider.errors import MODEL_ERRORS, UnsupportedModel
+from outrider.loader.check_store import CheckResult, keep_result, known_result
 from outrider.loader.make import make_target
 from outrider.loader.quiet import quiet_transformers
 from outrider.models.attention import NAME
@@ -38,12 +42,22 @@ _FIX = "use another model, or transformers.generate for this one"
 _log = logging.getLogger("outrider")
 
 
+class CheckedTarget(NamedTuple):
+    """A target, and the check that it has passed."""
+
+    target: Target
+    check: CheckResult | None  # None: it was not checked, because the user said so
+
+
 def make_checked_target(
-    checkpoint: Checkpoint, *, slots: int, context: int, kernels: str = "auto", bits: int = 16
-) -> Target:
-    """Make the target for a checkpoint and check it. The arguments are those of `make_target`.
+    checkpoint: Checkpoint, *, slots: int, context: int, kernels: str = "auto", bits: int = 16, check: str = ONCE
+) -> CheckedTarget:
+    """Make the target for a checkpoint and check it. The first arguments are those of `make_target`.
 
     With `kernels` auto, a model that fails the check on the native kernels runs on torch, with a warning.
+
+    Args:
+        check: once, always or never. once: an unchanged checkpoint that has passed is not checked again.
 
     Raises:
         OutriderError: as in `make_target`.
@@ -51,8 +65,10 @@ def make_checked_target(
             native kernels have quantized it in their own format.
     """
     target = make_target(checkpoint, slots=slots, context=context, kernels=kernels, bits=bits)
+    if check == NEVER:
+        return CheckedTarget(target, None)
     try:
-        check_target(target, checkpoint)
+        return CheckedTarget(target, _passed(target, checkpoint, bits, check))
     except UnsupportedModel as reason:
         if kernels != "auto" or not isinstance(target, NativeTarget):
             raise
@@ -60,11 +76,22 @@ def make_checked_target(
             raise UnsupportedModel(f"{reason}; or use kernels torch, since this was on the native kernels") from reason
         _log.warning("the native kernels fail the check, so the model runs on torch: %s", reason)
         target = make_target(checkpoint, slots=slots, context=context, kernels="torch")
-        check_target(target, checkpoint)
-    return target
+        return CheckedTarget(target, _passed(target, checkpoint, bits, check))
 
 
-def check_target(target: Target, checkpoint: Checkpoint) -> None:
+def _passed(target: Target, checkpoint: Checkpoint, bits: int, check: str) -> CheckResult:
+    """Return the kept result of an earlier check, or check the target."""
+    if check != ONCE:
+        return check_target(target, checkpoint)
+    known = known_result(checkpoint, target, bits)
+    if known is None:
+        _log.info("checking the logits against transformers, once per checkpoint")
+        known = check_target(target, checkpoint)
+        keep_result(checkpoint, target, bits, known)
+    return known
+
+
+def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:
     """Compare the logits of a draft tree with those of the model's own forward pass over each branch.
 
     Raises:
@@ -79,7 +106,12 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
             with quiet_transformers():
                 errors = errors.fmin(_errors(target, checkpoint, trial, tolerance).cpu())
             if errors.max() < tolerance:
-                return
+                return CheckResult(
+                    date=datetime.now(UTC).date().isoformat(),
+                    against=f"transformers {transformers.__version__}",
+                    error=float(errors.max()),
+                    tolerance=tolerance,
+                )
     except torch.OutOfMemoryError:
         raise
     except MODEL_ERRORS as reason:

@@ -11,6 +11,7 @@ from typing import Any
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
+from outrider.loader.fingerprint import model_fingerprint
 from outrider.parallel.ranks import is_first_rank
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.planner import Planner
@@ -20,8 +21,6 @@ from outrider.system.atomic_files import check_writable, write_whole
 
 _FORMAT = "outrider plan"
 _VERSION = 2
-_NUM_SAMPLES = 16  # samples of a weight file that are hashed
-_SAMPLE_BYTES = 4096
 
 
 class PlanFile:
@@ -151,23 +150,6 @@ def model_folders(proposer: str) -> Iterator[Path]:
     for argument in _arguments(parse(proposer)):
         if folder := folder_of(argument):
             yield folder[0]
-
-
-def model_fingerprint(folder: Path) -> str:
-    """Return a hash of a model folder or a GGUF file. It reads samples of the weights, not all of them."""
-    digest = hashlib.sha256()
-    folder = folder.expanduser()
-    files = [folder] if folder.is_file() else sorted(folder.glob("*"))
-    for file in files:
-        if file.suffix not in (".json", ".safetensors", ".bin", ".gguf") or not file.is_file():
-            continue
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as content:
-            for i in range(_NUM_SAMPLES):
-                content.seek(i * max(size - _SAMPLE_BYTES, 0) // (_NUM_SAMPLES - 1))
-                digest.update(content.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _name(expression: Expression) -> str:

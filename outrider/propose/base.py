@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from outrider.core import tree
+from outrider.core.config import ONCE
 from outrider.core.params import AUTO
 from outrider.core.types import Batch, Draft, Draw, Needs, Request, Round, SequenceState
 from outrider.errors import OutriderError
@@ -31,6 +32,7 @@ class ProposerSetup:
     kernels: str = "auto"  # of draft models; see `make_target`
     source_rules: SourceRules | None = None  # what the target takes as source; None: a decoder-only model
     draft_window: int | None = None  # tokens that a draft model reads at once; None: as many as it was made for
+    check: str = ONCE  # when the logits of a draft model are checked at load, as in `EngineConfig`
     draft_quantize: str | None = None  # int8 or int4 weights of a draft model or head; None: as stored
     target_folder: str = ""  # folder or file of the target's checkpoint; "": unknown
     ranks: int = 1  # of tensor parallelism

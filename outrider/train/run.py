@@ -20,11 +20,11 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM, EncodedPrompt
 from outrider.loader.checkpoint import reads_sources
 from outrider.loader.embedded import model_folder
+from outrider.loader.fingerprint import model_fingerprint
 from outrider.measure.prompts import Prompt
 from outrider.parallel.processes import rank, world_size
 from outrider.plan.known_costs import known_costs
 from outrider.plan.pass_cost import CostModel
-from outrider.plan.store import model_fingerprint
 from outrider.propose.leaves import draft_model
 from outrider.propose.registry import check_proposer
 from outrider.system import machine

@@ -13,7 +13,8 @@ from outrider.core.config import QUANTIZE_BITS
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
-from outrider.plan.store import model_fingerprint, model_folders
+from outrider.loader.fingerprint import model_fingerprint
+from outrider.plan.store import model_folders
 from outrider.propose.expression import absolute
 from outrider.tune.settings import Settings
 from outrider.verify.relaxed.registry import with_absolute_table

@@ -183,6 +183,15 @@ def is_gguf(path: str | Path) -> bool:
     return Path(path).suffix.lower() == SUFFIX
 
 
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of a model, which may be split. Parts that are missing are among them."""
+    match = _PART.match(path.stem)
+    if match is None:
+        return [path]
+    count = int(match["parts"])
+    return [path.with_name(f"{match['name']}-{i:05d}-of-{count:05d}{path.suffix}") for i in range(1, count + 1)]
+
+
 def read_gguf(path: Path) -> GGUFFile:
     """Read the header of a file, and of the other parts if the model is split. An unchanged file is read once.
 
@@ -211,17 +220,17 @@ def _read_model(path: Path, size: int, changed: int) -> GGUFFile:
 
 
 def _other_parts(path: Path) -> list[Path]:
-    """Return the paths of the parts after the first one; [] if the model is one file."""
-    match = _PART.match(path.stem)
-    if match is None:
-        return []
-    count = int(match["parts"])
-    paths = [path.with_name(f"{match['name']}-{i:05d}-of-{count:05d}{path.suffix}") for i in range(1, count + 1)]
-    if int(match["part"]) != 1:
-        raise OutriderError(f"{path} is a part of a model; give the first part, {paths[0].name}")
-    if missing := next((part for part in paths if not part.is_file()), None):
-        raise OutriderError(f"{path} is one of {count} parts, and {missing.name} is missing; download it, too")
-    return paths[1:]
+    """Return the paths of the parts after the first one; [] if the model is one file.
+
+    Raises:
+        OutriderError: `path` is not the first part, or a part is missing.
+    """
+    parts = parts_of(path)
+    if parts[0] != path:
+        raise OutriderError(f"{path} is a part of a model; give the first part, {parts[0].name}")
+    if missing := next((part for part in parts if not part.is_file()), None):
+        raise OutriderError(f"{path} is one of {len(parts)} parts, and {missing.name} is missing; download it, too")
+    return parts[1:]
 
 
 def _read_part(path: Path) -> GGUFFile:

@@ -153,7 +153,9 @@ class _OpenedModel:
 
     def _as_stored(self, size: int) -> Target:
         setup = self.setup
-        return make_checked_target(self.checkpoint, slots=setup.slots, context=size, kernels=setup.kernels)
+        return make_checked_target(
+            self.checkpoint, slots=setup.slots, context=size, kernels=setup.kernels, check=setup.check
+        ).target
 
     def _quantized(self, size: int) -> Target:
         """Make the draft model with quantized weights.
@@ -171,7 +173,9 @@ class _OpenedModel:
         try:
             if self.checkpoint.source is not None or not may_run(config):
                 raise UnsupportedModel(f"{config.model_type} does not run on the native kernels")
-            return make_checked_target(self.checkpoint, slots=setup.slots, context=size, kernels="native", bits=bits)
+            return make_checked_target(
+                self.checkpoint, slots=setup.slots, context=size, kernels="native", bits=bits, check=setup.check
+            ).target
         except UnsupportedModel as reason:
             raise _not_quantized(self.folder, setup, reason) from reason
 
@@ -375,7 +379,7 @@ def _load_sharded(folder: str, setup: ProposerSetup, dtype: str) -> Checkpoint |
         failure = "another rank cannot load its part"
         try:
             checkpoint = load_checkpoint(folder, dtype=dtype, device=str(setup.device), tp=setup.ranks)
-            make_checked_target(checkpoint, slots=1, context=_CHECKED_CONTEXT, kernels="torch")
+            make_checked_target(checkpoint, slots=1, context=_CHECKED_CONTEXT, kernels="torch", check=setup.check)
         except UnsupportedModel as reason:
             if setup.draft_placement == SHARDED:
                 raise

@@ -1,0 +1,79 @@
+"""Keeps the results of load checks, so that an unchanged checkpoint is checked once on a machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from outrider.errors import OutriderError
+from outrider.loader.fingerprint import code_fingerprint, model_fingerprint
+from outrider.models.base import Target
+from outrider.models.checkpoint import Checkpoint
+from outrider.native.library import cache_folder, load_library
+from outrider.native.target import NativeTarget
+from outrider.parallel.ranks import is_first_rank, of_first_rank
+from outrider.system.atomic_files import write_whole
+from outrider.system.machine import hardware, versions
+
+_METHOD = 1  # version of the check; results of other versions do not count
+_FILES = 256  # results that are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """A load check that the target has passed."""
+
+    date: str  # of the check, UTC, such as 2026-11-27
+    against: str  # the reference, such as transformers 5.24.0
+    error: float  # largest error of the logits of a node, relative to their norm
+    tolerance: float  # largest error that passes
+
+    def __str__(self) -> str:
+        return f"logits checked on {self.date} against {self.against}, error {self.error:.2%} of {self.tolerance:.0%}"
+
+
+def known_result(checkpoint: Checkpoint, target: Target, bits: int) -> CheckResult | None:
+    """Return the result for a target that was made from an unchanged checkpoint by unchanged code; None: there is none.
+
+    `bits` are those of quantized weights, as in `make_target`.
+    """
+    if not checkpoint.folder:
+        return None  # a model that was not loaded from files
+    try:
+        found = CheckResult(**json.loads(_file(checkpoint, target, bits).read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        found = None
+    return of_first_rank(found) if checkpoint.ranks > 1 else found
+
+
+def keep_result(checkpoint: Checkpoint, target: Target, bits: int, result: CheckResult) -> None:
+    """Keep a result. If the cache folder cannot be written, the next start checks again."""
+    if not is_first_rank() or not checkpoint.folder:
+        return
+    file = _file(checkpoint, target, bits)
+    with suppress(OSError, OutriderError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(asdict(result)))
+        for old in sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_FILES]:
+            old.unlink(missing_ok=True)
+
+
+def _file(checkpoint: Checkpoint, target: Target, bits: int) -> Path:
+    """Return the file of a result. Its name is a hash of everything that the result depends on."""
+    facts = [
+        _METHOD,
+        model_fingerprint(Path(checkpoint.folder)),
+        code_fingerprint(),
+        Path(load_library().code._name).stem if isinstance(target, NativeTarget) else None,
+        versions(),
+        hardware(str(checkpoint.device)),
+        str(checkpoint.dtype),
+        target.kernels,
+        bits,
+        checkpoint.ranks,
+    ]
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    return cache_folder() / "checks" / f"{key[:32]}.json"
