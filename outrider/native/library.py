@@ -19,11 +19,13 @@ from time import perf_counter
 import torch
 
 from outrider.errors import UnsupportedModel
+from outrider.native.abi import check_layout
 
 _log = logging.getLogger("outrider")
 _SOURCE_FOLDER = Path(__file__).parent / "csrc"
 _UNITS = ("decoder.cpp", "rules.cpp", "suffix.cpp")
 _HEADERS = (
+    "layout.h",
     "simd.h",
     "matrix.h",
     "sampling.h",
@@ -68,6 +70,7 @@ def load_library() -> Library:
         code = ctypes.CDLL(str(path))
     except OSError as error:
         raise UnsupportedModel(f"the compiled kernels in {path} do not load ({error}); delete that file") from error
+    check_layout(code)
     _declare_functions(code)
     return Library(code=code, compile_seconds=seconds)
 
