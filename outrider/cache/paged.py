@@ -168,6 +168,7 @@ class PagedCache:
         return CacheUsage(
             token_bytes=self.block_bytes // BLOCK,
             block_tokens=BLOCK,
+            slot_tokens=self._capacity,
             blocks=len(self._entries),
             used_blocks=len(self._entries) - len(self._free) - self._tree.idle,
             cached_blocks=self._tree.idle,
