@@ -13,6 +13,51 @@ _SPACE = "▁"  # how sentencepiece writes a space
 _BYTE_LEVEL_SPACE = "Ġ"  # how byte-level tokenizers write a space
 
 
+class SingleTokens:
+    """The text of single tokens of a tokenizer, which is read when it is asked for.
+
+    An added token that is not special has a text like any other token. What a special token spells is never part of a
+    decoded text, so it has no text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Read a tokenizer of transformers."""
+        self.special = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._tokenizer = tokenizer
+        self._alphabet = _byte_level_alphabet() if _is_byte_level(tokenizer) else {}
+        self._texts: dict[int, str] = {}
+
+    def piece(self, id: int) -> bytes:
+        """Return the bytes that a token is decoded to; b"" for special tokens and for unused ids."""
+        token = None if id in self.special else self._tokenizer.convert_ids_to_tokens(id)
+        return b"" if token is None else self.spell(token)
+
+    def spell(self, token: str) -> bytes:
+        """Return the bytes of a token, given as it is written in the vocabulary."""
+        alphabet = self._alphabet
+        if alphabet:
+            return bytes(alphabet[letter] for letter in token) if alphabet.keys() >= set(token) else token.encode()
+        if match := _BYTE.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return token.replace(_SPACE, " ").encode()
+
+    def text(self, id: int) -> str:
+        """Return a text that shows the token.
+
+        Bytes that are no whole character are written as \\xNN, special tokens by their names, and unused ids as
+        token_id:ID.
+        """
+        if id not in self._texts:
+            shown = self.piece(id).decode(errors="backslashreplace")
+            self._texts[id] = shown or self.special.get(id) or id_text(id)
+        return self._texts[id]
+
+
+def id_text(id: int) -> str:
+    """Return a text for an id whose token has none, or has that of another token."""
+    return f"token_id:{id}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenText:
     """The text of each token of a tokenizer, as bytes."""
@@ -28,17 +73,6 @@ class TokenText:
     def spell(self, ids: Sequence[int]) -> bytes:
         """Return the text of tokens. Special tokens have no text."""
         return b"".join(self.pieces[id] if id < len(self.pieces) else b"" for id in ids)
-
-    def name(self, id: int) -> str:
-        """Return the text of a single token.
-
-        A byte that is no whole character is written as \\xNN, and a special token by its name. An id without a token
-        is written as token_id:ID.
-        """
-        if id in self.special:
-            return self.special[id]
-        piece = self.pieces[id] if id < len(self.pieces) else b""
-        return piece.decode(errors="backslashreplace") if piece else f"token_id:{id}"
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenize each text as if it continued another text, without a space in front."""
@@ -72,20 +106,17 @@ class TokenText:
 def token_text(tokenizer: Any, *, cut: Callable[[Sequence[str]], list[list[int]]] | None = None) -> TokenText:
     """Return the text of each token of a transformers tokenizer.
 
-    An added token that is not special has a text like any other token. What a special token spells is never part of a
-    decoded text, so it has no text.
-
     Args:
         tokenizer: a tokenizer of transformers.
         cut: what tokenizes a list of texts. None: the tokenizer.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    special = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    alphabet = _byte_level_alphabet() if _is_byte_level(tokenizer, vocabulary) else {}
+    singles = SingleTokens(tokenizer)
+    special = singles.special
     pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, id in vocabulary.items():
         if id not in special:
-            pieces[id] = _piece(token, alphabet)
+            pieces[id] = singles.spell(token)
     sample_ids: list[int] = tokenizer("a")["input_ids"]
     num_begin = next((i for i, id in enumerate(sample_ids) if id not in special), 0)
 
@@ -117,25 +148,17 @@ def _types(decoder: Mapping[str, Any]) -> Iterator[str]:
         yield from _types(part)
 
 
-def _is_byte_level(tokenizer: Any, vocabulary: Mapping[str, int]) -> bool:
+def _is_byte_level(tokenizer: Any) -> bool:
     """Return whether tokens are written in the byte-level alphabet.
 
     Without a decoder, judge by how most tokens write a space.
     """
     if types := decoder_types(tokenizer):
         return "ByteLevel" in types
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
     byte_level = sum(token.startswith(_BYTE_LEVEL_SPACE) for token in vocabulary)
     sentencepiece = sum(token.startswith(_SPACE) for token in vocabulary)
     return byte_level > sentencepiece
-
-
-def _piece(token: str, alphabet: Mapping[str, int]) -> bytes:
-    """Return the bytes that a token is decoded to. `alphabet` is empty if the tokenizer is not byte-level."""
-    if alphabet:
-        return bytes(alphabet[letter] for letter in token) if alphabet.keys() >= set(token) else token.encode()
-    if match := _BYTE.fullmatch(token):
-        return bytes([int(match[1], 16)])
-    return token.replace(_SPACE, " ").encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
