@@ -79,8 +79,8 @@ def _tokens(text: TokenText, vocab: int, ends: Sequence[int]) -> list[bytes]:
 def _named_tokens(tokenizer: Any, tokens: Sequence[bytes], ends: Sequence[int]) -> dict[str, str]:
     """Return sets of ids, in llguidance's syntax, by how a grammar names them.
 
-    llguidance knows special tokens by name, but no added tokens that are text. `ANY_SPECIAL` is every token that no text
-    needs and that does not end the text: special tokens, unused ids, and the byte that no text has.
+    llguidance knows special tokens by name, but no added tokens that are text. `ANY_SPECIAL` is every token that no
+    text needs and that does not end the text: special tokens, unused ids, and the byte that no text has.
     """
     added = tokenizer.added_tokens_decoder.items()
     named = {token.content: _id_set([id]) for id, token in added if not token.special and id not in ends}
