@@ -15,6 +15,7 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoTokenizer
 
 from outrider.errors import OutriderError, UnsupportedModel
+from outrider.loader.tokenizer import spell_markers
 
 # The rules of llama-vocab.cpp of llama.cpp, which split a text before its bytes are mapped to letters.
 _GPT2 = None  # the rule of GPT-2, which is built into ByteLevel
@@ -63,6 +64,7 @@ def make_tokenizer(path: Path, model: str, rule: str) -> Any:
         raise OutriderError(f"the tokenizer in {path} cannot be read ({error}); convert the model again") from error
     if model == "gpt2":
         tokenizer.backend_tokenizer.pre_tokenizer = _pre_tokenizer(_RULES[rule])
+    spell_markers(tokenizer)
     return tokenizer
 
 
