@@ -12,3 +12,7 @@ class OutriderError(ValueError):
 
 class UnsupportedModel(OutriderError):
     """The checkpoint is valid, but Outrider cannot run its architecture exactly. The message says why."""
+
+
+class Fault(OutriderError):
+    """A fault of Outrider, which the caller cannot correct. The message says what to report."""

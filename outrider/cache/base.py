@@ -64,6 +64,7 @@ class CacheUsage:
 
     token_bytes: int = 0  # bytes of a cached token; 0: memory does not grow with the sequences
     block_tokens: int = 0  # tokens of a block; 0: every slot has memory for a full context
+    slot_tokens: int = 0  # most tokens of one sequence, if there are blocks
     blocks: int = 0
     used_blocks: int = 0  # blocks of running sequences
     cached_blocks: int = 0  # blocks of finished sequences, evicted when needed

@@ -19,8 +19,9 @@ _LANES = 16  # entries whose keys are interleaved; kLanes of native/csrc/simd.h
 
 
 class CPool(ctypes.Structure):
-    """The structure `Pool` of native/csrc/decoder.cpp."""
+    """`Pool` of native/csrc/decoder.cpp. `resize` sets the address of the entries."""
 
+    __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
         ("entries", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
@@ -72,7 +73,9 @@ class PagedCache:
         self._shares = False
         self._query_tokens = 0
         self._hit_tokens = 0
-        self._pool = CPool(0, self._table.buffer_info()[0], layers, self._reach, 8 * dtype.itemsize)
+        self._pool = CPool(
+            table=self._table.buffer_info()[0], layers=layers, reach=self._reach, bits=8 * dtype.itemsize
+        )
         # One more block per slot, because a sequence briefly uses both a partly matching block and its copy.
         self.resize(slots * (self._reach + 1))
 
@@ -165,6 +168,7 @@ class PagedCache:
         return CacheUsage(
             token_bytes=self.block_bytes // BLOCK,
             block_tokens=BLOCK,
+            slot_tokens=self._capacity,
             blocks=len(self._entries),
             used_blocks=len(self._entries) - len(self._free) - self._tree.idle,
             cached_blocks=self._tree.idle,

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
+from outrider.core.token_text import SingleTokens
 from outrider.core.types import Completion, FinishReason, TokenLogprobs
 from outrider.llm import LLM
 from outrider.measure.clock import DecodeSpeed
@@ -192,16 +193,20 @@ def _logprobs(completion: Completion, llm: LLM) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("token", "log p", "as sampled", "likeliest"):
         table.add_column(name, justify="left" if name in ("token", "likeliest") else "right")
+    tokens = SingleTokens(llm.parts.tokenizer)
     for entry in completion.logprobs:
-        top = "  ".join(f"{_quoted(llm, token)} {value:.2f}" for token, value in entry.top)
+        top = "  ".join(f"{_quoted(tokens, token)} {value:.2f}" for token, value in entry.top)
         numbers = (f"{entry.logprob:.3f}", f"{entry.sampled_logprob:.3f}")
-        table.add_row(Text(_quoted(llm, entry.token)), *numbers, Text(top))
+        table.add_row(Text(_quoted(tokens, entry.token)), *numbers, Text(top))
     return table
 
 
-def _quoted(llm: LLM, token: int) -> str:
-    """Return the text of a token in quotes."""
-    return repr(llm.parts.tokenizer.decode([token]))
+def _quoted(tokens: SingleTokens, token: int) -> str:
+    """Return the text of a token in quotes, or its bytes if they are no whole characters."""
+    try:
+        return repr(tokens.piece(token).decode() or tokens.text(token))
+    except UnicodeDecodeError:
+        return repr(tokens.piece(token))
 
 
 def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:

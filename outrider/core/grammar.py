@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import thread_time
 from typing import Any, cast
 
@@ -13,13 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.constraint import STYLE, Constraint, Kind
-from outrider.errors import OutriderError
+from outrider.core.guidance_tokenizer import GuidanceTokenizer
+from outrider.errors import Fault, OutriderError
 
 _MAX_SECONDS = 1.0  # for one token; usually it takes milliseconds. `_LIMITS` does not bound every case
 _time_limit = True  # whether `_MAX_SECONDS` applies
 _MAX_REPEATS = 10_000  # most repetitions of a part of a regular expression or grammar
 _PROBED_TOKENS = 4  # forced tokens that `compile` consumes, to reject constraints that never end
 _CACHE_SIZE = 64  # compiled constraints in the cache
+# A string, a regular expression, a comment or the name of a token in a grammar. They cannot be parts of each other.
+_GRAMMAR_PART = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?://|#)[^\n]*|/(?:[^/\\]|\\.)+/|<[^<>\s]+>')
+# Parts of llguidance's messages.
+_DEAD_END = "NoExtension"
+_REFUSED = "doesn't satisfy the grammar"
 # Limits in llguidance's units. They allow some seconds for compiling and 60 ms for a mask.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -47,6 +53,7 @@ class Grammars:
         self._vocab = vocab
         self._ends = tuple(sorted(end_ids))
         self._tokenizer_info: Any = None  # the tokenizer in the form of llguidance, created on first use
+        self._named: Mapping[str, str] = {}  # see `GuidanceTokenizer`; set with the former
         self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()
 
     def compile(self, constraint: Constraint) -> Grammar:
@@ -79,7 +86,7 @@ class Grammars:
         if self._tokenizer_info is None:
             self._tokenizer_info = self._make_tokenizer_info()
         try:
-            text = _translate(constraint)
+            text = _translate(constraint, self._named)
         except (ValueError, RecursionError) as error:
             raise _invalid(constraint, str(error)) from error
         limits = llguidance.LLParserLimits(**_LIMITS)
@@ -89,29 +96,11 @@ class Grammars:
         return matcher
 
     def _make_tokenizer_info(self) -> Any:
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLTokenizer, TokenizerWrapper
 
-        size = max(self._vocab, len(self._tokenizer))
-        self._ends = _representable(self._ends, self._tokenizer)
-        try:
-            return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=list(self._ends) or None)
-        except ValueError as error:
-            raise OutriderError(
-                f"constraints need a fast tokenizer, and this one is not ({error}); use a model with a tokenizer.json"
-            ) from error
-
-
-def _representable(ends: tuple[int, ...], tokenizer: Any) -> tuple[int, ...]:
-    """Return the end tokens that llguidance can have: those below the number of tokens. `Matcher` adds the others.
-
-    Others exist if the tokenizer leaves ids out. If there are only others, one of the ids left out replaces them.
-    """
-    count = len(tokenizer)
-    representable = tuple(token for token in ends if token < count)
-    if representable or not ends:
-        return representable
-    used = set(tokenizer.get_vocab().values())
-    return (next(id for id in range(count) if id not in used),)
+        source = GuidanceTokenizer(self._tokenizer, vocab=self._vocab, ends=self._ends)
+        self._named = source.named
+        return LLTokenizer(TokenizerWrapper(source), eos_token=list(self._ends) or None)
 
 
 class Grammar:
@@ -220,15 +209,41 @@ class Matcher:
     def _check(self, start: float) -> None:
         """Raise OutriderError if the matcher has failed, or has taken too long since `start`."""
         if self._matcher.is_error():
-            reason = str(self._matcher.get_error()).partition("\n")[0]
-            raise OutriderError(f"the grammar is too complex at this position; simplify it ({reason})")
+            raise _failure(str(self._matcher.get_error()).partition("\n")[0])
         if _time_limit and (seconds := thread_time() - start) > _MAX_SECONDS:
             raise OutriderError(f"the grammar took {seconds:.1f} seconds for one token; simplify it")
 
 
-def _translate(constraint: Constraint) -> str:
-    """Translate a constraint to the syntax of llguidance. Raises ValueError if it is invalid."""
-    from llguidance import LLMatcher, grammar_from
+def _failure(reason: str) -> OutriderError:
+    """Return the error of a matcher that has failed during a text, for llguidance's reason."""
+    if _DEAD_END in reason:
+        return OutriderError(
+            f"the grammar allows no token at this position ({reason}); let the text go on or end here, and use"
+            " characters for which the model has tokens"
+        )
+    if _REFUSED in reason:
+        return Fault(
+            f"the constraint refused a token that it had allowed ({reason}), which is a fault of Outrider; report it"
+            " with the constraint and the tokenizer.json of the model, and leave the constraint out until then"
+        )
+    return OutriderError(f"the grammar is too complex at this position; simplify it ({reason})")
+
+
+def _with_ids(grammar: str, named: Mapping[str, str]) -> str:
+    """Write the tokens that a grammar names as ids, where llguidance does not know the name.
+
+    `named`: see `GuidanceTokenizer`.
+    """
+    return _GRAMMAR_PART.sub(lambda match: named.get(match[0], match[0]), grammar)
+
+
+def _translate(constraint: Constraint, named: Mapping[str, str]) -> str:
+    """Translate a constraint to the syntax of llguidance. Raises ValueError if it is invalid.
+
+    `named`: see `GuidanceTokenizer`.
+    """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
 
     counts = re.findall(r"\{\s*(?:\d*\s*,)?\s*(\d+)\s*\}", constraint.source)
     if any(len(count) > 9 or int(count) > _MAX_REPEATS for count in counts):
@@ -238,7 +253,13 @@ def _translate(constraint: Constraint) -> str:
     if constraint.kind is Kind.CHOICE:
         rules = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(constraint.source))
         return str(LLMatcher.grammar_from_lark(f"start: {rules}"))
-    return str(grammar_from("regex" if constraint.kind is Kind.REGEX else "grammar", constraint.source))
+    if constraint.kind is Kind.REGEX:
+        return str(LLMatcher.grammar_from_regex(constraint.source))
+    try:
+        lark = any_to_lark(constraint.source)
+    except Exception as error:  # the converter of GBNF raises bare Exceptions
+        raise ValueError(f"it is neither Lark's syntax nor GBNF: {error}") from error
+    return str(LLMatcher.grammar_from_lark(_with_ids(lark, named)))
 
 
 def _invalid(constraint: Constraint, reason: str) -> OutriderError:

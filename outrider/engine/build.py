@@ -343,7 +343,8 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> No
         cache.set_prefix_caching(caching.share)
     gigabytes = caching.gigabytes
     uses = [(cache, use) for cache in caches if (use := cache.usage()).block_tokens]
-    if gigabytes is not None and (not uses or uses[0][0] is not caches[0]):
+    has_target = bool(uses) and uses[0][0] is caches[0]
+    if gigabytes is not None and not has_target:
         raise OutriderError(
             "cache_gb can be set for the native kernels on a CPU; here each sequence has memory for a whole context,"
             " so set max_num_seqs and max_model_len"
@@ -358,22 +359,26 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> No
         blocks = _blocks_within(gigabytes * 1e9, uses, limits)
     elif free is not None:
         blocks = min(blocks, _blocks_within(_CACHE_SHARE * free, uses, limits))
-    _check_enough(blocks, context, [use for _, use in uses])
+    _check_enough(blocks, context, [use for _, use in uses], can_be_set=has_target)
     for (cache, _), limit in zip(uses, limits, strict=True):
         cache.resize(blocks if limit is None else min(blocks, limit))
 
 
-def _check_enough(blocks: int, context: int, uses: Sequence[CacheUsage]) -> None:
-    """Check that one sequence with a full context fits into this number of blocks in each cache."""
+def _check_enough(blocks: int, context: int, uses: Sequence[CacheUsage], *, can_be_set: bool) -> None:
+    """Check that one sequence with a full context fits into this number of blocks in each cache.
+
+    A draft that reads a window needs memory for the window only. `can_be_set` says whether `cache_gb` applies.
+    """
+    longest = max(min(context, use.slot_tokens) for use in uses)
     # One more block, because a sequence briefly uses both a partly matching block and its copy.
-    needed = 1 + max(-(-context // use.block_tokens) for use in uses)
+    needed = 1 + max(-(-longest // use.block_tokens) for use in uses)
     if blocks >= needed:
         return
     block_bytes = sum(use.token_bytes * use.block_tokens for use in uses)
     raise OutriderError(
-        f"the KV caches have {blocks * block_bytes / 1e9:.3g} GB, and one sequence of {context} tokens needs"
-        f" {needed * block_bytes / 1e9:.3g} GB ({block_bytes // uses[0].block_tokens} bytes per token); raise cache_gb,"
-        " free memory, or lower max_model_len"
+        f"the KV caches have {blocks * block_bytes / 1e9:.3g} GB, and one sequence of {longest} tokens needs"
+        f" {needed * block_bytes / 1e9:.3g} GB ({block_bytes // uses[0].block_tokens} bytes per token);"
+        f" {'raise cache_gb, ' if can_be_set else ''}free memory, or lower max_model_len"
     )
 
 

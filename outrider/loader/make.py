@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 
 import torch
 
@@ -16,6 +17,7 @@ from outrider.models.gguf_linear import block_types
 from outrider.models.quantize import quantize_model
 from outrider.models.recurrent_target import RecurrentTarget
 from outrider.models.speech.target import SpeechTarget
+from outrider.native.library import MissingKernels
 from outrider.native.target import NativeTarget
 
 KERNELS = ("auto", "native", "torch")
@@ -58,7 +60,7 @@ def make_target(
         except UnsupportedModel as reason:
             if kernels == "native":
                 raise UnsupportedModel(f"{reason}; use kernels auto") from reason
-            _log.info("running on torch: %s", reason)
+            _report_fallback(reason)
     if types and checkpoint.dtype != torch.float32:
         raise UnsupportedModel(
             f"the {', '.join(types)} weights of this model run on torch in float32 only; use dtype float32"
@@ -74,6 +76,19 @@ def make_target(
         target = AttentionTarget(checkpoint, slots=slots, context=context, record=_recorder(checkpoint, kernels))
     target.kernels += "" if bits == 16 else f" int{bits}"
     return target
+
+
+def _report_fallback(reason: UnsupportedModel) -> None:
+    """Log why a model runs on torch. If it could run on the native kernels, it is a warning."""
+    if isinstance(reason, MissingKernels):
+        _warn_of_missing_kernels(str(reason))
+    else:
+        _log.info("running on torch: %s", reason)
+
+
+@cache  # once per process: a draft model would repeat it
+def _warn_of_missing_kernels(reason: str) -> None:
+    _log.warning("running on torch, which is many times slower than the native CPU kernels: %s", reason)
 
 
 def _recorder(checkpoint: Checkpoint, kernels: str) -> Recorder | None:

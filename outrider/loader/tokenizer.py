@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from outrider.core.markers import CALL_END, CALL_START
 from outrider.errors import OutriderError
 
 _RULES = ("normalizer", "pre_tokenizer", "decoder")
@@ -25,6 +26,7 @@ def read_tokenizer(path: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         _restore_rules(tokenizer, path / "tokenizer.json")
+        spell_markers(tokenizer)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         # What transformers says of a missing file has several lines, and names packages that would not help.
         missing = not (path / "tokenizer.json").exists()
@@ -54,6 +56,21 @@ def _restore_rules(tokenizer: Any, file: Path) -> None:
     if isinstance(model, BPE) and description["model"].get("type") == "BPE":
         for option in _BPE_OPTIONS:
             setattr(model, option, bool(description["model"].get(option)))
+
+
+def spell_markers(tokenizer: Any) -> None:
+    """Let the markers of function calls be text where a tokenizer has them as special tokens.
+
+    Special tokens are left out of decoded text, and constraints cannot spell them. So calls could neither be found nor
+    forced.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    if not any(token.special and token.content in (CALL_START, CALL_END) for token in added):
+        return
+    description = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in description["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in (CALL_START, CALL_END)
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(description))
 
 
 def _model(tokenizer: Any) -> Any:

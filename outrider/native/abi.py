@@ -1,4 +1,8 @@
-"""The structures that the kernels take, as declared in decoder.cpp, linear.h and rules.cpp."""
+"""The structures that the kernels take, as declared in the C++ sources.
+
+`check_layout` compares every field with the compiled kernels. A field that one side lacks would let the kernels read
+and write wrong memory.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,13 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
+
+from outrider.cache.paged import CPool
+from outrider.core.types import DrawParams
 
 MAX_HEAD_DIM = 256
 MAX_QUERIES_PER_KEY_HEAD = 48  # kMaxTileRows of attention.h
@@ -109,6 +118,78 @@ class CVerification(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("token", "parent", "kind", "count", "p", "p_index", "q", "q_index")),
         *((name, ctypes.c_void_p) for name in ("seed", "first", "path", "accepted", "bonus", "logprob")),
         *((name, ctypes.c_int32) for name in ("batch_size", "nodes", "vocab", "rule")),
+    )
+
+
+class CSuffixDraft(ctypes.Structure):
+    """`SuffixDraft` of suffix.cpp."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("calibration", "continuation", "lengths", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("token", "parent", "kind", "continuations", "prob")),
+        *((name, ctypes.c_int32) for name in ("num_continuations", "matched_outputs", "budget", "count")),
+    )
+
+
+class CSamplingParams(ctypes.Structure):
+    """`SamplingParams` of sampling.h: one row of a tensor of `DrawParams` in float32."""
+
+    __slots__ = ()
+    _fields_ = tuple((name, ctypes.c_float) for name in DrawParams._fields)
+
+
+_STRUCTURES: tuple[type[ctypes.Structure], ...] = (
+    CLinear,
+    CLayer,
+    CPool,
+    CEntry,
+    CModel,
+    CPass,
+    CChain,
+    CSamplingParams,
+    CDistributions,
+    CVerification,
+    CSuffixDraft,
+)
+
+
+def check_layout(code: ctypes.CDLL) -> None:
+    """Compare the names, offsets and sizes of the fields of all structures with those of the compiled kernels.
+
+    Raises:
+        RuntimeError: they differ. The message names the structure, and the first field that differs.
+    """
+    for structure in _STRUCTURES:
+        _compare_layout(structure, code)
+
+
+class Field(NamedTuple):
+    """A field of a structure."""
+
+    name: str
+    offset: int  # bytes
+    size: int  # bytes
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.size} bytes from byte {self.offset})"
+
+
+def _compare_layout(structure: type[ctypes.Structure], code: ctypes.CDLL) -> None:
+    name = structure.__name__.removeprefix("C")
+    c_names = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(code, f"outrider_fields_{name}"))).decode()
+    fields = c_names.split(", ")
+    numbers = (ctypes.c_int32 * (1 + 2 * len(fields))).in_dll(code, f"outrider_layout_{name}")
+    c_layout = [Field(*field) for field in zip(fields, numbers[1::2], numbers[2::2], strict=True)]
+    descriptors = [(field, getattr(structure, field)) for field, *_ in structure._fields_]
+    layout = [Field(field, descriptor.offset, descriptor.size) for field, descriptor in descriptors]
+    if layout == c_layout and ctypes.sizeof(structure) == numbers[0]:
+        return
+    differing = (pair for pair in zip_longest(layout, c_layout, fillvalue="no further field") if pair[0] != pair[1])
+    in_python, in_c = next(differing, (f"{ctypes.sizeof(structure)} bytes", f"{numbers[0]} bytes"))
+    raise RuntimeError(
+        f"the structure {name} differs between Python and C++: {structure.__name__} in {structure.__module__} has"
+        f" {in_python}, and the compiled kernels have {in_c}; make both equal"
     )
 
 

@@ -87,6 +87,20 @@ def _interleaved_rows(size: int) -> torch.Tensor:
     return interleave(numbers[:size], numbers[size:]).flatten()
 
 
+def _body_name(model: Any) -> str:
+    """Return the name of the module with the decoder layers."""
+    return layer_stack(model)[0].rpartition(".")[0]
+
+
+def read_dimensions(model: Any) -> Dimensions:
+    """Return the dimensions of a transformers model.
+
+    Raises:
+        UnsupportedModel: the kernels do not support this model.
+    """
+    return Dimensions.of(model.config.get_text_config(decoder=True), model.get_submodule(_body_name(model)))
+
+
 class Decoder(Passes):
     """The packed weights of a model and its forward pass."""
 
@@ -101,8 +115,8 @@ class Decoder(Passes):
         Raises:
             UnsupportedModel: the kernels do not support this model.
         """
-        self._body = layer_stack(model)[0].rpartition(".")[0]  # name of the module with the decoder layers
-        self.shape = Dimensions.of(model.config.get_text_config(decoder=True), model.get_submodule(self._body))
+        self._body = _body_name(model)
+        self.shape = read_dimensions(model)
         super().__init__(library.code, hidden=self.shape.hidden)
         self._bits = bits
         self._arena = Arena()

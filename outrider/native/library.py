@@ -19,11 +19,14 @@ from time import perf_counter
 import torch
 
 from outrider.errors import UnsupportedModel
+from outrider.native.abi import check_layout
+from outrider.system.compiler import install_command
 
 _log = logging.getLogger("outrider")
 _SOURCE_FOLDER = Path(__file__).parent / "csrc"
 _UNITS = ("decoder.cpp", "rules.cpp", "suffix.cpp")
 _HEADERS = (
+    "layout.h",
     "simd.h",
     "matrix.h",
     "sampling.h",
@@ -39,6 +42,10 @@ _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 _TIMEOUT = 600  # seconds for one call of the compiler
 
 
+class MissingKernels(UnsupportedModel):
+    """The kernels cannot be compiled or loaded on this system. The message says why, and how to change it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
     """The compiled kernels."""
@@ -52,14 +59,14 @@ def load_library() -> Library:
     """Load the kernels. Compile them first if no earlier run has.
 
     Raises:
-        UnsupportedModel: there is no compiler, the compiler fails, or the cache folder cannot be written.
+        MissingKernels: there is no compiler, the compiler fails, or the cache folder cannot be written.
     """
     compiler = find_compiler()
     path = cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
     try:
         seconds = 0.0 if path.is_file() else _compile(compiler, path)
     except OSError as error:
-        raise UnsupportedModel(
+        raise MissingKernels(
             f"the folder of the compiled kernels, {path.parent}, cannot be written ({error}); set XDG_CACHE_HOME to a"
             " writable folder"
         ) from error
@@ -67,7 +74,8 @@ def load_library() -> Library:
         # The OpenMP symbols are not linked, so they resolve to torch's. Two thread teams would compete for the cores.
         code = ctypes.CDLL(str(path))
     except OSError as error:
-        raise UnsupportedModel(f"the compiled kernels in {path} do not load ({error}); delete that file") from error
+        raise MissingKernels(f"the compiled kernels in {path} do not load ({error}); delete that file") from error
+    check_layout(code)
     _declare_functions(code)
     return Library(code=code, compile_seconds=seconds)
 
@@ -107,9 +115,13 @@ def find_compiler() -> str:
     """Return the path of the C++ compiler: `CXX` if it is set, else g++ or clang++."""
     name = os.environ.get("CXX")
     path = shutil.which(name) if name else shutil.which("g++") or shutil.which("clang++")
-    if not path or sys.platform == "win32":
-        raise UnsupportedModel(f"no C++ compiler was found ({name or 'g++ or clang++'}); install one, such as g++")
-    return path
+    if path and sys.platform != "win32":
+        return path
+    if name:
+        raise MissingKernels(f"the C++ compiler {name}, which CXX names, was not found; name another, or unset CXX")
+    command = install_command()
+    advice = f"install one: {command}" if command else "install one"
+    raise MissingKernels(f"no C++ compiler was found (g++ or clang++); {advice}")
 
 
 def _compile(compiler: str, path: Path) -> float:
@@ -133,10 +145,10 @@ def _run_compiler(*command: str) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UnsupportedModel(f"the C++ compiler does not run ({error}); name another in CXX") from error
+        raise MissingKernels(f"the C++ compiler does not run ({error}); name another in CXX") from error
     if result.returncode:
         message = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-200:])
-        raise UnsupportedModel(f"{command[0]} cannot compile the kernels ({message.strip()}); name another in CXX")
+        raise MissingKernels(f"{command[0]} cannot compile the kernels ({message.strip()}); name another in CXX")
 
 
 def _fingerprint(compiler: str) -> str:

@@ -42,18 +42,27 @@ def _verify(library: Library, rule: int, draft: Draft, p: Packed, noise: Noise) 
     assert p.values.dtype == torch.float32
     batch_size = len(p.at)
     vocab = p.values.shape[-1]
-    verdict = Verdict(
-        path=torch.empty(batch_size, draft.size, dtype=torch.int64),
-        accepted=torch.empty(batch_size, dtype=torch.int64),
-        bonus=torch.empty(batch_size, dtype=torch.int64),
-        logprob=torch.empty(batch_size, 1 + draft.size),
-    )
-    q = (None, None) if draft.q is None else (draft.q.values.float(), draft.q.at)
-    inputs = (draft.tokens, draft.parent, draft.kind, draft.count, p.values, p.at, *q, noise.seed, noise.first)
-    outputs = (verdict.path, verdict.accepted, verdict.bonus, verdict.logprob)
+    results = {
+        "path": torch.empty(batch_size, draft.size, dtype=torch.int64),
+        "accepted": torch.empty(batch_size, dtype=torch.int64),
+        "bonus": torch.empty(batch_size, dtype=torch.int64),
+        "logprob": torch.empty(batch_size, 1 + draft.size),
+    }
+    inputs = {
+        "token": draft.tokens,
+        "parent": draft.parent,
+        "kind": draft.kind,
+        "count": draft.count,
+        "p": p.values,
+        "p_index": p.at,
+        "seed": noise.seed,
+        "first": noise.first,
+    }
+    if draft.q is not None:
+        inputs |= {"q": draft.q.values.float(), "q_index": draft.q.at}
     # The copies must live until the call returns: the kernels get only their addresses.
-    contiguous = [None if tensor is None else tensor.contiguous() for tensor in inputs]
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*contiguous, *outputs)]
-    arguments = CVerification(*addresses, batch_size, draft.size, vocab, rule)
+    tensors = {name: tensor.contiguous() for name, tensor in inputs.items()} | results
+    addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    arguments = CVerification(**addresses, batch_size=batch_size, nodes=draft.size, vocab=vocab, rule=rule)
     library.code.outrider_verify(ctypes.byref(arguments))
-    return verdict
+    return Verdict(**results)

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from outrider.native.abi import CSuffixDraft
 from outrider.native.library import Library
 
 
@@ -20,16 +21,6 @@ class SuffixTree(NamedTuple):
     continuations: list[int]  # [N] bit mask of the continuations that contain the path
 
 
-class _CSuffixDraft(ctypes.Structure):
-    """`SuffixDraft` of suffix.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("calibration", "continuation", "lengths", "outputs")),
-        *((name, ctypes.c_void_p) for name in ("token", "parent", "kind", "continuations", "prob")),
-        *((name, ctypes.c_int32) for name in ("num_continuations", "matched_outputs", "budget", "count")),
-    )
-
-
 class SuffixText:
     """The native implementation of `Automaton` and `grow` of `outrider.propose.lookup`."""
 
@@ -38,7 +29,7 @@ class SuffixText:
         self._automaton: int = self._code.outrider_suffix_open()
         self._size = 0
         self._capacity = 0  # draft tokens that the buffers have space for
-        self._draft = _CSuffixDraft()
+        self._draft = CSuffixDraft()
 
     def __del__(self) -> None:
         self._code.outrider_suffix_close(self._automaton)

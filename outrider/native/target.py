@@ -19,7 +19,7 @@ from outrider.errors import OutriderError
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.submodel import refuse_wider
 from outrider.native.abi import Columns
-from outrider.native.decoder import Decoder
+from outrider.native.decoder import Decoder, read_dimensions
 from outrider.native.library import load_library
 from outrider.native.scores import Exported, NativeScores
 
@@ -42,6 +42,7 @@ class NativeTarget:
         Raises:
             UnsupportedModel: the kernels cannot be compiled, or do not support this model.
         """
+        read_dimensions(checkpoint.model)  # a model that the kernels do not support needs no compiler
         self._library = load_library()
         weight_bits = bits if bits < 16 else 8 * checkpoint.dtype.itemsize
         self._decoder = Decoder(checkpoint.model, self._library, bits=weight_bits)

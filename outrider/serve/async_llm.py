@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -14,6 +13,7 @@ from typing import TypeVar
 
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.stats import Stats
+from outrider.core.token_text import SingleTokens
 from outrider.core.types import Request, Round, SequenceState, SpeechOutput
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
@@ -63,7 +63,7 @@ class AsyncLLM:
         # For the event loop. It has its own tokenizer, because the engine thread uses the tokenizer of `llm`.
         self.frontend = with_own_tokenizer(llm)
         self.prompt_encoder = PromptEncoder(self.frontend)
-        self.token_text = cache(lambda token: self.frontend.decode([token]))  # for the event loop
+        self.single_tokens = SingleTokens(self.frontend.parts.tokenizer)  # for the event loop
         self.latency = LatencyMetrics()
         self.tracer: Tracer | None = None  # set before `start`
         self._llm = llm
@@ -185,7 +185,7 @@ class AsyncLLM:
         self._wakeup = self._wakeup or Wakeup(asyncio.get_running_loop())
         streams = []
         for request in requests:
-            text = StreamText(self.frontend.decode, self.token_text, params.stop, request.prompt_token_ids)
+            text = StreamText(self.frontend.decode, self.single_tokens.text, params.stop, request.prompt_token_ids)
             streams.append(RequestStream(request, text, content))
         if self.tracer:
             self.tracer.submitted([stream.request.id for stream in streams])

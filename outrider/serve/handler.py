@@ -17,6 +17,7 @@ from outrider.llm import LLM
 from outrider.serve.async_llm import AsyncLLM, QueueFull
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.errors import UnknownModel, attribute_errors, rename_param
+from outrider.serve.openai.logprobs import LogprobsBuilder
 from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields
 from outrider.serve.openai.tools import Tools, conversation, supports_tool_calls
@@ -143,17 +144,21 @@ class RequestHandler:
         content = body.stream_content()
         if content is StreamContent.TEXT and self._settings.smooth:
             content = StreamContent.TOKENS
+        streams = self._submit(inputs, params, content)
+        # In OpenAI's API a token that ends the text has no entry. With token ids, there is one entry for each id.
+        omitted = frozenset() if body.return_token_ids else streams[0].request.end_ids
+        is_chat = isinstance(body, ChatRequest)
+        tokens = self._async_llm.single_tokens
         builder = ResponseBuilder(
-            chat=isinstance(body, ChatRequest),
+            chat=is_chat,
             model=self._name,
             decode=self._async_llm.frontend.decode,
-            logprobs=params.logprobs is not None,
+            tokens=tokens,
+            logprobs=None if params.logprobs is None else LogprobsBuilder(tokens=tokens, chat=is_chat, omitted=omitted),
             include_speculation=content >= StreamContent.ROUNDS,
-            token_text=self._async_llm.token_text,
             has_tools=has_tools,
             token_ids=body.return_token_ids,
         )
-        streams = self._submit(inputs, params, content)
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -287,7 +292,9 @@ class RequestHandler:
         log_entry = entry_of(request.scope)
         log_entry.finish_reason = "canceled"  # replaced below, unless the client disconnects
         completions: dict[int, Completion] = {}  # by index of the stream
-        chunk_builders = [builder.chunks(index) for index in range(len(streams))]
+        chunk_builders = [
+            builder.chunks(index, stream.request.prompt_token_ids) for index, stream in enumerate(streams)
+        ]
         try:
             async with asyncio.timeout(self._settings.request_timeout or None):
                 async for index, chunks in _merge_streams(streams):

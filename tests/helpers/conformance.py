@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 
+from outrider.core.token_text import TokenText
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
@@ -24,7 +25,6 @@ from outrider.propose.lookup.retrieval import RetrievalProposer
 from outrider.propose.lookup.suffix import SuffixProposer
 from outrider.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
 from outrider.propose.vocabulary.text_draft import TextProposer
-from outrider.propose.vocabulary.token_text import TokenText
 from outrider.testing.toy_target import ToyTarget
 
 PROPOSERS: Mapping[str, Callable[[ProposerSetup], Proposer]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -237,6 +237,16 @@ PUBLISHED: dict[str, Published] = {
 }
 
 
+# Tokenizers that differ from a published one in one point.
+VARIANTS: dict[str, Published] = {
+    "Qwen2.5 with special markers": replace(
+        PUBLISHED["Qwen2.5-0.5B"],
+        special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"),
+        plain=(),
+    )
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Small:
     """A small tokenizer with published settings."""
@@ -264,7 +274,7 @@ class Small:
 @cache
 def small_tokenizer(name: str) -> Small:
     """Train the small tokenizer of a checkpoint."""
-    published = PUBLISHED[name]
+    published = (PUBLISHED | VARIANTS)[name]
     tokenizer = _sentencepiece(published) if published.sentencepiece else _byte_level(published)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in published.special])
     if published.plain:

@@ -22,11 +22,14 @@ OPTIONS = {"target": embedded("nano"), "proposer": "ngram", "dtype": "float32", 
 
 
 @contextmanager
-def serving(options=None, *, videos=None, **settings):
-    """Run a server in a thread. Yield its URL and its `AsyncLLM`. `videos` is a `VideoService` for it."""
+def serving(options=None, *, llm=None, videos=None, **settings):
+    """Run a server in a thread. Yield its URL and its `AsyncLLM`.
+
+    `llm` replaces the one that is made of `options`. `videos` is a `VideoService` for it.
+    """
     server_settings = Settings(port=0, **{"max_num_seqs": 4, "max_queued_requests": 8, **settings})
     max_num_seqs = server_settings.max_num_seqs
-    llm = LLM(**{**OPTIONS, **(options or {})}, max_num_seqs=max_num_seqs)
+    llm = llm or LLM(**{**OPTIONS, **(options or {})}, max_num_seqs=max_num_seqs)
     async_llm = AsyncLLM(llm, max_queued_requests=server_settings.max_queued_requests, max_num_seqs=max_num_seqs)
     app = make_app(async_llm, server_settings, name="nano", videos=videos)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))

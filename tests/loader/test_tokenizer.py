@@ -153,3 +153,16 @@ def test_constraint_with_a_vocabulary_that_leaves_ids_out(folder):
     assert completion.text == "ab"
     assert completion.token_ids[-1] == vocab - 1
     assert completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("marker", ["<tool_call>", "</tool_call>"])
+def test_markers_of_calls_are_text(folder, marker):
+    """Also where the tokenizer has them as special tokens, whose text would be left out."""
+    tokenizer = byte_level(DIGITS)
+    tokenizer.add_special_tokens(["<tool_call>", "</tool_call>", "<other>"])
+    write(folder, tokenizer)
+    read = read_tokenizer(folder)
+    ids = read.encode(f"a{marker}b<other>c</s>", add_special_tokens=False)
+    assert read.convert_tokens_to_ids(marker) in ids
+    assert len(ids) == 6
+    assert read.decode(ids, skip_special_tokens=True) == f"a{marker}bc"

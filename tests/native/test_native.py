@@ -21,7 +21,6 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.models.base import draft_by_scores
-from outrider.native import library
 from outrider.native.pack import Arena, interleave, pack, separate
 from outrider.native.target import NativeTarget
 from outrider.testing.drive import random_tree
@@ -463,39 +462,6 @@ def test_error_messages_for_unsupported_options(folders, monkeypatch):
         LLM(folders["llama"], quantize="int3")
     with pytest.raises(OutriderError, match="this target has no layer 9"):
         load_target(folders["llama"], layers=(9,))
-
-
-def test_falls_back_to_torch_without_a_compiler(folders, monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    library.load_library.cache_clear()
-    try:
-        checkpoint = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu")
-        with pytest.raises(UnsupportedModel, match="no C\\+\\+ compiler was found"):
-            make_target(checkpoint, slots=1, context=32, kernels="native")
-        assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
-        new_checkpoint = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu")
-        assert make_target(new_checkpoint, slots=1, context=32, bits=8).kernels == "torch int8"
-        monkeypatch.setenv("CXX", "false")
-        with pytest.raises(UnsupportedModel, match="cannot compile"):
-            make_target(checkpoint, slots=1, context=32, kernels="native")
-    finally:
-        library.load_library.cache_clear()
-
-
-def test_falls_back_to_torch_without_a_cache_folder(folders, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    library.load_library.cache_clear()
-    try:
-        checkpoint = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu")
-        with pytest.raises(UnsupportedModel, match=r"file/outrider, cannot be written .*; set XDG_CACHE_HOME"):
-            make_target(checkpoint, slots=1, context=32, kernels="native")
-        assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
-        # Verification and sampling also have native kernels.
-        llm = LLM(embedded("nano"), proposer="ngram", max_model_len=64)
-        assert len(llm.generate("def", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
-    finally:
-        library.load_library.cache_clear()
 
 
 def test_unsupported_architectures_and_sizes_run_on_torch(tmp_path):

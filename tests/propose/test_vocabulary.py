@@ -19,10 +19,10 @@ from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.measure.prompts import read_prompts
 from outrider.models.base import draft_by_scores
+from outrider.propose.vocabulary.counterparts import counterparts, faithful_text
 from outrider.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
 from outrider.propose.vocabulary.retokenize import Retokenizer
 from outrider.propose.vocabulary.text_draft import TextProposer
-from outrider.propose.vocabulary.token_text import counterparts, token_text
 from outrider.propose.vocabulary.wrapped_target import WrappedTarget
 from outrider.testing import ToyTarget, check_cache
 from outrider.testing.drive import make_seq
@@ -84,7 +84,7 @@ TOKENIZERS = {
 
 @pytest.fixture(scope="module")
 def token_texts():
-    return {name: token_text(make(), name) for name, make in TOKENIZERS.items()}
+    return {name: faithful_text(make(), name) for name, make in TOKENIZERS.items()}
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -114,12 +114,12 @@ def test_counterparts_have_the_same_text(token_texts):
 
 
 def test_special_tokens_are_matched_by_name_or_role():
-    target = token_text(byte_level(300, ("<s>", "<|end|>")), "x")
-    draft = token_text(byte_level(300, ("<s>", "</s>")), "x")
+    target = faithful_text(byte_level(300, ("<s>", "<|end|>")), "x")
+    draft = faithful_text(byte_level(300, ("<s>", "</s>")), "x")
     shared = counterparts(target, draft)
     assert shared[target.roles["bos"]] == draft.roles["bos"]
     assert shared[target.roles["eos"]] == draft.roles["eos"]
-    swapped = token_text(byte_level(300, ("<|end|>", "<|begin|>")), "x")
+    swapped = faithful_text(byte_level(300, ("<|end|>", "<|begin|>")), "x")
     shared = counterparts(target, swapped)
     assert swapped.special[shared[target.roles["eos"]]] == "<|end|>"
     assert shared[target.roles["bos"]] == -1  # its only candidate is taken
@@ -129,7 +129,7 @@ def test_tokenizer_that_changes_the_text_is_rejected():
     tokenizer = byte_level(300)
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     with pytest.raises(OutriderError, match=r"tokenizer of DIR changes the text.*use a draft of the target's"):
-        token_text(tokenizer, "DIR")
+        faithful_text(tokenizer, "DIR")
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -159,7 +159,7 @@ def test_retokenizer_depends_only_on_the_text(name, text, token_texts):
 
 def test_retokenizer_cuts_where_the_tokenizer_cuts():
     tokenizer = load_checkpoint(embedded("nano"), dtype="float32", device="cpu").tokenizer
-    nano = token_text(tokenizer, "nano")
+    nano = faithful_text(tokenizer, "nano")
     for text in corpus():
         ids = nano.encode([text])[0]
         retokenizer = Retokenizer(nano, nano)
@@ -170,7 +170,7 @@ def test_retokenizer_cuts_where_the_tokenizer_cuts():
 
 
 def test_special_tokens_become_counterparts_or_their_text(token_texts):
-    target = token_text(byte_level(300, ("<s>", "<|end|>", "<|user|>")), "x")
+    target = faithful_text(byte_level(300, ("<s>", "<|end|>", "<|user|>")), "x")
     draft = token_texts["byte level"]
     retokenizer = Retokenizer(target, replace(draft, begin=(draft.roles["bos"],)))
     user = next(id for id, content in target.special.items() if content == "<|user|>")
@@ -324,8 +324,8 @@ def test_draft_by_text_feeds_only_the_last_word_again(shuffled):
     nano = load_checkpoint(shuffled, dtype="float32", device="cpu")
     target = make_target(mini, slots=1, context=768)
     draft = FeedCounter(make_target(nano, slots=1, context=768))
-    target_text = token_text(mini.tokenizer, "mini")
-    draft_text = token_text(nano.tokenizer, "nano")
+    target_text = faithful_text(mini.tokenizer, "mini")
+    draft_text = faithful_text(nano.tokenizer, "nano")
     engine = make_engine(target, lambda setup: TextProposer(setup, draft, target=target_text, draft=draft_text), rows=1)
     (seq,) = run(engine, [target_text.encode([corpus()[0]])[0]], SamplingParams(), limit=64, ends=frozenset())
     assert draft.rounds > 15

@@ -158,7 +158,9 @@ def test_logprobs_of_chat(client):
         top_logprobs=3,
     )
     entries = reply.choices[0].logprobs.content
-    assert len(entries) == reply.usage.completion_tokens
+    assert reply.choices[0].finish_reason == "stop"
+    assert len(entries) == reply.usage.completion_tokens - 1  # the end token has no entry
+    assert "".join(entry.token for entry in entries) == reply.choices[0].message.content
     for entry in entries:
         assert len(entry.top_logprobs) == 3
         assert entry.top_logprobs[0].logprob >= entry.logprob - 1e-6

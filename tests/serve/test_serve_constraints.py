@@ -7,12 +7,14 @@ from typing import NamedTuple
 
 import httpx
 import jsonschema
+import numpy as np
 import pytest
 
 from outrider.core.grammar import Grammars, Matcher
 from outrider.serve.openai.schema import ChatRequest
 from outrider.serve.openai.tool_calls import ToolCallParser
 from outrider.serve.openai.tools import Tools, conversation, supports_tool_calls
+from tests.helpers.scripted import base_llm
 from tests.helpers.serving import OPTIONS, serving
 
 SCHEMA = {
@@ -301,6 +303,20 @@ def test_grammar_accepts_text_and_calls_that_match_their_schemas(server):
     for text in invalid_texts:
         match = match_tools_grammar({}, text, llm)
         assert match.num_accepted < match.num_tokens
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-0.5B", "Qwen2.5 with special markers", "Gemma-3-270m", "Mistral-7B"])
+def test_tools_leave_the_text_to_the_model(name, tmp_path):
+    """Until a call begins, every token is allowed that plain decoding could emit."""
+    parts = base_llm(tmp_path, name).parts
+    grammars = Grammars(parts.tokenizer, vocab=parts.vocab, end_ids=sorted(parts.end_ids))
+    body = ChatRequest.model_validate({"messages": MESSAGES, "tools": TOOLS})
+    matcher = grammars.compile(Tools.of(body).constraint()).start(parts.end_ids)
+    continuation = parts.vocab - 1  # an id of the padding, or an ordinary token
+    for token in (*parts.tokenizer.encode("Hi", add_special_tokens=False), continuation, 200):
+        bits = np.unpackbits(matcher.allowed(), bitorder="little")
+        assert bits[: parts.vocab].all()
+        matcher.advance(token)
 
 
 def test_conversation_for_templates_with_and_without_tools():

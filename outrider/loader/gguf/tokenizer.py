@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from outrider.core.markers import CALL_END, CALL_START
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.loader.gguf.file import GGUFFile
 from outrider.loader.gguf.split_rules import SplitRule, find_split_rule, split_rules
@@ -147,10 +148,18 @@ def _merges_of(vocab: Mapping[str, int], tokens: list[str], scores: list[float])
 
 
 def _add_tokens(backend: Tokenizer, tokens: list[str], types: Iterable[int]) -> None:
-    """Add the tokens that text is searched for before it is split. Those of control are special."""
-    for wanted, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
-        chosen = [token for token, type in zip(tokens, types, strict=False) if type == wanted]
-        add([AddedToken(token, normalized=False, special=wanted == _CONTROL) for token in chosen if token])
+    """Add the tokens that text is searched for before it is split. Those of control are special.
+
+    The markers of function calls are text, as `read_tokenizer` has them.
+    """
+    special: list[AddedToken] = []
+    plain: list[AddedToken] = []
+    for token, type in zip(tokens, types, strict=False):
+        if token and type in (_CONTROL, _USER_DEFINED):
+            is_special = type == _CONTROL and token not in (CALL_START, CALL_END)
+            (special if is_special else plain).append(AddedToken(token, normalized=False, special=is_special))
+    backend.add_special_tokens(special)
+    backend.add_tokens(plain)
 
 
 def _post_processor(file: GGUFFile, backend: Tokenizer, bos: str | None) -> Any:

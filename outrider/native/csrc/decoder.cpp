@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "layout.h"
 #include "sampling.h"
 #include "linear.h"
 #include "team_size.h"
@@ -57,7 +58,7 @@ struct Model {
   const float* frequency;     // [rotaries][rotary_dim / 2]
   const float* rotary_scale;  // [rotaries]
   const Entry* entry;         // null: the input is the embedding alone
-  const int32_t* id;          // [head.out], ascending: token ids of the outputs; null: output i is token i
+  const int32_t* id;          // [head.outputs], ascending: token ids of the outputs; null: output i is token i
   const Pool* pool;
   Linear head;
   Linear table;               // the embedding in GGUF blocks, if `embedding` is null
@@ -103,6 +104,22 @@ struct Chain {
 };
 }
 
+OUTRIDER_LAYOUT(Linear, weight, scale, minimum, sub_scale, sub_minimum, bias, inputs, outputs, bits, group, offset)
+OUTRIDER_LAYOUT(Layer, qkv, out, gate_up, down, value, router, attention_norm, mlp_norm, attention_post_norm,
+                mlp_post_norm, query_norm, key_norm, window, wide_norms, rotary, top, normalized)
+OUTRIDER_LAYOUT(Pool, entries, table, layers, reach, bits)
+OUTRIDER_LAYOUT(Entry, fuse, project, last_norm, tap_norm, embedding_norm, state_norm, tapped, tap, normed,
+                embedding_first, zero_first, residual_normed, recycle_normed)
+OUTRIDER_LAYOUT(Model, layer, embedding, norm, frequency, rotary_scale, entry, id, pool, head, table, layers, hidden,
+                heads, key_heads, dim, ffn, threads, rotaries, rotary_dim, gelu, epsilon, scale, embedding_scale,
+                residual_scale, logit_divisor, score_cap, logit_cap)
+OUTRIDER_LAYOUT(Pass, token, position, slot, entry, prefix, tail_begin, tail, output_columns, logits, best,
+                export_layers, hidden_states, state, needs_fusion, num_columns, num_outputs, num_exports)
+OUTRIDER_LAYOUT(Chain, slot, position, entry, budget, weight, bias, end_ids, token, count, scored, margin, accept_prob,
+                min_draft_prob, params, uniform, race_keys, q, q_index, min_path_prob, batch_size, depth, vocab,
+                num_weights, num_end_ids)
+OUTRIDER_LAYOUT(SamplingParams, temperature, top_k, top_p, min_p)
+
 namespace {
 
 struct Runner {
@@ -117,12 +134,12 @@ template <class Element>
 class Decoder final : public Runner {
  public:
   explicit Decoder(const Model& model)
-      : model_(model), phases_(model.threads), team_size_(model.threads), num_candidates_(model.head.out) {
+      : model_(model), phases_(model.threads), team_size_(model.threads), num_candidates_(model.head.outputs) {
     for (int i = 0; i < model_.threads; i++) scratch_.emplace_back(model_.dim);
     for (int i = 0; i < model_.layers; i++) {
       const Layer& layer = model_.layer[i];
-      if (!layer.router.out) continue;
-      max_experts_ = std::max(max_experts_, layer.router.out);
+      if (!layer.router.outputs) continue;
+      max_experts_ = std::max(max_experts_, layer.router.outputs);
       max_top_ = std::max(max_top_, layer.top);
       max_expert_ffn_ = std::max(max_expert_ffn_, expert_ffn(layer));
     }
@@ -140,13 +157,13 @@ class Decoder final : public Runner {
       Team team{phases_, omp_get_thread_num(), omp_get_num_threads(), phase};
       if (pass.needs_fusion) fuse(team, pass);
       embed(team, pass);
-      if (model_.entry && model_.entry->project.out) {
+      if (model_.entry && model_.entry->project.outputs) {
         pack_rows(team, pass.num_columns, pair_.data(), 2 * model_.hidden, model_.entry->project);
         apply<Store::kSet>(team, model_.entry->project, packed_, pass.num_columns, residual_.data(), model_.hidden);
       }
       for (int i = 0; i < model_.layers; i++) {
-        attention(team, pass, i, !i && model_.entry && !model_.entry->project.out);
-        model_.layer[i].router.out ? experts(team, pass, model_.layer[i]) : mlp(team, pass, model_.layer[i]);
+        attention(team, pass, i, !i && model_.entry && !model_.entry->project.outputs);
+        model_.layer[i].router.outputs ? experts(team, pass, model_.layer[i]) : mlp(team, pass, model_.layer[i]);
         export_layer(team, pass, i);
       }
       lm_head(team, pass);
@@ -168,11 +185,11 @@ class Decoder final : public Runner {
     std::vector<int32_t> active(chain.batch_size), fields[6];
     int sampled = 0;
     for (int b = 0; b < chain.batch_size; b++) active[b] = b;
-    logits_.resize(size_t(chain.batch_size) * model_.head.out);
+    logits_.resize(size_t(chain.batch_size) * model_.head.outputs);
     best_.resize(chain.batch_size);
     pass.logits = logits_.data();
     pass.best = best_.data();
-    num_candidates_ = std::min(chain.vocab, model_.head.out);
+    num_candidates_ = std::min(chain.vocab, model_.head.outputs);
     for (int depth = 0;; depth++) {
       run(pass);
       std::vector<char> stopped(chain.batch_size);
@@ -180,9 +197,11 @@ class Decoder final : public Runner {
       for (int b : active)
         if (chain.params && chain.params[b].temperature > 0) chain.q_index[b * chain.depth + depth] = sampled++;
 #pragma omp parallel for num_threads(model_.threads) if (chain.params && num_active > 1)
-      for (int i = 0; i < num_active; i++)
-        stopped[active[i]] = add_draft_token(chain, active[i], depth, best_[i], &logits_[size_t(i) * model_.head.out],
-                                             chain.min_draft_prob[num_active - 1]);
+      for (int i = 0; i < num_active; i++) {
+        const float* logits = &logits_[size_t(i) * model_.head.outputs];
+        stopped[active[i]] =
+            add_draft_token(chain, active[i], depth, best_[i], logits, chain.min_draft_prob[num_active - 1]);
+      }
       const auto done = [&](int b) { return chain.budget[b] <= depth + 1 || stopped[b]; };
       std::vector<int32_t> previous_columns;  // of the sequences that draft further
       for (size_t i = 0; i < active.size(); i++)
@@ -207,7 +226,7 @@ class Decoder final : public Runner {
               empty_tails_.data(), nullptr, fields[5].data(), logits_.data(), best_.data(), nullptr, nullptr,
               states_.data(), 0, count, count, 0};
     }
-    num_candidates_ = model_.head.out;
+    num_candidates_ = model_.head.outputs;
   }
 
  private:
@@ -226,7 +245,7 @@ class Decoder final : public Runner {
     const size_t at = size_t(b) * chain.depth + depth;
     chain.token[at] = choose_token(chain, b, at, best, logits);
     chain.margin[at] =
-        best < 0 ? 0.0f : logits[best] - max_except(logits, std::min(chain.vocab, model_.head.out), best);
+        best < 0 ? 0.0f : logits[best] - max_except(logits, std::min(chain.vocab, model_.head.outputs), best);
     const int i = std::min(depth, chain.num_weights - 1);
     const float log_odds = chain.weight[i] * chain.margin[at] + chain.bias[i];
     chain.accept_prob[at] = (depth ? chain.accept_prob[at - 1] : 1.0f) / (1 + std::exp(-log_odds));
@@ -247,7 +266,7 @@ class Decoder final : public Runner {
       q[best_id] = 1;
       return best_id;
     }
-    const int num_logits = std::min(chain.vocab, model_.head.out);
+    const int num_logits = std::min(chain.vocab, model_.head.outputs);
     if (!model_.id) {
       std::copy(logits, logits + num_logits, q);
       std::fill(q + num_logits, q + chain.vocab, -INFINITY);
@@ -328,12 +347,13 @@ class Decoder final : public Runner {
       if (entry.last_norm) rms_norm(x + last, entry.last_norm, entry.tap, x + last);
       for (int i = 0; entry.tap_norm && i < size; i += entry.normed)
         rms_norm(x + i, entry.tap_norm + i, entry.normed, x + i);
-      if (entry.fuse.out)
+      if (entry.fuse.outputs)
         pack_row(packed_, c, x, size, entry.fuse);
       else
         std::memcpy(&fused_[size_t(c) * size], x, 4 * size_t(size));
     });
-    if (entry.fuse.out) apply<Store::kSet>(team, entry.fuse, packed_, pass.num_columns, fused_.data(), model_.hidden);
+    if (entry.fuse.outputs)
+      apply<Store::kSet>(team, entry.fuse, packed_, pass.num_columns, fused_.data(), model_.hidden);
   }
 
   // Concatenate the embedding of a column, which is in the residual stream, with the state before it. Then write the
@@ -363,9 +383,9 @@ class Decoder final : public Runner {
     else
       normalize_rows(team, pass.num_columns, nullptr, layer.attention_norm, layer.qkv);
     apply<Store::kSet>(team, layer.qkv, packed_, pass.num_columns, wide_.data(), qkv_width);
-    if (layer.value.out) {
+    if (layer.value.outputs) {
       normalize_rows(team, pass.num_columns, nullptr, layer.attention_norm, layer.value);
-      apply<Store::kSet>(team, layer.value, packed_, pass.num_columns, wide_.data() + layer.qkv.out, qkv_width);
+      apply<Store::kSet>(team, layer.value, packed_, pass.num_columns, wide_.data() + layer.qkv.outputs, qkv_width);
     }
     if (layer.wide_norms)
       team.share(pass.num_columns, [&](int c) {
@@ -419,13 +439,13 @@ class Decoder final : public Runner {
     add_output(team, pass.num_columns, layer.down, layer.mlp_post_norm);
   }
 
-  static int expert_ffn(const Layer& layer) { return layer.gate_up.out / layer.router.out / 2; }
+  static int expert_ffn(const Layer& layer) { return layer.gate_up.outputs / layer.router.outputs / 2; }
 
   // An MLP of routed experts (Shazeer et al. 2017).
   void experts(Team& team, const Pass& pass, const Layer& layer) {
     const int hidden = model_.hidden;
     const int ffn = expert_ffn(layer);
-    const int count = layer.router.out;
+    const int count = layer.router.outputs;
     const int top = layer.top;
     const int rows = pass.num_columns * top;
     team.share(pass.num_columns, [&](int c) {
@@ -472,12 +492,12 @@ class Decoder final : public Runner {
 
   void lm_head(Team& team, const Pass& pass) {
     normalize_rows(team, pass.num_outputs, pass.output_columns, model_.norm, model_.head);
-    apply<Store::kSet>(team, model_.head, packed_, pass.num_outputs, pass.logits, model_.head.out);
+    apply<Store::kSet>(team, model_.head, packed_, pass.num_outputs, pass.logits, model_.head.outputs);
     const auto choose = [&](int k) {
-      float* logits = pass.logits + size_t(k) * model_.head.out;
+      float* logits = pass.logits + size_t(k) * model_.head.outputs;
       if (model_.logit_divisor != 1)
-        for (int i = 0; i < model_.head.out; i++) logits[i] /= model_.logit_divisor;
-      if (model_.logit_cap) cap(logits, model_.head.out, model_.logit_cap);
+        for (int i = 0; i < model_.head.outputs; i++) logits[i] /= model_.logit_divisor;
+      if (model_.logit_cap) cap(logits, model_.head.outputs, model_.logit_cap);
       pass.best[k] = likeliest(logits, num_candidates_);
     };
     team.share(pass.num_outputs, choose, 1);

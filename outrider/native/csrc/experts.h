@@ -78,12 +78,12 @@ inline void choose_experts(const float* logits, int experts, int top, bool norma
 // outputs, padded to whole panels.
 inline Linear expert_layer(const Linear& all, int expert, int outputs) {
   const size_t panels = size_t(expert) * ((outputs + kPanel - 1) / kPanel);
-  const size_t groups = panels * (all.in / all.group) * kPanel;
+  const size_t groups = panels * (all.inputs / all.group) * kPanel;
   Linear layer = all;
-  layer.weight = static_cast<const int32_t*>(all.weight) + panels * (all.in * all.bits / 32) * kPanel;
+  layer.weight = static_cast<const int32_t*>(all.weight) + panels * (all.inputs * all.bits / 32) * kPanel;
   if (all.scale) layer.scale = all.scale + groups;
   if (all.minimum) layer.minimum = all.minimum + groups;
-  layer.out = outputs;
+  layer.outputs = outputs;
   return layer;
 }
 

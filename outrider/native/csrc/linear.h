@@ -30,13 +30,13 @@ constexpr int kRun = 64;
 // Groups of 64 have bfloat16 scales and minima. Groups of 32 and 16 are GGUF blocks, whose scales and minima are half
 // floats. In formats with two levels, each is the half float of 256 inputs times a small integer of the group.
 struct Linear {
-  const void* weight;         // [out / 32][in * bits / 32][32] of 32 bits
-  const uint16_t* scale;      // [out / 32][in / group, or in / 256 with two levels][32]; null for 32 and 16 bits
+  const void* weight;         // [outputs / 32][inputs * bits / 32][32] of 32 bits
+  const uint16_t* scale;      // [outputs / 32][inputs / group, or / 256 with two levels][32]; null for 32 and 16 bits
   const uint16_t* minimum;    // the same, or null
-  const int8_t* sub_scale;    // [out / 32][in / group][32] with two levels, else null
+  const int8_t* sub_scale;    // [outputs / 32][inputs / group][32] with two levels, else null
   const int8_t* sub_minimum;  // the same, or null
-  const float* bias;          // [out] or null
-  int32_t in, out;
+  const float* bias;          // [outputs] or null
+  int32_t inputs, outputs;
   int32_t bits;               // 32: float; 16: pairs of bfloat16; 8; 4
   int32_t group, offset;
 };
@@ -158,7 +158,7 @@ inline void tile_words(const Linear& layer, int panel, const Rows& x, int r, Flo
   constexpr int regs = kPanel / kRegLanes;
   constexpr int halves = sizeof(Input<Element>) / sizeof(Element);
   constexpr int regs_per_step = std::min(regs, M <= 2 ? 4 : 2);  // as many as fit into registers
-  const int words = layer.in * int(sizeof(Element)) / 4;
+  const int words = layer.inputs * int(sizeof(Element)) / 4;
   const int run = regs_per_step == regs ? words : kRun;
   const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * words * kPanel;
   const int32_t* inputs = x.words + size_t(r) * x.stride;
@@ -217,7 +217,7 @@ inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Flo
   constexpr int regs = kPanel / kRegLanes;
   constexpr int regs_per_step = std::min(regs, M == 1 ? 4 : 2);  // as many as fit into registers
   constexpr int steps = Group / 4;
-  const int groups = layer.in / Group;
+  const int groups = layer.inputs / Group;
   const int group_words = steps * Bits / 8 * kPanel;  // words of weights in a group
   const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * groups * group_words;
   const size_t first_group = size_t(panel) * groups;
@@ -271,7 +271,7 @@ inline void store_panel(const Linear& layer, int panel, Floats first, Floats sec
   float sums[kPanel];
   store(sums, first);
   store(sums + kLanes, second);
-  int width = std::min(kPanel, layer.out - column);
+  int width = std::min(kPanel, layer.outputs - column);
   for (int i = 0; i < width; i++) {
     float value = sums[i] + (layer.bias ? layer.bias[column + i] : 0.0f);
     out[column + i] = mode == Store::kAdd ? out[column + i] + value : value;
@@ -310,7 +310,7 @@ constexpr auto tile_functions(std::integer_sequence<int, I...>) {
 template <Store mode>
 void compute_matrix(MatrixUnits& units, const Linear& layer, int panel, const Rows& x, int begin, int end, float* out,
                     int stride) {
-  const int words = layer.in / 2;
+  const int words = layer.inputs / 2;
   const auto* weight = static_cast<const int32_t*>(layer.weight) + size_t(panel) * words * kPanel;
   float sums[kMatrixBlock][kPanel];
   for (int r = begin; r < end; r += kMatrixBlock) {
@@ -335,7 +335,7 @@ void compute_panel(MatrixUnits& units, const Linear& layer, int panel, const Row
 
 // Return how many panels take about 50 microseconds: in smaller steps, threads that all run lose time.
 inline int panels_per_step(const Linear& layer, int rows) {
-  return std::max(1, (1 << 15) / (layer.in * std::max(1, rows)));
+  return std::max(1, (1 << 15) / (layer.inputs * std::max(1, rows)));
 }
 
 // Write out [rows][stride]. Every thread of the team calls this.
@@ -343,7 +343,7 @@ template <Store mode>
 void apply(Team& team, const Linear& layer, const Rows& x, int rows, float* out, int stride) {
   MatrixUnits units;
   const auto work = [&](int panel) { compute_panel<mode>(units, layer, panel, x, 0, rows, out, stride); };
-  team.share((layer.out + kPanel - 1) / kPanel, work, panels_per_step(layer, rows));
+  team.share((layer.outputs + kPanel - 1) / kPanel, work, panels_per_step(layer, rows));
 }
 
 // Return the scale or minimum of one output in GGUF blocks.
@@ -357,8 +357,9 @@ inline float group_value(const Linear& layer, const uint16_t* value, const int8_
 inline void read_row(const Linear& layer, int row, int size, float* out) {
   const int panel = row / kPanel;
   const int lane = row % kPanel;
-  const size_t first_group = size_t(panel) * (layer.in / layer.group);
-  const auto* words = static_cast<const int32_t*>(layer.weight) + size_t(panel) * (layer.in * layer.bits / 32) * kPanel;
+  const size_t first_group = size_t(panel) * (layer.inputs / layer.group);
+  const size_t first_word = size_t(panel) * (layer.inputs * layer.bits / 32) * kPanel;
+  const auto* words = static_cast<const int32_t*>(layer.weight) + first_word;
   for (int i = 0; i < size; i++) {
     const size_t g = first_group + i / layer.group;
     const uint32_t word = uint32_t(words[size_t(i * layer.bits / 32) * kPanel + lane]);

@@ -1,5 +1,6 @@
 // Sampling parameters and exact verification rules on the CPU. Each function computes what the Python function of the
 // same name in verify/sampling.py or verify/rules.py does, in one call.
+#include "layout.h"
 #include "sampling.h"
 
 namespace outrider {
@@ -28,6 +29,10 @@ extern "C" struct Verification {
   float* logprob;                        // [B, 1 + N] result
   int32_t batch_size, nodes, vocab, rule;
 };
+
+OUTRIDER_LAYOUT(Distributions, probs, params, count, vocab, nodes)
+OUTRIDER_LAYOUT(Verification, token, parent, kind, count, p, p_index, q, q_index, seed, first, path, accepted, bonus,
+                logprob, batch_size, nodes, vocab, rule)
 
 namespace {
 

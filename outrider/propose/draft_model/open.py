@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from outrider.core.config import FULL_BITS, SHARDED, draft_weight_bits
+from outrider.core.token_text import TokenText
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.files import read_context, read_target_info
@@ -31,10 +32,10 @@ from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProp
 from outrider.propose.draft_model.tree import TreeProposer
 from outrider.propose.draft_model.window import MIN_WINDOW, windowed
 from outrider.propose.placement import DraftPlacement, place_draft_model, place_head, replicated
+from outrider.propose.vocabulary.counterparts import faithful_text
 from outrider.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
 from outrider.propose.vocabulary.reduced import has_draft_vocabulary, read_draft_vocabulary, reduce_vocabulary
 from outrider.propose.vocabulary.text_draft import TextProposer
-from outrider.propose.vocabulary.token_text import TokenText, token_text
 
 # Share of the target's tokens that a draft model must have, so that drafting by tokens is as good as by text.
 _GOOD_SHARE = 0.9
@@ -218,7 +219,7 @@ class _OpenedModel:
         return TextProposer(self.setup, self.model(tokens_per_token=2), target=target, draft=draft)
 
     def _token_texts(self) -> tuple[TokenText, TokenText]:
-        return token_text(self.setup.tokenizer, "the target"), token_text(self.checkpoint.tokenizer, self.folder)
+        return faithful_text(self.setup.tokenizer, "the target"), faithful_text(self.checkpoint.tokenizer, self.folder)
 
 
 def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:

@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 
 from outrider.cache.base import Cache, Layout, WrappedCache
+from outrider.core.token_text import TokenText
 from outrider.core.types import Batch, Draft, DraftChains, Round, Scores, StopRule
 from outrider.models.base import Target, draft_by_scores
-from outrider.propose.vocabulary.token_text import TokenText, counterparts
+from outrider.propose.vocabulary.counterparts import counterparts
 from outrider.propose.vocabulary.wrapped_target import WrappedTarget
 
 # The logit of tokens that the draft model lacks. It is finite, so that a distribution remains if a request forbids all

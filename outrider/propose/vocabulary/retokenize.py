@@ -6,7 +6,8 @@ import codecs
 import re
 from collections.abc import Sequence
 
-from outrider.propose.vocabulary.token_text import TokenText, counterparts
+from outrider.core.token_text import TokenText
+from outrider.propose.vocabulary.counterparts import counterparts
 
 # Every tokenizer cuts at the end of a word and before the space that begins a word. A cut is known two characters
 # later at most. An apostrophe may belong to the word.

@@ -10,14 +10,15 @@ from operator import eq, mul
 
 from outrider.cache.base import prompts_that_fit
 from outrider.core import tree
+from outrider.core.token_text import TokenText
 from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
 from outrider.models.base import Target
 from outrider.propose.acceptance import AcceptanceEstimator
 from outrider.propose.base import ProposerSetup
 from outrider.propose.draft_model.window import find_window
 from outrider.propose.tree_builder import TreeBuilder, build_draft
+from outrider.propose.vocabulary.counterparts import counterparts
 from outrider.propose.vocabulary.retokenize import Retokenizer
-from outrider.propose.vocabulary.token_text import TokenText, counterparts
 
 _log = logging.getLogger("outrider")
 # Most tokens of a sequence that are prefilled in one round, so that decoding sequences do not wait long.

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from outrider.core.params import InvalidParam
-from outrider.errors import OutriderError
+from outrider.errors import Fault, OutriderError
 from outrider.serve.async_llm import QueueFull
 from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import SamplingFields, field_of
@@ -39,7 +39,7 @@ def attribute_errors(param: str) -> Iterator[None]:
     """Turn an `OutriderError` of the block into an `InvalidParam` of this parameter."""
     try:
         yield
-    except (InvalidParam, QueueFull):
+    except (InvalidParam, QueueFull, Fault):
         raise
     except OutriderError as error:
         raise InvalidParam(param, str(error)) from error
@@ -94,6 +94,7 @@ def add_handlers(app: FastAPI) -> None:
         UnknownName: lambda error: JSONResponse(error_response(str(error), field=error.param), 404),
         InvalidParam: lambda error: JSONResponse(error_response(str(error), field=error.param), 400),
         OutriderError: lambda error: JSONResponse(error_response(str(error)), 400),
+        Fault: lambda error: JSONResponse(error_response(str(error), kind="server_error"), 500),
         Exception: lambda _: JSONResponse(error_response("the server failed; see its log", kind="server_error"), 500),
         HTTPException: _http_response,
     }

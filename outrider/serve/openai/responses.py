@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import accumulate
 from operator import add
 from typing import Any
 from uuid import uuid4
 
 from outrider.core.stats import Stats
-from outrider.core.types import Completion, FinishReason, TokenLogprobs
+from outrider.core.token_text import SingleTokens
+from outrider.core.types import Completion, FinishReason
+from outrider.serve.openai.logprobs import LogprobsBuilder, TokenOffsets
 from outrider.serve.openai.tool_calls import ToolCallParser
 from outrider.serve.stream.request_stream import StreamChunk
 
@@ -26,9 +27,9 @@ class ResponseBuilder:
     chat: bool
     model: str
     decode: Decode
-    logprobs: bool = False  # whether the request wants them
+    tokens: SingleTokens
+    logprobs: LogprobsBuilder | None = None  # if the request wants them
     include_speculation: bool = False  # whether chunks have a `speculation` field
-    token_text: Callable[[int], str] = str  # returns the text of a single token
     has_tools: bool = False  # whether the text may have function calls
     token_ids: bool = False  # whether choices have the ids of their tokens
     id: str = field(default_factory=lambda: uuid4().hex)
@@ -39,12 +40,18 @@ class ResponseBuilder:
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         return self._head(is_chunk=False) | {"choices": choices, "usage": usage(completions, num_prompts)}
 
-    def chunks(self, index: int) -> ChunkBuilder:
-        """Return the builder of the stream chunks of one completion."""
-        return ChunkBuilder(self, index)
+    def chunks(self, index: int, prompt: Sequence[int]) -> ChunkBuilder:
+        """Return the builder of the stream chunks of one completion of a prompt."""
+        return ChunkBuilder(self, index, prompt)
 
     def chunk(
-        self, index: int, chunk: StreamChunk, *, delta: dict[str, Any], finish_reason: str | None, offset: int = 0
+        self,
+        index: int,
+        chunk: StreamChunk,
+        *,
+        delta: dict[str, Any],
+        finish_reason: str | None,
+        offsets: TokenOffsets,
     ) -> dict[str, Any]:
         """Return a stream chunk in the format of OpenAI's API.
 
@@ -53,12 +60,12 @@ class ResponseBuilder:
             chunk: what the engine has added.
             delta: the new part of the message, for chats.
             finish_reason: in the last chunk.
-            offset: number of characters before the chunk, for `text_offset`.
+            offsets: the tokens before the chunk. Those of the chunk are added.
         """
         choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
         choice |= {"delta": delta} if self.chat else {"text": chunk.text}
         if self.logprobs:
-            choice["logprobs"] = self._logprobs(chunk.logprobs, offset)
+            choice["logprobs"] = self.logprobs.build(chunk.logprobs, offsets)
         if self.token_ids:
             choice["token_ids"] = list(chunk.tokens)
         if self.include_speculation:
@@ -69,7 +76,7 @@ class ResponseBuilder:
         speculation: dict[str, Any] = {"tokens": chunk.token_texts, "from_draft": chunk.from_draft}
         if drafts := chunk.drafts:
             speculation["drafts"] = {
-                "tokens": [self.token_text(token) for token in drafts.tokens],
+                "tokens": [self.tokens.text(token) for token in drafts.tokens],
                 "parents": drafts.parents,
                 "accepted": drafts.accepted,
                 "source": drafts.source,
@@ -91,7 +98,10 @@ class ResponseBuilder:
         }
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        logprobs = self._logprobs(completion.logprobs) if self.logprobs else None
+        logprobs = None
+        if self.logprobs:
+            offsets = TokenOffsets(self.decode, completion.prompt_token_ids)
+            logprobs = self.logprobs.build(completion.logprobs, offsets)
         choice: dict[str, Any] = {"index": index, "finish_reason": str(completion.finish_reason), "logprobs": logprobs}
         if self.token_ids:
             choice["token_ids"] = list(completion.token_ids)
@@ -108,40 +118,16 @@ class ResponseBuilder:
                 message["tool_calls"] = [call.to_openai() for call in parser.calls]
         return choice | {"message": message}
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
-        """Return the `logprobs` object. Chats and completions have different formats."""
-        if self.chat:
-            return {"content": [self._chat_logprobs(entry) for entry in entries], "refusal": None}
-        texts = [self.decode([entry.token]) for entry in entries]
-        top_logprobs = []
-        for entry in entries:
-            top_logprobs.append({self.decode([token]): logprob for token, logprob in entry.top})
-        return {
-            "tokens": texts,
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": top_logprobs,
-            "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
-        }
-
-    def _chat_logprobs(self, entry: TokenLogprobs) -> dict[str, Any]:
-        """Return the log-probabilities at one token of a chat."""
-        top_logprobs = [self._token_logprob(token, logprob) for token, logprob in entry.top]
-        return self._token_logprob(entry.token, entry.logprob) | {"top_logprobs": top_logprobs}
-
-    def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.decode([token])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
 
 class ChunkBuilder:
     """Builds the stream chunks of one completion."""
 
-    def __init__(self, builder: ResponseBuilder, index: int) -> None:
+    def __init__(self, builder: ResponseBuilder, index: int, prompt: Sequence[int]) -> None:
         self._builder = builder
         self._index = index  # of the completion
         self._parser = ToolCallParser() if builder.has_tools else None
         self._started = False
-        self._offset = 0  # characters of all tokens so far, decoded one by one
+        self._offsets = TokenOffsets(builder.decode, prompt)
 
     def build(self, chunk: StreamChunk) -> dict[str, Any]:
         """Return the stream chunk for what the engine has added."""
@@ -153,12 +139,7 @@ class ChunkBuilder:
         if not self._started:
             delta = {"role": "assistant", "content": None if self._parser else ""} | delta
             self._started = True
-        document = self._builder.chunk(
-            self._index, chunk, delta=delta, finish_reason=finish_reason, offset=self._offset
-        )
-        if self._builder.logprobs and not self._builder.chat:
-            self._offset += sum(map(len, document["choices"][0]["logprobs"]["tokens"]))
-        return document
+        return self._builder.chunk(self._index, chunk, delta=delta, finish_reason=finish_reason, offsets=self._offsets)
 
 
 def _finish_reason(completion: Completion, parser: ToolCallParser) -> str:

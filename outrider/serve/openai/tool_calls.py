@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-_CALL_START = "<tool_call>"
-_CALL_END = "}\n</tool_call>"
+from outrider.core.markers import CALL_END, CALL_START
+
+_BODY_END = "}\n" + CALL_END
 _CALL_NAME = re.compile(r'\n\{"name": "([^"]*)", "arguments": ')
 
 
@@ -52,8 +53,8 @@ class ToolCallParser:
         return delta | ({"tool_calls": list(call_deltas.values())} if call_deltas else {})
 
     def _parse_content(self, last: bool) -> str:
-        text, marker, rest = self._buffer.partition(_CALL_START)
-        num_held = 0 if marker or last else _partial_marker_length(text, _CALL_START)
+        text, marker, rest = self._buffer.partition(CALL_START)
+        num_held = 0 if marker or last else _partial_marker_length(text, CALL_START)
         end = len(text) - num_held
         self._in_call = bool(marker)
         self._buffer = rest if marker else text[end:]
@@ -70,8 +71,8 @@ class ToolCallParser:
             call_deltas[index] = {"index": index} | call.to_openai()
 
     def _parse_arguments(self, call_deltas: dict[int, dict[str, Any]]) -> None:
-        text, marker, rest = self._buffer.partition(_CALL_END)
-        num_held = 0 if marker else _partial_marker_length(text, _CALL_END)
+        text, marker, rest = self._buffer.partition(_BODY_END)
+        num_held = 0 if marker else _partial_marker_length(text, _BODY_END)
         end = len(text) - num_held
         index = len(self.calls) - 1
         if arguments := text[:end]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.constraint import STYLE, Constraint
+from outrider.core.guidance_tokenizer import ANY_SPECIAL
+from outrider.core.markers import CALL_END, CALL_START
 from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
 from outrider.serve.openai.schema import ChatRequest, Function, FunctionCall, Message, NamedTool
@@ -64,14 +66,22 @@ class Tools:
         )
 
     def constraint(self) -> Constraint:
-        """Return the constraint of the output: text or calls, or only calls if one is required."""
+        """Return the constraint of the output: text or calls, or only calls if one is required.
+
+        Text before a call is free: any token may be part of it, also special tokens and bytes that are no characters.
+        """
         rules = ["%llguidance {}"]
-        more_calls = ' ("\\n<tool_call>" call)*' if self.parallel else ""
+        more_calls = f' ("\\n{CALL_START}" call)*' if self.parallel else ""
         if self.required:
-            rules.append(f'start: "<tool_call>" call{more_calls}')
+            rules.append(f'start: "{CALL_START}" call{more_calls}')
         else:
-            rules += [f"start: TEXT | head call{more_calls}", 'head[lazy]: TEXT "<tool_call>"', r"TEXT: /(.|\n)*/"]
-        rules.append('call: "\\n" body "\\n</tool_call>"')
+            rules += [
+                f"start: silent* (TEXT | head call{more_calls})",
+                f"silent: TEXT? {ANY_SPECIAL}",
+                f'head[lazy]: TEXT "{CALL_START}"',
+                "TEXT: /(?s:.*)/ | ~/(?s:.*)/",  # ~ is the complement: bytes that are not UTF-8
+            ]
+        rules.append(f'call: "\\n" body "\\n{CALL_END}"')
         rules.append("body: " + " | ".join(f"body_{i}" for i in range(len(self.functions))))
         for i, function in enumerate(self.functions):
             opening = json.dumps(f'{{"name": "{function.name}", "arguments": ')
@@ -91,7 +101,7 @@ class Tools:
 
 def supports_tool_calls(template: str) -> bool:
     """Return whether a chat template uses this format of tools and calls."""
-    return all(part in template for part in ("tools", "<tool_call>", '"name"', '"arguments"'))
+    return all(part in template for part in ("tools", CALL_START, '"name"', '"arguments"'))
 
 
 def conversation(messages: Sequence[Message], tools: Tools | None, *, template_has_tools: bool) -> list[dict[str, Any]]:
@@ -133,7 +143,7 @@ def _as_text(message: Message) -> str:
         return f"<tool_response>\n{text}\n</tool_response>"
     parts = [text] if text else []
     for call in message.tool_calls or ():
-        parts.append(f"<tool_call>\n{json.dumps(_parse_call(call.function))}\n</tool_call>")
+        parts.append(f"{CALL_START}\n{json.dumps(_parse_call(call.function))}\n{CALL_END}")
     return "\n".join(parts)
 
 

@@ -1,18 +1,61 @@
-"""Find the bytes that each token spells, and match the tokens of two vocabularies by them."""
+"""Find the bytes that each token spells, and tokenize texts by them."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.errors import OutriderError
-
-_SAMPLE = "Call at 7:30, naïve friend!\n\tif x > 0:\n        return [1, 'two']  # ok\n"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how sentencepiece writes a byte that has no token of its own
 _SPACE = "▁"  # how sentencepiece writes a space
 _BYTE_LEVEL_SPACE = "Ġ"  # how byte-level tokenizers write a space
+
+
+class SingleTokens:
+    """The text of single tokens of a tokenizer, which is read when it is asked for.
+
+    An added token that is not special has a text like any other token. What a special token spells is never part of a
+    decoded text, so it has no text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Read a tokenizer of transformers."""
+        self.special = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._tokenizer = tokenizer
+        self._alphabet = _byte_level_alphabet() if _is_byte_level(tokenizer) else {}
+        self._texts: dict[int, str] = {}
+
+    def piece(self, id: int) -> bytes:
+        """Return the bytes that a token is decoded to; b"" for special tokens and for unused ids."""
+        token = None if id in self.special else self._tokenizer.convert_ids_to_tokens(id)
+        return b"" if token is None else self.spell(token)
+
+    def spell(self, token: str) -> bytes:
+        """Return the bytes of a token, given as it is written in the vocabulary."""
+        alphabet = self._alphabet
+        if alphabet:
+            return bytes(alphabet[letter] for letter in token) if alphabet.keys() >= set(token) else token.encode()
+        if match := _BYTE.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return token.replace(_SPACE, " ").encode()
+
+    def text(self, id: int) -> str:
+        """Return a text that shows the token.
+
+        Bytes that are no whole character are written as \\xNN, special tokens by their names, and unused ids as
+        token_id:ID.
+        """
+        if id not in self._texts:
+            shown = self.piece(id).decode(errors="backslashreplace")
+            self._texts[id] = shown or self.special.get(id) or id_text(id)
+        return self._texts[id]
+
+
+def id_text(id: int) -> str:
+    """Return a text for an id whose token has none, or has that of another token."""
+    return f"token_id:{id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +65,10 @@ class TokenText:
     pieces: tuple[bytes, ...]  # by id; empty for special tokens and for unused ids
     ids: Mapping[bytes, int]  # id of each piece
     special: Mapping[int, str]  # ids of special tokens, and how they are written
+    # Tokenizes texts without adding special tokens. It may prepend a space.
+    cut: Callable[[Sequence[str]], list[list[int]]]
     begin: tuple[int, ...]  # special tokens that every text begins with
     roles: Mapping[str, int]  # ids of the special tokens that begin ("bos") and end ("eos") a text
-    # Tokenizes texts without special tokens. It may prepend a space.
-    cut: Callable[[Sequence[str]], list[list[int]]]
 
     def spell(self, ids: Sequence[int]) -> bytes:
         """Return the text of tokens. Special tokens have no text."""
@@ -46,10 +89,10 @@ class TokenText:
             if self.spell(rest_ids) == text.encode():
                 return rest_ids
         if ids and self.spell(ids) == b" " + text.encode():
-            return [*self._longest_match(self.pieces[ids[0]][1:]), *ids[1:]]
+            return [*self.longest_match(self.pieces[ids[0]][1:]), *ids[1:]]
         return ids
 
-    def _longest_match(self, text: bytes) -> list[int]:
+    def longest_match(self, text: bytes) -> list[int]:
         """Tokenize greedily by the longest piece, from left to right. Bytes that begin no piece are left out."""
         ids = []
         while text:
@@ -60,82 +103,62 @@ class TokenText:
         return ids
 
 
-def token_text(tokenizer: Any, whose: str) -> TokenText:
+def token_text(tokenizer: Any, *, cut: Callable[[Sequence[str]], list[list[int]]] | None = None) -> TokenText:
     """Return the text of each token of a transformers tokenizer.
 
     Args:
         tokenizer: a tokenizer of transformers.
-        whose: the model of the tokenizer, for messages.
-
-    Raises:
-        OutriderError: the tokens of a text do not spell the text.
+        cut: what tokenizes a list of texts. None: the tokenizer.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    added = tokenizer.added_tokens_decoder
-    special = {id: token.content for id, token in added.items() if token.special}
-    alphabet = _byte_level_alphabet() if _is_byte_level(vocabulary) else {}
+    singles = SingleTokens(tokenizer)
+    special = singles.special
     pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, id in vocabulary.items():
         if id not in special:
-            pieces[id] = token.encode() if id in added else _piece(token, alphabet)
+            pieces[id] = singles.spell(token)
     sample_ids: list[int] = tokenizer("a")["input_ids"]
     num_begin = next((i for i, id in enumerate(sample_ids) if id not in special), 0)
 
-    def cut(texts: Sequence[str]) -> list[list[int]]:
+    def cut_by_tokenizer(texts: Sequence[str]) -> list[list[int]]:
         return tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
     roles = {"eos": tokenizer.eos_token_id, "bos": tokenizer.bos_token_id}
-    text = TokenText(
+    return TokenText(
         pieces=tuple(pieces),
         # A byte token and an ordinary token can have the same piece. The tokenizer itself uses the later one.
         ids={piece: id for id, piece in enumerate(pieces) if piece},
         special=special,
+        cut=cut or cut_by_tokenizer,
         begin=tuple(sample_ids[:num_begin]),
         roles={role: id for role, id in roles.items() if id is not None},
-        cut=cut,
     )
-    if text.spell(text.encode([_SAMPLE])[0]) != _SAMPLE.encode():
-        raise OutriderError(
-            f"the tokenizer of {whose} changes the text that it encodes, so its tokens cannot be matched with those of"
-            " another tokenizer; use a draft of the target's family, or --proposer ngram"
-        )
-    return text
 
 
-def counterparts(target: TokenText, draft: TokenText) -> list[int]:
-    """Return for each id of the target the draft's id with the same text; -1 if there is none.
+def decoder_types(tokenizer: Any) -> frozenset[str]:
+    """Return the types of the decoders of a fast tokenizer, such as ByteLevel; none for other tokenizers."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return frozenset() if decoder is None else frozenset(_types(json.loads(decoder.__getstate__())))
 
-    No two ids have the same counterpart. Special tokens are matched by how they are written, or else by their role.
+
+def _types(decoder: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the type of a decoder and of all decoders in it."""
+    yield decoder["type"]
+    for part in decoder.get("decoders", ()):
+        yield from _types(part)
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    """Return whether tokens are written in the byte-level alphabet.
+
+    Without a decoder, judge by how most tokens write a space.
     """
-    target_special = {content: id for id, content in target.special.items()}
-    draft_special = {content: id for id, content in draft.special.items()}
-    matches = [-1] * max(len(target.pieces), *(id + 1 for id in target.special), 0)
-    for content in target_special.keys() & draft_special.keys():
-        matches[target_special[content]] = draft_special[content]
-    for role in target.roles.keys() & draft.roles.keys():
-        target_id = target.roles[role]
-        draft_id = draft.roles[role]
-        if matches[target_id] < 0 and draft_id not in matches:
-            matches[target_id] = draft_id
-    for piece in target.ids.keys() & draft.ids.keys():
-        matches[target.ids[piece]] = draft.ids[piece]
-    return matches
-
-
-def _is_byte_level(vocabulary: Mapping[str, int]) -> bool:
-    """Return whether tokens are written in the byte-level alphabet, judged by how most of them write a space."""
+    if types := decoder_types(tokenizer):
+        return "ByteLevel" in types
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
     byte_level = sum(token.startswith(_BYTE_LEVEL_SPACE) for token in vocabulary)
     sentencepiece = sum(token.startswith(_SPACE) for token in vocabulary)
     return byte_level > sentencepiece
-
-
-def _piece(token: str, alphabet: Mapping[str, int]) -> bytes:
-    """Return the bytes of a token. `alphabet` is empty if the tokenizer is not byte-level."""
-    if alphabet:
-        return bytes(alphabet[letter] for letter in token) if set(token) <= alphabet.keys() else token.encode()
-    if match := _BYTE.fullmatch(token):
-        return bytes([int(match[1], 16)])
-    return token.replace(_SPACE, " ").encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -1,0 +1,34 @@
+"""How a C++ compiler is installed on this system."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+
+# The commands by the program of the package manager. The first program that exists is used.
+_LINUX: Mapping[str, str] = MappingProxyType(
+    {
+        "apt-get": "apt-get install g++",
+        "dnf": "dnf install gcc-c++",
+        "yum": "yum install gcc-c++",
+        "zypper": "zypper install gcc-c++",
+        "pacman": "pacman -S gcc",
+        "apk": "apk add g++",
+    }
+)
+# Apple's own clang++ has no OpenMP.
+_MACOS = "brew install llvm && export CXX=$(brew --prefix llvm)/bin/clang++"
+
+
+def install_command() -> str | None:
+    """Return the command that installs a C++ compiler here; None if the package manager is not a known one."""
+    if sys.platform == "darwin":
+        return _MACOS
+    program = next((program for program in _LINUX if shutil.which(program)), None)
+    if program is None:
+        return None
+    needs_sudo = os.geteuid() != 0 and shutil.which("sudo") is not None
+    return f"{'sudo ' if needs_sudo else ''}{_LINUX[program]}"
