@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.errors import OutriderError
+
+_ROWS = 8192  # rows that are dequantized at a time
 
 
 def _gguf() -> Any:
@@ -28,25 +31,56 @@ class BlockWeight:
     Blocks lie along a row, so rows can be selected and reordered without dequantization.
     """
 
-    def __init__(self, data: NDArray[np.uint8], kind: str, columns: int) -> None:
-        """Keep `data` [rows, bytes per row] of the type `kind`, such as "Q4_K"."""
+    def __init__(
+        self, data: NDArray[np.uint8], kind: str, columns: int, order: NDArray[np.int64] | None = None
+    ) -> None:
+        """Refer to `data` [rows, bytes per row] of the type `kind`, such as "Q4_K".
+
+        Args:
+            data: the blocks.
+            kind: their type.
+            columns: values of a row.
+            order: [rows] the row of `data` of each row; None: the same.
+        """
         self.data = data
         self.kind = kind
         self.shape = torch.Size((len(data), columns))
+        self._rows = np.arange(len(data)) if order is None else order
 
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
 
+    def addresses(self) -> NDArray[np.uint64]:
+        """Return the address of each row. The matrix must outlive it."""
+        return (self.data.ctypes.data + self._rows * self.data.strides[0]).astype(np.uint64)
+
     def dequantize(self, rows: Any = slice(None)) -> torch.Tensor:
         """Return rows of the matrix in float32, exactly."""
+        if _dequantizer is not None:
+            values = _dequantizer(self.kind, self.addresses()[rows], self.shape[1])
+            if values is not None:
+                return values
         gguf = _gguf()
-        values = gguf.dequantize(np.ascontiguousarray(self.data[rows]), gguf.GGMLQuantizationType[self.kind])
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        dense = gguf.dequantize(self.data[self._rows[rows]], gguf.GGMLQuantizationType[self.kind])
+        return torch.from_numpy(np.ascontiguousarray(dense, dtype=np.float32))
 
     def reordered(self, order: torch.Tensor) -> BlockWeight:
-        """Return a copy with the rows in another order [rows]."""
-        return BlockWeight(self.data[order.numpy()], self.kind, self.shape[1])
+        """Return a matrix with the rows in another order [rows]. It shares the blocks."""
+        return BlockWeight(self.data, self.kind, self.shape[1], self._rows[order.numpy()])
+
+
+Dequantizer = Callable[[str, NDArray[np.uint64], int], torch.Tensor | None]
+_dequantizer: Dequantizer | None = None
+
+
+def use_dequantizer(dequantizer: Dequantizer) -> None:
+    """Let all matrices be dequantized by a function of the type, the addresses of the rows, and the columns.
+
+    It returns None for types that it does not know.
+    """
+    global _dequantizer
+    _dequantizer = dequantizer
 
 
 def block_types(model: nn.Module) -> tuple[str, ...]:
@@ -70,7 +104,10 @@ class BlockLinear(nn.Module):
         return self.blocks.dequantize().to(self.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        # A part of the rows is dequantized at a time: an LM head may have more values than fit into the memory.
+        parts = (slice(begin, begin + _ROWS) for begin in range(0, self.blocks.shape[0], _ROWS))
+        out = torch.cat([functional.linear(x, self.blocks.dequantize(rows).to(self.dtype)) for rows in parts], -1)
+        return out if self.bias is None else out + self.bias
 
 
 class BlockEmbedding(nn.Module):

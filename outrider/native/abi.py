@@ -32,6 +32,17 @@ class CLinear(ctypes.Structure):
     )
 
 
+class CBlockMatrix(ctypes.Structure):
+    """`BlockMatrix` of blocks.cpp: a matrix in GGUF blocks, and where it is written."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("row", "words", "scale", "minimum", "sub_scale", "sub_minimum")),
+        ("dense", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("inputs", "outputs")),
+    )
+
+
 class CLayer(ctypes.Structure):
     """`Layer` of decoder.cpp: the weights of one decoder layer."""
 
@@ -141,6 +152,7 @@ class CSamplingParams(ctypes.Structure):
 
 _STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     CLinear,
+    CBlockMatrix,
     CLayer,
     CPool,
     CEntry,

@@ -2,39 +2,51 @@
 
 A block type becomes integers of 8 or 4 bits with a scale, and for some types a minimum, for each group of 32 or 16
 inputs: weight = (integer - offset) * scale + minimum. In types of two levels, scale and minimum are a half float of 256
-inputs times a small integer of the group. The layout of each type is that of ggml-quants.h of llama.cpp.
+inputs times a small integer of the group. The kernels read the blocks where they are, in the mapped file (blocks.cpp).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ctypes
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from outrider.models.gguf_linear import BlockWeight
-from outrider.native.abi import CLinear
-from outrider.native.pack import GROUP, PANEL, Arena, address, from_panels, integers, to_panels, to_words
+from outrider.native.abi import CBlockMatrix, CLinear
+from outrider.native.library import load_library
+from outrider.native.pack import GROUP, PANEL, Arena, address, from_panels, integers
 
 _SUPER_BLOCK = 256  # inputs that share the half floats of a type of two levels
-_Bytes = NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Blocks:
-    """The contents of a matrix [outputs, inputs] in blocks."""
+class _Format(NamedTuple):
+    """What the blocks of a type become, as in blocks.cpp."""
 
-    values: _Bytes  # [outputs, inputs]
     bits: int
     group: int
     offset: int
-    scale: NDArray[np.float16]  # [outputs, groups], or [outputs, inputs / 256] with two levels
-    minimum: NDArray[np.float16] | None = None  # the same
-    sub_scale: NDArray[np.int8] | None = None  # [outputs, groups] with two levels
-    sub_minimum: NDArray[np.int8] | None = None
+    has_minimum: bool = False
+    two_levels: bool = False
+
+
+_FORMATS: Mapping[str, _Format] = MappingProxyType(
+    {
+        "Q8_0": _Format(8, 32, 128),
+        "Q4_0": _Format(4, 32, 8),
+        "Q4_1": _Format(4, 32, 0, has_minimum=True),
+        "Q5_0": _Format(8, 32, 16),
+        "Q5_1": _Format(8, 32, 0, has_minimum=True),
+        "Q4_K": _Format(4, 32, 0, has_minimum=True, two_levels=True),
+        "Q5_K": _Format(8, 32, 0, has_minimum=True, two_levels=True),
+        "Q6_K": _Format(8, 16, 32, two_levels=True),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,161 +104,78 @@ class PackedBlocks:
 
 def can_pack(kind: str) -> bool:
     """Return whether the kernels multiply a GGUF type, such as "Q4_K", as it is."""
-    return kind in _READERS
+    return kind in _FORMATS
 
 
-def join_blocks(parts: Sequence[BlockWeight], order: torch.Tensor | None = None) -> BlockWeight:
-    """Stack matrices of one type, one above the other, with the rows in another order if `order` is given."""
-    data = np.concatenate([part.data for part in parts])
-    joined = BlockWeight(data, parts[0].kind, parts[0].shape[1])
-    return joined if order is None else joined.reordered(order)
+def pack_blocks(
+    parts: Sequence[BlockWeight],
+    bias: torch.Tensor | None = None,
+    *,
+    order: torch.Tensor | None = None,
+    arena: Arena | None = None,
+) -> PackedBlocks:
+    """Pack matrices of one type that `can_pack` accepts, one above the other.
 
-
-def pack_blocks(weight: BlockWeight, bias: torch.Tensor | None = None, *, arena: Arena | None = None) -> PackedBlocks:
-    """Pack a matrix of a type that `can_pack` accepts."""
+    Args:
+        parts: the matrices.
+        bias: [outputs] of all of them, or None.
+        order: [outputs] the row of each output, if they are in another order.
+        arena: the memory of the result; None: an arena of its own.
+    """
     arena = arena or Arena()
-    outputs, inputs = weight.shape
-    blocks = _READERS[weight.kind](weight.data)
-    pad_rows = -outputs % PANEL
-    padding = -inputs % GROUP
+    inputs = parts[0].shape[1]
+    form = _FORMATS[parts[0].kind]
+    addresses = np.concatenate([part.addresses() for part in parts])
+    if order is not None:
+        addresses = addresses[order.numpy()]
+    panels = -(-len(addresses) // PANEL)
+    padded = -(-inputs // GROUP) * GROUP
+    groups = padded // form.group
+    scales = padded // _SUPER_BLOCK if form.two_levels else groups
 
-    def padded(matrix: NDArray[np.generic], per_input: int) -> torch.Tensor:
-        """Add rows and columns of zeros. A column of `matrix` belongs to `per_input` inputs."""
-        return torch.from_numpy(np.pad(matrix, ((0, pad_rows), (0, padding // per_input))))
+    def zeros(count: int, dtype: torch.dtype, *, wanted: bool = True) -> torch.Tensor | None:
+        return arena.zeros((panels, count, PANEL), dtype) if wanted else None
 
-    def kept(matrix: NDArray[np.generic] | None, per_input: int) -> torch.Tensor | None:
-        return None if matrix is None else arena.keep(to_panels(padded(matrix, per_input)))
-
-    two_level = blocks.sub_scale is not None
-    per_scale = _SUPER_BLOCK if two_level else blocks.group
-    scale = kept(blocks.scale, per_scale)
-    assert scale is not None
-    return PackedBlocks(
-        words=arena.keep(to_panels(to_words(padded(blocks.values, 1), blocks.bits))),
+    words = arena.zeros((panels, padded * form.bits // 32, PANEL), torch.int32)
+    scale = arena.zeros((panels, scales, PANEL), torch.float16)
+    packed = PackedBlocks(
+        words=words,
         scale=scale,
-        minimum=kept(blocks.minimum, per_scale),
-        sub_scale=kept(blocks.sub_scale, blocks.group),
-        sub_minimum=kept(blocks.sub_minimum, blocks.group),
+        minimum=zeros(scales, torch.float16, wanted=form.has_minimum),
+        sub_scale=zeros(groups, torch.int8, wanted=form.two_levels),
+        sub_minimum=zeros(groups, torch.int8, wanted=form.two_levels and form.has_minimum),
         bias=None if bias is None else bias.float().contiguous(),
-        shape=(outputs, inputs),
-        bits=blocks.bits,
-        group=blocks.group,
-        offset=blocks.offset,
+        shape=(len(addresses), inputs),
+        bits=form.bits,
+        group=form.group,
+        offset=form.offset,
     )
-
-
-def _split(data: _Bytes, *sizes: int) -> list[_Bytes]:
-    """Cut the blocks of `data` [outputs, bytes] into fields [outputs, blocks, size]."""
-    blocks = data.reshape(len(data), -1, sum(sizes))
-    return np.split(blocks, np.cumsum(sizes)[:-1], axis=2)
-
-
-def _half(field: _Bytes) -> NDArray[np.float16]:
-    """[outputs, blocks, 2] -> [outputs, blocks]."""
-    return np.ascontiguousarray(field).view(np.float16)[..., 0]
-
-
-def _flat(values: NDArray[np.generic]) -> _Bytes:
-    """[outputs, ...] -> [outputs, inputs]."""
-    return np.ascontiguousarray(values.reshape(len(values), -1)).astype(np.uint8, copy=False)
-
-
-def _nibbles(field: _Bytes) -> _Bytes:
-    """[outputs, blocks, n] -> [outputs, blocks, 2n]: the low halves of all bytes, then the high ones."""
-    return np.concatenate([field & 15, field >> 4], axis=2)
-
-
-def _fifth_bits(field: _Bytes) -> _Bytes:
-    """[outputs, blocks, 4] -> [outputs, blocks, 32]: the bits, shifted to the place of the fifth."""
-    return np.unpackbits(field, axis=2, bitorder="little") << np.uint8(4)
-
-
-def _q8_0(data: _Bytes) -> _Blocks:
-    scale, values = _split(data, 2, 32)
-    return _Blocks(values=_flat(values ^ 128), bits=8, group=32, offset=128, scale=_half(scale))
-
-
-def _q4_0(data: _Bytes) -> _Blocks:
-    scale, values = _split(data, 2, 16)
-    return _Blocks(values=_flat(_nibbles(values)), bits=4, group=32, offset=8, scale=_half(scale))
-
-
-def _q4_1(data: _Bytes) -> _Blocks:
-    scale, minimum, values = _split(data, 2, 2, 16)
-    return _Blocks(
-        values=_flat(_nibbles(values)), bits=4, group=32, offset=0, scale=_half(scale), minimum=_half(minimum)
+    matrix = CBlockMatrix(
+        row=addresses.ctypes.data,
+        words=words.data_ptr(),
+        scale=scale.data_ptr(),
+        minimum=address(packed.minimum),
+        sub_scale=address(packed.sub_scale),
+        sub_minimum=address(packed.sub_minimum),
+        inputs=inputs,
+        outputs=len(addresses),
     )
+    load_library().code.outrider_pack_blocks(parts[0].kind.encode(), ctypes.byref(matrix))
+    return packed
 
 
-def _q5_0(data: _Bytes) -> _Blocks:
-    scale, high, low = _split(data, 2, 4, 16)
-    return _Blocks(values=_flat(_nibbles(low) | _fifth_bits(high)), bits=8, group=32, offset=16, scale=_half(scale))
+def dequantize_blocks(kind: str, addresses: NDArray[np.uint64], columns: int) -> torch.Tensor | None:
+    """Return rows of blocks [R, columns] in float32, exactly; None: the kernels do not know the type.
 
-
-def _q5_1(data: _Bytes) -> _Blocks:
-    scale, minimum, high, low = _split(data, 2, 2, 4, 16)
-    values = _flat(_nibbles(low) | _fifth_bits(high))
-    return _Blocks(values=values, bits=8, group=32, offset=0, scale=_half(scale), minimum=_half(minimum))
-
-
-def _q4_k(data: _Bytes) -> _Blocks:
-    scale, minimum, packed, low = _split(data, 2, 2, 12, 128)
-    values = _nibbles(low.reshape(*low.shape[:2], 4, 32).reshape(len(low), -1, 32))
-    return _two_level(values, 4, scale, minimum, packed)
-
-
-def _q5_k(data: _Bytes) -> _Blocks:
-    scale, minimum, packed, high, low = _split(data, 2, 2, 12, 32, 128)
-    values = _nibbles(low.reshape(len(low), -1, 32)).reshape(*low.shape[:2], 8, 32)
-    fifth = (high[:, :, None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
-    return _two_level(values | fifth << np.uint8(4), 8, scale, minimum, packed)
-
-
-def _two_level(values: _Bytes, bits: int, scale: _Bytes, minimum: _Bytes, packed: _Bytes) -> _Blocks:
-    sub_scale, sub_minimum = _six_bits(packed)
-    return _Blocks(
-        values=_flat(values),
-        bits=bits,
-        group=32,
-        offset=0,
-        scale=_half(scale),
-        minimum=-_half(minimum),
-        sub_scale=sub_scale,
-        sub_minimum=sub_minimum,
-    )
-
-
-def _six_bits(packed: _Bytes) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
-    """Return the scales and minima [outputs, groups] of 12 bytes for 8 groups, each of 6 bits."""
-    first, second, third = np.split(packed, 3, axis=2)
-    scales = np.concatenate([first & 63, (third & 15) | (first >> 2 & 48)], axis=2)
-    minima = np.concatenate([second & 63, (third >> 4) | (second >> 2 & 48)], axis=2)
-    return _flat(scales).view(np.int8), _flat(minima).view(np.int8)
-
-
-def _q6_k(data: _Bytes) -> _Blocks:
-    low, high, sub_scale, scale = _split(data, 128, 64, 16, 2)
-    halves = _nibbles(low.reshape(len(low), -1, 64)).reshape(len(low), -1, 4, 32)
-    pairs = high.reshape(len(high), -1, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    return _Blocks(
-        values=_flat(halves | pairs << 4),
-        bits=8,
-        group=16,
-        offset=32,
-        scale=_half(scale),
-        sub_scale=_flat(sub_scale).view(np.int8),
-    )
-
-
-_READERS: Mapping[str, Callable[[_Bytes], _Blocks]] = MappingProxyType(
-    {
-        "Q8_0": _q8_0,
-        "Q4_0": _q4_0,
-        "Q4_1": _q4_1,
-        "Q5_0": _q5_0,
-        "Q5_1": _q5_1,
-        "Q4_K": _q4_k,
-        "Q5_K": _q5_k,
-        "Q6_K": _q6_k,
-    }
-)
+    Args:
+        kind: the type.
+        addresses: [R] of the rows.
+        columns: values of a row.
+    """
+    if not can_pack(kind):
+        return None
+    addresses = np.ascontiguousarray(addresses)
+    dense = torch.empty(len(addresses), columns)
+    matrix = CBlockMatrix(row=addresses.ctypes.data, dense=dense.data_ptr(), inputs=columns, outputs=len(addresses))
+    load_library().code.outrider_dequantize(kind.encode(), ctypes.byref(matrix))
+    return dense

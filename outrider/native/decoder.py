@@ -15,11 +15,11 @@ import torch
 from outrider.cache.paged import PagedCache
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
-from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight, block_types
+from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight, block_types, use_dequantizer
 from outrider.models.submodel import layer_stack, refuse_weight_update
 from outrider.models.weights import check_weights, tied_weight
 from outrider.native.abi import CLayer, CLinear, CModel
-from outrider.native.blocks import PackedBlocks, can_pack, join_blocks, pack_blocks
+from outrider.native.blocks import PackedBlocks, can_pack, dequantize_blocks, pack_blocks
 from outrider.native.calls import Passes
 from outrider.native.dimensions import Dimensions
 from outrider.native.experts import PackedExperts, pack_experts
@@ -120,6 +120,7 @@ class Decoder(Passes):
         super().__init__(library.code, hidden=self.shape.hidden)
         self._bits = bits
         self._arena = Arena()
+        use_dequantizer(dequantize_blocks)
         state = _weights(model, self._body)
         self._shapes = {name: value.shape for name, value in state.items()}
         self._tied = bool(model.config.tie_word_embeddings)
@@ -376,7 +377,7 @@ class Decoder(Passes):
         head = self._packed_head
         if self._tied and isinstance(head, PackedBlocks):
             return head
-        return pack_blocks(table, arena=self._arena)
+        return pack_blocks([table], arena=self._arena)
 
     def _pack(self, name: str, parts: Sequence[str], state: Mapping[str, Weight]) -> Packed | PackedExperts:
         """Pack the linear layers `parts` together. GGUF blocks of one type stay as they are.
@@ -391,7 +392,7 @@ class Decoder(Passes):
         types = {weight.kind for weight in blocks}
         if len(blocks) == len(weights) and len(types) == 1 and can_pack(min(types)):
             order = _interleaved_rows(sum(block.shape[0] for block in blocks) // 2) if gate_up else None
-            return pack_blocks(join_blocks(blocks, order), bias, arena=self._arena)
+            return pack_blocks(blocks, bias, order=order, arena=self._arena)
         if blocks:
             _log.info("%s: weights of type %s are converted to %d bits", name, ", ".join(sorted(types)), self._bits)
         dense = [_dense(weight) for weight in weights]

@@ -24,7 +24,7 @@ from outrider.system.compiler import install_command
 
 _log = logging.getLogger("outrider")
 _SOURCE_FOLDER = Path(__file__).parent / "csrc"
-_UNITS = ("decoder.cpp", "rules.cpp", "suffix.cpp")
+_UNITS = ("decoder.cpp", "rules.cpp", "suffix.cpp", "blocks.cpp")
 _HEADERS = (
     "layout.h",
     "simd.h",
@@ -99,6 +99,10 @@ def _declare_functions(code: ctypes.CDLL) -> None:
     code.outrider_verify.restype = None
     code.outrider_target_probs.argtypes = (pointer,)
     code.outrider_target_probs.restype = None
+    code.outrider_pack_blocks.argtypes = (ctypes.c_char_p, pointer)
+    code.outrider_pack_blocks.restype = None
+    code.outrider_dequantize.argtypes = (ctypes.c_char_p, pointer)
+    code.outrider_dequantize.restype = None
     code.outrider_suffix_open.argtypes = ()
     code.outrider_suffix_open.restype = pointer
     code.outrider_suffix_close.argtypes = (pointer,)

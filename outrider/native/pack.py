@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from types import MappingProxyType
 
 import torch
@@ -33,16 +34,20 @@ class Arena:
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy of a tensor in this memory."""
-        if self._memory is None or self._used + tensor.nbytes > len(self._memory):
+        return self.zeros(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of zeros in this memory."""
+        size = prod(shape) * dtype.itemsize
+        if self._memory is None or self._used + size > len(self._memory):
             # Pages that are never written take no physical memory, so a large chunk costs nothing.
-            size = max(_CHUNK, _round_up(tensor.nbytes, _HUGE_PAGE))
             if self._memory is not None:
                 self._full.append(self._memory)
-            self._memory = reserve(size)
+            self._memory = reserve(max(_CHUNK, _round_up(size, _HUGE_PAGE)))
             self._used = 0
-        out = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
-        self._used += _round_up(tensor.nbytes, _CACHE_LINE)
-        return out.view(tensor.shape).copy_(tensor)
+        out = torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=self._used)
+        self._used += _round_up(size, _CACHE_LINE)
+        return out.view(shape)
 
     def discard(self) -> None:
         """Give the physical memory back to the system. All tensors are zero from now on, at their old addresses."""
