@@ -22,7 +22,7 @@ from outrider.models.attention import NAME
 from outrider.models.base import ExpertCounter, Target
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.gguf_linear import block_types
-from outrider.models.rounding import BLOCK_TOLERANCE, TOLERANCE, TRIALS
+from outrider.models.rounding import BLOCK_TOLERANCE, TIE_FACTOR, TOLERANCE, TRIALS
 from outrider.models.routing import prescribed_experts
 from outrider.native.target import NativeTarget
 
@@ -30,10 +30,6 @@ _PROMPT = 9  # tokens
 _FIRST_FEED = 5  # tokens of the first pass; the second pass computes the rest and reads the cache
 _SOURCE = 12  # tokens of the source of an encoder-decoder model
 _PARENTS = (-1, 0, -1, 1, 2)  # a tree with two branches
-# The router logit of a chosen expert may be below that of the worst expert of the router's own choice, by at most this
-# factor times the tolerance of the logits, relative to the root mean square of the router logits. Both logits have an
-# error, which is not the same for all experts.
-_TIE_FACTOR = 4.0
 _FIX = "use another model, or transformers.generate for this one"
 _log = logging.getLogger("outrider")
 
@@ -100,7 +96,7 @@ def _errors(target: Target, checkpoint: Checkpoint, seed: int, tolerance: float)
     reference = _reference(checkpoint, branches, experts, _source(checkpoint, seed))
     errors = (scored.logits[0] - reference.logits).norm(dim=-1) / reference.logits.norm(dim=-1)
     # A wrong choice of experts is an error of 100% or more.
-    wrong = reference.gaps.to(errors.device) > _TIE_FACTOR * tolerance
+    wrong = reference.gaps.to(errors.device) > TIE_FACTOR * tolerance
     return torch.where(wrong, errors.clamp_min(1.0), errors)
 
 

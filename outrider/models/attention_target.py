@@ -25,7 +25,8 @@ from outrider.models.attention import CacheReader
 from outrider.models.attention_layers.registry import replace_attention
 from outrider.models.base import draft_by_scores
 from outrider.models.checkpoint import Checkpoint
-from outrider.models.cuda_graphs import Graphs, Recorder
+from outrider.models.cuda_graphs import Graphs
+from outrider.models.cuda_recorder import Recorder
 from outrider.models.prepack import PackedLinear, can_prepack, load_weights, loadable, prepack, weight_bytes
 from outrider.models.quantize import QuantizedLinear
 from outrider.models.routing import ExpertRecorder
