@@ -12,3 +12,7 @@ class OutriderError(ValueError):
 
 class UnsupportedModel(OutriderError):
     """The checkpoint is valid, but Outrider cannot run its architecture exactly. The message says why."""
+
+
+class NotEnoughMemory(OutriderError):
+    """The device has too little memory for the settings. The message says which one to change."""

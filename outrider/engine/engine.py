@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from outrider.cache.base import CacheUsage, prompts_that_fit
+from outrider.cache.memory import out_of_memory
 from outrider.core import tree
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
@@ -19,7 +20,7 @@ from outrider.engine.logprobs import add_logprobs
 from outrider.engine.readback import read_greedy, read_verdict
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.stopwatch import Span, Stopwatch, find_stopwatch
-from outrider.errors import OutriderError
+from outrider.errors import NotEnoughMemory, OutriderError
 from outrider.models.base import ExpertCounter, Target
 from outrider.native.rules import fastest_verifier
 from outrider.parallel.ranks import Ranks
@@ -181,9 +182,22 @@ class Engine:
 
         Returns:
             The sequences that took part. Those that are done have a `finish_reason`.
+
+        Raises:
+            NotEnoughMemory: the device ran out of memory. The message says what to change.
         """
         if self._blocked:
             raise OutriderError(self._blocked)
+        try:
+            return self._step()
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(error) from error
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> NotEnoughMemory:
+        return out_of_memory(error, slots=self._target.slots, context=self._target.context)
+
+    def _step(self) -> tuple[SequenceState, ...]:
+        """Do what `step` does."""
         if self.followers:
             self.followers.step()
         watch = self._stopwatch
@@ -252,6 +266,8 @@ class Engine:
                 continue
             try:
                 self._step_alone(batch, b)
+            except torch.OutOfMemoryError as error_alone:
+                self._end(seq, self._out_of_memory(error_alone))
             except Exception as error_alone:
                 self._end(seq, error_alone)
         return (*self._refused, *batch.seqs)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from outrider.cache.memory import out_of_memory
 from outrider.core import tree
 from outrider.core.types import AudioFeatures, Batch, SequenceState
-from outrider.errors import MODEL_ERRORS, UnsupportedModel
+from outrider.errors import MODEL_ERRORS, NotEnoughMemory, UnsupportedModel
 from outrider.loader.make import make_target
 from outrider.loader.quiet import quiet_transformers
 from outrider.models.attention import NAME
@@ -64,6 +65,7 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
     """Compare the logits of a draft tree with those of the model's own forward pass over each branch.
 
     Raises:
+        NotEnoughMemory: the device has too little memory for the KV cache or the passes.
         UnsupportedModel: they differ by more than rounding, or the model does not run.
     """
     model_type = checkpoint.model.config.model_type
@@ -76,8 +78,10 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
                 errors = errors.fmin(_errors(target, checkpoint, trial, tolerance).cpu())
             if errors.max() < tolerance:
                 return
-    except torch.OutOfMemoryError:
+    except NotEnoughMemory:
         raise
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(error, slots=target.slots, context=target.context) from error
     except MODEL_ERRORS as reason:
         raise UnsupportedModel(f"{model_type}: its forward pass fails ({reason}); {_FIX}") from reason
     raise UnsupportedModel(

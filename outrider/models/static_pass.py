@@ -24,8 +24,8 @@ from outrider.models.attention import Fixed, MaskRule, has_grouped_kernel
 class SpareCache(StaticCache):
     """A static cache with one more entry per slot, for padding."""
 
-    def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
-        super().__init__(slots=slots, capacity=capacity + 1, device=device)
+    def __init__(self, *, slots: int, capacity: int, device: torch.device, layers: int = 1, reserve: int = 0) -> None:
+        super().__init__(slots=slots, capacity=capacity + 1, device=device, layers=layers, reserve=reserve)
         self.spare = capacity
 
     def reserve(self, batch: Batch, draft_sizes: Sequence[int], skip: int = -1) -> None:
