@@ -2,8 +2,9 @@
 
 python benchmarks/real/default_gain.py models/smollm2.gguf --prompts FILE --pairs 12
 
-Both engines share one target. They complete the same prompts in turns, and each category has its own pairs. A default
-must not lose, so the lowest median is printed last. The last line is one JSON document.
+Both engines share one target. Each prompt runs in turns: plain, default, plain. The ratio compares the default with the
+mean of both plain runs. The control compares the plain runs with each other, which tells the noise of the machine. A
+default must not lose, so the lowest median is printed last. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -46,15 +47,17 @@ def main(
         prompt for number in range(pairs) for group in categories.values() for prompt in group[number : number + 1]
     ]
     ratios: dict[str, list[float]] = defaultdict(list)
+    controls: dict[str, list[float]] = defaultdict(list)
     _seconds(plain, turns[0], params)  # warm up
     began = perf_counter()
-    for turn, prompt in enumerate(turns):
+    for prompt in turns:
         if perf_counter() - began > 60 * minutes:
             break
-        seconds = {id(llm): _seconds(llm, prompt, params) for llm in ((plain, default), (default, plain))[turn % 2]}
-        ratios[prompt.category].append(seconds[id(plain)] / seconds[id(default)])
+        before, took, after = (_seconds(llm, prompt, params) for llm in (plain, default, plain))
+        ratios[prompt.category].append((before + after) / 2 / took)
+        controls[prompt.category].append(before / after)
     for category, values in ratios.items():
-        print(f"{category}: {median(values):.2f} ({min(values):.2f} to {max(values):.2f}), {len(values)} pairs")
+        print(f"{category}: {_spread(values)}; control {_spread(controls[category])}; {len(values)} pairs")
     lowest = min(map(median, ratios.values()))
     print(f"lowest median: {lowest:.2f}")
     document = {
@@ -63,12 +66,17 @@ def main(
         "proposer": default.parts.proposer_spec,
         "kernels": default.parts.target.kernels,
         "ratios": ratios,
+        "controls": controls,
         "lowest_median": lowest,
         "hardware": hardware("cpu"),
         "versions": versions(),
         "commit": commit(),
     }
     print(json.dumps(document))
+
+
+def _spread(values: list[float]) -> str:
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def _plain(llm: LLM) -> LLM:
