@@ -35,7 +35,7 @@ _CARRIED_PASSES = 8.0  # weight of earlier means when a trial starts
 _CARRIED_PASSES_NEW_TEXTS = 2.0  # the same if most texts are new
 _WIDEN_BY = 4  # factor of the sequences when a trial is widened
 _WIDE_TRIAL_ROUNDS = 4
-_STATE_FIELDS = ("estimates_acceptance", "idle_rounds", "_reached", "_accepted")
+_STATE_FIELDS = ("estimates_acceptance", "idle_rounds", "_tried", "_reached", "_accepted")
 _MAX_STATE_VALUE = 1e15  # larger values in a plan file are damaged
 
 
@@ -263,7 +263,13 @@ class ProposerStats:
         draft_cost = DraftCost(state["round_cost"], state["token_cost"])
         rates = list(zip(fields["_reached"], fields["_accepted"], strict=True))
         numbers = [number for pair in rates for number in pair]
-        numbers += [fields["idle_rounds"], draft_cost.per_round, draft_cost.per_token, *asdict(means).values()]
+        numbers += [
+            fields["idle_rounds"],
+            fields["_tried"],
+            draft_cost.per_round,
+            draft_cost.per_token,
+            *asdict(means).values(),
+        ]
         if not all(type(number) in (int, float) and 0 <= number <= _MAX_STATE_VALUE for number in numbers):
             raise ValueError("a number is out of range")
         if len(rates) != len(self._reached) or not all(accepted <= reached and reached for reached, accepted in rates):
