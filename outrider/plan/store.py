@@ -19,7 +19,7 @@ from outrider.propose.registry import Expression, Maker, parse
 from outrider.system.atomic_files import check_writable, write_whole
 
 _FORMAT = "outrider plan"
-_VERSION = 2
+_VERSION = 3
 _NUM_SAMPLES = 16  # samples of a weight file that are hashed
 _SAMPLE_BYTES = 4096
 
