@@ -16,3 +16,7 @@ class UnsupportedModel(OutriderError):
 
 class Fault(OutriderError):
     """A fault of Outrider, which the caller cannot correct. The message says what to report."""
+
+
+class NotEnoughMemory(OutriderError):
+    """The device has too little memory for the settings. The message says which one to change."""

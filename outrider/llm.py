@@ -241,14 +241,23 @@ class LLM:
         return self._text(ids)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> tuple[int, ...]:
         """Apply the chat template to a conversation and return the tokens, up to the assistant's turn.
 
-        `tools` are descriptions of functions, for templates that support them.
+        Args:
+            messages: the conversation.
+            tools: descriptions of functions, for templates that support them.
+            add_generation_prompt: whether the assistant's turn begins after the last message.
+            continue_final_message: end within the last message, which the completion continues.
 
         Raises:
-            OutriderError: the model has no chat template, or the template rejects the conversation.
+            OutriderError: the model has no chat template, or the template refuses or drops a message.
         """
         if self._parts.source_rules is not None:
             raise OutriderError(
@@ -261,7 +270,13 @@ class LLM:
             raise OutriderError(
                 'a conversation is a list of messages; give for example [{"role": "user", "content": "..."}]'
             )
-        return chat_tokens(self._parts.tokenizer, messages, tools=tools)
+        return chat_tokens(
+            self._parts.tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            continue_final_message=continue_final_message,
+        )
 
     def generate(
         self,

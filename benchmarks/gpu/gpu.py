@@ -99,36 +99,73 @@ def main(
     names = [measurement] if measurement != "all" else ["step", "race", "round"]
     arguments = {"like": like, "k": k, "cached": cached, "rounds": rounds, "max_tokens": max_tokens}
     try:
-        if measurement not in (*MEASUREMENTS, "all") or like not in _DIMS_LIKE or dtype not in _DTYPES:
-            raise OutriderError(f"{measurement}, {like} or {dtype} is unknown; see --help")
-        with tempfile.TemporaryDirectory() as scratch, console.status("writing and loading models"):
-            small = (target or embedded("mini"), draft or embedded("nano"))
-            inflated = (inflated_target, inflated_draft)
-            folders = [folder or Path(scratch) / str(i) for i, folder in enumerate(inflated)]
-            for source, given, folder, dims in zip(small, inflated, folders, _DIMS_LIKE[like], strict=True):
-                if given is None:
-                    inflate_folder(source, folder, dims, dtype=_DTYPES[dtype])
-            planner = SwitchPlanner()
-            llm = _load(folders, device, dtype, planner)
-            setup = Setup(
-                llm=llm,
-                planner=planner,
-                peers=[peer for peer in load_peers(llm, *folders) if peer.name.endswith("assisted")],
-                weight_bytes=bytes_per_pass(llm, folders[0]).dense,
-                jobs=_jobs(llm, prompts, max_tokens),
+        if measurement not in (*MEASUREMENTS, "all"):
+            raise OutriderError(f"{measurement} is unknown; see --help")
+        with console.status("writing and loading models"):
+            setup = prepare(
+                small=(target or embedded("mini"), draft or embedded("nano")),
+                inflated=(inflated_target, inflated_draft),
+                like=like,
+                device=device,
+                dtype=dtype,
                 k=k,
                 nodes=tuple(int(count) for count in nodes.split(",")),
                 cached=cached,
                 rounds=rounds,
+                prompts=prompts,
+                max_tokens=max_tokens,
             )
     except OutriderError as error:
         console.print(f"[red]error:[/] {error}", highlight=False)
         raise typer.Exit(1) from error
     with console.status("warming up, then measuring"):
-        document = {"benchmark": f"gpu {measurement}", "arguments": arguments, "warm_up": _warm_up(setup, compiled)}
+        document = {"benchmark": f"gpu {measurement}", "arguments": arguments, "warm_up": warm_up(setup, compiled)}
         document |= {name: MEASUREMENTS[name](setup) for name in names}
     _show(document)
-    print(json.dumps(document | _conditions(setup)))
+    print(json.dumps(document | conditions(setup)))
+
+
+def prepare(
+    *,
+    small: Sequence[Path],
+    inflated: Sequence[Path | None],
+    like: str,
+    device: str,
+    dtype: str,
+    k: int,
+    nodes: tuple[int, ...],
+    cached: int,
+    rounds: int,
+    prompts: Path | None,
+    max_tokens: int,
+    with_peers: bool = True,
+) -> Setup:
+    """Write the models that are not `inflated` already from the `small` ones, and load them.
+
+    Raises:
+        OutriderError: a name is unknown, or a model cannot be loaded.
+    """
+    if like not in _DIMS_LIKE or dtype not in _DTYPES:
+        raise OutriderError(f"{like} or {dtype} is unknown; see --help")
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = [folder or Path(scratch) / str(i) for i, folder in enumerate(inflated)]
+        for source, given, folder, dims in zip(small, inflated, folders, _DIMS_LIKE[like], strict=True):
+            if given is None:
+                inflate_folder(source, folder, dims, dtype=_DTYPES[dtype])
+        planner = SwitchPlanner()
+        llm = _load(folders, device, dtype, planner)
+        peers = load_peers(llm, *folders) if with_peers else []
+        return Setup(
+            llm=llm,
+            planner=planner,
+            peers=[peer for peer in peers if peer.name.endswith("assisted")],
+            weight_bytes=bytes_per_pass(llm, folders[0]).dense,
+            jobs=_jobs(llm, prompts, max_tokens),
+            k=k,
+            nodes=nodes,
+            cached=cached,
+            rounds=rounds,
+        )
 
 
 def _load(folders: Sequence[Path], device: str, dtype: str, planner: SwitchPlanner) -> LLM:
@@ -152,7 +189,7 @@ def _jobs(llm: LLM, file: Path | None, max_tokens: int) -> tuple[Job, ...]:
     return tuple(Job(prompt=tokens[max_tokens - llm.parts.context :], params=params) for tokens in token_lists)
 
 
-def _warm_up(setup: Setup, compiled: bool) -> dict[str, Any]:
+def warm_up(setup: Setup, compiled: bool) -> dict[str, Any]:
     """Compile and record everything that is measured. Return the times, and the time to the first token."""
     parts = setup.llm.parts
     first_token_cold = _first_token_ms(setup)
@@ -193,7 +230,7 @@ def _measure_step(setup: Setup) -> dict[str, Any]:
     target = setup.models[0]
     device = setup.llm.parts.device
     bandwidth_before = max(read_bandwidth(device).values())
-    passes = {count: _pass(target, setup.cached, count) for count in setup.nodes}
+    passes = {count: pass_over(target, setup.cached, count) for count in setup.nodes}
     seconds: dict[int, list[float]] = {count: [] for count in setup.nodes}
     for _ in range(setup.rounds):
         for count, run in passes.items():
@@ -251,7 +288,7 @@ def _measure_round(setup: Setup) -> dict[str, Any]:
         rounds = sum(trial.stats.rounds for trial in trials if trial.stats)
         seconds["round"].append(sum(trial.speed.seconds for trial in trials) / max(rounds, 1))
         draft_steps = partial(draft.draft_greedy, _batch(draft, setup.cached, setup.k), parts.vocab)
-        seconds["target"].append(_seconds(_pass(target, setup.cached, 1 + setup.k), parts.device))
+        seconds["target"].append(_seconds(pass_over(target, setup.cached, 1 + setup.k), parts.device))
         seconds["draft"].append(_seconds(draft_steps, parts.device))
     medians = {name: median(times) for name, times in seconds.items()}
     beyond = medians["round"] - medians["target"] - medians["draft"]
@@ -263,7 +300,7 @@ def _measure_round(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _pass(target: Target, cached: int, count: int) -> Callable[[], object]:
+def pass_over(target: Target, cached: int, count: int) -> Callable[[], object]:
     """Return a function that runs a pass over `count` tokens: the last committed token and draft tokens after it."""
     batch = _batch(target, cached, count - 1)
     draft = tree.chain(torch.ones(1, count - 1, dtype=torch.int64, device=target.device), (count - 1,))
@@ -299,7 +336,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return (perf_counter() - began) / _REPEATS
 
 
-def _conditions(setup: Setup) -> dict[str, Any]:
+def conditions(setup: Setup) -> dict[str, Any]:
     models = {
         name: {
             "kernels": model.kernels,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from outrider.cache.base import CacheUsage, Layout, lay_out
+from outrider.cache.memory import check_cache
 from outrider.cache.prefix_tree import common_prefix
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Round, SequenceState
@@ -22,8 +23,15 @@ class StaticCache:
     sequence copies the longest common prefix from any slot of its scope.
     """
 
-    def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, *, slots: int, capacity: int, device: torch.device, layers: int = 1, reserve: int = 0) -> None:
+        """Prepare for `slots` sequences of up to `capacity` tokens.
+
+        Before the first of the `layers` is allocated, the memory of the device must hold all of them, as if their keys
+        had equal shapes, and `reserve` bytes besides.
+        """
         self.device = device
+        self._layers = layers
+        self._reserve = reserve
         self._slots = slots
         self._capacity = capacity
         self._length = [0] * slots
@@ -127,6 +135,8 @@ class StaticCache:
         self, layer: int, layout: Layout, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the keys and values [heads, T, dim] of a pass. Returns those of all slots."""
+        if not self._keys:
+            self._check_memory(keys, values)
         if layer not in self._keys:
             self._keys[layer] = self._allocate(keys)
             self._values[layer] = self._allocate(values)
@@ -136,6 +146,16 @@ class StaticCache:
             all_keys[span.slot, :, at] = keys[:, span.begin : span.end]
             all_values[span.slot, :, at] = values[:, span.begin : span.end]
         return all_keys, all_values
+
+    def _check_memory(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Check the memory for all layers, before the first write of keys and values [heads, T, dim]."""
+        check_cache(
+            token_bytes=self._layers * (keys[:, 0].nbytes + values[:, 0].nbytes),
+            slots=self._slots,
+            context=self._capacity,
+            reserve=self._reserve,
+            device=self.device,
+        )
 
     def _slots_of(self, scope: str, slot: int) -> list[int]:
         """Return the slots of a scope. `slot` comes first, because it needs no copy."""

@@ -287,7 +287,7 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
     from outrider.project.run import ParsedLists, run_project
     from outrider.project.table import show
 
-    shares = ("bandwidth_share", "arithmetic_share", "exposed", "round_ms", "layer_us", "allreduce_us")
+    shares = ("bandwidth_share", "arithmetic_share", "exposed", "round_ms", "layer_us", "draft_pass_us", "allreduce_us")
     given = {name: getattr(asked, name) for name in shares}
     document = run_project(
         asked,

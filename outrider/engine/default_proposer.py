@@ -16,6 +16,7 @@ _WIDE_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})  # types of GGUF files w
 # Free memory that a target with a quantized copy of itself needs, as a multiple of the size of its files: the weights
 # while they are loaded and packed, the copy with 4 bits, and some room for KV caches.
 _MEMORY_FACTOR = 3
+_LOOKUP = "suffix:100000"  # keeps 100,000 tokens of past outputs, which is about 12 MB
 
 
 def default_proposer(
@@ -25,7 +26,7 @@ def default_proposer(
 
     It is the first of these that fits: the embedded draft model for the embedded target; `best(suffix:100000,mtp)` if
     the target's checkpoint has a module for multi-token prediction; `best(suffix:100000,quantized:int4)` on the native
-    kernels of a CPU, if memory is free for the copy; and `ngram`, which needs no model.
+    kernels of a CPU, if memory is free for the copy; and `suffix:100000`, which needs no model.
 
     Args:
         target: folder of the target, or a GGUF file. None: the embedded target.
@@ -34,14 +35,13 @@ def default_proposer(
         quantize: as in `EngineConfig`.
     """
     folder = model_folder(target)
-    # `suffix:100000` keeps 100,000 tokens of past outputs, which is about 12 MB.
     if folder == embedded("mini"):
         return f"draft:{embedded('nano')}"
     if has_mtp(folder):
-        return "best(suffix:100000,mtp)"
+        return f"best({_LOOKUP},mtp)"
     if can_draft_for_itself(folder, device=device, kernels=kernels, quantize=quantize) and _copy_fits(folder):
-        return "best(suffix:100000,quantized:int4)"
-    return "ngram"
+        return f"best({_LOOKUP},quantized:int4)"
+    return _LOOKUP
 
 
 def can_draft_for_itself(folder: Path, *, device: str, kernels: str, quantize: str | None) -> bool:

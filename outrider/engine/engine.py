@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import NamedTuple, Protocol
 
 import torch
 
 from outrider.cache.base import CacheUsage, prompts_that_fit
+from outrider.cache.memory import out_of_memory
 from outrider.core import tree
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
@@ -19,7 +19,8 @@ from outrider.engine.constraints import MAX_FORCED, ConstrainedDraft, apply_cons
 from outrider.engine.logprobs import add_logprobs
 from outrider.engine.readback import read_greedy, read_verdict
 from outrider.engine.scheduler import Scheduler
-from outrider.errors import OutriderError
+from outrider.engine.stopwatch import Span, Stopwatch, find_stopwatch
+from outrider.errors import NotEnoughMemory, OutriderError
 from outrider.models.base import ExpertCounter, Target
 from outrider.native.rules import fastest_verifier
 from outrider.parallel.ranks import Ranks
@@ -72,13 +73,16 @@ class Engine:
         scheduler: Scheduler,
         probs_function: ProbsFunction = target_probs,
         ranks: Ranks | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         """Connect the parts.
 
         `probs_function` computes target probabilities from logits. `ranks` are the processes that run the same rounds,
-        each with a part of the target; None: this process has the whole target.
+        each with a part of the target; None: this process has the whole target. `stopwatch` measures the rounds; None:
+        that of the target's device.
         """
         self._target = target
+        self._stopwatch = stopwatch or find_stopwatch(target.device)
         self._expert_counter = target if isinstance(target, ExpertCounter) else None
         self._proposer = proposer
         self._verifier = verifier
@@ -178,12 +182,26 @@ class Engine:
 
         Returns:
             The sequences that took part. Those that are done have a `finish_reason`.
+
+        Raises:
+            NotEnoughMemory: the device ran out of memory. The message says what to change.
         """
         if self._blocked:
             raise OutriderError(self._blocked)
+        try:
+            return self._step()
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(error) from error
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> NotEnoughMemory:
+        return out_of_memory(error, slots=self._target.slots, context=self._target.context)
+
+    def _step(self) -> tuple[SequenceState, ...]:
+        """Do what `step` does."""
         if self.followers:
             self.followers.step()
-        began = perf_counter()
+        watch = self._stopwatch
+        began = watch.now()
         self._open = None
         self._committing = False
         self._admit()
@@ -191,25 +209,27 @@ class Engine:
         if not batch.seqs:
             return tuple(self._refused)
         batch = self._fit_memory(self._planner.plan(batch, self._accounting.proposed))
-        planned = perf_counter()
-        draft = self._proposer.propose(batch)
-        proposed = perf_counter()
+        planned = watch.now()
+        draft, drafting = self._propose(batch)
         self._check(batch, draft)
         draft = self._planner.trim(batch, draft)
         constrained = apply_constraints(batch, draft, self._target.vocab)
-        round, target_seconds = self._verify(batch, constrained)
+        round, scoring = self._verify(batch, constrained)
+        target_seconds = watch.seconds(scoring)
         if round.draft.size and any(round.failed):
             # A draft token may be the cause, which plain decoding would not score. Run the round without drafts.
             empty = tree.empty(len(batch.seqs), self._target.device)
             constrained = apply_constraints(replace(batch, forced_budget=()), empty, self._target.vocab)
-            round, retry_seconds = self._verify(batch, constrained)
-            target_seconds += retry_seconds
-        verified = perf_counter() if self.on_times else 0.0
+            round, scoring = self._verify(batch, constrained)
+            target_seconds += watch.seconds(scoring)
+        draft_seconds = watch.seconds(drafting)
+        verified = watch.now()
         self._commit(round)
+        committed = watch.now()
         if self.on_times:
-            self.on_times(batch.seqs, RoundTimes(began, proposed, verified, perf_counter(), sum(round.draft.width)))
-        draft_seconds = proposed - planned
-        round_seconds = perf_counter() - began
+            drafted = min(planned + draft_seconds, verified)
+            self.on_times(batch.seqs, RoundTimes(began, drafted, verified, committed, sum(round.draft.width)))
+        round_seconds = committed - began
         if self.ranks:  # decisions depend on the times, so all ranks use the same ones
             measured = (draft_seconds, target_seconds, round_seconds)
             draft_seconds, target_seconds, round_seconds = self.ranks.agree(round.emitted, measured)
@@ -246,6 +266,8 @@ class Engine:
                 continue
             try:
                 self._step_alone(batch, b)
+            except torch.OutOfMemoryError as error_alone:
+                self._end(seq, self._out_of_memory(error_alone))
             except Exception as error_alone:
                 self._end(seq, error_alone)
         return (*self._refused, *batch.seqs)
@@ -253,14 +275,16 @@ class Engine:
     def _step_alone(self, batch: Batch, b: int) -> None:
         """Run sequence b of a batch alone and without draft tokens."""
         single = Batch(seqs=batch.seqs[b : b + 1], start=(batch.start[b],), feed=(batch.feed[b],), draft_budget=(0,))
-        began = perf_counter()
-        draft = self._proposer.propose(single)
-        proposed = perf_counter()
+        watch = self._stopwatch
+        began = watch.now()
+        draft, drafting = self._propose(single)
         constrained = apply_constraints(single, draft, self._target.vocab)
-        round, target_seconds = self._verify(single, constrained)
+        round, scoring = self._verify(single, constrained)
         self._commit(round)
-        host_seconds = perf_counter() - proposed - target_seconds
-        seconds = RoundSeconds(draft=proposed - began, target=target_seconds, host=host_seconds)
+        draft_seconds = watch.seconds(drafting)
+        target_seconds = watch.seconds(scoring)
+        host_seconds = watch.now() - began - draft_seconds - target_seconds
+        seconds = RoundSeconds(draft=draft_seconds, target=target_seconds, host=host_seconds)
         self._accounting.add(constrained, round, seconds, experts=self._touched_experts())
 
     def _touched_experts(self) -> float:
@@ -310,17 +334,23 @@ class Engine:
             forced_budget=tuple(count if fit else 0 for fit, count in zip(fits, forced, strict=True)),
         )
 
-    def _verify(self, batch: Batch, constrained: ConstrainedDraft) -> tuple[Round, float]:
-        """Score the draft and verify it. Also return the seconds of the target's pass."""
+    def _propose(self, batch: Batch) -> tuple[Draft, Span]:
+        """Return the draft, and the span of drafting."""
+        begin = self._stopwatch.mark()
+        draft = self._proposer.propose(batch)
+        return draft, Span(begin, self._stopwatch.mark())
+
+    def _verify(self, batch: Batch, constrained: ConstrainedDraft) -> tuple[Round, Span]:
+        """Score the draft, verify it and read the result. Also return the span of the target's pass."""
         draft = constrained.draft
         masks = constrained.masks
-        began = perf_counter()
+        begin = self._stopwatch.mark()
         scores = self._target.score(batch, draft)
-        seconds = perf_counter() - began
+        scoring = Span(begin, self._stopwatch.mark())
         sampling = self._sampling.of(batch.seqs)
         names = [seq.request.params.verifier or self._verifier.name for seq in batch.seqs]
         if sampling.plain_greedy and not any(self._verifier_of(name).relaxes_greedy for name in set(names)):
-            return constrained.drop_failed(read_greedy(batch, draft, scores, masks)), seconds
+            return constrained.drop_failed(read_greedy(batch, draft, scores, masks)), scoring
         noise = self._sampling.noise(batch.seqs)
         packed = scores.packed
         if packed is None:
@@ -331,7 +361,7 @@ class Engine:
             packed = packed if masks is None else masks.apply_packed(packed)
             probs = apply_sampling_packed(packed, sampling, draft, probs_function=self._probs_function)
             verdicts = {name: self._verifier_of(name).verify(draft, probs, noise) for name in set(names)}
-        return constrained.drop_failed(read_verdict(batch, draft, scores, select_by_name(verdicts, names))), seconds
+        return constrained.drop_failed(read_verdict(batch, draft, scores, select_by_name(verdicts, names))), scoring
 
     def _commit(self, round: Round) -> None:
         """Commit the accepted tokens to the cache, the proposer and the scheduler."""

@@ -15,10 +15,11 @@ import torch
 import transformers
 from torch.nn import functional
 
+from outrider.cache.memory import out_of_memory
 from outrider.core import tree
 from outrider.core.config import NEVER, ONCE
 from outrider.core.types import AudioFeatures, Batch, SequenceState
-from outrider.errors import MODEL_ERRORS, UnsupportedModel
+from outrider.errors import MODEL_ERRORS, NotEnoughMemory, UnsupportedModel
 from outrider.loader.check_store import CheckResult, keep_result, known_result
 from outrider.loader.make import make_target
 from outrider.loader.quiet import quiet_transformers
@@ -26,7 +27,7 @@ from outrider.models.attention import NAME
 from outrider.models.base import ExpertCounter, Target
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.gguf_linear import block_types
-from outrider.models.rounding import BLOCK_TOLERANCE, TOLERANCE, TRIALS
+from outrider.models.rounding import BLOCK_TOLERANCE, TIE_FACTOR, TOLERANCE, TRIALS
 from outrider.models.routing import prescribed_experts
 from outrider.native.target import NativeTarget
 
@@ -34,10 +35,6 @@ _PROMPT = 9  # tokens
 _FIRST_FEED = 5  # tokens of the first pass; the second pass computes the rest and reads the cache
 _SOURCE = 12  # tokens of the source of an encoder-decoder model
 _PARENTS = (-1, 0, -1, 1, 2)  # a tree with two branches
-# The router logit of a chosen expert may be below that of the worst expert of the router's own choice, by at most this
-# factor times the tolerance of the logits, relative to the root mean square of the router logits. Both logits have an
-# error, which is not the same for all experts.
-_TIE_FACTOR = 4.0
 _FIX = "use another model, or transformers.generate for this one"
 _log = logging.getLogger("outrider")
 
@@ -95,6 +92,7 @@ def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:
     """Compare the logits of a draft tree with those of the model's own forward pass over each branch.
 
     Raises:
+        NotEnoughMemory: the device has too little memory for the KV cache or the passes.
         UnsupportedModel: they differ by more than rounding, or the model does not run.
     """
     model_type = checkpoint.model.config.model_type
@@ -112,8 +110,10 @@ def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:
                     error=float(errors.max()),
                     tolerance=tolerance,
                 )
-    except torch.OutOfMemoryError:
+    except NotEnoughMemory:
         raise
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(error, slots=target.slots, context=target.context) from error
     except MODEL_ERRORS as reason:
         raise UnsupportedModel(f"{model_type}: its forward pass fails ({reason}); {_FIX}") from reason
     raise UnsupportedModel(
@@ -132,7 +132,7 @@ def _errors(target: Target, checkpoint: Checkpoint, seed: int, tolerance: float)
     reference = _reference(checkpoint, branches, experts, _source(checkpoint, seed))
     errors = (scored.logits[0] - reference.logits).norm(dim=-1) / reference.logits.norm(dim=-1)
     # A wrong choice of experts is an error of 100% or more.
-    wrong = reference.gaps.to(errors.device) > _TIE_FACTOR * tolerance
+    wrong = reference.gaps.to(errors.device) > TIE_FACTOR * tolerance
     return torch.where(wrong, errors.clamp_min(1.0), errors)
 
 

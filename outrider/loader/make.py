@@ -11,7 +11,7 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.attention_target import AttentionTarget
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
-from outrider.models.cuda_graphs import CudaRecorder, Recorder
+from outrider.models.cuda_recorder import CudaRecorder, Recorder
 from outrider.models.encoder_decoder_target import EncoderDecoderTarget
 from outrider.models.gguf_linear import block_types
 from outrider.models.quantize import quantize_model

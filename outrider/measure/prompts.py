@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
+from outrider.measure.chat_template import ChatTemplate
 
 EMBEDDED = Path(__file__).parent / "prompts.jsonl"
 _FORM = '{"category": "...", "prompt": "..."} or "messages" in place of "prompt"'
@@ -184,6 +183,7 @@ def chat_text(
     *,
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    continue_final_message: bool = False,
 ) -> str:
     """Return a conversation as text, by the model's chat template.
 
@@ -192,20 +192,18 @@ def chat_text(
         messages: the conversation.
         add_generation_prompt: whether to add the generation prompt, after which the assistant answers.
         tools: descriptions of tools for the template.
+        continue_final_message: whether the text ends within the last message, without a generation prompt.
 
     Raises:
-        OutriderError: the template does not accept the messages. Some templates reject a system message, for example.
+        OutriderError: the template refuses or drops a message. Some templates reject a system message, for example.
     """
-    conversation = [dict(message) for message in messages]
-    options = {"tools": list(tools)} if tools else {}
-    try:
-        return str(
-            tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=add_generation_prompt, tokenize=False, **options
-            )
-        )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise OutriderError(f"the model's chat template does not take these messages ({error}); change them") from error
+    template = ChatTemplate(
+        tokenizer=tokenizer,
+        options={"tools": list(tools)} if tools else {},
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
+    return template.text(messages)
 
 
 def chat_tokens(
@@ -214,13 +212,17 @@ def chat_tokens(
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    continue_final_message: bool = False,
 ) -> tuple[int, ...]:
     """Return the tokens of `chat_text`. The template has added all special tokens already."""
-    return text_tokens(
+    text = chat_text(
         tokenizer,
-        chat_text(tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools),
-        special=False,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        tools=tools,
+        continue_final_message=continue_final_message,
     )
+    return text_tokens(tokenizer, text, special=False)
 
 
 def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int, ...]:

@@ -25,7 +25,9 @@ from outrider.models.attention import CacheReader
 from outrider.models.attention_layers.registry import replace_attention
 from outrider.models.base import draft_by_scores
 from outrider.models.checkpoint import Checkpoint
-from outrider.models.cuda_graphs import Graphs, Recorder
+from outrider.models.cuda_graphs import Graphs
+from outrider.models.cuda_recorder import Recorder
+from outrider.models.graph_buckets import MAX_TOKENS
 from outrider.models.prepack import PackedLinear, can_prepack, load_weights, loadable, prepack, weight_bytes
 from outrider.models.quantize import QuantizedLinear
 from outrider.models.routing import ExpertRecorder
@@ -33,6 +35,8 @@ from outrider.models.static_pass import SpareCache, StaticModel
 from outrider.models.submodel import layer_stack, make_submodel, refuse_weight_update, requantized_model, shared_weights
 
 _log = logging.getLogger("outrider")
+# Bytes of one logit during the largest recorded pass: in the dtype of the weights for all passes, and twice as float32.
+_LOGIT_BYTES = 10
 
 
 def _is_weight(value: torch.Tensor | PackedLinear | QuantizedLinear) -> bool:
@@ -203,7 +207,13 @@ class AttentionTarget:
         """Allocate a KV cache."""
         cache_class = SpareCache if self._recorder else StaticCache
         capacity = max(self.context, MIN_CAPACITY)
-        self._memory: StaticCache = cache_class(slots=self.slots, capacity=capacity, device=self.device)
+        self._memory: StaticCache = cache_class(
+            slots=self.slots,
+            capacity=capacity,
+            device=self.device,
+            layers=len(layer_stack(self._model)[1]),
+            reserve=_LOGIT_BYTES * MAX_TOKENS * self.vocab,
+        )
         self._caches.add(self._memory)
         self.cache: Cache = self._memory
 

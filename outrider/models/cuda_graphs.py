@@ -2,10 +2,14 @@
 
 A bucket is the shape of a recorded pass. It is recorded at its second use. A bucket that a larger recording covers uses
 that one, and is recorded only after more uses: a recording takes as long as several eager passes, and a padded pass
-takes hardly longer than an exact one. `warm` records buckets ahead of time, and can compile the layers first, which
-takes a minute. Until a bucket is recorded, and for shapes without a bucket, such as long prompts, the eager pass runs.
-The first round of a recorded bucket runs both passes. If they differ by more than rounding, or recording fails, only
-the eager pass is used from then on.
+takes hardly longer than an exact one. A longer draft than needed takes longer with each step. It runs only where it
+takes less time than the eager pass, and until the steps that are not needed have taken as long as a recording. `warm`
+records buckets ahead of time, and can compile the layers first, which takes a minute. Until a bucket is recorded, and
+for shapes without a bucket, such as long prompts, the eager pass runs.
+
+The first round of a recorded bucket runs both passes. If they differ by more than rounding, only the eager pass is used
+from then on. A bucket that cannot be recorded runs eagerly, and the others stay recorded. If memory is missing, all
+recordings are freed first.
 
 With tensor parallelism a recorded pass has the collective operations of NCCL. NCCL needs every rank to replay it, or
 none: a bucket is padded, so the messages of the eager pass have another size. All ranks run the same rounds and so
@@ -21,90 +25,38 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from math import inf
 from time import perf_counter
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any, NamedTuple
 
 import torch
 
 from outrider.core.tree import empty
 from outrider.core.types import Batch, Draft, Scores
 from outrider.errors import UnsupportedModel
-from outrider.models.rounding import TOLERANCE, TRIALS
+from outrider.models.cuda_recorder import Recorder
+from outrider.models.graph_buckets import (
+    MAX_COLUMNS,
+    MAX_TOKENS,
+    covers,
+    describe,
+    lengths,
+    power,
+    round_up,
+    share_of_steps,
+    work,
+)
+from outrider.models.graph_check import Pass, compare
+from outrider.models.rounding import TRIALS
 from outrider.models.static_pass import Bucket, StaticModel, StaticPass
-from outrider.parallel.ranks import all_ranks, current
+from outrider.parallel.ranks import all_ranks, seconds_of_first_rank
 
 _log = logging.getLogger("outrider")
-_MAX_COLUMNS = 64  # tokens per sequence
-_MAX_TOKENS = 512  # tokens of a pass
-_MIN_LENGTH = 128  # cache entries of the shortest bucket, and the smallest step between buckets
 _USES_UNTIL_RECORDED = 2  # uses of a bucket until it is recorded
 _COVERED_USES_UNTIL_RECORDED = 32  # the same if a larger recording covers it
-_CHEAP_TOKENS = 64  # tokens that a pass can have in about the time of one, since it reads the same weights
-_CHEAP_LENGTH = 512  # cache entries of a slot whose reading takes little time beside that of the weights
-_CHEAP_ENTRIES = 4096  # the same of all slots
+_MAX_EVICTIONS = 2  # times that missing memory frees all recordings
+_MAX_FAILURES = 4  # buckets that cannot be recorded, without one that can
 _RECOMPILATIONS = 256  # one per shape and kind of layer
-
-
-class Recorder(Protocol):
-    """Records a function. The result repeats it, writing to the same memory."""
-
-    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """Record `run`. It is called several times."""
-
-    def bytes(self) -> int:
-        """Return the bytes of all recordings."""
-
-
-class CudaRecorder:
-    """Records CUDA graphs in one memory pool. Only one of them runs at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        self._bytes = 0
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
-        if (ranks := current()) is not None:
-            ranks.holders.add(self)
-
-    def bytes(self) -> int:
-        return self._bytes
-
-    def release(self) -> None:
-        """Free the recordings. NCCL waits for them when its communicator is destroyed. None may run afterwards."""
-        for graph in self._graphs:
-            graph.reset()
-
-    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        with torch.cuda.device(self._device):
-            return self._capture(run)
-
-    def _capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        torch.cuda.empty_cache()
-        reserved = torch.cuda.memory_reserved(self._device)
-        main = torch.cuda.current_stream()
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(main)
-        try:
-            with torch.cuda.stream(side):
-                run()  # the first call creates library handles and compiles layers
-                # A synchronization with the host fails here rather than during the capture.
-                with _forbid_synchronization():
-                    run()
-        finally:  # after a failure as well: the buffers of the pass are freed while the device may still read them
-            main.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # During a capture, the watchdog of NCCL queries events in its own thread, which "global" would not allow.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = run()
-        self._graphs.add(graph)
-        self._bytes += max(torch.cuda.memory_reserved(self._device) - reserved, 0)
-
-        def replay() -> Any:
-            graph.replay()
-            return out
-
-        return replay
 
 
 @contextmanager
@@ -116,18 +68,6 @@ def _compiler_settings() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _forbid_synchronization() -> Iterator[None]:
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Recorded:
     """The recorded pass of one bucket."""
@@ -135,7 +75,17 @@ class _Recorded:
     buffers: StaticPass
     replay: Callable[[], Any]
     compiled: bool  # whether its layers are compiled
+    seconds: float = 0.0  # of a replay; 0: not measured, because the pass has no steps
+    eager_seconds: float = 0.0  # of the same operations without the recording
     trials: int = TRIALS  # comparisons with the eager pass that may still fail; 0: the pass is not compared
+
+
+class _Failure(NamedTuple):
+    """Why a bucket cannot be recorded."""
+
+    reason: str
+    no_memory: bool = False
+    for_all: bool = False  # whether no bucket of this model can be recorded
 
 
 def _feed_states(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
@@ -154,11 +104,15 @@ class Graphs:
         self._record = record
         self._recorded: dict[Bucket, _Recorded] = {}
         self._uses: Counter[Bucket] = Counter()
+        self._failed: set[Bucket] = set()  # buckets that cannot be recorded
+        self._recording_seconds = inf  # of one step of a draft, the shortest so far
+        self._evictions = 0
         self._enabled = True
 
     def bytes(self) -> int:
         """Return the bytes of recordings and buffers."""
-        return self._record.bytes() + sum(recorded.buffers.bytes() for recorded in self._recorded.values())
+        buffers = sum(recorded.buffers.bytes() for recorded in self._recorded.values())
+        return self._record.bytes() + self._model.bytes() + buffers
 
     def buckets(self) -> tuple[Bucket, ...]:
         """Return the recorded buckets."""
@@ -166,14 +120,12 @@ class Graphs:
 
     def score(self, batch: Batch, draft: Draft, first: int, eager: Callable[[], Scores]) -> Scores | None:
         """Run `Target.score` as a recorded pass. None: no bucket fits. `eager` is the pass without recording."""
-        skip = max(first, 0)
+        scored = Pass(batch, draft, first)
         has_feed = first < 0
-        num_nodes = draft.size - skip + has_feed
-        lengths = zip(batch.feed, draft.width, strict=True)
-        columns = [len(feed) * has_feed + max(width - skip, 0) for feed, width in lengths]
+        num_nodes = draft.size - max(first, 0) + has_feed
         if not (draft.chain or has_feed):
             return None
-        bucket = self._bucket(batch, max(*columns, num_nodes), draft.width, trees=not draft.chain)
+        bucket = self._bucket(batch, max(*scored.token_counts(), num_nodes), draft.width, trees=not draft.chain)
         if bucket is None or (recorded := self._find(bucket)) is None:
             return None
         recorded.buffers.fill(batch, draft, first)
@@ -190,7 +142,7 @@ class Graphs:
             best=best[:batch_size, :num_nodes].clone(),
             feed_hidden_states=feed_states,
         )
-        return scores if not recorded.trials else self._compare(recorded, scores, eager())
+        return scores if not recorded.trials else self._compare(recorded, scored, scores, eager)
 
     def draft_greedy(self, batch: Batch, vocab: int) -> torch.Tensor | None:
         """Run `Target.draft_greedy` as a recorded pass. None: no bucket fits."""
@@ -227,18 +179,19 @@ class Graphs:
             steps: draft lengths.
             vocab: drafted ids are below it; 0: all.
             compiled: compile the layers before recording.
-            exact: record each bucket. False: leave out those that a larger recording covers.
+            exact: record each bucket. False: leave out those that a larger recording with as many steps covers.
         """
         seconds_before = self.seconds
         if compiled and self.compiled is not False:  # passes that were recorded before are recorded again
             self._recorded = {bucket: recorded for bucket, recorded in self._recorded.items() if recorded.compiled}
         buckets = []
-        for bucket_length in _lengths(min(length, self._model.cache.spare), self._model.cache.spare):
-            base = Bucket(rows=_power(rows, self._slots), columns=2, length=bucket_length)
-            buckets += [replace(base, columns=_power(count, _MAX_COLUMNS)) for count in columns]
+        for bucket_length in lengths(min(length, self._model.cache.spare), self._model.cache.spare):
+            base = Bucket(rows=power(rows, self._slots), columns=2, length=bucket_length)
+            buckets += [replace(base, columns=power(count, MAX_COLUMNS)) for count in columns]
             buckets += [replace(base, steps=count, vocab=vocab) for count in steps]
-        for bucket in sorted(set(buckets), key=_work, reverse=True):  # the largest first, since they cover others
-            known = bucket in self._recorded or (not exact and any(_covers(other, bucket) for other in self._recorded))
+        for bucket in sorted(set(buckets), key=work, reverse=True):  # the largest first, since they cover others
+            covering = [other for other in self._recorded if covers(other, bucket) and other.steps == bucket.steps]
+            known = bucket in self._recorded or bucket in self._failed or (not exact and covering)
             if self._enabled and self._model.ready() and not known:
                 self._make(bucket, compiled=compiled)
         return self.seconds - seconds_before
@@ -254,13 +207,13 @@ class Graphs:
         vocab: int = 0,
     ) -> Bucket | None:
         """Return the bucket of a pass with up to `columns` tokens per sequence; None if it is too large."""
-        rows = _power(1 + max(seq.slot for seq in batch.seqs), self._slots)
+        rows = power(1 + max(seq.slot for seq in batch.seqs), self._slots)
         parts = zip(batch.start, batch.feed, draft_sizes, strict=True)
         stop = max(start + len(feed) + count for start, feed, count in parts)
-        bucket_columns = _power(columns, _MAX_COLUMNS)
-        if columns > bucket_columns or rows * bucket_columns > _MAX_TOKENS:
+        bucket_columns = power(columns, MAX_COLUMNS)
+        if columns > bucket_columns or rows * bucket_columns > MAX_TOKENS:
             return None
-        length = _round_up(stop, self._model.cache.spare)
+        length = round_up(stop, self._model.cache.spare)
         return Bucket(rows=rows, columns=bucket_columns, length=length, trees=trees, steps=steps, vocab=vocab)
 
     def _find(self, bucket: Bucket) -> _Recorded | None:
@@ -269,90 +222,129 @@ class Graphs:
             return None
         if bucket in self._recorded:
             return self._recorded[bucket]
-        covering = min((other for other in self._recorded if _covers(other, bucket)), key=_work, default=None)
+        covering = self._covering(bucket)
         self._uses[bucket] += 1
-        if self._uses[bucket] >= (_COVERED_USES_UNTIL_RECORDED if covering else _USES_UNTIL_RECORDED):
-            return self._make(bucket, compiled=bool(self.compiled))
+        if bucket not in self._failed and self._uses[bucket] >= self._uses_until_recorded(bucket, covering):
+            recorded = self._make(bucket, compiled=bool(self.compiled))
+            covering = covering if covering in self._recorded else None  # a recording may have freed it
+            if recorded is not None:
+                return recorded
         return self._recorded[covering] if covering else None
 
+    def _covering(self, bucket: Bucket) -> Bucket | None:
+        """Return the smallest recorded bucket that runs this one with padding, in less time than the eager pass."""
+
+        def beats_eager(other: Bucket, recorded: _Recorded) -> bool:
+            return recorded.seconds <= share_of_steps(bucket, other) * recorded.eager_seconds
+
+        candidates = [other for other, recorded in self._recorded.items() if beats_eager(other, recorded)]
+        return min((other for other in candidates if covers(other, bucket)), key=work, default=None)
+
+    def _uses_until_recorded(self, bucket: Bucket, covering: Bucket | None) -> float:
+        """Return the uses of a bucket from which on it is recorded."""
+        if covering is None:
+            return _USES_UNTIL_RECORDED
+        # A longer draft takes this time in vain at each use.
+        wasted = self._recorded[covering].seconds * (1 - share_of_steps(bucket, covering))
+        if wasted <= 0:
+            return _COVERED_USES_UNTIL_RECORDED
+        return max(bucket.steps * self._recording_seconds / wasted, _USES_UNTIL_RECORDED)
+
     def _make(self, bucket: Bucket, *, compiled: bool) -> _Recorded | None:
-        """Record a bucket. If that fails in any rank, disable all recordings and return None."""
-        start = perf_counter()
-        replay: Callable[[], Any] | None = None
-        failure = "another rank cannot record it"
-        buffers = StaticPass(self._model, bucket)
+        """Record a bucket. None: it cannot be recorded, so its passes are eager from now on."""
         compiled &= self.compiled is not False
+        failure = self._try(bucket, compiled=compiled)
+        if failure and failure.no_memory and self._evictions < _MAX_EVICTIONS:
+            self._evict()
+            failure = self._try(bucket, compiled=compiled)
+        if failure and compiled and not failure.no_memory:
+            self._stop_compiling(failure.reason)
+            failure = self._try(bucket, compiled=False)
+        if failure:
+            self._give_up(bucket, failure)
+        return self._recorded.get(bucket)
+
+    def _try(self, bucket: Bucket, *, compiled: bool) -> _Failure | None:
+        """Record a bucket, and return why it failed in a rank; None: it is recorded."""
+        start = perf_counter()
+        buffers: StaticPass | None = None
+        replay: Callable[[], Any] | None = None
+        failure = _Failure("another rank cannot record it")
         self._model.compiled = compiled
         try:
+            buffers = StaticPass(self._model, bucket)
             run = buffers.draft_greedy if bucket.steps else buffers.score
             with _compiler_settings() if compiled else nullcontext():
                 replay = self._record(run)
+        except torch.OutOfMemoryError as reason:
+            failure = _Failure(str(reason), no_memory=True)
         except (RuntimeError, UnsupportedModel) as reason:
-            failure = str(reason)
+            failure = _Failure(str(reason), for_all=isinstance(reason, UnsupportedModel))
         finally:
             self._model.compiled = False
-            self.seconds += perf_counter() - start
-        if not all_ranks(replay is not None, f"a pass cannot be recorded ({failure})") or replay is None:
-            if compiled:
-                _log.warning("layers are not compiled: %s", failure)
-                self.compiled = False
-                return self._make(bucket, compiled=False)
-            self._disable(f"its pass cannot be recorded ({failure})")
-            return None
+            took = perf_counter() - start
+            self.seconds += took
+        if not all_ranks(replay is not None, f"a pass cannot be recorded ({failure.reason})"):
+            no_memory = not all_ranks(not failure.no_memory)
+            return failure._replace(no_memory=no_memory, for_all=not all_ranks(not failure.for_all))
+        assert buffers is not None
+        assert replay is not None
+        recorded = _Recorded(buffers=buffers, replay=replay, compiled=compiled)
+        if bucket.steps:
+            self._measure(recorded, seconds_of_first_rank(took))
         self.compiled = compiled or self.compiled
-        self._recorded[bucket] = _Recorded(buffers=buffers, replay=replay, compiled=compiled)
-        return self._recorded[bucket]
+        self._recorded[bucket] = recorded
+        return None
 
-    def _compare(self, recorded: _Recorded, scores: Scores, eager: Scores) -> Scores:
-        """Compare the scores of a recorded pass with those of the eager pass, and return the latter.
+    def _measure(self, recorded: _Recorded, recording_seconds: float) -> None:
+        """Measure what the draft of a recording takes. It has no sequences, so it writes to the spare entries."""
+        steps = recorded.buffers.bucket.steps
+        self._recording_seconds = min(self._recording_seconds, recording_seconds / steps)
+        self._record.seconds(recorded.replay)  # to warm up
+        recorded.seconds = seconds_of_first_rank(self._record.seconds(recorded.replay))
+        recorded.eager_seconds = seconds_of_first_rank(self._record.seconds(recorded.buffers.draft_greedy))
 
-        The eager pass ran second, so its keys and values are in the cache.
-        """
-        finite = eager.logits.amax(-1).isfinite()
-        error = (scores.logits - eager.logits).norm(dim=-1)
-        differs = error > TOLERANCE[self._model.dtype] * eager.logits.norm(dim=-1)
-        agree = all_ranks(not ((differs | ~scores.logits.amax(-1).isfinite()) & finite).any())
-        recorded.trials = 0 if agree else recorded.trials - 1
-        if not agree and not recorded.trials:
-            self._disable("a recorded pass differs from the eager pass")
-        return eager
+    def _evict(self) -> None:
+        """Free all recordings. Those that are used again are recorded again."""
+        self._evictions += 1
+        self._recorded.clear()
+        self._model.drop_logits()
+
+    def _give_up(self, bucket: Bucket, failure: _Failure) -> None:
+        """Run the passes of a bucket eagerly from now on, or those of all buckets if none can be recorded."""
+        self._failed.add(bucket)
+        if failure.for_all or (len(self._failed) >= _MAX_FAILURES and not self._recorded):
+            self._disable(f"passes cannot be recorded ({failure.reason})")
+            return
+        remedy = "; to leave memory for graphs, lower max_num_seqs or max_model_len" if failure.no_memory else ""
+        _log.log(
+            logging.WARNING if len(self._failed) == 1 else logging.INFO,
+            "%s cannot be recorded as a CUDA graph (%s). This shape, and each further one that cannot be recorded,"
+            " runs without a graph and takes longer; other shapes are not affected%s",
+            describe(bucket),
+            failure.reason,
+            remedy,
+        )
+
+    def _compare(self, recorded: _Recorded, scored: Pass, scores: Scores, eager: Callable[[], Scores]) -> Scores:
+        """Compare the scores of a recorded pass with those of the eager pass, and return the latter."""
+        result = compare(self._model, recorded.buffers, scored, scores, eager)
+        recorded.trials = 0 if result.agree else recorded.trials - 1
+        if not result.agree and not recorded.trials:
+            reason = "a recorded pass differs from the eager pass"
+            if recorded.compiled:
+                self._stop_compiling(reason)
+                self._recorded = {bucket: kept for bucket, kept in self._recorded.items() if not kept.compiled}
+            else:
+                self._disable(reason)
+        return result.scores
+
+    def _stop_compiling(self, reason: str) -> None:
+        """Record passes without compilation from now on."""
+        _log.warning("layers are not compiled: %s", reason)
+        self.compiled = False
 
     def _disable(self, reason: str) -> None:
         _log.warning("CUDA graphs are disabled: %s", reason)
         self._enabled = False
         self._recorded.clear()
-
-
-def _covers(other: Bucket, bucket: Bucket) -> bool:
-    """Return whether the pass of `other` can run `bucket` with padding, in little more time."""
-    same_kind = all(getattr(other, key) == getattr(bucket, key) for key in ("trees", "vocab"))
-    same_kind &= bool(other.steps) == bool(bucket.steps)
-    fits = all(getattr(other, key) >= getattr(bucket, key) for key in ("rows", "columns", "length", "steps"))
-    cheap_tokens = max(_CHEAP_TOKENS, 2 * bucket.rows * bucket.columns)
-    cheap_entries = max(_CHEAP_ENTRIES, 2 * bucket.rows * bucket.length)
-    cheap = other.rows * other.columns <= cheap_tokens and other.rows * other.length <= cheap_entries
-    return same_kind and fits and cheap and other.length <= max(_CHEAP_LENGTH, 2 * bucket.length)
-
-
-def _work(bucket: Bucket) -> tuple[int, int, int]:
-    """Return what makes a pass slow, the most important first."""
-    return bucket.steps, bucket.rows * bucket.columns, bucket.rows * bucket.length
-
-
-def _power(count: int, limit: int) -> int:
-    """Return the smallest power of two that is at least `count`, capped at `limit`."""
-    return min(1 << (count - 1).bit_length(), limit)
-
-
-def _round_up(length: int, limit: int) -> int:
-    """Return the bucket length of `length`, capped at `limit`. From 512 on it is at most a quarter longer."""
-    step = max(_MIN_LENGTH, 1 << max((length - 1).bit_length() - 3, 0))
-    return min(-(-length // step) * step, limit)
-
-
-def _lengths(length: int, limit: int) -> list[int]:
-    """Return all bucket lengths up to that of `length`."""
-    lengths = [_round_up(1, limit)]
-    while lengths[-1] < min(length, limit):
-        lengths.append(_round_up(lengths[-1] + 1, limit))
-    return lengths

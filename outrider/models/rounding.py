@@ -17,3 +17,7 @@ BLOCK_TOLERANCE = 0.2
 # Comparisons that must all fail before a pass counts as wrong. Rounding may route a token to another expert, which
 # changes its logits.
 TRIALS = 4
+# The router logit of a chosen expert may be below that of the worst expert of the router's own choice, by at most this
+# factor times the tolerance of the logits, relative to the root mean square of the router logits. Both logits have an
+# error, which is not the same for all experts.
+TIE_FACTOR = 4.0

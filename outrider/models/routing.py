@@ -23,26 +23,40 @@ class ExpertRecorder:
 
     def __init__(self, model: Any) -> None:
         """Record the passes of a model from now on."""
-        self._chosen: list[torch.Tensor] = []
-        for router in _routers(model):
-            router.register_forward_hook(self._record)
+        self.experts: list[torch.Tensor] = []  # [T, K] of each layer that has a router, since `clear`
+        self._hooks = [router.register_forward_hook(self._record) for router in _routers(model)]
+
+    def remove(self) -> None:
+        """Record no more passes."""
+        for hook in self._hooks:
+            hook.remove()
 
     def clear(self) -> None:
         """Forget the last pass."""
-        self._chosen.clear()
+        self.experts.clear()
 
     def chosen(self) -> list[torch.Tensor]:
         """Return the experts [T, K] since `clear`, for each layer that has a router."""
-        return list(self._chosen)
+        return list(self.experts)
 
     def touched(self) -> float | None:
         """Return the distinct experts since `clear`, the mean over layers; None: no router has run."""
-        counts = [len(torch.unique(experts)) for experts in self._chosen]
+        counts = [len(torch.unique(experts)) for experts in self.experts]
         return sum(counts) / len(counts) if counts else None
 
     def _record(self, _module: object, _inputs: object, outputs: Any) -> None:
         if choice := _choice(outputs):
-            self._chosen.append(choice.experts)
+            self.experts.append(choice.experts)
+
+
+@contextmanager
+def observed_experts(model: Any) -> Iterator[list[torch.Tensor]]:
+    """Yield a list to which each router of a model appends the experts [T, K] of its T tokens."""
+    recorder = ExpertRecorder(model)
+    try:
+        yield recorder.experts
+    finally:
+        recorder.remove()
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from outrider.models.attention import Fixed, MaskRule, has_grouped_kernel
 class SpareCache(StaticCache):
     """A static cache with one more entry per slot, for padding."""
 
-    def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
-        super().__init__(slots=slots, capacity=capacity + 1, device=device)
+    def __init__(self, *, slots: int, capacity: int, device: torch.device, layers: int = 1, reserve: int = 0) -> None:
+        super().__init__(slots=slots, capacity=capacity + 1, device=device, layers=layers, reserve=reserve)
         self.spare = capacity
 
     def reserve(self, batch: Batch, draft_sizes: Sequence[int], skip: int = -1) -> None:
@@ -184,6 +184,7 @@ class StaticModel:
         self.cache = cache
         self.outputs = outputs
         self.compiled = False  # whether passes use the compiled layers
+        self._logits: torch.Tensor | None = None  # of the last scoring pass, [N, V]
         self.dtype: torch.dtype = model.get_output_embeddings().weight.dtype
         self._embeddings: int = model.get_input_embeddings().num_embeddings
         self._selects_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -191,6 +192,22 @@ class StaticModel:
     def ready(self) -> bool:
         """Return whether the cache is allocated."""
         return all(self.cache.of(layer) is not None for layer in self.layers)
+
+    def hold(self, logits: torch.Tensor) -> torch.Tensor:
+        """Copy logits [N, V] to memory that all passes share, since only one of them runs at a time."""
+        held = self._logits
+        if held is None or len(held) < len(logits) or held.dtype != logits.dtype:
+            # Recordings of smaller passes keep the memory that they were made with.
+            held = self._logits = torch.empty_like(logits)
+        return held[: len(logits)].copy_(logits)
+
+    def drop_logits(self) -> None:
+        """Free the memory of `hold`. No pass that uses it may run afterwards."""
+        self._logits = None
+
+    def bytes(self) -> int:
+        """Return the bytes of the memory of `hold`."""
+        return 0 if self._logits is None else self._logits.nbytes
 
     def forward(self, tokens: torch.Tensor, stage: Stage, keep: torch.Tensor) -> torch.Tensor:
         """Return the logits [K, V] of the columns `keep` [K] of `tokens` [R, L]."""
@@ -250,7 +267,7 @@ class StaticPass:
         stage = self._stage(entries)
         if self.bucket.trees:
             self._restrict_to_ancestors(stage, is_drafted, draft_index, base)
-        logits = self._model.forward(tokens, stage, nodes.flatten()).view(*nodes.shape, -1)
+        logits = self._model.hold(self._model.forward(tokens, stage, nodes.flatten())).view(*nodes.shape, -1)
         best = logits.argmax(-1).masked_fill(~logits.amax(-1).isfinite(), -1)
         outputs = self._model.outputs.items()
         node_states = {layer: out[0, nodes] for layer, out in outputs}

@@ -298,7 +298,7 @@ class CostPlanner:
         proposer = self.proposers[alternative]
         if proposer.estimates_acceptance:  # its drafts are trimmed
             if proposer.has_estimate:
-                return proposer.max_draft_tokens
+                return self._gains.best_length(alternative, load)
             return min(proposer.max_draft_tokens, 2 * TRIAL_DRAFT_LENGTH)
         if proposer.trial_passes_left:
             return min(max(self._gains.best_length(alternative, load), 2), TRIAL_DRAFT_LENGTH)

@@ -54,10 +54,7 @@ class Gains:
 
     def _best(self, alternative: int, seqs: int, cached: float) -> tuple[int, float]:
         """Return the best draft length and its speedup."""
-        proposer = self._proposers[alternative]
-        if proposer.estimates_acceptance and proposer.has_estimate:
-            return proposer.max_draft_tokens, proposer.gain(seqs, cached, self._clock)
         key = (alternative, seqs, int(cached) // _CONTEXT_STEP)
         if key not in self._best_lengths:
-            self._best_lengths[key] = proposer.best_length(seqs, cached, self._clock)
+            self._best_lengths[key] = self._proposers[alternative].best_length(seqs, cached, self._clock)
         return self._best_lengths[key]

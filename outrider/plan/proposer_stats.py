@@ -22,6 +22,7 @@ _TOKEN_DECAY = 0.98  # of acceptance counts, per draft token
 _PASS_DECAY = 0.97  # of means, per pass
 _MIN_PASSES = 3.0  # passes from which a mean is used
 _NEW_BELOW = 39.0  # decayed draft tokens at position 0, which is about 75 draft tokens
+_NEW_PASSES = 32  # passes after which a proposer is not new, even if few draft tokens were worth verifying
 START_TOKENS = 16  # output tokens that are the beginning of a text
 _START_WEIGHT = 0.25  # weight of a pass at the beginning of a text
 _TEXT_DECAY = 0.995  # of the sums over whole texts, per pass
@@ -34,7 +35,7 @@ _CARRIED_PASSES = 8.0  # weight of earlier means when a trial starts
 _CARRIED_PASSES_NEW_TEXTS = 2.0  # the same if most texts are new
 _WIDEN_BY = 4  # factor of the sequences when a trial is widened
 _WIDE_TRIAL_ROUNDS = 4
-_STATE_FIELDS = ("estimates_acceptance", "idle_rounds", "_reached", "_accepted")
+_STATE_FIELDS = ("estimates_acceptance", "idle_rounds", "_tried", "_reached", "_accepted")
 _MAX_STATE_VALUE = 1e15  # larger values in a plan file are damaged
 
 
@@ -98,6 +99,7 @@ class ProposerStats:
         self._spent_seconds = 0.0
         self._plain_seconds = 0.0  # that plain decoding would have taken for the same tokens
         self.observations = 0  # rounds of drafts that were not verified
+        self._tried = 0  # passes that may have had draft tokens
         # Decayed counts by position, as in `Stats`.
         later_positions = min(max_draft_tokens, _MAX_POSITIONS) - 1
         self._reached = [_FIRST_PRIOR_WEIGHT, *[_PRIOR_WEIGHT] * later_positions]
@@ -123,8 +125,8 @@ class ProposerStats:
 
     @property
     def is_new(self) -> bool:
-        """Whether few draft tokens have been verified."""
-        return self._reached[0] < _NEW_BELOW
+        """Whether it has drafted in few passes, and few draft tokens have been verified."""
+        return self._reached[0] < _NEW_BELOW and self._tried < _NEW_PASSES
 
     @property
     def text_gain(self) -> float | None:
@@ -138,20 +140,26 @@ class ProposerStats:
         self._spent_seconds = self._spent_seconds * decay + spent
         self._plain_seconds = self._plain_seconds * decay + plain
 
-    def gain(self, seqs: int, cached: float, clock: Clock) -> float:
-        """Return the expected speedup over plain decoding. `clock` knows the pass times of the target.
-
-        It is the lower one of the long-term mean and the mean since the last trial, so that neither a lucky trial nor
-        an easy earlier text is enough. A new proposer also counts with its best draft length by position.
-        """
-        if self.estimates_acceptance and self.has_estimate:
-            measured = [means for means in (self._means, self._recent) if means.seen >= _MIN_PASSES]
-            gain = min(self._gain_of(means, seqs, cached, clock) for means in measured)
-            # A confidence estimate that is not trained yet may draft too far. A shorter draft might pay.
-            return max(gain, self.best_length(seqs, cached, clock)[1]) if self.is_new else gain
-        return self.best_length(seqs, cached, clock)[1]
-
     def best_length(self, seqs: int, cached: float, clock: Clock) -> tuple[int, float]:
+        """Return the best limit of the draft length, and the expected speedup over plain decoding.
+
+        If the proposer estimates acceptance, its drafts are trimmed, and the limit is `max_draft_tokens`. The speedup
+        is the lower one of the long-term mean and the mean since the last trial, so that neither a lucky trial nor an
+        easy earlier text is enough. Estimates that are not trained yet may be too high, so a new proposer may also get
+        the limit of one that estimates nothing.
+
+        `clock` knows the pass times of the target.
+        """
+        if not (self.estimates_acceptance and self.has_estimate):
+            return self._best_fixed_length(seqs, cached, clock)
+        measured = [means for means in (self._means, self._recent) if means.seen >= _MIN_PASSES]
+        trimmed = self.max_draft_tokens, min(self._gain_of(means, seqs, cached, clock) for means in measured)
+        if not self.is_new:
+            return trimmed
+        fixed = self._best_fixed_length(seqs, cached, clock)
+        return fixed if fixed[0] and fixed[1] > trimmed[1] else trimmed
+
+    def _best_fixed_length(self, seqs: int, cached: float, clock: Clock) -> tuple[int, float]:
         """Return the best draft length for all sequences, from the acceptance by position, and its speedup."""
         plain = clock.verify(seqs, 0, cached=cached)
         unit = self._draft_unit(seqs, cached)
@@ -198,6 +206,7 @@ class ProposerStats:
         The beginning of a text is often harder to draft than the rest, so its rounds (`at_start`) weigh less.
         """
         weight = _START_WEIGHT if at_start and self.has_estimate else 1.0
+        self._tried += outcome.seqs
         for i, reached, accepted in zip(range(len(self._reached)), outcome.reached, outcome.accepted, strict=False):
             decay = _TOKEN_DECAY ** (weight * reached)
             self._reached[i] = self._reached[i] * decay + weight * reached
@@ -254,7 +263,13 @@ class ProposerStats:
         draft_cost = DraftCost(state["round_cost"], state["token_cost"])
         rates = list(zip(fields["_reached"], fields["_accepted"], strict=True))
         numbers = [number for pair in rates for number in pair]
-        numbers += [fields["idle_rounds"], draft_cost.per_round, draft_cost.per_token, *asdict(means).values()]
+        numbers += [
+            fields["idle_rounds"],
+            fields["_tried"],
+            draft_cost.per_round,
+            draft_cost.per_token,
+            *asdict(means).values(),
+        ]
         if not all(type(number) in (int, float) and 0 <= number <= _MAX_STATE_VALUE for number in numbers):
             raise ValueError("a number is out of range")
         if len(rates) != len(self._reached) or not all(accepted <= reached and reached for reached, accepted in rates):

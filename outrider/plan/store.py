@@ -20,7 +20,7 @@ from outrider.propose.registry import Expression, Maker, parse
 from outrider.system.atomic_files import check_writable, write_whole
 
 _FORMAT = "outrider plan"
-_VERSION = 2
+_VERSION = 3
 
 
 class PlanFile:

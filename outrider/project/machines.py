@@ -23,6 +23,7 @@ class Kind:
     exposed: tuple[float, ...]  # shares of the shorter time, of reading and arithmetic, that does not overlap
     round_ms: tuple[float, ...]
     layer_us: tuple[float, ...]
+    draft_pass_us: tuple[float, ...]
     allreduce_us: tuple[float, ...]
 
 
@@ -32,6 +33,7 @@ GPU = Kind(
     exposed=(0.5, 0.25, 0.0),
     round_ms=(1.0, 0.4, 0.1),
     layer_us=(20.0, 10.0, 5.0),
+    draft_pass_us=(1000.0, 400.0, 100.0),
     allreduce_us=(60.0, 40.0, 15.0),
 )
 CPU = Kind(
@@ -40,6 +42,7 @@ CPU = Kind(
     exposed=(0.5, 0.25, 0.0),
     round_ms=(0.4, 0.15, 0.1),
     layer_us=(10.0, 5.0, 1.0),
+    draft_pass_us=(500.0, 100.0, 20.0),
     allreduce_us=(60.0, 40.0, 15.0),
 )
 
@@ -190,6 +193,7 @@ def efficiencies(kind: Kind, given: Mapping[str, Sequence[float]]) -> tuple[Effi
             exposed=kind.exposed[i],
             round_seconds=kind.round_ms[i] / 1e3,
             layer_seconds=kind.layer_us[i] / 1e6,
+            draft_pass_seconds=kind.draft_pass_us[i] / 1e6,
             allreduce_seconds=kind.allreduce_us[i] / 1e6,
         )
         for i, name in enumerate(NAMES)

@@ -116,13 +116,22 @@ RoundMs = Annotated[
 LayerUs = Annotated[
     str | None, typer.Option(metavar="LIST", help="Microseconds of overhead per layer.", rich_help_panel=_EFFICIENCY)
 ]
+DraftPassUs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Microseconds of overhead of a draft's pass: its launch, and the choice of its token.",
+        rich_help_panel=_EFFICIENCY,
+    ),
+]
 AllreduceUs = Annotated[
     str | None, typer.Option(metavar="LIST", help="Microseconds of all-reduces per layer.", rich_help_panel=_EFFICIENCY)
 ]
 DraftUs = Annotated[
     float | None,
     typer.Option(
-        help="Microseconds of host time that ngram takes per sequence and round. Default: 20.",
+        help="Measured microseconds of drafting: of one pass of a draft model, head or block, or of ngram per sequence"
+        " and round. Default: the estimate, and 20 for ngram.",
         rich_help_panel=_EFFICIENCY,
     ),
 ]
@@ -227,6 +236,7 @@ class ProjectOptions:
     exposed: Exposed = None
     round_ms: RoundMs = None
     layer_us: LayerUs = None
+    draft_pass_us: DraftPassUs = None
     allreduce_us: AllreduceUs = None
     draft_us: DraftUs = None
     rl: RL = None

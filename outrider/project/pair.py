@@ -24,6 +24,7 @@ class Drafting:
     model: Model | None = None  # the draft model; None: drafting takes host time only
     parallel: bool = False  # one pass drafts all tokens of a round; False: one pass per draft token
     host_seconds: float = 0.0  # host time per sequence and round
+    pass_seconds: float | None = None  # measured time of a pass of the draft; None: it is estimated
 
 
 def head(target: Model, share: float) -> Model:
@@ -204,7 +205,10 @@ class Pair:
         tokens = seqs * k if self.drafting.parallel else seqs
         device = self.draft_device
         machine, efficiency = (device.machine, device.efficiency) if device else (self.machine, self.efficiency)
-        draft_pass = one_pass(model, machine, efficiency, tokens=tokens, seqs=seqs, context=context)
+        seconds = self.drafting.pass_seconds
+        if seconds is None:
+            estimate = one_pass(model, machine, efficiency, tokens=tokens, seqs=seqs, context=context)
+            seconds = estimate.seconds + efficiency.draft_pass_seconds
         # Tokens go to the target and back. They are few bytes, so only the latency of the messages counts.
         messages = 2 * self.layout.link.latency if device and self.layout.link else 0.0
-        return host + draft_pass.seconds * passes + messages
+        return host + seconds * passes + messages

@@ -185,18 +185,18 @@ def find_drafting(options: ProjectOptions, target: Model) -> Drafting:
         OutriderError: the proposer is not supported, or an option does not apply to it.
     """
     name, _, argument = options.proposer.partition(":")
-    if options.draft_us is not None and name != "ngram":
-        raise OutriderError(f"--draft-us is the host time of ngram, and the proposer is {name}; leave it out")
+    draft_us = options.draft_us
+    if draft_us is not None and not 0 <= draft_us <= _MAX_NUMBER:
+        raise OutriderError(f"draft-us is {draft_us}; use a number from 0 to {_MAX_NUMBER}")
+    pass_seconds = None if draft_us is None else draft_us / 1e6
     if options.draft_bits is not None and name != "draft":
         raise OutriderError(f"--draft-bits is for a draft model, and the proposer is {name}; leave it out")
     if name == "ngram" and not argument:
-        draft_us = _DEFAULT_DRAFT_US if options.draft_us is None else options.draft_us
-        if not 0 <= draft_us <= _MAX_NUMBER:
-            raise OutriderError(f"draft-us is {draft_us}; use a number from 0 to {_MAX_NUMBER}")
-        return Drafting(host_seconds=draft_us / 1e6)
+        return Drafting(host_seconds=_DEFAULT_DRAFT_US / 1e6 if pass_seconds is None else pass_seconds)
     if name == "draft" and argument:
         weight_bits = _DEFAULT_DRAFT_BITS if options.draft_bits is None else options.draft_bits
-        return Drafting(model=find_model(argument, Bits(weights=weight_bits, cache=options.cache_bits)))
+        model = find_model(argument, Bits(weights=weight_bits, cache=options.cache_bits))
+        return Drafting(model=model, pass_seconds=pass_seconds)
     if name in ("head", "block") and argument:
         try:
             share = float(argument)
@@ -204,7 +204,7 @@ def find_drafting(options: ProjectOptions, target: Model) -> Drafting:
             raise OutriderError(
                 f"{options.proposer!r} has no share of the target as a number; write for example {name}:0.04"
             ) from None
-        return Drafting(model=head(target, share), parallel=name == "block")
+        return Drafting(model=head(target, share), parallel=name == "block", pass_seconds=pass_seconds)
     raise OutriderError(
         f"proposer {options.proposer!r} is not supported here; use ngram, draft:DIR, draft:SIZE, head:SHARE or"
         " block:SHARE"
@@ -320,4 +320,5 @@ def _drafting(drafting: Drafting) -> dict[str, Any]:
         "model": _model(drafting.model) if drafting.model else None,
         "passes": None if drafting.model is None else ("one per round" if drafting.parallel else "one per draft token"),
         "host_seconds_per_sequence": drafting.host_seconds,
+        "measured_pass_seconds": drafting.pass_seconds,
     }

@@ -59,7 +59,7 @@ class Front:
                 allow_origins=settings.allow_origin,
                 allow_methods=["GET", "POST"],
                 allow_headers=["authorization", "content-type", "x-request-id"],
-                expose_headers=["x-request-id", "retry-after"],
+                expose_headers=["x-request-id", "retry-after", "x-outrider-unused-fields"],
             )
         app.add_middleware(RequestLog)
         return app

@@ -22,14 +22,16 @@ from outrider.serve.monitoring.metrics import EngineMetrics, exposition
 from outrider.serve.monitoring.request_log import RequestLog
 from outrider.serve.monitoring.tracing import TraceMiddleware, Tracer
 from outrider.serve.openai.errors import RESPONSES, STREAM_RESPONSES, add_handlers
+from outrider.serve.openai.missing_routes import add_missing_routes
 from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from outrider.serve.settings import Settings
-from outrider.serve.videos.routes import add_missing_routes, add_video_routes
+from outrider.serve.videos.routes import add_missing_video_routes, add_video_routes
 from outrider.serve.videos.service import VideoService
 from outrider.serve.weight_routes import add_weight_routes, weight_root
 
 _PAGE = Path(__file__).parent / "page.html"
+_DOCS = Path(__file__).parent / "docs.html"
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self';"
     " img-src blob:; media-src blob:"
@@ -71,7 +73,8 @@ def make_app(
         if tracer:
             tracer.close()
 
-    app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan)
+    # FastAPI's own pages of the API load their scripts from the internet.
+    app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     async_llm.latency.registry.register(EngineMetrics(async_llm))
     handler = RequestHandler(async_llm, settings, name=name)
     _add_routes(app, handler, async_llm, name, videos)
@@ -81,11 +84,12 @@ def make_app(
     else:
         add_missing_audio_routes(app)
     if videos is None:
-        add_missing_routes(app)
+        add_missing_video_routes(app)
     else:
         add_video_routes(app, videos)
     if settings.weight_updates is not None:
         add_weight_routes(app, async_llm, weight_root(settings.weight_updates))
+    add_missing_routes(app)
     add_handlers(app)
     async_llm.tracer = tracer
     _add_middleware(app, settings, tracer)
@@ -105,7 +109,7 @@ def _add_middleware(app: FastAPI, settings: Settings, tracer: Tracer | None) -> 
             allow_origins=settings.allow_origin,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["authorization", "content-type", "x-request-id"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "x-outrider-unused-fields"],
         )
     app.add_middleware(RequestLog)
 
@@ -115,19 +119,23 @@ def _add_routes(
 ) -> None:
     @app.post("/v1/completions", responses=STREAM_RESPONSES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Complete prompts."""
         return await handler.handle(body, request)
 
     @app.post("/v1/chat/completions", responses=STREAM_RESPONSES)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer in a conversation."""
         return await handler.handle(body, request)
 
     @app.get("/v1/models", responses=RESPONSES)
     async def models() -> dict[str, Any]:
+        """Return the models."""
         video_models = [] if videos is None else [videos.served.to_json()]
         return {"object": "list", "data": [_model(name, async_llm), *video_models]}
 
     @app.get("/v1/models/{model:path}", responses=RESPONSES)
     async def model(model: str) -> dict[str, Any]:
+        """Return a model."""
         if videos is not None and model == videos.served.name:
             return videos.served.to_json()
         handler.check_model(model)
@@ -135,6 +143,7 @@ def _add_routes(
 
     @app.post("/tokenize", responses=RESPONSES)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Return the token ids of a text."""
         handler.check_model(body.model)
         tokens = await async_llm.prompt_encoder.encode(body.prompt)
         return {"tokens": list(tokens), "count": len(tokens), "max_model_len": async_llm.frontend.parts.context}
@@ -143,8 +152,13 @@ def _add_routes(
     async def page() -> FileResponse:
         return FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> FileResponse:
+        return FileResponse(_DOCS, headers={"Content-Security-Policy": _PAGE_POLICY})
+
     @app.get("/health", responses=RESPONSES)
     async def health() -> Response:
+        """Return whether the server works."""
         if failure := async_llm.failure:
             return JSONResponse(error_response(failure, kind="server_error"), 503)
         if reasons := async_llm.degraded:  # status 200, because a degraded server need not be restarted
@@ -153,6 +167,7 @@ def _add_routes(
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=RESPONSES)
     async def metrics() -> Response:
+        """Return the metrics, in the text format of Prometheus."""
         return Response(exposition(async_llm), media_type="text/plain; version=0.0.4")
 
 

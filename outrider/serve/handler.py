@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -14,13 +14,16 @@ from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.types import Completion
 from outrider.errors import OutriderError
 from outrider.llm import LLM
+from outrider.measure.chat_template import InvalidMessage
 from outrider.serve.async_llm import AsyncLLM, QueueFull
 from outrider.serve.monitoring.request_log import Entry, entry_of
+from outrider.serve.openai.base import unused_fields
+from outrider.serve.openai.conversation import Conversation, adaptations, conversation, invalid_message
 from outrider.serve.openai.errors import UnknownModel, attribute_errors, rename_param
 from outrider.serve.openai.logprobs import LogprobsBuilder
 from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields
-from outrider.serve.openai.tools import Tools, conversation, supports_tool_calls
+from outrider.serve.openai.tools import Tools, supports_tool_calls
 from outrider.serve.prompt_encoder import EncodedInput, PromptEncoder
 from outrider.serve.settings import Settings
 from outrider.serve.stream.request_stream import RequestStream, StreamChunk, StreamContent
@@ -66,6 +69,11 @@ class RequestHandler:
             QueueFull: the server cannot accept the request now.
         """
         self.check_model(body.model)
+        entry = entry_of(request.scope)
+        entry.unused_fields = unused_fields(body)
+        if self._settings.strict and entry.unused_fields:
+            field = entry.unused_fields[0]
+            raise InvalidParam(field, f"{field}: this field has no effect, and the server has --strict; remove it")
         with rename_param(body):
             if isinstance(body, ChatRequest):
                 return await self._handle_chat(body, request)
@@ -96,10 +104,10 @@ class RequestHandler:
         if tools and constraint:
             field = "structured_outputs" if body.structured_outputs else "response_format"
             raise InvalidParam(field, f"{field} cannot be combined with tools; remove one of them")
-        chat_template = str(self._async_llm.frontend.parts.tokenizer.chat_template or "")
-        template_has_tools = supports_tool_calls(chat_template)
+        body.check_continuation()
+        template = str(self._async_llm.frontend.parts.tokenizer.chat_template or "")
         with attribute_errors("messages"):
-            messages = conversation(body.messages, tools, template_has_tools=template_has_tools)
+            turns = conversation(body.messages, tools, template=template)
         with attribute_errors("tools"):
             tool_constraint = tools.constraint() if tools else None
         params = body.params(
@@ -108,11 +116,29 @@ class RequestHandler:
             scope=body.user or "",
             constraint=tool_constraint or constraint,
         )
-        template_tools = tools.descriptions() if tools and template_has_tools else None
+        template_tools = tools.descriptions() if tools and supports_tool_calls(template) else None
         with attribute_errors("messages"):
-            tokens = await self._async_llm.prompt_encoder.chat(messages, template_tools)
+            tokens = await self._encode_chat(body, turns, template_tools)
         await self._prepare(body, 1, params)
         return await self._respond(body, [EncodedInput(prompt=tokens)], params, request, has_tools=tools is not None)
+
+    async def _encode_chat(
+        self, body: ChatRequest, turns: Conversation, tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[int, ...]:
+        """Return the tokens of a conversation, adapted to the chat template where the template does not take it."""
+        first_error: InvalidParam | None = None
+        for adapted in adaptations(turns):
+            try:
+                return await self._async_llm.prompt_encoder.chat(
+                    [turn.fields for turn in adapted],
+                    tools,
+                    add_generation_prompt=body.add_generation_prompt is not False,
+                    continue_final_message=body.continue_final_message,
+                )
+            except InvalidMessage as error:
+                first_error = first_error or invalid_message(adapted, error)
+        assert first_error is not None
+        raise first_error
 
     async def _prepare(self, body: SamplingFields, num_prompts: int, params: SamplingParams) -> None:
         """Check what does not depend on the tokens of the prompts, and compile the grammar."""

@@ -12,7 +12,7 @@ from outrider.serve.api_keys import ApiKey, find_key
 from outrider.serve.monitoring.request_log import entry_of
 from outrider.serve.openai.responses import error_response
 
-_PUBLIC_PATHS = frozenset({"/health", "/"})  # paths that need no API key
+_PUBLIC_PATHS = frozenset({"/health", "/", "/docs"})  # paths that need no API key
 _CHARGED_PATHS = frozenset(  # paths whose tokens count for a quota
     {"/v1/completions", "/v1/chat/completions", "/v1/audio/transcriptions", "/v1/audio/translations"}
 )

@@ -74,10 +74,26 @@ class PromptEncoder:
         async with self._audio_lock:
             return await asyncio.to_thread(lambda: hear(read_wav(data, name), rules, timestamps=timestamps))
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> _Tokens:
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> _Tokens:
         """Return the tokens of a conversation. Raises as `LLM.encode_chat` does."""
         length = sum(len(str(message.get("content") or "")) for message in messages)
-        return await self._encode(lambda llm: llm.encode_chat(messages, tools), length)
+
+        def encode(llm: LLM) -> _Tokens:
+            return llm.encode_chat(
+                messages,
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+
+        return await self._encode(encode, length)
 
     async def _encode(self, encode: Callable[[LLM], _Encoded], length: int) -> _Encoded:
         """Call `encode`, in a thread if the prompt is long. `length` is its number of characters."""

@@ -129,6 +129,15 @@ class Settings:
             rich_help_panel=_SERVER,
         ),
     ] = None
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Refuse requests with fields that have no effect, such as service_tier. Default: list these fields in"
+            " a header of the response and in the log.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False
     weight_updates: Annotated[
         str | None,
         typer.Option(

@@ -24,23 +24,23 @@ def folder(tmp_path_factory):
 def test_target_drafts_for_itself_on_the_native_kernels(folder):
     assert default_proposer(folder, device="cpu") == DEFAULT
     assert default_proposer(folder, device="cpu", quantize="int8") == DEFAULT
-    assert default_proposer(folder, device="cpu", quantize="int4") == "ngram"
-    assert default_proposer(folder, device="cpu", kernels="torch") == "ngram"
+    assert default_proposer(folder, device="cpu", quantize="int4") == "suffix:100000"
+    assert default_proposer(folder, device="cpu", kernels="torch") == "suffix:100000"
 
 
 def test_target_does_not_draft_for_itself_if_memory_is_short(folder, monkeypatch):
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     monkeypatch.setattr(module, "free_memory", lambda: 3 * size)
-    assert default_proposer(folder, device="cpu") == "ngram"
+    assert default_proposer(folder, device="cpu") == "suffix:100000"
     monkeypatch.setattr(module, "free_memory", lambda: 3 * size + 1)
     assert default_proposer(folder, device="cpu") == DEFAULT
 
 
 def test_missing_or_damaged_target_gets_a_proposer(tmp_path):
     """Loading the target reports the error."""
-    assert default_proposer(tmp_path / "nowhere", device="cpu") == "ngram"
+    assert default_proposer(tmp_path / "nowhere", device="cpu") == "suffix:100000"
     (tmp_path / "config.json").write_text("{")
-    assert default_proposer(tmp_path, device="cpu") == "ngram"
+    assert default_proposer(tmp_path, device="cpu") == "suffix:100000"
 
 
 def test_files_with_few_bits_have_no_quantized_copy(tmp_path):

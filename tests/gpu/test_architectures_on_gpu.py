@@ -11,9 +11,9 @@ from outrider.core import tree
 from outrider.loader.check import check_target
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
-from outrider.models import cuda_graphs
+from outrider.models import graph_buckets
 from outrider.models.attention_target import AttentionTarget
-from outrider.models.cuda_graphs import CudaRecorder
+from outrider.models.cuda_recorder import CudaRecorder
 from outrider.testing.drive import random_tree
 from tests.helpers import tiny
 
@@ -48,7 +48,7 @@ def test_recorded_passes_equal_eager_ones(name, shelf, monkeypatch):
 
     Mixtures of experts run in bfloat16. In float32, torch's product of groups waits for the host on a GPU.
     """
-    monkeypatch.setattr(cuda_graphs, "_MIN_LENGTH", 16)
+    monkeypatch.setattr(graph_buckets, "MIN_LENGTH", 16)
     folder = shelf.folder(name)
     dtype = "bfloat16" if has_experts(name) else "float32"
     recorded = load(folder, dtype, record=CudaRecorder(CUDA))

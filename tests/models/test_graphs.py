@@ -17,7 +17,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Request
 from outrider.errors import UnsupportedModel
 from outrider.loader.checkpoint import load_checkpoint
-from outrider.models import cuda_graphs
+from outrider.models import cuda_graphs, graph_buckets
 from outrider.models.attention import NAME
 from outrider.models.attention_target import AttentionTarget
 from outrider.models.base import draft_by_scores
@@ -38,7 +38,7 @@ TEXT = list(b"the quick brown fox")
 
 @pytest.fixture(autouse=True)
 def short_buckets(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_MIN_LENGTH", 16)
+    monkeypatch.setattr(graph_buckets, "MIN_LENGTH", 16)
 
 
 @pytest.fixture(scope="module")
@@ -291,8 +291,13 @@ def test_wrong_recording_is_disabled(shelf):
     assert target.graphs.buckets() == ()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("not while capturing"), UnsupportedModel("odd layers")])
-def test_failed_recording_falls_back_to_eager(error, shelf):
+@pytest.mark.parametrize(
+    ("error", "attempts"),
+    [(RuntimeError("not while capturing"), 2), (UnsupportedModel("odd layers"), 1)],
+)
+def test_recording_ends_if_no_shape_can_be_recorded(error, attempts, shelf, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_MAX_FAILURES", 2)
+
     class FailingRecorder(FakeRecorder):
         def __call__(self, run):
             self.recorded += 1
@@ -303,7 +308,7 @@ def test_failed_recording_falls_back_to_eager(error, shelf):
     prompts = [TEXT, TEXT[:4]]
     plain = run_engine(load_target(shelf.folder("llama")), None, params, prompts)
     assert run_engine(load_target(shelf.folder("llama"), record=record), None, params, prompts) == plain
-    assert record.recorded == 1
+    assert record.recorded == attempts
 
 
 def test_warm_records_all_lengths_and_does_not_change_the_cache(shelf):
@@ -324,12 +329,12 @@ def test_warm_records_all_lengths_and_does_not_change_the_cache(shelf):
 
 
 def test_bucket_length_exceeds_length_by_at_most_a_quarter(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_MIN_LENGTH", 128)
+    monkeypatch.setattr(graph_buckets, "MIN_LENGTH", 128)
     for length in range(1, 9000, 7):
-        rounded = cuda_graphs._round_up(length, 8192)
+        rounded = graph_buckets.round_up(length, 8192)
         assert rounded >= min(length, 8192)
         assert rounded <= max(128 * -(-length // 128), 1.25 * length)
-        assert rounded in cuda_graphs._lengths(length, 8192)
+        assert rounded in graph_buckets.lengths(length, 8192)
 
 
 def test_pass_without_a_bucket_runs_eagerly(shelf):
@@ -424,7 +429,7 @@ def test_round_reads_from_the_device_once(temperature, shelf, monkeypatch):
         )
         engine.add(request)
     for model in (target, draft):  # the comparison with the eager pass reads from the device
-        model.graphs._compare = lambda recorded, scores, eager: scores
+        model.graphs._compare = lambda recorded, scored, scores, eager: scores
     counts = []
     while engine.busy():
         with _HostSyncs() as syncs:
@@ -545,7 +550,7 @@ def test_warm_can_leave_out_covered_buckets(shelf):
         target.score(tiny.everything([tiny.admit(target, 0, TEXT[:12])]), tree.empty(1, CPU))
         target.graphs.warm(rows=3, length=40, columns=(1, 5), steps=(3, 2), compiled=False, exact=False)
     shapes = {(bucket.rows, bucket.columns, bucket.length, bucket.steps) for bucket in target.graphs.buckets()}
-    assert shapes == {(4, 8, 48, 0), (4, 2, 48, 3)}
+    assert shapes == {(4, 8, 48, 0), (4, 2, 48, 3), (4, 2, 48, 2)}
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the compiler

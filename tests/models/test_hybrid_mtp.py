@@ -140,7 +140,7 @@ def test_preempted_requests_continue(folders, monkeypatch):
 def test_module_in_the_checkpoint_is_the_default(folders, tmp_path):
     assert default_proposer(folders["bamba"]) == DEFAULT
     without = tiny.save(tmp_path / "without", tiny.RECURRENT["bamba"]())
-    assert default_proposer(without) == "ngram"
+    assert default_proposer(without) == "suffix:100000"
     with pytest.raises(OutriderError, match="no module for multi-token prediction; use ngram"):
         LLM(without, proposer="mtp", dtype="float32", device="cpu")
     with pytest.raises(OutriderError, match="mtp takes no argument"):

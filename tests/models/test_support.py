@@ -19,7 +19,7 @@ from outrider.errors import OutriderError
 from outrider.loader.check import check_target
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
-from outrider.models import cuda_graphs
+from outrider.models import graph_buckets
 from outrider.models.attention_target import AttentionTarget
 from outrider.models.quantize import QuantizedLinear
 from outrider.models.recurrent.rows import CHUNK
@@ -127,7 +127,7 @@ def test_cuda_graphs(name, shelf, monkeypatch):
 
     Other kinds of models get no recorder.
     """
-    monkeypatch.setattr(cuda_graphs, "_MIN_LENGTH", 16)
+    monkeypatch.setattr(graph_buckets, "MIN_LENGTH", 16)
     checkpoint = load_checkpoint(shelf.folder(name), dtype="float32", device="cpu")
     target = AttentionTarget(checkpoint, slots=4, context=96, record=FakeRecorder())
     assert records(target, tiny.admit(target, 0, list(b"the quick br"))) == tiny.TABLE[name].graphs

@@ -124,10 +124,8 @@ def test_command_does_not_import_torch():
         (["--layer-us", "-1"], "a time is -1.0"),
         (["--draft-us", "-1"], "draft-us is -1.0"),
         (["--draft-us", "inf"], "draft-us is inf"),
-        (
-            ["--draft-us", "1", "--proposer", "draft:1B"],
-            "--draft-us is the host time of ngram, and the proposer is draft",
-        ),
+        (["--draft-us", "-1", "--proposer", "draft:1B"], "draft-us is -1.0"),
+        (["--draft-pass-us", "-1"], "a time is -1.0"),
         (["--draft-bits", "4"], "--draft-bits is for a draft model, and the proposer is ngram"),
         (["--draft-bits", "4", "--proposer", "head:0.1"], "and the proposer is head"),
         (["--allreduce-us", "4"], "give --devices as well"),

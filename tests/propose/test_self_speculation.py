@@ -261,7 +261,7 @@ def test_submodel_passes_do_not_export_hidden_states(folders):
 @pytest.mark.parametrize("layers", [(0, 1), (1, 2, 3)])
 def test_recorded_passes_of_a_submodel(layers, shelf, monkeypatch):
     """A stand-in for CUDA graphs records the passes of the target and of the submodel separately."""
-    monkeypatch.setattr("outrider.models.cuda_graphs._MIN_LENGTH", 16)
+    monkeypatch.setattr("outrider.models.graph_buckets.MIN_LENGTH", 16)
     checkpoint = shelf.checkpoint("llama")
     record = FakeRecorder()
     target = AttentionTarget(checkpoint, slots=4, context=CONTEXT, record=record)

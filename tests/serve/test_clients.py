@@ -71,7 +71,7 @@ def test_long_prompt_does_not_block_event_loop(switching_server, monkeypatch, ch
         return encode(self, prompt)
 
     if chat:
-        monkeypatch.setattr(LLM, "encode_chat", lambda self, *_: slow_encode(self, long_prompt))
+        monkeypatch.setattr(LLM, "encode_chat", lambda self, *_, **__: slow_encode(self, long_prompt))
         body = {"messages": [{"role": "user", "content": long_prompt}]}
         prompt_url = url.replace("completions", "chat/completions")
     else:

@@ -60,7 +60,7 @@ WRONG_TYPES = {
     "n": 1.5,
     "stop": [1],
     "prompt": {"a": 1},
-    "seed": -1,
+    "seed": -2,
     "logit_bias": [1],
     "stream_options": {"include_usage": 3},
     "k": 10**9,

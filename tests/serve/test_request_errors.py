@@ -147,7 +147,7 @@ def test_unknown_model_is_status_404(client):
 
 
 def test_unknown_route_and_wrong_method_name_the_list_of_routes(server):
-    unknown = httpx.post(server[0] + "/v1/embeddings", json={"input": "x"})
+    unknown = httpx.post(server[0] + "/v1/nothing", json={"input": "x"})
     assert (unknown.status_code, unknown.json()["error"]["message"]) == (
         404,
         "there is no such route; /docs lists all routes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import httpx
 import pytest
@@ -177,6 +178,28 @@ def test_tokenize_health_and_metrics(server, client, reference_llm):
     assert counts["outrider_output_tokens_total"] == async_llm.stats.output_tokens > 0
     assert counts["outrider_num_requests_running"] == 0
     assert counts["outrider_e2e_request_latency_seconds_count"] > 0
+
+
+def test_pages_need_no_internet(server):
+    for path in ("/", "/docs"):
+        page = httpx.get(server[0] + path)
+        assert page.status_code == 200
+        assert "connect-src 'self'" in page.headers["content-security-policy"]
+        assert not re.findall(r"https?://|<script src|<link", page.text)
+    assert len(page.content) < 10_000
+    assert httpx.get(server[0] + "/redoc").status_code == 404
+
+
+@needs_browser
+def test_docs_in_browser(server):
+    paths = httpx.get(server[0] + "/openapi.json").json()["paths"]
+    with browse(server[0] + "/docs#Message") as (page, expect):
+        expect(page.locator("#routes > details")).to_have_count(len(paths))
+        chat = page.locator("#routes > details", has_text="/v1/chat/completions")
+        chat.locator("summary").first.click()
+        expect(chat.get_by_text("temperature", exact=True)).to_be_visible()
+        expect(page.locator("#Message code", has_text="tool_call_id")).to_be_visible()
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
 
 
 @needs_browser

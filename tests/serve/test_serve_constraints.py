@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from outrider.core.grammar import Grammars, Matcher
+from outrider.serve.openai.conversation import conversation
 from outrider.serve.openai.schema import ChatRequest
 from outrider.serve.openai.tool_calls import ToolCallParser
-from outrider.serve.openai.tools import Tools, conversation, supports_tool_calls
+from outrider.serve.openai.tools import Tools, supports_tool_calls
 from tests.helpers.scripted import base_llm
 from tests.helpers.serving import OPTIONS, serving
 
@@ -339,10 +340,10 @@ def test_conversation_for_templates_with_and_without_tools():
     template = """{% if tools %}..{% endif %}<tool_call>\\n{"name": "..", "arguments": ..}"""
     assert supports_tool_calls(template)
     assert not supports_tool_calls("{{ message.content }}")
-    messages = conversation(body.messages, tools, template_has_tools=True)
+    messages = [turn.fields for turn in conversation(body.messages, tools, template=template)]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
-    messages = conversation(body.messages, tools, template_has_tools=False)
+    messages = [turn.fields for turn in conversation(body.messages, tools, template="{{ message.content }}")]
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
     assert '"name": "weather"' in messages[0]["content"]
     assert messages[2]["content"] == '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -75,6 +76,33 @@ def test_bind_uses_one_port_for_all_addresses():
     assert len({each.getsockname()[1] for each in sockets}) == 1
     for each in sockets:
         each.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_accepted_connections_send_small_chunks_at_once(host):
+    """Without TCP_NODELAY, the first chunk of a stream waits up to 40 ms on a connection that is used again."""
+
+    async def options():
+        accepted = asyncio.Queue()
+        sockets = bind(host, 0)
+        listen(sockets, host)
+        servers = []
+        for each in sockets:
+            servers.append(await asyncio.start_server(lambda _, writer: accepted.put_nowait(writer), sock=each))
+        found = []
+        for each in sockets:
+            _, writer = await asyncio.open_connection(*each.getsockname()[:2])
+            connection = await accepted.get()
+            found.append(connection.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+            connection.close()
+        for server in servers:
+            server.close()
+        return found
+
+    found = asyncio.run(options())
+    assert found
+    assert all(found)
 
 
 def test_unwritable_plan_file_is_a_warning(tmp_path, caplog):

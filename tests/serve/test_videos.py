@@ -24,7 +24,7 @@ from outrider.media.evaluation.bootstrap import Interval
 from outrider.serve.command import load_videos
 from outrider.serve.openai.errors import add_handlers
 from outrider.serve.settings import Settings
-from outrider.serve.videos.routes import add_missing_routes, add_video_routes
+from outrider.serve.videos.routes import add_missing_video_routes, add_video_routes
 from tests.helpers.browser import browse, needs_browser
 from tests.helpers.serving import PROMPT, serving
 from tests.media.made_up import CAPTION, write_models
@@ -278,7 +278,7 @@ def test_mistakes_of_the_body_and_of_names(server):
 
 def test_a_server_without_media_says_so():
     app = FastAPI()
-    add_missing_routes(app)
+    add_missing_video_routes(app)
     add_handlers(app)
     client = TestClient(app)
     for method, path in (("POST", ""), ("GET", ""), ("GET", "/video_x"), ("DELETE", "/video_x")):

@@ -113,7 +113,7 @@ def test_plan_is_only_for_its_models(tmp_path):
         (b"{", "is not a plan file"),
         (b"[]", "is not a plan file"),
         (b"[" * 100_000, "is not a plan file"),
-        (b'{"format": "outrider plan", "version": 0}', "has version 0, and this program reads version 2"),
+        (b'{"format": "outrider plan", "version": 0}', "has version 0, and this program reads version 3"),
     ],
 )
 def test_file_that_is_not_a_plan(tmp_path, content, message):

@@ -34,7 +34,7 @@ def test_lists_of_proposers_and_draft_lengths():
     assert read_proposers("ngram; suffix:9 ;;ngram") == ("ngram", "suffix:9")
     assert read_proposers('draft:"a;b"') == ('draft:"a;b"',)
     backend = {"device": "cpu", "kernels": "auto", "quantize": None}
-    assert default_proposers("anything", **backend) == ("ngram", "suffix")
+    assert default_proposers("anything", **backend) == ("ngram", "suffix", "suffix:100000")
     assert default_proposers(None, **backend)[-1] == f"draft:{embedded('nano')}"
     assert read_ks("2,auto,4..6") == (2, 4, 5, 6, AUTO)
     assert read_ks("auto") == (AUTO,)

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import torch
 
+from outrider.cache.memory import out_of_memory
 from outrider.cache.shared import SharedCache
 from outrider.core import tree
 from outrider.core.config import QUANTIZE_BITS
 from outrider.core.types import Batch, Draft, SequenceState
-from outrider.errors import MODEL_ERRORS, OutriderError
+from outrider.errors import MODEL_ERRORS, NotEnoughMemory, OutriderError
 from outrider.models.base import SelfDraftTarget, Target
 from outrider.propose.base import ProposerSetup, parse_count
 from outrider.propose.draft_model.cascade import cascade
@@ -109,8 +110,10 @@ def _test_pass(model: Target, setup: ProposerSetup) -> Target:
     batch = Batch(seqs=(SequenceState.of((0, 0)),), start=(0,), feed=((0, 0),), draft_budget=(2,))
     try:
         model.draft_greedy(batch, setup.vocab)
-    except torch.OutOfMemoryError:
+    except NotEnoughMemory:
         raise
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(error, slots=setup.slots, context=setup.context) from error
     except MODEL_ERRORS as reason:
         raise OutriderError(
             f"this target's layers cannot run without each other ({reason}); use quantized:int4, draft:DIR or ngram"

@@ -18,6 +18,7 @@ from outrider.core.types import Completion
 _log = logging.getLogger("outrider.serve.requests")
 _UNLOGGED_PATHS = frozenset({"/health", "/metrics"})  # polled by monitoring systems
 _ID_HEADER = b"x-request-id"
+_UNUSED_FIELDS_HEADER = b"x-outrider-unused-fields"
 _MAX_ID_LENGTH = 128
 _SCOPE_KEY = "outrider.entry"  # key of the entry in the ASGI scope
 
@@ -34,6 +35,7 @@ class Entry:
     output_tokens: int = 0  # of all completions
     finish_reason: str = ""  # of the completions, or how the request ended otherwise
     completions: list[Completion] = field(default_factory=list)
+    unused_fields: list[str] = field(default_factory=list)  # of the body, which had no effect
 
     def add_tokens(self, count: int) -> None:
         """Count new output tokens."""
@@ -48,6 +50,13 @@ class Entry:
         self.output_tokens = sum(len(completion.token_ids) for completion in completions)
         self.finish_reason = "+".join(sorted({str(completion.finish_reason) for completion in completions}))
 
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers that the response has because of this entry."""
+        headers = [(_ID_HEADER, self.id.encode())]
+        if self.unused_fields:
+            headers.append((_UNUSED_FIELDS_HEADER, ", ".join(self.unused_fields).encode()))
+        return headers
+
     def fields(self, scope: Scope, status: int) -> dict[str, Any]:
         """Return the fields of the log line."""
         fields: dict[str, Any] = {
@@ -58,6 +67,8 @@ class Entry:
         }
         if self.key_name:
             fields["key"] = self.key_name
+        if self.unused_fields:
+            fields["unused_fields"] = ",".join(self.unused_fields)
         if not self.finish_reason:  # the request did not reach the engine
             return fields
         stats = [completion.stats for completion in self.completions]
@@ -79,7 +90,8 @@ class Entry:
 class RequestLog:
     """ASGI middleware that gives each request an id and logs the request at its end.
 
-    The response has the id in its X-Request-Id header.
+    The response has the id in its X-Request-Id header, and the fields of the request that had no effect in
+    X-Outrider-Unused-Fields.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -97,7 +109,7 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (_ID_HEADER, entry.id.encode())]
+                message["headers"] = [*message.get("headers", ()), *entry.headers()]
             await send(message)
 
         try:

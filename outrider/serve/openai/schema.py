@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's API with some extensions. Unknown fields are errors."""
+"""Request bodies of OpenAI's API with some extensions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from outrider.core.constraint import Constraint
 from outrider.core.params import MAX_DRAFT_LENGTH, InvalidParam, SamplingParams
-from outrider.core.text import is_utf8
+from outrider.serve.openai.base import RequestBody, StrictModel, Unused
+from outrider.serve.openai.foreign import ForeignChatFields, ForeignFields, ForeignStreamOptions
+from outrider.serve.openai.messages import Message
 from outrider.serve.stream.request_stream import StreamContent
 
 _Token = Annotated[int, Field(ge=0)]
@@ -20,17 +21,13 @@ _Text = str | list[int]
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_LENGTH = 1000  # characters
 _MAX_TOKEN_ID_DIGITS = 18
+_UNLIMITED = -1  # the value of max_tokens, as in llama.cpp
+_RANDOM_SEED = -1  # as in llama.cpp
 # Request fields of the parameters of `SamplingParams` that have another name there.
 _FIELD_NAMES: Mapping[str, str] = MappingProxyType({"scope": "user", "constraint": "structured_outputs"})
 
 
-class _StrictModel(BaseModel):
-    """A model without conversion of types and without unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class StreamOptions(_StrictModel):
+class StreamOptions(ForeignStreamOptions):
     """Options of a stream."""
 
     include_usage: bool = False
@@ -40,19 +37,19 @@ class StreamOptions(_StrictModel):
     include_drafts: bool = Field(False, description="Extension. Report the draft of each round as well.")
 
 
-class TextFormat(_StrictModel):
+class TextFormat(StrictModel):
     """Text without a constraint."""
 
     type: Literal["text"]
 
 
-class ObjectFormat(_StrictModel):
+class ObjectFormat(StrictModel):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class NamedSchema(_StrictModel):
+class NamedSchema(StrictModel):
     """A JSON schema. The name is not used."""
 
     name: str
@@ -61,7 +58,7 @@ class NamedSchema(_StrictModel):
     strict: bool | None = Field(None, description="Accepted for compatibility. A schema is always enforced.")
 
 
-class SchemaFormat(_StrictModel):
+class SchemaFormat(StrictModel):
     """JSON that matches a schema."""
 
     type: Literal["json_schema"]
@@ -71,7 +68,7 @@ class SchemaFormat(_StrictModel):
 ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class StructuredOutputs(_StrictModel):
+class StructuredOutputs(StrictModel):
     """A constraint of the output, in the format of vLLM. Exactly one field must be set."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
@@ -104,23 +101,13 @@ class StructuredOutputs(_StrictModel):
         return factories[name](getattr(self, name))
 
 
-class _RequestBody(_StrictModel):
-    """Base of all request bodies. Every string must be valid UTF-8."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_strings(cls, value: Any) -> Any:
-        _check_utf8(value)
-        return value
-
-
-class SamplingFields(_RequestBody):
+class SamplingFields(ForeignFields):
     """The fields that completions and chat completions have in common."""
 
     model: str | None = Field(None, description="Name of the model, as in /v1/models. Optional.")
     temperature: float = Field(1.0, ge=0, description="0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="Extension. 0 keeps all tokens.")
+    top_k: int = Field(0, ge=-1, description="Extension. 0 and -1 keep all tokens.")
     min_p: float = Field(0.0, ge=0, le=1, description="Extension. 0 keeps all tokens.")
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -134,7 +121,7 @@ class SamplingFields(_RequestBody):
     )
     ignore_eos: bool = Field(False, description="Extension. Continue after end-of-text.")
     min_tokens: int = Field(0, ge=0, description="Extension. Fewest output tokens.")
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=-1, lt=2**63, description="-1: a random one.")
     priority: int = Field(0, ge=-100, le=100, description="Extension. Lower values are scheduled first.")
     k: int | None = Field(
         None,
@@ -148,7 +135,6 @@ class SamplingFields(_RequestBody):
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Prefix caching and learned outputs are separate for each user.")
     metadata: dict[str, str] | None = Field(None, description="Accepted and not used.")
-    store: Literal[False] | None = Field(None, description="Only false is accepted.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Extension. A constraint of the output.")
 
     def stream_content(self) -> StreamContent:
@@ -184,19 +170,19 @@ class SamplingFields(_RequestBody):
             )
         return SamplingParams(
             temperature=self.temperature,
-            top_k=self.top_k,
+            top_k=max(self.top_k, 0),
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=_parse_logit_bias(self.logit_bias),
-            max_tokens=max_tokens,
+            max_tokens=None if max_tokens == _UNLIMITED else max_tokens,
             min_tokens=self.min_tokens,
             stop=tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
-            seed=self.seed,
+            seed=None if self.seed == _RANDOM_SEED else self.seed,
             n=self.n,
             logprobs=logprobs,
             k=self.k,
@@ -219,10 +205,9 @@ class CompletionRequest(SamplingFields):
         None,
         description="Extension. What the encoder of an encoder-decoder model reads, one per prompt, in the same forms.",
     )
-    max_tokens: int | None = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=-1, description="-1: the rest of the context.")
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: Literal[False] = False
-    best_of: Literal[1] | None = None
     suffix: None = None
 
     def inputs(self) -> list[tuple[_Text | None, _Text | None]]:
@@ -246,58 +231,7 @@ class CompletionRequest(SamplingFields):
         return list(zip(prompts, sources, strict=True))
 
 
-class FunctionCall(_StrictModel):
-    """The name and the arguments of a function call."""
-
-    name: str
-    arguments: str = Field(description="A JSON object.")
-
-
-class ToolCall(_StrictModel):
-    """A function call of the model."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(_StrictModel):
-    """A message of the conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    refusal: None = None
-    tool_calls: list[ToolCall] | None = Field(None, description="Function calls of the assistant.")
-    tool_call_id: str | None = Field(None, description="The call that a tool message responds to.")
-
-    @model_validator(mode="after")
-    def _check(self) -> Message:
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"a message with role {self.role} has tool_calls; only assistant messages may have them")
-        if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("a message with role tool has no tool_call_id; give the id of the call")
-        if self.role != "tool" and self.tool_call_id is not None:
-            raise ValueError(f"a message with role {self.role} has a tool_call_id; only tool messages may have one")
-        if self.content is None and not self.tool_calls:
-            raise ValueError("the message has no content; give content or tool_calls")
-        return self
-
-    def text(self) -> str:
-        """Return the text of the message; "" if it has only function calls."""
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        return "".join(part.text for part in self.content)
-
-
-class TextPart(_StrictModel):
-    """A text part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Function(_StrictModel):
+class Function(StrictModel):
     """A function that the model may call."""
 
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
@@ -308,33 +242,34 @@ class Function(_StrictModel):
     strict: bool | None = Field(None, description="Accepted for compatibility. A schema is always enforced.")
 
 
-class Tool(_StrictModel):
+class Tool(StrictModel):
     """A tool. Only functions are supported."""
 
     type: Literal["function"]
     function: Function
+    cache_control: Annotated[Any, Unused(), Field(description="Accepted and not used.")] = None
 
 
-class FunctionName(_StrictModel):
+class FunctionName(StrictModel):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(_StrictModel):
+class NamedTool(StrictModel):
     """The tool that the model must call."""
 
     type: Literal["function"]
     function: FunctionName
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(ForeignChatFields, SamplingFields):
     """The body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
+    max_tokens: int | None = Field(None, ge=-1, description="The older name of max_completion_tokens.")
     max_completion_tokens: int | None = Field(
-        None, ge=1, description="Most output tokens. Default: the rest of the context."
+        None, ge=-1, description="Most output tokens. Default, and -1: the rest of the context."
     )
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -343,6 +278,14 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool | None = Field(
         None, description="Whether one response may have several calls. Default: true."
+    )
+    add_generation_prompt: bool | None = Field(
+        None,
+        description="Extension, as in vLLM. Whether the prompt ends with the beginning of an answer. Default: true,"
+        " except with continue_final_message.",
+    )
+    continue_final_message: bool = Field(
+        False, description="Extension, as in vLLM. Continue the last message, which is the assistant's."
     )
 
     def param_name(self, param: str) -> str:
@@ -369,9 +312,27 @@ class ChatRequest(SamplingFields):
 
     def max_output_tokens(self) -> int | None:
         """Return the most output tokens; None: the rest of the context."""
-        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(given) > 1:
             raise InvalidParam("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
-        return self.max_completion_tokens or self.max_tokens
+        return given.pop() if given else None
+
+    def check_continuation(self) -> None:
+        """Raise InvalidParam if the last message cannot be continued as `continue_final_message` asks."""
+        if not self.continue_final_message:
+            return
+        last = self.messages[-1]
+        if self.add_generation_prompt:
+            raise InvalidParam(
+                "add_generation_prompt",
+                "add_generation_prompt begins a new answer and continue_final_message continues one; set one of them",
+            )
+        if last.role != "assistant" or last.tool_calls or not last.text().strip():
+            raise InvalidParam(
+                "continue_final_message",
+                "continue_final_message needs a last message of the assistant with a text and without tool_calls;"
+                " add one, or leave continue_final_message out",
+            )
 
     def num_logprobs(self) -> int | None:
         """Return the number of likeliest tokens with log-probabilities; None: no log-probabilities."""
@@ -380,7 +341,7 @@ class ChatRequest(SamplingFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(_RequestBody):
+class TokenizeRequest(RequestBody):
     """The body of `/tokenize`."""
 
     model: str | None = None
@@ -394,22 +355,6 @@ def _as_list(texts: _Texts | None) -> list[_Text | None] | None:
     is_single = isinstance(texts, str) or (texts and isinstance(texts[0], int))
     many: list[Any] = [texts] if is_single else list(texts)
     return many
-
-
-def _check_utf8(value: Any, *path: str) -> None:
-    """Check all strings of a JSON value. `path` is where the value is in the body."""
-    if isinstance(value, str):
-        if not is_utf8(value):
-            message = "a string has a lone surrogate, which is not valid UTF-8; send both halves of the pair"
-            raise PydanticCustomError("invalid_utf8", message, {"path": path})
-    elif isinstance(value, dict):
-        for name, field in value.items():
-            _check_utf8(name, *path)
-            _check_utf8(field, *path, name)
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            if not isinstance(item, int):  # token ids, of which there may be many
-                _check_utf8(item, *path, str(i))
 
 
 def _parse_logit_bias(logit_bias: dict[str, float] | None) -> dict[int, float]:
@@ -429,6 +374,3 @@ def field_of(error: Mapping[str, Any]) -> str | None:
     names = [str(part) for part in location if part not in ("body", "query", "path")]
     # Skip the name of a union member, which clients do not know.
     return ".".join(name for name in names if name not in ("str", "int", "float") and "[" not in name) or None
-
-
-Message.model_rebuild()  # `Message` refers to `TextPart`, which is defined after it

@@ -1,4 +1,4 @@
-"""Describes tools in the prompt, and makes the grammar that enforces their schemas.
+"""The tools of a request, and the grammar that enforces their schemas.
 
 Calls have the format of Hermes and Qwen models: {"name": ..., "arguments": ...} on a line between <tool_call> and
 </tool_call>.
@@ -7,7 +7,6 @@ Calls have the format of Hermes and Qwen models: {"name": ..., "arguments": ...}
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +14,10 @@ from outrider.core.constraint import STYLE, Constraint
 from outrider.core.guidance_tokenizer import ANY_SPECIAL
 from outrider.core.markers import CALL_END, CALL_START
 from outrider.core.params import InvalidParam
-from outrider.errors import OutriderError
-from outrider.serve.openai.schema import ChatRequest, Function, FunctionCall, Message, NamedTool
+from outrider.serve.openai.schema import ChatRequest, Function, NamedTool
 
 # The schema of a function without arguments.
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-_TOOLS_PROMPT = """You may call functions. Each line between <tools> and </tools> describes one:
-<tools>
-{tools}
-</tools>
-To call one, write its name and arguments as JSON between <tool_call> and </tool_call>:
-<tool_call>
-{{"name": NAME, "arguments": ARGUMENTS}}
-</tool_call>"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,59 +92,3 @@ class Tools:
 def supports_tool_calls(template: str) -> bool:
     """Return whether a chat template uses this format of tools and calls."""
     return all(part in template for part in ("tools", CALL_START, '"name"', '"arguments"'))
-
-
-def conversation(messages: Sequence[Message], tools: Tools | None, *, template_has_tools: bool) -> list[dict[str, Any]]:
-    """Return the messages for a chat template. If the template does not support tools, tools and calls become text."""
-    if template_has_tools:
-        return [_template_message(message) for message in messages]
-    converted: list[dict[str, Any]] = []
-    for message in messages:
-        text = _as_text(message)
-        if message.role == "tool" and converted and converted[-1]["role"] == "user":
-            converted[-1]["content"] += "\n" + text  # many templates reject two messages of one role in a row
-        else:
-            converted.append({"role": "user" if message.role == "tool" else message.role, "content": text})
-    if tools is None:
-        return converted
-    tools_prompt = _TOOLS_PROMPT.format(tools="\n".join(map(json.dumps, tools.descriptions())))
-    first = converted[0]
-    if first["role"] not in ("system", "developer"):
-        return [{"role": "system", "content": tools_prompt}, *converted]
-    return [first | {"content": f"{first['content']}\n\n{tools_prompt}"}, *converted[1:]]
-
-
-def _template_message(message: Message) -> dict[str, Any]:
-    """Return a message for a chat template that supports tools."""
-    converted: dict[str, Any] = {"role": message.role, "content": message.text()}
-    if message.tool_calls:
-        converted["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": _parse_call(call.function)} for call in message.tool_calls
-        ]
-    if message.tool_call_id:
-        converted["tool_call_id"] = message.tool_call_id
-    return converted
-
-
-def _as_text(message: Message) -> str:
-    """Return a message as text, including its calls, for a chat template without tools."""
-    text = message.text()
-    if message.role == "tool":
-        return f"<tool_response>\n{text}\n</tool_response>"
-    parts = [text] if text else []
-    for call in message.tool_calls or ():
-        parts.append(f"{CALL_START}\n{json.dumps(_parse_call(call.function))}\n{CALL_END}")
-    return "\n".join(parts)
-
-
-def _parse_call(call: FunctionCall) -> dict[str, Any]:
-    """Return a call with its arguments as an object, as templates expect it."""
-    try:
-        arguments = json.loads(call.arguments or "{}")
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise OutriderError(
-            f"the arguments of a tool call are not JSON ({error}); send them as the server returned them"
-        ) from error
-    if not isinstance(arguments, dict):
-        raise OutriderError("the arguments of a tool call are not a JSON object; send them as the server returned them")
-    return {"name": call.name, "arguments": arguments}

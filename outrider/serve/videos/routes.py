@@ -77,7 +77,7 @@ def add_video_routes(app: FastAPI, service: VideoService) -> None:
         return {"id": job.id, "object": "video.deleted", "deleted": True}
 
 
-def add_missing_routes(app: FastAPI) -> None:
+def add_missing_video_routes(app: FastAPI) -> None:
     """Add routes that say that the server makes no videos."""
 
     async def refuse() -> NoReturn:

@@ -12,7 +12,7 @@ from email.policy import HTTP
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
@@ -20,6 +20,7 @@ from outrider.media.contract import Router
 from outrider.media.models.captions import parse_caption
 from outrider.media.routers import DrafterOnly, QualityGate, Stride, TargetOnly
 from outrider.media.routers.gate import parse_aggregate
+from outrider.serve.openai.base import StrictModel
 from outrider.serve.openai.errors import UnknownModel, attribute_errors
 from outrider.serve.videos.models import ServedModels, format_size
 
@@ -42,10 +43,8 @@ class VideoTask:
     calibrated: bool  # whether router and number of blocks are those of the calibration
 
 
-class VideoRequest(BaseModel):
+class VideoRequest(StrictModel):
     """A request for a video."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: Annotated[str, Field(max_length=_MAX_PROMPT, description="A caption that the models understand.")]
     model: str | None = None
