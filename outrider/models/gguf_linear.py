@@ -32,7 +32,13 @@ class BlockWeight:
     """
 
     def __init__(
-        self, data: NDArray[np.uint8], kind: str, columns: int, order: NDArray[np.int64] | None = None
+        self,
+        data: NDArray[np.uint8],
+        kind: str,
+        columns: int,
+        *,
+        order: NDArray[np.int64] | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
         """Refer to `data` [rows, bytes per row] of the type `kind`, such as "Q4_K".
 
@@ -41,10 +47,12 @@ class BlockWeight:
             kind: their type.
             columns: values of a row.
             order: [rows] the row of `data` of each row; None: the same.
+            release: frees the memory of `data`, which is read from the file again when it is used.
         """
         self.data = data
         self.kind = kind
         self.shape = torch.Size((len(data), columns))
+        self.release = release
         self._rows = np.arange(len(data)) if order is None else order
 
     @property
@@ -67,7 +75,8 @@ class BlockWeight:
 
     def reordered(self, order: torch.Tensor) -> BlockWeight:
         """Return a matrix with the rows in another order [rows]. It shares the blocks."""
-        return BlockWeight(self.data, self.kind, self.shape[1], self._rows[order.numpy()])
+        rows = self._rows[order.numpy()]
+        return BlockWeight(self.data, self.kind, self.shape[1], order=rows, release=self.release)
 
 
 Dequantizer = Callable[[str, NDArray[np.uint64], int], torch.Tensor | None]
@@ -107,6 +116,7 @@ class BlockLinear(nn.Module):
         # A part of the rows is dequantized at a time: an LM head may have more values than fit into the memory.
         parts = (slice(begin, begin + _ROWS) for begin in range(0, self.blocks.shape[0], _ROWS))
         out = torch.cat([functional.linear(x, self.blocks.dequantize(rows).to(self.dtype)) for rows in parts], -1)
+        self.blocks.release()
         return out if self.bias is None else out + self.bias
 
 

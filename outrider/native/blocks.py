@@ -161,6 +161,8 @@ def pack_blocks(
         outputs=len(addresses),
     )
     load_library().code.outrider_pack_blocks(parts[0].kind.encode(), ctypes.byref(matrix))
+    for part in parts:
+        part.release()
     return packed
 
 

@@ -111,13 +111,18 @@ class PassTimes:
             if shape not in self.known:
                 return shape
         cost = self.cost()
+
+        def expected(shape: _Shape) -> float:
+            seconds = cost(shape.tokens, seqs=shape.seqs, cached=shape.cached)
+            return seconds if seconds > _SHORT else 2 * seconds
+
         slow = min((s.tokens for s, each in self.known.items() if each.sample.seconds > _SLOW), default=inf)
         open_shapes = [
             shape
             for shape in self._shapes
             if self._passes(shape) < _PASSES
             and shape.tokens <= slow
-            and cost(shape.tokens, seqs=shape.seqs, cached=shape.cached) < left
+            and expected(shape) < left
         ]
         return min(open_shapes, key=self._passes, default=None)  # of several, the first one
 

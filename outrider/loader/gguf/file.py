@@ -100,6 +100,14 @@ class Tensor:
     kind: str  # name of its type, such as Q4_K
     shape: tuple[int, ...]  # as torch orders it: the last dimension is contiguous
     data: NDArray[np.uint8]  # [bytes] of the file; the system reads a page when it is used
+    file: mmap.mmap
+    begin: int  # of the data in the file
+
+    def release(self) -> None:
+        """Give the pages of the data back to the system, which reads them again when they are used."""
+        if hasattr(mmap, "MADV_DONTNEED") and len(self.data):
+            begin = self.begin // mmap.PAGESIZE * mmap.PAGESIZE
+            self.file.madvise(mmap.MADV_DONTNEED, begin, self.begin + len(self.data) - begin)
 
 
 class Strings(Sequence[str]):
@@ -351,4 +359,4 @@ class _Reader:
     def _tensor(self, name: str, kind: BlockType, shape: tuple[int, ...], begin: int) -> Tensor:
         size = prod(shape) // kind.elements * kind.size
         data = np.frombuffer(self._data, np.uint8, size, begin) if size else np.empty(0, np.uint8)
-        return Tensor(name=name, kind=kind.name, shape=shape, data=data)
+        return Tensor(name=name, kind=kind.name, shape=shape, data=data, file=self._data, begin=begin)

@@ -69,8 +69,8 @@ class GGUFWeights(Mapping[str, Weight]):
             if self._architecture.norms_plus_one and module.endswith("norm"):
                 value = value.float() - 1
             return self._ordered(module, value.to(self._dtype))
-        rows = len(tensor.data) // tensor.shape[0]
-        return self._ordered(module, BlockWeight(tensor.data.reshape(-1, rows), tensor.kind, tensor.shape[-1]))
+        blocks = tensor.data.reshape(tensor.shape[0], -1)
+        return self._ordered(module, BlockWeight(blocks, tensor.kind, tensor.shape[-1], release=tensor.release))
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a weight.
