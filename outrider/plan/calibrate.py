@@ -120,9 +120,7 @@ class PassTimes:
         open_shapes = [
             shape
             for shape in self._shapes
-            if self._passes(shape) < _PASSES
-            and shape.tokens <= slow
-            and expected(shape) < left
+            if self._passes(shape) < _PASSES and shape.tokens <= slow and expected(shape) < left
         ]
         return min(open_shapes, key=self._passes, default=None)  # of several, the first one
 

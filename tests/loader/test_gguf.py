@@ -265,6 +265,70 @@ def test_rotary_scaling_is_that_of_the_file(tmp_path, kind):
     assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-4)
 
 
+@torch.inference_mode()
+def test_longrope_factors_are_those_of_the_file(tmp_path):
+    """Of Phi-4-mini, which also rotates a part of each head."""
+    short, long = [[1 + 0.1 * i * slope for i in range(12)] for slope in (1, 5)]
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+    rope |= {"short_factor": short, "long_factor": long, "attention_factor": 1.2}
+    rope["original_max_position_embeddings"] = 64
+    model = _model("phi3", rope_parameters=rope, original_max_position_embeddings=64, pad_token_id=None)
+
+    def add(writer):
+        writer.add_rope_dimension_count(24)
+        writer.add_rope_scaling_orig_ctx_len(64)
+        writer.add_rope_scaling_attn_factors(1.2)
+        writer.add_tensor("rope_factors_short.weight", np.array(short, np.float32))
+        writer.add_tensor("rope_factors_long.weight", np.array(long, np.float32))
+
+    checkpoint = load_checkpoint(write_gguf(tmp_path / "model.gguf", model, "F32", add=add), dtype="float32")
+    assert checkpoint.context == 64
+    loaded = checkpoint.model
+    loaded.set_attn_implementation("eager")
+    ids = torch.randint(tiny.VOCAB, (1, 20))
+    assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-4)
+
+
+def _split(path, count):
+    """Write the tensors of a file into `count` files, as llama-gguf-split does. Return the first one."""
+    reader = gguf.GGUFReader(path)
+    names = [path.with_name(f"model-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    for i, name in enumerate(names):
+        writer = gguf.GGUFWriter(name, "llama")
+        if not i:
+            for field in reader.fields.values():
+                if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                    kinds = field.types
+                    sub_type = kinds[1] if len(kinds) > 1 else None
+                    writer.add_key_value(field.name, field.contents(), kinds[0], sub_type=sub_type)
+        writer.add_uint16("split.no", i)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[i::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+            getattr(writer, step)()
+    return names
+
+
+def test_a_model_in_several_files(tmp_path, file):
+    path = shutil.copy(file, tmp_path / "whole.gguf")
+    first, second, third = _split(path, 3)
+    whole = load_checkpoint(file).model.state_dict()
+    parts = load_checkpoint(first).model.state_dict()
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], value) for name, value in whole.items())
+    with pytest.raises(OutriderError, match=r"is a part of a model; give the first part, model-00001-of-00003.gguf"):
+        load_checkpoint(second)
+    second.unlink()
+    with pytest.raises(OutriderError, match=r"is one of 3 parts, and model-00002-of-00003.gguf is missing"):
+        load_checkpoint(first)
+    third.write_bytes(third.read_bytes()[:900])
+    shutil.copy(third, second)
+    with pytest.raises(OutriderError, match=r"model-00002-of-00003.gguf is damaged or truncated; download it again"):
+        load_checkpoint(first)
+
+
 def test_an_unknown_rotary_scaling_is_named(tmp_path):
     add = lambda writer: writer.add_string("llama.rope.scaling.type", "su")  # noqa: E731
     path = write_gguf(tmp_path / "model.gguf", _model(), add=add)

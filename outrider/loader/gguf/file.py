@@ -207,38 +207,35 @@ def read_gguf(path: Path) -> GGUFFile:
         OutriderError: the file or a part of it is missing, damaged or truncated.
         UnsupportedModel: a tensor has an unknown type.
     """
+    parts = parts_of(path)
+    if parts[0] != path:
+        raise OutriderError(f"{path} is a part of a model; give the first part, {parts[0].name}")
+    states = tuple(map(_state, parts))
+    if states[0] and (missing := next((part for part, state in zip(parts, states, strict=True) if not state), None)):
+        raise OutriderError(f"{path} is one of {len(parts)} parts, and {missing.name} is missing; download it, too")
+    return _read_model(path, states)
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Return the size and the time of a file, which identify its contents; () if there is none."""
     try:
         status = path.stat()
-    except OSError as reason:
-        raise _unreadable(path, reason) from reason
-    return _read_model(path, status.st_size, status.st_mtime_ns)
+    except OSError:
+        return ()  # reading it gives the reason
+    return status.st_size, status.st_mtime_ns
 
 
 @lru_cache(maxsize=4)
-def _read_model(path: Path, size: int, changed: int) -> GGUFFile:
-    """Read all parts of a model. `size` and `changed` identify the contents."""
+def _read_model(path: Path, states: tuple[tuple[int, ...], ...]) -> GGUFFile:
+    """Read all parts of a model, which have these states."""
     file = _read_part(path)
     tensors = dict(file.tensors)
-    for part in _other_parts(path):
+    for part in parts_of(path)[1:]:
         tensors |= _read_part(part).tensors
     expected = file.field("split.tensors.count")
     if expected is not None and expected != len(tensors):
         raise OutriderError(f"the parts of {path} have {len(tensors)} tensors and should have {expected}; {_FIX}")
     return GGUFFile(path=path, fields=file.fields, tensors=MappingProxyType(tensors))
-
-
-def _other_parts(path: Path) -> list[Path]:
-    """Return the paths of the parts after the first one; [] if the model is one file.
-
-    Raises:
-        OutriderError: `path` is not the first part, or a part is missing.
-    """
-    parts = parts_of(path)
-    if parts[0] != path:
-        raise OutriderError(f"{path} is a part of a model; give the first part, {parts[0].name}")
-    if missing := next((part for part in parts if not part.is_file()), None):
-        raise OutriderError(f"{path} is one of {len(parts)} parts, and {missing.name} is missing; download it, too")
-    return parts[1:]
 
 
 def _read_part(path: Path) -> GGUFFile:
