@@ -160,6 +160,7 @@ class FakeServer:
         self.url = "http://fake/v1"
         self.metrics_text: str | None = None
         self.bodies: list[dict[str, Any]] = []
+        self.retries = 0
         self._lock = Lock()
 
     def respond(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
