@@ -70,14 +70,8 @@ def token_text(tokenizer: Any, whose: str) -> TokenText:
     Raises:
         OutriderError: the tokens of a text do not spell the text.
     """
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    added = tokenizer.added_tokens_decoder
-    special = {id: token.content for id, token in added.items() if token.special}
-    alphabet = _byte_level_alphabet() if _is_byte_level(vocabulary) else {}
-    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
-    for token, id in vocabulary.items():
-        if id not in special:
-            pieces[id] = token.encode() if id in added else _piece(token, alphabet)
+    special = {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    pieces = token_pieces(tokenizer)
     sample_ids: list[int] = tokenizer("a")["input_ids"]
     num_begin = next((i for i, id in enumerate(sample_ids) if id not in special), 0)
 
@@ -86,7 +80,7 @@ def token_text(tokenizer: Any, whose: str) -> TokenText:
 
     roles = {"eos": tokenizer.eos_token_id, "bos": tokenizer.bos_token_id}
     text = TokenText(
-        pieces=tuple(pieces),
+        pieces=pieces,
         # A byte token and an ordinary token can have the same piece. The tokenizer itself uses the later one.
         ids={piece: id for id, piece in enumerate(pieces) if piece},
         special=special,
@@ -100,6 +94,20 @@ def token_text(tokenizer: Any, whose: str) -> TokenText:
             " another tokenizer; use a draft of the target's family, or --proposer ngram"
         )
     return text
+
+
+def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
+    """Return the bytes of each token of a transformers tokenizer, by id. Special tokens and unused ids have none."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    added = tokenizer.added_tokens_decoder
+    alphabet = _byte_level_alphabet() if _is_byte_level(vocabulary) else {}
+    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, id in vocabulary.items():
+        if id not in added:
+            pieces[id] = _piece(token, alphabet)
+        elif not added[id].special:
+            pieces[id] = token.encode()
+    return tuple(pieces)
 
 
 def counterparts(target: TokenText, draft: TokenText) -> list[int]:
