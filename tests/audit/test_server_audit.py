@@ -94,9 +94,9 @@ def causes(report):
     return [each["cause"] for each in report["diagnosis"]["causes"]]
 
 
-@pytest.mark.parametrize("token_ids", variants([True, False], fast=[False]))
+@pytest.mark.parametrize("token_ids", variants(["vLLM", "llama.cpp", ""], fast=["llama.cpp", ""]))
 def test_an_exact_server_passes(audit, fake, token_ids):
-    fake.token_ids = token_ids
+    fake.returns_ids_as = token_ids
     report = audit(cases=(TOP_K, PENALTIES), samples=200)
     assert report["passed"]
     assert report["replay"]["differences"] == 0
@@ -106,7 +106,7 @@ def test_an_exact_server_passes(audit, fake, token_ids):
     assert len(report["distribution"]["tests"]) == 2
     assert report["distribution"]["significance"] == pytest.approx(1e-4 / 2)
     assert report["diagnosis"] is None
-    assert any("text only" in note for note in report["notes"]) is not token_ids
+    assert any("text only" in note for note in report["notes"]) is not bool(token_ids)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_defect_is_named(audit, defect, case, cause):
 def test_defects_without_the_draft(audit, fake):
     report = audit("greedy verifier", samples=600, draft=False)
     assert causes(report) == ["draft tokens are verified greedily at a temperature above 0"]
-    fake.token_ids = False
+    fake.returns_ids_as = ""
     report = audit("unverified", samples=600, draft=False)
     assert not report["passed"]
     assert causes(report) == []
@@ -233,6 +233,28 @@ def test_replay_measures_margins(pair):
     tolerant = replay(pair, texts, [(REPEATING, prompt)], [answer], dtype=torch.float32, rounding=1e3)
     assert tolerant["passed"]
     assert tolerant["near_ties"] == tolerant["differences"] > 0
+
+
+@pytest.mark.parametrize(
+    ("returns_ids_as", "refused", "fields"),
+    [
+        ("vLLM", (), {"return_token_ids"}),
+        ("vLLM", ("return_tokens",), {"return_token_ids"}),
+        ("llama.cpp", (), {"return_tokens", "verbose"}),
+        ("llama.cpp", ("return_token_ids", "min_p"), {"return_tokens", "verbose"}),
+        ("", (), set()),
+    ],
+)
+def test_a_server_is_asked_for_token_ids_in_its_own_way(fake, returns_ids_as, refused, fields):
+    fake.returns_ids_as = returns_ids_as
+    fake.refused = refused
+    tokens = tuple(fake.engine.tokenizer.encode(PROMPT))
+    completions = asyncio.run(open_completions(fake, NAME, PROMPT, tokens, chat=False, concurrency=1))
+    assert set(completions.abilities.id_fields) == fields
+    assert completions.abilities.neutral is ("min_p" not in refused)
+    answer = asyncio.run(completions.ask(PROMPT, tokens, SamplingParams(temperature=0.0), max_tokens=4))
+    assert (answer.tokens is not None) == bool(fields)
+    assert fields <= set(fake.bodies[-1])
 
 
 def test_requests_switch_filters_off(fake):
