@@ -17,6 +17,8 @@ from statistics import median
 import httpx
 
 PROMPT = "def add(a, b):"
+# Servers close idle connections after 5 seconds. A request on a connection that is being closed is lost.
+LIMITS = httpx.Limits(keepalive_expiry=1.0)
 
 
 def main() -> None:
@@ -29,7 +31,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4], help="requests at once")
     asked = parser.parse_args()
     results = {}
-    with httpx.Client(timeout=300) as client:
+    with httpx.Client(timeout=300, limits=LIMITS) as client:
         for streams in asked.streams:
             ratios: dict[str, list[float]] = {"seconds": [], "first_token": []}
             for round in range(asked.rounds + 1):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from outrider.errors import OutriderError
 
 if TYPE_CHECKING:  # aiohttp is an optional dependency
-    from aiohttp import ClientSession
+    from outrider.client.connection import Connection
 
 _MAX_ERROR = 300  # characters of an error response that are kept
 _API = "/v1"
@@ -39,12 +39,26 @@ def base_url(url: str) -> str:
     return text if parts.path.rstrip("/") else text + _API
 
 
-class Server:
-    """A connection to one server."""
+class _Response(NamedTuple):
+    status: int
+    text: str
 
-    def __init__(self, http: ClientSession, url: str) -> None:
+    @property
+    def ok(self) -> bool:
+        return self.status < 400
+
+
+class Server:
+    """One server, and the connections to it."""
+
+    def __init__(self, http: Connection, url: str) -> None:
         self.http = http  # with the key and the timeout
         self.url = url  # base URL of the API
+
+    @property
+    def retries(self) -> int:
+        """Times that a request was sent again, because the server had closed its idle connection."""
+        return self.http.retries
 
     async def models(self) -> tuple[str, ...]:
         """Return the names of the models.
@@ -66,18 +80,11 @@ class Server:
             Refused: the response is an HTTP error.
             OutriderError: the server cannot be reached, or the response is no JSON object.
         """
-        from aiohttp import ClientError
-
         url = f"{self.url}/{path}"
-        try:
-            async with self.http.post(url, json=body) as response:
-                text = await response.text(errors="replace")
-                status = response.status
-        except (ClientError, TimeoutError, OSError) as error:
-            raise _unreachable(url, error) from error
-        if status >= 400:
-            raise Refused(url, status, _message(text))
-        document = _parse(text)
+        response = await self._request("POST", url, body)
+        if not response.ok:
+            raise Refused(url, response.status, _message(response.text))
+        document = _parse(response.text)
         if not isinstance(document, dict):
             raise OutriderError(f"{url} answered no JSON object; check that the URL is that of an OpenAI API")
         return document
@@ -107,29 +114,25 @@ class Server:
 
     async def _text_beside_api(self, path: str) -> str | None:
         """Return the text of a page beside the API, or None if the server has none."""
-        from aiohttp import ClientError
-
-        url = f"{self.url.removesuffix(_API)}/{path}"
-        try:
-            async with self.http.get(url) as response:
-                return await response.text(errors="replace") if response.ok else None
-        except (ClientError, TimeoutError, OSError) as error:
-            raise _unreachable(url, error) from error
+        response = await self._request("GET", f"{self.url.removesuffix(_API)}/{path}")
+        return response.text if response.ok else None
 
     async def _get(self, url: str) -> Any:
+        response = await self._request("GET", url)
+        if response.status == 401:
+            raise OutriderError(f"{url} answered 401; give the key of the server with --api-key")
+        if not response.ok:
+            raise OutriderError(f"{url} answered {response.status}; check the URL, which usually ends with /v1")
+        return _parse(response.text)
+
+    async def _request(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> _Response:
         from aiohttp import ClientError
 
         try:
-            async with self.http.get(url) as response:
-                text = await response.text(errors="replace")
-                status = response.status
+            async with self.http.request(method, url, body) as response:
+                return _Response(response.status, await response.text(errors="replace"))
         except (ClientError, TimeoutError, OSError) as error:
             raise _unreachable(url, error) from error
-        if status == 401:
-            raise OutriderError(f"{url} answered 401; give the key of the server with --api-key")
-        if status >= 400:
-            raise OutriderError(f"{url} answered {status}; check the URL, which usually ends with /v1")
-        return _parse(text)
 
 
 @asynccontextmanager
@@ -146,14 +149,11 @@ async def connect(url: str, *, api_key: str = "", timeout: float = 300.0) -> Asy
     """
     address = base_url(url)
     try:
-        from aiohttp import ClientSession, ClientTimeout, TCPConnector
+        from outrider.client.connection import open_connection
     except ImportError as error:
         raise OutriderError(f'this needs {error.name}; run pip install "outrider[serve]"') from error
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    connector = TCPConnector(limit=0)  # no limit of connections
-    async with ClientSession(
-        headers=headers, timeout=ClientTimeout(total=timeout), connector=connector, trust_env=True
-    ) as http:
+    async with open_connection(headers, timeout) as http:
         yield Server(http, address)
 
 
@@ -169,6 +169,11 @@ async def find_model(server: Server, name: str | None) -> str:
     if name not in names:
         raise OutriderError(f"{server.url} has no model {name!r}; give --model one of: {', '.join(names[:8])}")
     return name
+
+
+def retries_text(count: int) -> str:
+    """Say how many times a request was sent again."""
+    return f"Requests sent again, because the server had closed their idle connections: {count}."
 
 
 def _unreachable(url: str, error: BaseException) -> OutriderError:

@@ -110,13 +110,8 @@ def token_text(tokenizer: Any, *, cut: Callable[[Sequence[str]], list[list[int]]
         tokenizer: a tokenizer of transformers.
         cut: what tokenizes a list of texts. None: the tokenizer.
     """
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    singles = SingleTokens(tokenizer)
-    special = singles.special
-    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
-    for token, id in vocabulary.items():
-        if id not in special:
-            pieces[id] = singles.spell(token)
+    special = SingleTokens(tokenizer).special
+    pieces = token_pieces(tokenizer)
     sample_ids: list[int] = tokenizer("a")["input_ids"]
     num_begin = next((i for i, id in enumerate(sample_ids) if id not in special), 0)
 
@@ -125,7 +120,7 @@ def token_text(tokenizer: Any, *, cut: Callable[[Sequence[str]], list[list[int]]
 
     roles = {"eos": tokenizer.eos_token_id, "bos": tokenizer.bos_token_id}
     return TokenText(
-        pieces=tuple(pieces),
+        pieces=pieces,
         # A byte token and an ordinary token can have the same piece. The tokenizer itself uses the later one.
         ids={piece: id for id, piece in enumerate(pieces) if piece},
         special=special,
@@ -133,6 +128,17 @@ def token_text(tokenizer: Any, *, cut: Callable[[Sequence[str]], list[list[int]]
         begin=tuple(sample_ids[:num_begin]),
         roles={role: id for role, id in roles.items() if id is not None},
     )
+
+
+def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
+    """Return the bytes of each token of a transformers tokenizer, by id. Special tokens and unused ids have none."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    singles = SingleTokens(tokenizer)
+    pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, id in vocabulary.items():
+        if id not in singles.special:
+            pieces[id] = singles.spell(token)
+    return tuple(pieces)
 
 
 def decoder_types(tokenizer: Any) -> frozenset[str]:

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
 
-from aiohttp import ClientError, ClientSession
+from aiohttp import ClientError
 
+from outrider.client.connection import Connection
 from outrider.client.server import connect as connect_server
 from outrider.client.server import find_model
 from outrider.loadgen.response import MAX_ERROR_LENGTH, RequestResult, ResponseRecorder
@@ -21,7 +22,7 @@ from outrider.measure.prompts import Prompt
 class Client:
     """A client that streams the responses of one server."""
 
-    def __init__(self, http: ClientSession, url: str) -> None:
+    def __init__(self, http: Connection, url: str) -> None:
         self._http = http
         self._url = url
         self._start = perf_counter()
@@ -38,8 +39,9 @@ class Client:
         """
         result = RequestResult(number=number, start=self.seconds)
         recorder = ResponseRecorder()
+        url = f"{self._url}/{planned.path}"
         try:
-            async with self._http.post(f"{self._url}/{planned.path}", json=planned.body) as response:
+            async with self._http.request("POST", url, planned.body, on_retry=result.count_retry) as response:
                 if not response.ok:
                     message = await response.text(errors="replace")
                     result.error = f"{response.status}: {message[:MAX_ERROR_LENGTH]}"

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from outrider.client.server import retries_text
 from outrider.errors import OutriderError
 from outrider.loadgen.response import RequestResult
 from outrider.loadgen.settings import Settings
@@ -59,6 +60,7 @@ def measured(settings: Settings, results: Sequence[RequestResult], seconds: floa
         "seconds": round(seconds, 3),
         "completed": len(completed),
         "canceled": sum(result.canceled for result in results),
+        "retries": sum(result.retries for result in results),
         "errors": [result.error for result in results if result.error],
         "output_tokens_per_s": round(sum(result.tokens for result in completed) / seconds, 2),
         "requests_per_s": round(len(completed) / seconds, 3),
@@ -139,6 +141,8 @@ def _print_table(settings: Settings, document: dict[str, Any], console: Console)
         f"goodput: {document['goodput_per_s']:.2f} requests/s within {settings.goodput_ttft:g} s to the first token"
         f" and {settings.goodput_tpot:g} s per token"
     )
+    if document["retries"]:
+        console.print(retries_text(document["retries"]), soft_wrap=True, markup=False, highlight=False)
     if errors := document["errors"]:
         console.print(f"{len(errors)} requests failed; the first error: {errors[0]}", style="red", markup=False)
 

@@ -100,6 +100,7 @@ def _rows(document: Mapping[str, Any]) -> list[list[str]]:
         rows.append([f"{name}: {label}, ms", *cells, _text(document["ratios"][f"{name}_p50"])])
     failed = [str(len(each["errors"])) for each in (first, second)]
     rows.append(["failed requests", *failed, ""])
+    rows.append(["requests sent again", *(str(each["retries"]) for each in (first, second)), ""])
     return rows
 
 

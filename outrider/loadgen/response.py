@@ -21,8 +21,13 @@ class RequestResult:
     text: str = ""
     tokens: int = 0  # output tokens
     finish: str = ""  # finish reason
+    retries: int = 0  # times that the request was sent again, because the server had closed its idle connection
     canceled: bool = False  # the client has canceled the request, as planned
     error: str = ""
+
+    def count_retry(self) -> None:
+        """Count that the request is sent again."""
+        self.retries += 1
 
     @property
     def completed(self) -> bool:

@@ -16,6 +16,7 @@ from outrider.audit.flips import explain_flips, find_flips
 from outrider.audit.pair import Outputs, Pair, first_difference
 from outrider.audit.prompts import DEFAULT, encode, read_prompts
 from outrider.audit.replay import cases, replay
+from outrider.audit.report import distribution_rows, flip_rows
 from outrider.audit.run import run_audit
 from outrider.core import tree
 from outrider.core.config import EngineConfig
@@ -152,7 +153,7 @@ def test_embedded_pair_passes(prompts_file):
     assert all(0 < test["acceptance"] < 1 for test in report["distribution"]["tests"])
     assert report["flips"]["tokens"] == 2 * 4 * 6
     assert json.loads(json.dumps(report, allow_nan=False)) == report
-    assert printed.getvalue().count("passed") == 4
+    assert printed.getvalue().count("passed") == 1 + 3 + 1 + 1  # replay, distribution, flips and the verdict
     assert "FAILED" not in printed.getvalue()
 
 
@@ -199,7 +200,31 @@ def test_proposer_with_wrong_q_fails(prompts_file):
     assert report["replay"]["passed"], "greedy and seeded outputs are correct"
     results = {test["verifier"]: test["passed"] for test in report["distribution"]["tests"] if not test["top_k"]}
     assert results == {"walk": True, "block": False}
-    assert "FAILED" in printed.getvalue()
+    lines = printed.getvalue().splitlines()
+    assert all(("FAILED" in line) == (" block, " in line) for line in lines if " samples " in line)
+    assert "FAILED" in lines[-1]
+
+
+def test_a_verdict_stands_beside_the_row_that_it_judges():
+    tests = [
+        {"verifier": "walk", "k": 1, "top_k": 0, "p_value": p_value, "outcomes": 2, "acceptance": 0.5, "tau": 1.5}
+        for p_value in (0.5, 1e-9)
+    ]
+    for test in tests:
+        test["passed"] = test["p_value"] > 0.1
+    rows = distribution_rows({"tests": tests, "samples": 10, "significance": 0.1})
+    assert [row.passed for row in rows] == [True, False]
+    flip = {"prompt": 0, "position": 1, "margin": 2.0, "tolerance": 1.0, "near_tie": False}
+    section = {
+        "flips_per_1000": 1.0,
+        "flips_per_1000_95": (0, 2),
+        "largest_margin": 2.0,
+        "tokens": 9,
+        "dtype": "float32",
+    }
+    section |= {"plain_batched_flips_per_1000": 0.0, "plain_batched_largest_margin": 0.0, "kernels": "native"}
+    assert [row.passed for row in flip_rows(section | {"details": []})] == [True, None]
+    assert [row.passed for row in flip_rows(section | {"details": [flip]})] == [None, None, False]
 
 
 def test_lossy_verifier_fails_even_if_all_tests_pass(monkeypatch, prompts_file):

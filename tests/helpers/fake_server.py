@@ -152,14 +152,15 @@ def warp(logits: np.ndarray, body: dict[str, Any], counted: list[int], temperatu
 class FakeServer:
     """Answers requests for completions. It speaks HTTP, or is called directly as the `Server` of the client."""
 
-    def __init__(self, engine: FakeEngine, *, token_ids: bool = True, refused: tuple[str, ...] = ()) -> None:
+    def __init__(self, engine: FakeEngine, *, refused: tuple[str, ...] = ()) -> None:
         self.engine = engine
-        self.token_ids = token_ids
+        self.returns_ids_as = "vLLM"  # or "llama.cpp"; "": it returns text only
         self.reads_ids = True  # takes prompts as token ids
         self.refused = refused  # fields that it does not know
         self.url = "http://fake/v1"
         self.metrics_text: str | None = None
         self.bodies: list[dict[str, Any]] = []
+        self.retries = 0
         self._lock = Lock()
 
     def respond(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -180,10 +181,13 @@ class FakeServer:
             "text": self.engine.tokenizer.decode(output),
             "finish_reason": "length",
         }
-        if self.token_ids and body.get("return_token_ids"):
+        if self.returns_ids_as == "vLLM" and body.get("return_token_ids"):
             choice |= {"token_ids": output, "prompt_token_ids": tokens}
         usage = {"prompt_tokens": len(tokens), "completion_tokens": len(output)}
-        return 200, {"choices": [choice], "usage": usage}
+        document: dict[str, Any] = {"choices": [choice], "usage": usage}
+        if self.returns_ids_as == "llama.cpp" and body.get("verbose"):
+            document["__verbose"] = {"tokens": output if body.get("return_tokens") else []}
+        return 200, document
 
     async def models(self) -> tuple[str, ...]:
         return (NAME,)

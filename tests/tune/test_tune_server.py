@@ -111,9 +111,12 @@ def test_advice():
     assert "Set 3 draft tokens in place of 4" in text
     assert "DFlash or DSpark head is an exception: keep the k of its whole block" in text
     assert "[[1, 15, 3], [16, 512, 0]]" in text
-    assert "slows every measured load down: switch it off" in " ".join(advise([slow], "vLLM"))
-    even = replace(slow, tokens_per_s=390)
-    assert "no clear gain at any measured load. Measure more" in " ".join(advise([slow, even], "vLLM"))
+    assert "Speculation loses at these requests at a time: 16 (0.75 of the tokens/s without it)" in text
+    slowest = replace(slow, tokens_per_s=100)
+    assert "slows every measured load down: switch it off" in advise([slowest], "vLLM")[-1]
+    sglang = replace(SPECULATION, engine="SGLang", accepted_by_position=())
+    even = [replace(slow, tokens_per_s=tokens_per_s, speculation=sglang) for tokens_per_s in (300, 390)]
+    assert "no clear gain at any measured load. Measure more" in advise(even, "SGLang")[-1]
     idle = [replace(fast, speculation=replace(SPECULATION, drafts=0, draft_tokens=0))]
     assert advise(idle, "vLLM", configured=True)[0].startswith("Speculation is on in vLLM, but")
     assert advise(idle, "vLLM", configured=False)[0].startswith("Speculation is off in vLLM; set it with --spec")
@@ -125,6 +128,27 @@ def test_advice():
     assert "does not belong to this target" in " ".join(advise([replace(fast, speculation=wrong)], ""))
     unknown = advise([replace(fast, plain_tokens_per_s=None)], "SGLang")
     assert "--baseline" in unknown[-1]
+
+
+def test_a_loss_at_one_request_is_said():
+    """Found on a server with 0.72 times the tokens/s at one request, and a gain at four."""
+    slow = Load(concurrency=1, tokens_per_s=72, plain_tokens_per_s=100, speculation=SPECULATION)
+    fast = Load(concurrency=4, tokens_per_s=300, plain_tokens_per_s=200, speculation=SPECULATION)
+    loss = "Speculation loses at these requests at a time: 1 (0.72 of the tokens/s without it)"
+    text = " ".join(advise([slow, fast], "llama.cpp"))
+    assert f"{loss}: send such loads to a server without speculation." in text
+    assert "[[1, 3, 0], [4, 512, 2]]" in " ".join(advise([fast, slow], "vLLM"))
+    assert f"{loss}: use --k auto" in " ".join(advise([slow, fast], "Outrider"))
+
+
+def test_a_shorter_draft_that_is_estimated_to_gain_is_named():
+    load = Load(concurrency=1, tokens_per_s=72, plain_tokens_per_s=100, speculation=SPECULATION)
+    loss, shorter = advise([load], "Outrider")[-2:]
+    assert loss == "Speculation loses at these requests at a time: 1 (0.72 of the tokens/s without it)."
+    # A round takes 2.5 / 0.72 times as long as a plain one: 0.618 of a plain round for each of 4 draft tokens.
+    assert shorter.startswith("Set 1 draft token in place of 4")
+    assert f"Estimated: {1.8 / 1.618:.2f} times the tokens/s at 1 requests at a time" in shorter
+    assert "switch speculation off if it still loses" in shorter
 
 
 def test_command_with_a_baseline():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,10 @@ _REPETITION = ("repetition_penalty", "repeat_penalty")
 # Some servers filter unless they are told not to: llama.cpp has its own defaults, vLLM those of the model's
 # generation_config.json. Servers that refuse these fields are asked without them.
 _NEUTRAL = {"top_k": 0, "min_p": 0.0}
+_ID_FIELDS: Sequence[Mapping[str, bool]] = (  # that make servers return token ids
+    {"return_token_ids": True},  # vLLM and Outrider
+    {"return_tokens": True, "verbose": True},  # llama.cpp: they are part of what a verbose response has in addition
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +43,13 @@ class Abilities:
 
     chat: bool  # chat completions in place of completions
     prompt_ids: bool  # the prompt is sent as token ids
-    token_ids: bool  # the server returns token ids
+    id_fields: Mapping[str, bool]  # fields of a request that make the server return token ids; {}: it returns text
     neutral: bool  # it takes top_k and min_p
+
+    @property
+    def token_ids(self) -> bool:
+        """Whether the server returns token ids."""
+        return bool(self.id_fields)
 
 
 class Completions:
@@ -108,7 +117,10 @@ async def open_completions(
         OutriderError: no way gives a completion, or the server reads other tokens than the target.
     """
     problems: list[str] = []
+    of_text: Abilities | None = None  # the best way that works, without token ids
     for abilities in _ways(prompt, chat=chat):
+        if of_text is not None and not (abilities.id_fields and _same_request(abilities, of_text)):
+            break
         body = request_body(model, prompt, tokens, SamplingParams(), abilities, max_tokens=2, seed=0)
         try:
             document = await server.post(_path(abilities.chat), body)
@@ -122,9 +134,12 @@ async def open_completions(
                 f"{server.url} reads {count} tokens for a prompt that has {len(tokens)} with the tokenizer of --target"
             )
             continue
-        token_ids = parse_answer(document, replace(abilities, token_ids=True), strict=False).tokens is not None
-        return Completions(server, model, replace(abilities, token_ids=token_ids), concurrency=concurrency)
-    raise OutriderError(f"{problems[-1]}; check --model, --target and --chat")
+        if parse_answer(document, abilities, strict=False).tokens is not None:
+            return Completions(server, model, abilities, concurrency=concurrency)
+        of_text = replace(abilities, id_fields={})
+    if of_text is None:
+        raise OutriderError(f"{problems[-1]}; check --model, --target and --chat")
+    return Completions(server, model, of_text, concurrency=concurrency)
 
 
 def request_body(
@@ -146,8 +161,7 @@ def request_body(
     }
     if seed is not None:
         body["seed"] = seed
-    if abilities.token_ids:
-        body["return_token_ids"] = True
+    body |= abilities.id_fields
     if abilities.neutral:
         body |= _NEUTRAL
     if params.top_k:
@@ -174,15 +188,15 @@ def parse_answer(document: dict[str, Any], abilities: Abilities, *, strict: bool
     """
     try:
         choice = document["choices"][0]
-        text = choice["message"]["content"] if abilities.chat else choice["text"]
+        text = (choice["message"]["content"] if abilities.chat else choice["text"]) or ""
     except (KeyError, IndexError, TypeError):
         raise OutriderError(f"the server answered without a completion: {str(document)[:200]}; check the URL") from None
-    tokens = choice.get("token_ids") if abilities.token_ids else None
-    if abilities.token_ids and strict and not isinstance(tokens, list):
+    tokens = _token_ids(document, choice, text) if abilities.token_ids else None
+    if abilities.token_ids and strict and tokens is None:
         raise OutriderError("the server returned token ids for one request and none for another; audit it again")
     return Answer(
-        text=text or "",
-        tokens=tuple(tokens) if isinstance(tokens, list) else None,
+        text=text,
+        tokens=tokens,
         ended=choice.get("finish_reason") == "stop",
     )
 
@@ -192,9 +206,24 @@ def _ways(prompt: Prompt, *, chat: bool) -> Sequence[Abilities]:
     text = isinstance(prompt, str) and not chat
     ways = []
     for is_chat, prompt_ids in ((False, False), (False, True)) if text else ((True, False),):
-        for token_ids, neutral in ((True, True), (False, True), (False, False)):
-            ways.append(Abilities(chat=is_chat, prompt_ids=prompt_ids, token_ids=token_ids, neutral=neutral))
+        for neutral in (True, False):
+            for id_fields in (*_ID_FIELDS, {}):
+                ways.append(Abilities(chat=is_chat, prompt_ids=prompt_ids, id_fields=id_fields, neutral=neutral))
     return ways
+
+
+def _same_request(abilities: Abilities, other: Abilities) -> bool:
+    """Return whether two ways differ at most in the fields that make the server return token ids."""
+    return replace(abilities, id_fields={}) == replace(other, id_fields={})
+
+
+def _token_ids(document: Mapping[str, Any], choice: Mapping[str, Any], text: str) -> Tokens | None:
+    """Return the ids of the output tokens, or None if the response has none."""
+    ids = choice.get("token_ids")
+    if ids is None:
+        ids = (document.get("__verbose") or {}).get("tokens")
+    # llama.cpp has an empty list where it was not asked for the ids.
+    return tuple(ids) if isinstance(ids, list) and (ids or not text) else None
 
 
 def _other_prompt(document: dict[str, Any], tokens: Tokens) -> int | None:

@@ -12,11 +12,11 @@ import torch
 from outrider.audit.pair import Pair
 from outrider.core import tree
 from outrider.core.params import SamplingParams
+from outrider.core.token_text import token_pieces
 from outrider.core.types import SequenceState
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 
 _INCOMPLETE = "\ufffd"  # what decoders give for the beginning of a character
-_MAX_PIECE = 64  # characters of a token that is looked for in a text
 
 Tokens = tuple[int, ...]
 
@@ -82,25 +82,42 @@ class Texts:
         """Return the tokenizer's own tokens of a text, without special tokens."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
-    def beginnings(self, text: str) -> Iterator[int]:
-        """Yield every token whose text is the beginning of a text, longest first."""
-        for length in range(min(len(text), _MAX_PIECE), 0, -1):
+    def beginnings(self, text: bytes) -> Iterator[int]:
+        """Yield every token whose bytes are the beginning of a text, longest first. It may end inside a character."""
+        for length in range(min(len(text), self._longest), 0, -1):
             yield from self._by_piece.get(text[:length], ())
 
+    def size(self, token: int) -> int:
+        """Return the number of bytes of a token that `beginnings` yields."""
+        return len(self._pieces[token])
+
     @cached_property
-    def _by_piece(self) -> Mapping[str, Sequence[int]]:
-        """All tokens by their text inside of a sentence. Parts of characters are left out."""
+    def _pieces(self) -> Mapping[int, bytes]:
+        """The bytes of each token inside of a sentence. Special tokens have none."""
         anchor = self.encode("a")
         before = self._decode(anchor)
-        pieces: dict[str, list[int]] = defaultdict(list)
         special = set(self._tokenizer.all_special_ids)
         ids = [token for token in range(min(self._vocab, len(self._tokenizer))) if token not in special]
         texts = self._tokenizer.batch_decode([[*anchor, token] for token in ids], clean_up_tokenization_spaces=False)
+        parts = token_pieces(self._tokenizer)
+        pieces = {}
         for token, text in zip(ids, texts, strict=True):
             piece = text[len(before) :]
-            if piece and not is_incomplete(piece):
-                pieces[piece].append(token)
-        return pieces
+            # Decoders do not tell the bytes of a part of a character. The vocabulary does.
+            pieces[token] = parts[token] if is_incomplete(piece) else piece.encode()
+        return {token: piece for token, piece in pieces.items() if piece}
+
+    @cached_property
+    def _by_piece(self) -> Mapping[bytes, Sequence[int]]:
+        """All tokens by their bytes."""
+        tokens: dict[bytes, list[int]] = defaultdict(list)
+        for token, piece in self._pieces.items():
+            tokens[piece].append(token)
+        return tokens
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._by_piece), default=0)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -196,7 +196,7 @@ def _add_tokenizations(
         p = target.logits((*prompt, *beginning)).softmax(-1)
         rest = {text[len(done) :] for text in wanted if text.startswith(done)}
         known = children.get(beginning, ())
-        found = {token for text in rest for token in texts.beginnings(text)} - set(known)
+        found = {token for text in rest for token in texts.beginnings(text.encode())} - set(known)
         new = sorted(token for token in found if prob * float(p[token]) > _FLOOR)
         for token in (*known, *new):
             longer = (*beginning, token)

@@ -13,7 +13,8 @@ from outrider.audit.pair import Pair
 from outrider.audit.prompts import Prompt
 from outrider.audit.replay import LOGITS
 from outrider.audit.server.client import Answer
-from outrider.audit.server.model import Texts, Tokens, is_incomplete
+from outrider.audit.server.model import Texts, Tokens
+from outrider.audit.server.tokenizations import Choice, Tolerance, follow
 from outrider.audit.statistics import wilson
 
 _SPREAD = 6.0  # near-ties may differ by this many standard deviations of the rounding
@@ -28,7 +29,7 @@ class Difference:
     position: int  # of the output token, from 0
     before: str  # the text before it
     model_token: int
-    server_token: int  # of several tokens that fit the text, the likeliest one; -1: no token fits
+    server_token: int  # for a server that returns text, of the tokenization that fits best
     model_text: str
     server_text: str
     margin: float  # in logits
@@ -64,8 +65,11 @@ def replay(
         dtype: the type of the numbers that the server computes with.
         rounding: standard deviation of the server's logits.
     """
+    eps = torch.finfo(dtype).eps if dtype is not torch.float32 else 0.0
+    tolerance = Tolerance(relative=NEAR * eps, least=max(_SPREAD * rounding, LOGITS))
+    replayer = _Replayer(pair, texts, tolerance)
     replayed = [
-        _Replayer(pair, texts, number, tokens, dtype, rounding).run(answer)
+        replayer.run(number, tokens, answer)
         for number, ((_, tokens), answer) in enumerate(zip(prompts, answers, strict=True))
     ]
     differences = [each for one in replayed for each in one.differences]
@@ -88,95 +92,53 @@ def replay(
 
 
 class _Replayer:
-    """Follows one completion."""
+    """Follows the completions."""
 
-    def __init__(
-        self, pair: Pair, texts: Texts, number: int, prompt: Tokens, dtype: torch.dtype, rounding: float
-    ) -> None:
+    def __init__(self, pair: Pair, texts: Texts, tolerance: Tolerance) -> None:
         self._pair = pair
         self._texts = texts
-        self._number = number
-        self._prompt = prompt
-        self._eps = torch.finfo(dtype).eps if dtype is not torch.float32 else 0.0
-        self._rounding = rounding
-        self._found: list[Difference] = []
+        self._tolerance = tolerance
 
-    def run(self, answer: Answer) -> Replayed:
-        output = self._by_tokens(answer.tokens) if answer.tokens is not None else self._by_text(answer.text)
-        unread = 0 if answer.tokens is not None else len(answer.text) - len(self._texts.after(self._prompt, output))
-        ended = answer.tokens is not None and bool(output) and output[-1] in self._pair.end_ids
-        if answer.ended and not ended and not unread:
-            self._check_end(output)
-        return Replayed(tokens=len(output), unread=max(unread, 0), differences=tuple(self._found))
+    def run(self, number: int, prompt: Tokens, answer: Answer) -> Replayed:
+        """Compare the completion of a prompt."""
+        if answer.tokens is not None:
+            choices = self._by_tokens(prompt, answer.tokens, ended=answer.ended)
+            return self._replayed(number, prompt, answer.tokens, choices, unread=0)
+        path = follow(self._pair, self._texts, prompt, answer.text, self._tolerance, ended=answer.ended)
+        unread = answer.text.encode(errors="replace")[path.done :].decode(errors="replace")
+        return self._replayed(number, prompt, path.tokens, path.choices, unread=len(unread))
 
-    def _by_tokens(self, output: Tokens) -> Tokens:
-        if output:
-            rows = self._pair.logits_along(self._prompt, output[:-1])
-            for position, (logits, token) in enumerate(zip(rows, output, strict=True)):
-                if int(logits.argmax()) != token:
-                    self._add(logits, token, output[:position])
-        return output
+    def _by_tokens(self, prompt: Tokens, output: Tokens, *, ended: bool) -> list[Choice]:
+        """Judge the server's own tokens, and the end of the text."""
+        rows = self._pair.logits_along(prompt, output)
+        choices = [
+            self._tolerance.choice(logits, token, position)
+            for position, (logits, token) in enumerate(zip(rows[:-1], output, strict=True))
+        ]
+        end_ids = self._pair.end_ids
+        if ended and end_ids and not end_ids.intersection(output[-1:]):  # some servers leave the end token out
+            end = max(end_ids, key=lambda token: float(rows[-1][token]))
+            choices.append(self._tolerance.choice(rows[-1], end, len(output)))
+        return choices
 
-    def _by_text(self, text: str) -> Tokens:
-        """Follow the text with the model's own tokens, and where they do not fit, with the likeliest ones that do."""
-        output: Tokens = ()
-        while rest := text[len(self._texts.after(self._prompt, output)) :]:
-            guess = self._texts.encode(rest)
-            rows = self._pair.logits_along((*self._prompt, *output), guess[:-1])
-            length = len(output)
-            for logits, expected in zip(rows, guess, strict=True):
-                token = self._next(logits, output, text)
-                if token is None:
-                    return output
-                output = (*output, token)
-                if token != expected:
-                    break  # the rest of the guess does not follow this token
-            if len(output) == length:
-                return output
-        return output
+    def _replayed(
+        self, number: int, prompt: Tokens, output: Tokens, choices: Sequence[Choice], *, unread: int
+    ) -> Replayed:
+        different = [choice for choice in choices if choice.token != choice.best]
+        found = tuple(self._difference(number, prompt, output[: choice.position], choice) for choice in different)
+        return Replayed(tokens=len(output), unread=unread, differences=found)
 
-    def _next(self, logits: torch.Tensor, output: Tokens, text: str) -> int | None:
-        """Return the next token of a text, or None where the text ends or holds a part of a character."""
-        best = int(logits.argmax())
-        if self._fits(best, output, text):
-            return best
-        done = self._texts.after(self._prompt, output)
-        rest = text[len(done) :]
-        if not rest or is_incomplete(rest[:1]):
-            return None
-        found = [token for token in self._texts.beginnings(rest) if self._fits(token, output, text)]
-        # A character of several tokens begins with a part of it, which is no beginning of the text.
-        found += [token for token in self._texts.encode(rest)[:1] if token not in found]
-        token = max(found, key=lambda each: float(logits[each]))
-        self._add(logits, token, output)
-        return token
-
-    def _fits(self, token: int, output: Tokens, text: str) -> bool:
-        longer = self._texts.after(self._prompt, (*output, token))
-        if longer == self._texts.after(self._prompt, output):
-            return False  # a special token has no text
-        return text.startswith(longer.rstrip("\ufffd"))
-
-    def _check_end(self, output: Tokens) -> None:
-        logits = self._pair.logits((*self._prompt, *output))
-        if int(logits.argmax()) not in self._pair.end_ids and self._pair.end_ids:
-            self._add(logits, max(self._pair.end_ids, key=lambda token: float(logits[token])), output)
-
-    def _add(self, logits: torch.Tensor, token: int, output: Tokens) -> None:
-        best = int(logits.argmax())
-        margin = float(logits[best] - logits[token])
-        tolerance = max(NEAR * self._eps * float(logits.abs().max()), _SPREAD * self._rounding, LOGITS)
-        self._found.append(
-            Difference(
-                prompt=self._number,
-                position=len(output),
-                before=self._texts.after(self._prompt, output)[-_SHOWN:],
-                model_token=best,
-                server_token=token,
-                model_text=self._texts.after((*self._prompt, *output), (best,)),
-                server_text=self._texts.after((*self._prompt, *output), (token,)),
-                margin=margin,
-                tolerance=tolerance,
-                near_tie=margin <= tolerance,
-            )
+    def _difference(self, number: int, prompt: Tokens, before: Tokens, choice: Choice) -> Difference:
+        context = (*prompt, *before)
+        return Difference(
+            prompt=number,
+            position=choice.position,
+            before=self._texts.after(prompt, before)[-_SHOWN:],
+            model_token=choice.best,
+            server_token=choice.token,
+            model_text=self._texts.after(context, (choice.best,)),
+            server_text=self._texts.after(context, (choice.token,)),
+            margin=choice.margin,
+            tolerance=choice.tolerance,
+            near_tie=choice.near,
         )

@@ -22,7 +22,7 @@ from outrider.audit.server.model import Model, Texts, Tokens
 from outrider.audit.server.replay import replay
 from outrider.audit.server.report import show
 from outrider.audit.server.settings import ServerOptions
-from outrider.client.server import Server, connect, find_model
+from outrider.client.server import Server, connect, find_model, retries_text
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams, check_draft_length
 from outrider.errors import OutriderError
@@ -142,7 +142,8 @@ class _Audit:
             "rounding_logits": rounding,
             "replay": replayed,
             **sampling,
-            "notes": _notes(replayed, sampling, completions),
+            "retries": server.retries,
+            "notes": _notes(replayed, sampling, completions, retries=server.retries),
         }
 
     def _pair(self, folder: str, prompts: Sequence[Prompt], dtype: str) -> Pair:
@@ -238,7 +239,7 @@ def _asked(prompts: tuple[Prompt, ...], chat: bool) -> tuple[Prompt, ...]:
     return tuple(({"role": "user", "content": each},) if isinstance(each, str) else each for each in prompts)
 
 
-def _notes(replayed: dict[str, Any], sampling: dict[str, Any], completions: Completions) -> list[str]:
+def _notes(replayed: dict[str, Any], sampling: dict[str, Any], completions: Completions, *, retries: int) -> list[str]:
     """Return what the reader must know to judge the result."""
     notes = []
     distribution = sampling["distribution"]
@@ -275,4 +276,6 @@ def _notes(replayed: dict[str, Any], sampling: dict[str, Any], completions: Comp
         notes.append("Several causes explain the counts equally well. The counts cannot tell them apart.")
     if diagnosis and not diagnosis["causes"]:
         notes.append("No known defect explains the counts of all tests.")
+    if retries:
+        notes.append(retries_text(retries))
     return notes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from outrider.client.metrics import Speculation, read_speculation
-from outrider.client.server import Refused, Server, connect, find_model
+from outrider.client.server import Refused, Server, connect, find_model, retries_text
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.measure.prompts import Prompt, read_prompts
@@ -74,6 +74,7 @@ def run_server_tune(
         "temperature": temperature,
         "max_tokens": max_tokens,
         "loads": [_load_dict(load) for load in measured.loads],
+        "retries": measured.retries,
         "advice": advise(measured.loads, engine, configured=measured.configured),
         "versions": versions(),
         "commit": commit(),
@@ -98,6 +99,8 @@ def show(document: dict[str, Any], console: Console) -> None:
             NONE if load["best_k"] is None else str(load["best_k"]),
         )
     console.print(table)
+    if document["retries"]:
+        console.print(retries_text(document["retries"]), highlight=False, markup=False, soft_wrap=True)
     for line in document["advice"]:
         console.print(f"- {line}", highlight=False, markup=False, soft_wrap=True)
 
@@ -108,6 +111,7 @@ class _Measured(NamedTuple):
     engine: str  # "" without metrics of a known one
     model: str
     loads: list[Load]
+    retries: int  # of requests whose idle connection was closed, to both servers
     configured: bool | None  # whether the server was started with speculation; None: it does not say
 
 
@@ -135,38 +139,56 @@ class _Measure:
                     " --baseline URL to measure the gain alone"
                 )
             peer = _Peer(server, model, {})
+            retries = 0
             if options.baseline is not None:
                 async with connect(options.baseline, api_key=options.api_key, timeout=options.timeout) as other:
                     baseline = _Peer(other, await find_model(other, None), {})
                     loads = await self._loads(peer, baseline, batches)
+                    retries = other.retries
             else:
                 off = _OFF.get(engine)
                 loads = await self._loads(peer, None if off is None else _Peer(server, model, off), batches)
-            return _Measured(engine, model, loads, await _configured(server, engine, before))
+            configured = await _configured(server, engine, before)
+            return _Measured(engine, model, loads, retries + server.retries, configured)
 
     async def _loads(self, peer: _Peer, plain: _Peer | None, batches: Sequence[int]) -> list[Load]:
         for each in (peer, plain):
             if each is not None:
-                await self._rate(each, 1, count=1, max_tokens=_WARM_UP)
-        loads = []
-        for concurrency in batches:
-            count = self._options.num_requests or _PER_WORKER * concurrency
-            before = await _scrape(peer.server)
-            rate = await self._rate(peer, concurrency, count=count)
-            after = await _scrape(peer.server)
-            loads.append(
-                Load(
-                    concurrency=concurrency,
-                    tokens_per_s=rate,
-                    plain_tokens_per_s=await self._rate(plain, concurrency, count=count) if plain else None,
-                    speculation=after.since(before) if after and before else None,
-                )
-            )
-        return loads
+                await self._work(each, 1, range(1), max_tokens=_WARM_UP)
+        return [await self._load(peer, plain, concurrency) for concurrency in batches]
 
-    async def _rate(self, peer: _Peer, concurrency: int, *, count: int, max_tokens: int | None = None) -> float:
-        """Return output tokens per second of `count` requests, `concurrency` at a time."""
-        numbers = iter(range(count))
+    async def _load(self, peer: _Peer, plain: _Peer | None, concurrency: int) -> Load:
+        """Measure one load: one half of the requests with speculation, all of them without it, the other half with it.
+
+        So a drift of the machine, and prompts that a server has cached, affect both alike.
+        """
+        count = self._options.num_requests or _PER_WORKER * concurrency
+        half = -(-count // 2)
+        first = range(half)
+        second = range(half, count)
+        before = await _scrape(peer.server)
+        speculative = await self._work(peer, concurrency, first)
+        paused = await _scrape(peer.server)
+        without = _NO_WORK
+        if plain is not None:
+            without = await self._work(plain, concurrency, first) + await self._work(plain, concurrency, second)
+        continued = await _scrape(peer.server)
+        speculative += await self._work(peer, concurrency, second)
+        after = await _scrape(peer.server)
+        return Load(
+            concurrency=concurrency,
+            tokens_per_s=speculative.rate,
+            plain_tokens_per_s=without.rate if plain is not None else None,
+            speculation=_counted(before, paused, continued, after),
+        )
+
+    async def _work(self, peer: _Peer, concurrency: int, requests: range, *, max_tokens: int | None = None) -> _Work:
+        """Complete the requests with these numbers, `concurrency` at a time.
+
+        Raises:
+            OutriderError: the server returns no tokens.
+        """
+        numbers = iter(requests)
         tokens = 0
 
         async def work() -> None:
@@ -176,10 +198,29 @@ class _Measure:
                 tokens += await peer.complete(self._prompts[number % len(self._prompts)], body)
 
         began = perf_counter()
-        await asyncio.gather(*(work() for _ in range(min(concurrency, count))))
-        if not tokens:
+        await asyncio.gather(*(work() for _ in range(min(concurrency, len(requests)))))
+        if requests and not tokens:
             raise OutriderError(f"{peer.server.url} returned no tokens; check --model and --prompts")
-        return tokens / (perf_counter() - began)
+        return _Work(tokens=tokens, seconds=perf_counter() - began)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """Output tokens, and the seconds that they took."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Output tokens per second."""
+        return self.tokens / self.seconds
+
+    def __add__(self, other: _Work) -> _Work:
+        return _Work(tokens=self.tokens + other.tokens, seconds=self.seconds + other.seconds)
+
+
+_NO_WORK = _Work(tokens=0, seconds=0.0)
 
 
 class _Peer:
@@ -223,6 +264,14 @@ async def _scrape(server: Server) -> Speculation | None:
     text = await server.metrics()
     speculation = None if text is None else read_speculation(text)
     return speculation if speculation and speculation.engine else None
+
+
+def _counted(*scrapes: Speculation | None) -> Speculation | None:
+    """Return what was counted between the first two scrapes, and between the last two. None: a scrape is missing."""
+    before, paused, continued, after = scrapes
+    if before is None or paused is None or continued is None or after is None:
+        return None
+    return after.since(before).since(continued.since(paused))
 
 
 async def _configured(server: Server, engine: str, before: Speculation | None) -> bool | None:

@@ -1,0 +1,65 @@
+"""A server that closes a kept connection when the next request arrives on it, as servers do with idle connections."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+STREAM = b'data: {"choices": [{"text": "a", "finish_reason": "length"}]}\n\ndata: [DONE]\n\n'
+
+
+@contextmanager
+def closing_server(*, per_connection: int = 1, cut: bool = False) -> Iterator[tuple[str, list[str]]]:
+    """Serve completions over HTTP on the loopback interface.
+
+    Args:
+        per_connection: requests of a connection that are answered; the next one is read, and the connection closed.
+        cut: send the headers of the request that is not answered, and half of its body.
+
+    Yields:
+        The base URL with /v1, and the paths of the requests that were answered.
+    """
+    answered: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):  # one for each connection
+        protocol_version = "HTTP/1.1"
+        num_answered = 0
+
+        def do_GET(self) -> None:
+            if self.path == "/v1/models":
+                self._answer(json.dumps({"data": [{"id": "m"}]}).encode())
+            else:
+                self._answer(b"{}", status=404)
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            choice = {"text": "a", "finish_reason": "length"}
+            document = {"choices": [choice], "usage": {"completion_tokens": 1}}
+            self._answer(STREAM if body.get("stream") else json.dumps(document).encode())
+
+        def _answer(self, content: bytes, *, status: int = 200) -> None:
+            closes = self.num_answered == per_connection
+            self.close_connection = closes
+            if closes and not cut:
+                return
+            self.num_answered += 1
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2] if closes else content)
+            if not closes:
+                answered.append(self.path)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1", answered
+    finally:
+        server.shutdown()
+        server.server_close()
