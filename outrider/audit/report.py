@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from outrider.models.checkpoint import precision_text
 from outrider.propose.placement import describe_placement
 
 
@@ -102,7 +103,7 @@ def _flips(section: Mapping[str, Any]) -> list[tuple[str, str]]:
         if not flip["near_tie"]
     ]
     lines = [
-        (f"{section['tokens']} tokens, greedy, {section['dtype']}, {section['kernels']} kernels", speculative),
+        (f"{section['tokens']} tokens, greedy, {precision_text(section)}, {section['kernels']} kernels", speculative),
         ("the same by plain decoding in a batch", plain),
     ]
     return lines + failures

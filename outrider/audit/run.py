@@ -124,7 +124,6 @@ class _Audit:
             "exact": self.rule.exact,
             "bound": self.rule.bound and self.rule.bound.as_dict(),
             "k": self.k,
-            "weight_bits": self.config.bits,
             "draft_placements": [placement.as_dict() for placement in pair.draft_placements],
             "seed": _SEED,
             **sections,

@@ -19,6 +19,7 @@ from rich.text import Text
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
 from outrider.core.types import Completion, FinishReason, TokenLogprobs
+from outrider.engine.build import EngineParts
 from outrider.llm import LLM
 from outrider.measure.clock import DecodeSpeed
 from outrider.plan.store import proposer_name
@@ -131,8 +132,7 @@ class Output:
         lines = _summary(outcome)
         if self._show:
             parts = self._llm.parts
-            dtype = str(parts.dtype).removeprefix("torch.")
-            lines[-1] += f"; {dtype} {parts.loaded.checkpoint.dtype_reason}, {parts.target.kernels} kernels"
+            lines[-1] += f"; {_precision(parts)}, {parts.target.kernels} kernels"
             lines.append(f"proposer {proposer_name(parts.proposer_spec)}, verifier {parts.verifier.name}")
         for line in (*lines, *map(str, self._llm.parts.draft_placements)):
             self._stderr.print(line, style="dim", soft_wrap=True)
@@ -143,6 +143,13 @@ class Output:
         if self._as_json:
             print(json.dumps(_document(outcome, self._llm)), flush=True)
         return not failed
+
+
+def _precision(parts: EngineParts) -> str:
+    """Return the precision of the target, and for weights in one dtype the reason for it."""
+    dtype = str(parts.dtype).removeprefix("torch.")
+    text = str(parts.precision)
+    return f"{dtype} {parts.loaded.checkpoint.dtype_reason}" if text == dtype else text
 
 
 def _legend() -> Text:
@@ -218,7 +225,7 @@ def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "time_to_first_token_seconds": outcome.first,
         "tokens_per_s": outcome.speed.rate,
-        "dtype": str(llm.parts.dtype).removeprefix("torch."),
+        **llm.parts.precision.as_dict(),
         "kernels": llm.parts.target.kernels,
         "draft_placements": [placement.as_dict() for placement in llm.parts.draft_placements],
         "versions": machine.versions(),

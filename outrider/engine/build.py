@@ -25,7 +25,7 @@ from outrider.loader.check import make_checked_target
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import model_folder
 from outrider.models.base import Target
-from outrider.models.checkpoint import Checkpoint, SourceRules
+from outrider.models.checkpoint import Checkpoint, Precision, SourceRules, WeightFormat
 from outrider.models.recurrent_target import RecurrentTarget
 from outrider.native.rules import fastest_verifier
 from outrider.native.sampling import fastest_sampling
@@ -102,8 +102,13 @@ class EngineParts:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the target's weights."""
+        """The dtype of the target's activations, and of its weights unless they are quantized."""
         return self.setup.dtype
+
+    @property
+    def precision(self) -> Precision:
+        """The dtype of the target, and the types of its weights."""
+        return self.loaded.precision
 
     @property
     def device(self) -> torch.device:
@@ -118,6 +123,7 @@ class LoadedTarget:
     checkpoint: Checkpoint
     model: Target
     kernels: str  # as configured, also for drafts
+    precision: Precision
 
 
 def build(config: EngineConfig, *, planner: Planner | None = None) -> EngineParts:
@@ -172,7 +178,18 @@ def prepare_target(checkpoint: Checkpoint, config: EngineConfig) -> LoadedTarget
         kernels=config.kernels,
         bits=config.bits,
     )
-    return LoadedTarget(checkpoint=checkpoint, model=model, kernels=config.kernels)
+    return LoadedTarget(
+        checkpoint=checkpoint, model=model, kernels=config.kernels, precision=_precision(checkpoint, config)
+    )
+
+
+def _precision(checkpoint: Checkpoint, config: EngineConfig) -> Precision:
+    weights = checkpoint.blocks
+    if config.quantize is not None:
+        weights = WeightFormat((config.quantize,), config.bits)
+    if weights is None:
+        weights = WeightFormat((str(checkpoint.dtype).removeprefix("torch."),), 8 * checkpoint.dtype.itemsize)
+    return Precision(weights=weights, dtype=checkpoint.dtype)
 
 
 def build_engine(

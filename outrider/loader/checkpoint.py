@@ -185,6 +185,7 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
         vocab=model.get_output_embeddings().weight.shape[0],
         end_ids=end_ids(file),
         recurrent=False,
+        blocks=file.blocks,
         dtype=choice.dtype,
         folder=str(path),
         dtype_reason=choice.reason,

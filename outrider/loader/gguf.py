@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.loader.gguf_tokenizer import make_tokenizer
 from outrider.models.attention import NAME
+from outrider.models.checkpoint import WeightFormat
 from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight
 
 SUFFIX = ".gguf"
@@ -59,8 +60,20 @@ class GGUFFile:
     @property
     def types(self) -> list[str]:
         """The names of the types of its matrices."""
-        kinds = {tensor.tensor_type.name for tensor in self.reader.tensors if len(tensor.shape) > 1}
-        return sorted(kinds)
+        return sorted({tensor.tensor_type.name for tensor in self._matrices})
+
+    @property
+    def blocks(self) -> WeightFormat | None:
+        """The types of its matrices and their mean bits per weight; None if no matrix has quantized blocks."""
+        if not self.quantized:
+            return None
+        weights = sum(int(tensor.n_elements) for tensor in self._matrices)
+        size = sum(int(tensor.n_bytes) for tensor in self._matrices)
+        return WeightFormat(tuple(self.types), 8 * size / weights)
+
+    @property
+    def _matrices(self) -> list[Any]:
+        return [tensor for tensor in self.reader.tensors if len(tensor.shape) > 1]
 
     @property
     def quantized(self) -> bool:

@@ -142,7 +142,7 @@ def _conditions(measured: Measured) -> dict[str, Any]:
     parts = measured.llm.parts
     return {
         "kernels": parts.target.kernels,
-        "dtype": str(parts.dtype).removeprefix("torch."),
+        **parts.precision.as_dict(),
         "hardware": machine.hardware(str(parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),

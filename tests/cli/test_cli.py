@@ -173,7 +173,7 @@ def test_quantized_model(bits):
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert (document["dtype"], document["kernels"]) == ("bfloat16", f"torch {bits}")
-    assert "bfloat16 with quantized weights" in without_colors(result.stderr)
+    assert f"{bits} weights of {bits[3:]} bits, bfloat16 otherwise" in without_colors(result.stderr)
     assert len(document["completions"][0]["token_ids"]) == 8
 
 
