@@ -46,7 +46,6 @@ _Models = TypeVar("_Models", bound=options.EngineOptions)
 
 app = typer.Typer(
     cls=Commands,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -91,7 +90,7 @@ def run(
     prompt: options.PromptText = None,
     *,
     source: SourceOptions,
-    chat: options.Chat = False,
+    chat: options.ChatOptions,
     models: options.ModelOptions,
     config: options.Config = None,
     sampling: SamplingOptions,
@@ -104,7 +103,7 @@ def run(
     The text goes to standard output, everything else to standard error. With --json the text goes to standard error,
     too, and standard output has only the JSON document.
     """
-    params = replace(sampling.params(), constraint=form.constraint())
+    params = replace(sampling.params(unlimited=chat.chat), constraint=form.constraint())
     given = read_source(source)
     from outrider.cli.output import Output
     from outrider.cli.ranks import joined
@@ -115,7 +114,7 @@ def run(
     with joined(models.tp, models.device):
         llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
         output = Output(llm, show=show, as_json=as_json)
-        if "max_tokens" not in _given(ctx):
+        if sampling.max_tokens is None:
             params = with_default_length(llm, params)
         if not converse(llm, params, prompt=prompt, options=source, given=given, chat=chat, output=output):
             raise typer.Exit(1)
@@ -239,9 +238,9 @@ def _merge(
 
 
 def _given(ctx: typer.Context) -> set[str]:
-    """Return the names of the options that the user has set."""
+    """Return the names of the options on the command line, without those of environment variables."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    return {name for name, source in sources.items() if source and not source.name.startswith("DEFAULT")}
+    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
 @app.command()
@@ -278,7 +277,7 @@ def audit(
 
 
 @app.command()
-@options.spread
+@partial(options.spread, environment=False)  # they describe other machines than this one
 def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> None:
     """Estimate the speedup on a machine and for a model that you do not have, with a roofline model.
 
@@ -307,7 +306,7 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
 
 
 @app.command()
-@options.spread
+@partial(options.spread, environment=False)  # they describe other machines than this one
 def fleet(ctx: typer.Context, *, asked: FleetOptions, as_json: options.BenchJson = False) -> None:
     """Simulate a fleet of servers: arrivals, routing, continuous batching, and speculation by load."""
     from outrider.fleet.command import run_fleet

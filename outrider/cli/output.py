@@ -107,6 +107,10 @@ class Output:
         if use_color:
             self._stderr.print(_legend())
 
+    def note(self, text: str) -> None:
+        """Print a line for the user, beside the completions."""
+        self._stderr.print(text, style="dim", soft_wrap=True)
+
     def head(self, text: str) -> None:
         """Print a heading above one of several completions."""
         self._stderr.rule(text, align="left", style="dim")
