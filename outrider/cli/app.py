@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -30,7 +31,7 @@ from outrider.fleet.options import check_given as check_fleet_given
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_figures, parse_real, parse_whole
 from outrider.project.options import ProjectOptions
-from outrider.report.console import print_document
+from outrider.report.console import INTERRUPTED, print_document
 from outrider.scale.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
 from outrider.system.atomic_files import check_writable
@@ -348,8 +349,14 @@ def tune(
     settings = measured.settings(target, asked)
     if asked.out:
         check_writable(asked.out)  # before the measurement rather than after it
-    document = run_tune(settings, progress=Console(stderr=True))
+    progress = Console(stderr=True)
+    runs = Path(f"{asked.out}.runs").expanduser() if asked.out else None
+    document = run_tune(settings, progress=progress, file=runs)
     print_document(document, show, as_json=as_json, write=partial(write, file=asked.out) if asked.out else None)
+    if not document["complete"]:
+        kept = f"its runs are in {runs}, and the same command continues" if runs else "with --out it could continue"
+        print_mistake(f"the measurement was interrupted; {kept}")
+        raise typer.Exit(INTERRUPTED)
 
 
 def _tune_server(server: TuneServer, asked: TuneOptions, measured: MeasureOptions, *, as_json: bool) -> None:

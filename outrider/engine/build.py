@@ -5,7 +5,7 @@ Every engine of the package is made here, by `assemble`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from outrider.native.sampling import fastest_sampling
 from outrider.parallel.ranks import current, join
 from outrider.plan.calibrate import known_costs
 from outrider.plan.cost_planner import CostPlanner
+from outrider.plan.pass_cost import CostModel
 from outrider.plan.planner import FixedPlanner, Planner
 from outrider.propose.base import NoProposer, Proposer, ProposerSetup
 from outrider.propose.combine import Switch
@@ -409,14 +410,21 @@ def _names(spec: str | Maker, proposer: Proposer) -> tuple[str, ...]:
     return tuple(f"own#{i + 1}" for i in range(proposer.needs.alternatives))
 
 
-def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) -> CostPlanner:
+def auto_planner(
+    target: Target,
+    proposer: Proposer,
+    *,
+    replay: bool = False,
+    find_costs: Callable[[Target, Target | None], CostModel] | None = None,
+) -> CostPlanner:
     """Return a planner that knows the measured costs of the target and of the draft model of each alternative.
 
     With `replay`, the output of a request with a seed depends on its drafts, and must be reproducible (see
-    `CostPlanner`).
+    `CostPlanner`). `find_costs` returns the costs of a target and of its draft model; None: `known_costs`.
     """
     alternatives = proposer.parts if isinstance(proposer, Switch) else (proposer,)
-    costs = (known_costs(target, draft_model(each)) for each in alternatives)
+    find = find_costs or known_costs
+    costs = (find(target, draft_model(each)) for each in alternatives)
     # Recurrent layers read the tokens of all sequences in step.
     padded = isinstance(target, RecurrentTarget)
     return CostPlanner(*costs, replay=replay, model_sources=model_sources(proposer), padded=padded)
