@@ -20,7 +20,10 @@ HEAD = """\
 
 This page lists every command of `outrider` and its options. `outrider COMMAND --help` prints the same text.
 
-`outrider --version` prints the version. Every command has `-h` and `--help`. A mistake in an option or a file ends the
+`outrider --version` prints the version, and `outrider --install-completion` sets up
+[completion](../getting-started/installation.md#shell-completion) in your shell. An option with an
+[environment variable](../how-to/deploy.md#environment-variables) takes its value, unless the command line or `--config`
+sets the option. Every command has `-h` and `--help`. A mistake in an option or a file ends the
 command with exit code 2 and one line on standard error that says what to change.
 
 | Command | Purpose |

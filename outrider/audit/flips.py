@@ -15,6 +15,7 @@ from outrider.audit.statistics import wilson
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Request
+from outrider.models.checkpoint import Precision
 from outrider.verify.rules import Verifier
 
 # Passes over one token and over several use different kernels, and every layer rounds. If a computed logit is off by at
@@ -50,7 +51,7 @@ class ObservedOutputs:
 
     speculative: FlipReport
     plain_batched: FlipReport  # for comparison: plain decoding in a batch against plain decoding alone
-    dtype: torch.dtype
+    precision: Precision
     kernels: str
 
 
@@ -68,20 +69,20 @@ def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> Observ
     return ObservedOutputs(
         speculative=_follow(requests, plain, partial(pair.speculative, verifier=verifier, k=k)),
         plain_batched=_follow(requests, plain, partial(pair.plain, alone=False)),
-        dtype=pair.dtype,
+        precision=pair.precision,
         kernels=pair.kernels,
     )
 
 
 def explain_flips(exact: Pair, observed: ObservedOutputs) -> dict[str, Any]:
     """Measure the margin of every flip in float32. A flip that is not a near-tie fails the test."""
-    details = [_measure(exact, flip, observed.dtype) for flip in observed.speculative.flips]
-    plain_details = [_measure(exact, flip, observed.dtype) for flip in observed.plain_batched.flips]
+    details = [_measure(exact, flip, observed.precision.dtype) for flip in observed.speculative.flips]
+    plain_details = [_measure(exact, flip, observed.precision.dtype) for flip in observed.plain_batched.flips]
     tokens = observed.speculative.tokens
     bounds = wilson(len(details), tokens)
     return {
         "passed": all(detail["near_tie"] for detail in details),
-        "dtype": str(observed.dtype).removeprefix("torch."),
+        **observed.precision.as_dict(),
         "kernels": observed.kernels,
         "tokens": tokens,
         "flips": len(details),

@@ -68,6 +68,7 @@ class Pair:
 
         context = _context(checkpoint, self.prompts, room)
         self._loaded = prepare_target(checkpoint, replace(config, max_num_seqs=_MAX_NUM_SEQS, max_model_len=context))
+        self.precision = self._loaded.precision
         self._target = self._loaded.model
         self.kernels = self._target.kernels
         assert self._loaded.check is not None

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from outrider.loader.check_store import CheckResult
+from outrider.models.checkpoint import precision_text
 from outrider.propose.placement import describe_placement
 
 
@@ -114,7 +115,7 @@ def flip_rows(section: Mapping[str, Any]) -> list[Row]:
         if not flip["near_tie"]
     ]
     # A flip fails by itself, so the summary has a verdict only where none fails.
-    summary = f"{section['tokens']} tokens, greedy, {section['dtype']}, {section['kernels']} kernels"
+    summary = f"{section['tokens']} tokens, greedy, {precision_text(section)}, {section['kernels']} kernels"
     return [
         Row(summary, speculative, None if failures else True),
         Row("the same by plain decoding in a batch", plain, None),

@@ -125,7 +125,6 @@ class _Audit:
             "exact": self.rule.exact,
             "bound": self.rule.bound and self.rule.bound.as_dict(),
             "k": self.k,
-            "weight_bits": self.config.bits,
             "draft_placements": [placement.as_dict() for placement in pair.draft_placements],
             "load_check": asdict(pair.load_check),
             "seed": _SEED,

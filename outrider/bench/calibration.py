@@ -27,7 +27,7 @@ def run_calibration(llm: LLM, *, progress: Console) -> dict[str, Any]:
     return {
         "benchmark": "outrider bench --calibrate",
         "kernels": parts.target.kernels,
-        "dtype": str(parts.dtype).removeprefix("torch."),
+        **parts.precision.as_dict(),
         "hardware": machine.hardware(str(parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),

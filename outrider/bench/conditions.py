@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outrider.models.checkpoint import precision_text
 from outrider.report.console import NONE, Document
 
 _MEMORY_PARTS = {
@@ -43,8 +44,9 @@ def conditions(document: Document) -> list[tuple[str, str]]:
         ("versions", ", ".join(f"{name} {version}" for name, version in document["versions"].items())),
         ("commit", document["commit"] or "not from a checkout"),
         ("proposer, verifier", f"{document['proposer']}, {document['verifier']}"),
-        ("precision, kernels, device", f"{document['dtype']}, {document['kernels']}, {hardware['device']}"),
-        ("bits per weight", str(document["weight_bits"])),
+        ("precision", precision_text(document)),
+        ("bits per weight", f"{document['weight_bits']:.3g}"),
+        ("kernels, device", f"{document['kernels']}, {hardware['device']}"),
     ]
     if document["kernels"].startswith("native"):
         seconds = document["compile_seconds"]

@@ -10,7 +10,7 @@ from rich.console import Console
 from outrider.bench.report import Sample
 from outrider.bench.variants import Variant
 from outrider.benchmarking.jobs import Condition, PromptBatch
-from outrider.benchmarking.progress import progress_bar
+from outrider.benchmarking.progress import RunProgress
 
 _WARMUP_TOKENS = 16
 
@@ -34,14 +34,13 @@ def interleave(workloads: Sequence[Workload], repeats: int, console: Console) ->
             variant.run([job.shortened(_WARMUP_TOKENS) for job in workload.batches[0].jobs])  # to warm up
     samples: dict[Condition, list[Sample]] = {workload.condition: [] for workload in workloads}
     total = repeats * sum(len(workload.batches) * len(workload.variants) for workload in workloads)
-    with progress_bar(console) as bar:
-        task = bar.add_task("", total=total)
+    with RunProgress(console, total) as progress:
         for repeat in range(repeats):
             for workload in workloads:
-                bar.update(task, description=f"repeat {repeat + 1} of {repeats}  {workload.condition}")
+                progress.describe(f"repeat {repeat + 1} of {repeats}, {workload.condition}")
                 for sample in _run_once(workload, repeat):
                     samples[workload.condition].append(sample)
-                    bar.advance(task)
+                    progress.advance(f"{sample.category}, {sample.name}", sample.trial.speed.rate or 0.0)
     return samples
 
 

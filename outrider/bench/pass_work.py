@@ -11,10 +11,9 @@ from safetensors import safe_open
 from outrider.llm import LLM
 from outrider.loader.checkpoint import read_model_config
 from outrider.loader.gguf.file import is_gguf, read_gguf
-from outrider.models.base import ExpertCounter
+from outrider.models.base import ExpertCounter, SelfDraftTarget
 from outrider.models.encoder_decoder_target import EncoderDecoderTarget
 from outrider.models.prepack import can_prepack
-from outrider.native.target import NativeTarget
 
 
 class PassBytes(NamedTuple):
@@ -42,10 +41,9 @@ def bytes_per_pass(llm: LLM, folder: Path) -> PassBytes:
 def _all_bytes(llm: LLM, folder: Path) -> int:
     """Return the bytes of all weights, without an embedding that is only looked up, or an encoder."""
     parts = llm.parts
-    if isinstance(parts.target, EncoderDecoderTarget):  # the encoder is no part of a pass
-        layers, head = parts.target.read_bytes()
-        return sum(layers) + head
-    if is_gguf(folder) and isinstance(parts.target, NativeTarget):
+    # The encoder is no part of a pass, and the embedding of a GGUF file may be in blocks.
+    counts_reads = isinstance(parts.target, EncoderDecoderTarget) or is_gguf(folder)
+    if counts_reads and isinstance(parts.target, SelfDraftTarget):
         layers, head = parts.target.read_bytes()
         return sum(layers) + head
     embedding_weights, tied = _embedding(folder)

@@ -16,6 +16,7 @@ import torch
 from outrider.bench.variants import Trial
 from outrider.core.stats import Stats
 from outrider.measure.clock import DecodeSpeed
+from outrider.models.checkpoint import precision_text
 from outrider.plan import speedup
 from outrider.report.console import count_text
 
@@ -50,7 +51,7 @@ def summary(document: Mapping[str, Any]) -> str:
     exact = "exact" if document["exact"] else f"not exact{bound_text(document)}"
     return (
         f"{target} with {document['proposer']}, k {arguments['k']}, verifier {document['verifier']} ({exact});"
-        f" {sampling}, {document['dtype']}, {document['kernels']} kernels, {arguments['batch']} at once,"
+        f" {sampling}, {precision_text(document)}, {document['kernels']} kernels, {arguments['batch']} at once,"
         f" {count_text(arguments['repeats'], 'repeat')} on {device}"
     )
 

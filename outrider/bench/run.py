@@ -20,7 +20,6 @@ from outrider.bench.sweep import conditions, default_condition, speculative_vari
 from outrider.bench.variants import OutriderRunner, SwitchPlanner, Variant
 from outrider.benchmarking.jobs import Condition, make_batches
 from outrider.benchmarking.memory import MemoryUse, measure_memory
-from outrider.core.config import weight_bits
 from outrider.core.params import AUTO
 from outrider.engine.build import auto_planner
 from outrider.engine.warm import record_passes
@@ -177,9 +176,8 @@ def _document(
         "bound": parts.verifier.bound and parts.verifier.bound.as_dict(),
         "kernels": parts.target.kernels,
         "draft_placements": [placement.as_dict() for placement in parts.draft_placements],
-        "weight_bits": weight_bits(settings.quantize) if settings.quantize else 8 * parts.dtype.itemsize,
         "compile_seconds": _compile_seconds(llm),
-        "dtype": str(parts.dtype).removeprefix("torch."),
+        **parts.precision.as_dict(),
         "hardware": machine.hardware(str(parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),

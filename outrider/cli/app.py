@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -30,7 +31,7 @@ from outrider.fleet.options import check_given as check_fleet_given
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_figures, parse_real, parse_whole
 from outrider.project.options import ProjectOptions
-from outrider.report.console import print_document
+from outrider.report.console import INTERRUPTED, print_document
 from outrider.scale.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
 from outrider.system.atomic_files import check_writable
@@ -46,7 +47,6 @@ _Models = TypeVar("_Models", bound=options.EngineOptions)
 
 app = typer.Typer(
     cls=Commands,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -91,7 +91,7 @@ def run(
     prompt: options.PromptText = None,
     *,
     source: SourceOptions,
-    chat: options.Chat = False,
+    chat: options.ChatOptions,
     models: options.ModelOptions,
     config: options.Config = None,
     sampling: SamplingOptions,
@@ -104,7 +104,7 @@ def run(
     The text goes to standard output, everything else to standard error. With --json the text goes to standard error,
     too, and standard output has only the JSON document.
     """
-    params = replace(sampling.params(), constraint=form.constraint())
+    params = replace(sampling.params(unlimited=chat.chat), constraint=form.constraint())
     given = read_source(source)
     from outrider.cli.output import Output
     from outrider.cli.ranks import joined
@@ -115,7 +115,7 @@ def run(
     with joined(models.tp, models.device):
         llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
         output = Output(llm, show=show, as_json=as_json)
-        if "max_tokens" not in _given(ctx):
+        if sampling.max_tokens is None:
             params = with_default_length(llm, params)
         if not converse(llm, params, prompt=prompt, options=source, given=given, chat=chat, output=output):
             raise typer.Exit(1)
@@ -239,9 +239,9 @@ def _merge(
 
 
 def _given(ctx: typer.Context) -> set[str]:
-    """Return the names of the options that the user has set."""
+    """Return the names of the options on the command line, without those of environment variables."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    return {name for name, source in sources.items() if source and not source.name.startswith("DEFAULT")}
+    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
 @app.command()
@@ -278,7 +278,7 @@ def audit(
 
 
 @app.command()
-@options.spread
+@partial(options.spread, environment=False)  # they describe other machines than this one
 def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> None:
     """Estimate the speedup on a machine and for a model that you do not have, with a roofline model.
 
@@ -307,7 +307,7 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
 
 
 @app.command()
-@options.spread
+@partial(options.spread, environment=False)  # they describe other machines than this one
 def fleet(ctx: typer.Context, *, asked: FleetOptions, as_json: options.BenchJson = False) -> None:
     """Simulate a fleet of servers: arrivals, routing, continuous batching, and speculation by load."""
     from outrider.fleet.command import run_fleet
@@ -349,8 +349,14 @@ def tune(
     settings = measured.settings(target, asked)
     if asked.out:
         check_writable(asked.out)  # before the measurement rather than after it
-    document = run_tune(settings, progress=Console(stderr=True))
+    progress = Console(stderr=True)
+    runs = Path(f"{asked.out}.runs").expanduser() if asked.out else None
+    document = run_tune(settings, progress=progress, file=runs)
     print_document(document, show, as_json=as_json, write=partial(write, file=asked.out) if asked.out else None)
+    if not document["complete"]:
+        kept = f"its runs are in {runs}, and the same command continues" if runs else "with --out it could continue"
+        print_mistake(f"the measurement was interrupted; {kept}")
+        raise typer.Exit(INTERRUPTED)
 
 
 def _tune_server(server: TuneServer, asked: TuneOptions, measured: MeasureOptions, *, as_json: bool) -> None:

@@ -78,6 +78,7 @@ def fit(*, settings: FitSettings, as_json: options.BenchJson = False) -> None:
     command.fit(settings, as_json=as_json)
 
 
+@options.spread
 def inspect(folder: options.DraftFolder, *, target: options.HeadTarget = None, as_json: options.Json = False) -> None:
     """Describe a trained draft head. With --target, measure how often its first draft token is right."""
     from outrider.tools.inspect_draft import run_inspect
@@ -85,6 +86,7 @@ def inspect(folder: options.DraftFolder, *, target: options.HeadTarget = None, a
     run_inspect(folder, target=target, as_json=as_json)
 
 
+@options.spread
 def convert(
     folder: options.DraftFolder, *, to: options.TargetFormat, out: options.Out, target: options.HeadTarget = None
 ) -> None:
@@ -94,6 +96,7 @@ def convert(
     run_convert(folder, to=to, out=out, target=target, console=Console())
 
 
+@options.spread
 def export(
     folder: Annotated[str, typer.Argument(metavar="DRAFT", help="Folder of a draft model or a draft head, or suffix.")],
     *,
@@ -130,6 +133,7 @@ def export(
         typer.echo(json.dumps(summary))
 
 
+@options.spread
 def layers(
     *,
     target: options.Target = None,

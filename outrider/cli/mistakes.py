@@ -71,7 +71,15 @@ def _value_mistake(error: Any) -> str | None:
     if expected is None:
         return None
     value = repr(details["input"]) if details["type"].endswith("parsing") else str(details["input"]).strip()
-    return f"{max(error.param.opts, key=len)} is {value}; use {expected.format(**details.get('ctx', {}))}"
+    return f"{_name(error)} is {value}; use {expected.format(**details.get('ctx', {}))}"
+
+
+def _name(error: Any) -> str:
+    """Return the option with a wrong value, or the environment variable that has set it."""
+    source = error.ctx and error.ctx.get_parameter_source(error.param.name)
+    if source and source.name == "ENVIRONMENT":
+        return str(error.param.envvar)
+    return str(max(error.param.opts, key=len))
 
 
 def _with_help(error: Any, command: str | None) -> str:

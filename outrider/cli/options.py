@@ -10,9 +10,12 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from outrider.cli.environment import with_variable
 from outrider.cli.sampling_options import SAMPLING
 from outrider.core.config import ONCE
 from outrider.core.params import AUTO
+from outrider.core.text import is_utf8
+from outrider.errors import OutriderError
 from outrider.propose.options import DraftPlacement, DraftQuantize, DraftWindow
 
 MODEL, MEASURE, OUTPUT = "Models", "Measuring", "Output"  # panels of the help
@@ -145,6 +148,10 @@ Chat = Annotated[
     bool,
     typer.Option("--chat", help="Apply the model's chat template. On a terminal, keep the conversation."),
 ]
+System = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="With --chat: a system message, which stands before the conversation."),
+]
 Show = Annotated[
     bool, typer.Option("--show", help="Color accepted draft tokens and tokens of the target.", rich_help_panel=OUTPUT)
 ]
@@ -263,8 +270,31 @@ class ModelOptions(EngineOptions):
     max_model_len: MaxModelLen = None
 
 
-def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Let typer show each field of the dataclass parameters of a command as an option."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """Whether the prompts are messages of a conversation, and what stands before them."""
+
+    chat: Chat = False
+    system: System = None
+
+    def __post_init__(self) -> None:
+        if self.system is not None and not self.chat:
+            raise OutriderError("--system is a message of a conversation; add --chat, or leave it out")
+        if self.system is not None and not is_utf8(self.system):
+            raise OutriderError("--system is not UTF-8 text; give UTF-8 text")
+
+    def messages(self) -> list[dict[str, str]]:
+        """Return the messages before the first prompt."""
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+
+def spread(command: Callable[..., None], *, environment: bool = True) -> Callable[..., None]:
+    """Let typer show each field of the dataclass parameters of a command as an option.
+
+    Args:
+        command: the function of the command.
+        environment: whether its options have environment variables.
+    """
     flat: list[Parameter] = []
     groups: dict[str, type[Any]] = {}
     kinds = get_type_hints(command, include_extras=True)
@@ -285,6 +315,9 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
             )
             for field in fields(kind)
         ]
+
+    if environment:
+        flat = [each.replace(annotation=with_variable(each.name, each.annotation)) for each in flat]
 
     @wraps(command)
     def call(**given: Any) -> None:

@@ -20,6 +20,7 @@ from outrider.core.stats import Stats
 from outrider.core.text import TextStream
 from outrider.core.token_text import SingleTokens
 from outrider.core.types import Completion, FinishReason, TokenLogprobs
+from outrider.engine.build import EngineParts
 from outrider.llm import LLM
 from outrider.measure.clock import DecodeSpeed
 from outrider.plan.store import proposer_name
@@ -107,6 +108,10 @@ class Output:
         if use_color:
             self._stderr.print(_legend())
 
+    def note(self, text: str) -> None:
+        """Print a line for the user, beside the completions."""
+        self._stderr.print(text, style="dim", soft_wrap=True)
+
     def head(self, text: str) -> None:
         """Print a heading above one of several completions."""
         self._stderr.rule(text, align="left", style="dim")
@@ -132,8 +137,7 @@ class Output:
         lines = _summary(outcome)
         if self._show:
             parts = self._llm.parts
-            dtype = str(parts.dtype).removeprefix("torch.")
-            lines[-1] += f"; {dtype} {parts.loaded.checkpoint.dtype_reason}, {parts.target.kernels} kernels"
+            lines[-1] += f"; {_precision(parts)}, {parts.target.kernels} kernels"
             lines[-1] += "" if parts.loaded.check else "; logits not checked"
             lines.append(f"proposer {proposer_name(parts.proposer_spec)}, verifier {parts.verifier.name}")
         for line in (*lines, *map(str, self._llm.parts.draft_placements)):
@@ -145,6 +149,13 @@ class Output:
         if self._as_json:
             print(json.dumps(_document(outcome, self._llm)), flush=True)
         return not failed
+
+
+def _precision(parts: EngineParts) -> str:
+    """Return the precision of the target, and for weights in one dtype the reason for it."""
+    dtype = str(parts.dtype).removeprefix("torch.")
+    text = str(parts.precision)
+    return f"{dtype} {parts.loaded.checkpoint.dtype_reason}" if text == dtype else text
 
 
 def _legend() -> Text:
@@ -224,7 +235,7 @@ def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
         "seconds": outcome.seconds,
         "time_to_first_token_seconds": outcome.first,
         "tokens_per_s": outcome.speed.rate,
-        "dtype": str(llm.parts.dtype).removeprefix("torch."),
+        **llm.parts.precision.as_dict(),
         "kernels": llm.parts.target.kernels,
         "load_check": llm.parts.loaded.check and asdict(llm.parts.loaded.check),
         "draft_placements": [placement.as_dict() for placement in llm.parts.draft_placements],

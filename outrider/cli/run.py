@@ -5,21 +5,21 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import reduce
 from itertools import islice
 from operator import add
-from signal import SIGINT, default_int_handler, signal
 from time import perf_counter
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
-from outrider.cli.options import ModelOptions
+from outrider.cli.mistakes import print_mistake
+from outrider.cli.options import ChatOptions, ModelOptions
 from outrider.cli.output import Outcome, Output
 from outrider.cli.source import GivenSource, SourceOptions
+from outrider.cli.terminal import interrupts, prompts
 from outrider.cli.transcribe import needs_transcript, print_transcript, refuse_transcript_options
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
@@ -32,6 +32,7 @@ from outrider.models.speech.wav import read_wav
 from outrider.parallel.ranks import current, of_first_rank
 
 ROWS = 16  # maximum number of completions at once
+_COULD_CHAT = "this completed plain text, and the model has a chat template; add --chat to chat with it"
 
 
 def load(models: ModelOptions, **others: Any) -> LLM:
@@ -56,7 +57,7 @@ def converse(
     prompt: str | None,
     options: SourceOptions,
     given: GivenSource | None = None,
-    chat: bool,
+    chat: ChatOptions,
     output: Output,
 ) -> bool:
     """Complete one prompt, or the prompts that a user types on a terminal.
@@ -67,15 +68,18 @@ def converse(
         prompt: the prompt. None: read standard input, or begin as the model does if there is a source.
         options: the options of speech targets.
         given: what the encoder of an encoder-decoder target reads.
-        chat: use the chat template, with all messages so far.
+        chat: whether to use the chat template, with all messages so far.
         output: prints the completions.
 
     Returns:
         Whether all completions succeeded. Errors are printed.
+
+    Raises:
+        OutriderError: the options do not fit the target; or not on a terminal, a prompt cannot be completed.
     """
     source = _source_for(llm, given)
-    if chat:
-        _check_chat(source, options)
+    if chat.chat:
+        _check_chat(llm, source, options, chat)
     rules = llm.parts.source_rules
     if rules is None or rules.speech is None:
         refuse_transcript_options(options)
@@ -84,31 +88,49 @@ def converse(
         if reason := needs_transcript(rules.speech, source, options):
             _check_transcript(prompt, reason)
             return print_transcript(llm, source, params, options, output)
-    texts: Iterator[str | None] = iter([prompt]) if source is not None else _prompts(prompt)
+    texts: Iterator[str | None] = iter([prompt]) if source is not None else prompts(prompt)
     # One of several ranks must not stop alone.
     on_terminal = prompt is None and source is None and of_first_rank(sys.stdin.isatty())
-    interruptible = on_terminal and current() is None
-    messages: list[dict[str, str]] = []
+    messages = chat.messages()
     succeeded = True
+    could_chat = rules is None and not chat.chat and bool(getattr(llm.parts.tokenizer, "chat_template", None))
     for text in _of_first_rank(texts):
         if text is not None and not is_utf8(text):
             raise OutriderError("the prompt is not UTF-8 text; give UTF-8 text")
         messages.append({"role": "user", "content": text or ""})
-        encoded = llm.encode_chat(messages) if chat else _encode(llm, text, options)
-        result = _complete(llm, encoded, source, params, output, interruptible=interruptible)
-        if isinstance(result, Outcome):
-            succeeded &= output.sum_up(result)
+        try:
+            with _handler(on_terminal) as collected:
+                encoded = llm.encode_chat(messages) if chat.chat else _encode(llm, text, options)
+                result = _complete(llm, encoded, source, params, output, collected)
+                if isinstance(result, Outcome):
+                    succeeded &= output.sum_up(result)
+                    if could_chat:
+                        output.note(_COULD_CHAT)
+                        could_chat = False  # once is enough
+        except OutriderError as error:  # such as a prompt that does not fit into the context
+            if not on_terminal:
+                raise
+            print_mistake(str(error))
+            messages.pop()
+            succeeded = False
+            continue
         answer = result if isinstance(result, str) else result.completions[0].text
         messages.append({"role": "assistant", "content": answer})
     return succeeded
 
 
-def _check_chat(source: Source | None, options: SourceOptions) -> None:
-    """Refuse what does not go with a chat template."""
+def _handler(on_terminal: bool) -> AbstractContextManager[list[int]]:
+    """Return the handler of Ctrl-C for one prompt. One of several ranks must not stop alone."""
+    return interrupts() if on_terminal and current() is None else nullcontext([])
+
+
+def _check_chat(llm: LLM, source: Source | None, options: SourceOptions, chat: ChatOptions) -> None:
+    """Refuse what does not go with a chat template, before the first prompt."""
     if source is not None:
         raise OutriderError("--chat does not support encoder-decoder targets; leave it out")
     if options.language or options.task:
         raise OutriderError("--language and --task are for speech targets, which take no --chat; leave them out")
+    llm.encode_chat([*chat.messages(), {"role": "user", "content": "Hello"}])
 
 
 def _check_transcript(prompt: str | None, reason: str) -> None:
@@ -159,38 +181,19 @@ def _of_first_rank(texts: Iterator[str | None]) -> Iterator[str | None]:
         yield item[0]
 
 
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Collect the first Ctrl-C, so that it ends the answer after the current round. A second one ends the program."""
-    interrupts: list[int] = []
-
-    def record(number: int, frame: FrameType | None) -> None:
-        interrupts.append(number)
-        signal(SIGINT, default_int_handler)
-
-    previous = signal(SIGINT, record)
-    try:
-        yield interrupts
-    finally:
-        signal(SIGINT, previous)
-
-
 def _complete(
     llm: LLM,
     prompt: Prompt | None,
     source: Source | None,
     params: SamplingParams,
     output: Output,
-    *,
-    interruptible: bool,
+    interrupts: list[int],
 ) -> Outcome | str:
     """Complete a prompt and print the completions. After an interrupt, return the first text so far."""
     # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
     seeded = params if params.seed is not None else replace(params, seed=of_first_rank(secrets.randbits(63)))
     complete = _complete_one if params.n == 1 else _complete_several
-    handler: AbstractContextManager[list[int]] = _interrupts() if interruptible else nullcontext([])
-    with handler as interrupts:
-        return complete(llm, prompt, source, seeded, output, interrupts)
+    return complete(llm, prompt, source, seeded, output, interrupts)
 
 
 def _complete_one(
@@ -265,28 +268,3 @@ def _complete_several(
         speed=DecodeSpeed(tokens=sum(len(completion.token_ids) for completion in completions), seconds=seconds),
         stats=with_times(reduce(add, (completion.stats for completion in completions)), before, llm.stats),
     )
-
-
-def _prompts(prompt: str | None) -> Iterator[str]:
-    """Yield the argument, or the text of a pipe, or the lines that a user types, until an empty line or the end."""
-    if prompt is not None:
-        yield prompt
-    elif not sys.stdin.isatty():
-        try:
-            yield sys.stdin.read().removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise OutriderError("standard input is not UTF-8 text; give the prompt as text") from error
-    else:
-        with suppress(ImportError):  # gives `input` a history and line editing, if available
-            import readline  # noqa: F401
-        while text := _ask():
-            yield text
-
-
-def _ask() -> str:
-    """Return a line of the user, or "" at the end of the input."""
-    try:
-        return input("> " if sys.stdout.isatty() else "")
-    except (EOFError, KeyboardInterrupt):
-        Console(stderr=True).print()
-        return ""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.core.params import SamplingParams
+from outrider.core.params import DEFAULT_MAX_TOKENS, SamplingParams
 from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 
@@ -35,7 +35,13 @@ LogitBias = Annotated[
     ),
 ]
 MaxTokens = Annotated[
-    int, typer.Option(min=0, help="Most output tokens. 0: until the context is full.", rich_help_panel=SAMPLING)
+    int | None,
+    typer.Option(
+        min=0,
+        help="Most output tokens. 0: until the context is full. Default: 128; with --chat and for transcripts no"
+        " limit.",
+        rich_help_panel=SAMPLING,
+    ),
 ]
 MinTokens = Annotated[int, typer.Option(help="Fewest output tokens.", rich_help_panel=SAMPLING)]
 Stop = Annotated[
@@ -77,7 +83,7 @@ class SamplingOptions:
     presence_penalty: PresencePenalty = 0.0
     frequency_penalty: FrequencyPenalty = 0.0
     logit_bias: LogitBias = None
-    max_tokens: MaxTokens = 128
+    max_tokens: MaxTokens = None
     min_tokens: MinTokens = 0
     stop: Stop = None
     stop_token_id: StopTokenId = None
@@ -86,8 +92,8 @@ class SamplingOptions:
     n: Count = 1
     logprobs: Logprobs = None
 
-    def params(self) -> SamplingParams:
-        """Return the sampling parameters.
+    def params(self, *, unlimited: bool = False) -> SamplingParams:
+        """Return the sampling parameters. `unlimited`: without --max-tokens, the model decides where the text ends.
 
         Raises:
             OutriderError: a value is out of range.
@@ -95,6 +101,8 @@ class SamplingOptions:
         for stop in self.stop or ():
             if not is_utf8(stop):
                 raise OutriderError(f"--stop {stop!r} is not UTF-8 text; give UTF-8 text")
+        default = 0 if unlimited else DEFAULT_MAX_TOKENS
+        max_tokens = default if self.max_tokens is None else self.max_tokens
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -104,7 +112,7 @@ class SamplingOptions:
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=_parse_bias(self.logit_bias),
-            max_tokens=self.max_tokens or None,
+            max_tokens=max_tokens or None,
             min_tokens=self.min_tokens,
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_id or ()),

@@ -12,7 +12,5 @@ ModelName = Annotated[
     str | None,
     typer.Option(help="Name of the model. Default: the first one of the server.", rich_help_panel=SERVER_PANEL),
 ]
-ApiKey = Annotated[
-    str, typer.Option(envvar="OUTRIDER_API_KEY", help="API key of the server.", rich_help_panel=SERVER_PANEL)
-]
+ApiKey = Annotated[str, typer.Option(help="API key of the server.", rich_help_panel=SERVER_PANEL)]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds until a request fails.", rich_help_panel=SERVER_PANEL)]

@@ -10,6 +10,7 @@ from outrider.core.constraint import Constraint
 from outrider.errors import OutriderError
 
 AUTO = "auto"  # the value of k with which the planner decides in each round
+DEFAULT_MAX_TOKENS = 128  # output tokens of a completion
 MAX_DRAFT_LENGTH = 256  # draft tokens of a sequence per round
 _MAX_PRIORITY = 100  # in absolute value, so that no request waits forever
 # Limits of temperature and repetition penalty. Logits are float32. Beyond these limits, rounding decides between tokens
@@ -71,7 +72,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    max_tokens: int | None = 128
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

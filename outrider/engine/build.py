@@ -5,7 +5,7 @@ Every engine of the package is made here, by `assemble`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,13 +26,14 @@ from outrider.loader.check_store import CheckResult
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import model_folder
 from outrider.models.base import Target
-from outrider.models.checkpoint import Checkpoint, SourceRules
+from outrider.models.checkpoint import Checkpoint, Precision, SourceRules, WeightFormat
 from outrider.models.recurrent_target import RecurrentTarget
 from outrider.native.rules import fastest_verifier
 from outrider.native.sampling import fastest_sampling
 from outrider.parallel.ranks import current, join
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.known_costs import known_costs
+from outrider.plan.pass_cost import CostModel
 from outrider.plan.planner import FixedPlanner, Planner
 from outrider.propose.base import NoProposer, Proposer, ProposerSetup
 from outrider.propose.combine import Switch
@@ -103,8 +104,13 @@ class EngineParts:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the target's weights."""
+        """The dtype of the target's activations, and of its weights unless they are quantized."""
         return self.setup.dtype
+
+    @property
+    def precision(self) -> Precision:
+        """The dtype of the target, and the types of its weights."""
+        return self.loaded.precision
 
     @property
     def device(self) -> torch.device:
@@ -120,6 +126,7 @@ class LoadedTarget:
     model: Target
     kernels: str  # as configured, also for drafts
     check: CheckResult | None  # of the logits against transformers; None: not checked
+    precision: Precision
 
 
 def build(config: EngineConfig, *, planner: Planner | None = None) -> EngineParts:
@@ -175,7 +182,22 @@ def prepare_target(checkpoint: Checkpoint, config: EngineConfig) -> LoadedTarget
         bits=config.bits,
         check=config.check,
     )
-    return LoadedTarget(checkpoint=checkpoint, model=made.target, kernels=config.kernels, check=made.check)
+    return LoadedTarget(
+        checkpoint=checkpoint,
+        model=made.target,
+        kernels=config.kernels,
+        check=made.check,
+        precision=_precision(checkpoint, config),
+    )
+
+
+def _precision(checkpoint: Checkpoint, config: EngineConfig) -> Precision:
+    weights = checkpoint.blocks
+    if config.quantize is not None:
+        weights = WeightFormat((config.quantize,), config.bits)
+    if weights is None:
+        weights = WeightFormat((str(checkpoint.dtype).removeprefix("torch."),), 8 * checkpoint.dtype.itemsize)
+    return Precision(weights=weights, dtype=checkpoint.dtype)
 
 
 def build_engine(
@@ -401,14 +423,21 @@ def _names(spec: str | Maker, proposer: Proposer) -> tuple[str, ...]:
     return tuple(f"own#{i + 1}" for i in range(proposer.needs.alternatives))
 
 
-def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) -> CostPlanner:
+def auto_planner(
+    target: Target,
+    proposer: Proposer,
+    *,
+    replay: bool = False,
+    find_costs: Callable[[Target, Sequence[Target | None]], list[CostModel]] | None = None,
+) -> CostPlanner:
     """Return a planner that knows the costs of the target and of the draft model of each alternative.
 
     With `replay`, the output of a request with a seed depends on its drafts, and must be reproducible (see
-    `CostPlanner`).
+    `CostPlanner`). `find_costs` returns the costs of a target and of its draft model; None: `known_costs`.
     """
     alternatives = proposer.parts if isinstance(proposer, Switch) else (proposer,)
-    costs = known_costs(target, [draft_model(each) for each in alternatives])
+    find = find_costs or known_costs
+    costs = find(target, [draft_model(each) for each in alternatives])
     # Recurrent layers read the tokens of all sequences in step.
     padded = isinstance(target, RecurrentTarget)
     return CostPlanner(*costs, replay=replay, model_sources=model_sources(proposer), padded=padded)

@@ -8,9 +8,7 @@ from rich.console import Console
 from outrider.fit.report import show
 from outrider.fit.run import Fit
 from outrider.fit.settings import Settings
-from outrider.report.console import print_document
-
-INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
+from outrider.report.console import INTERRUPTED, print_document
 
 
 def fit(settings: Settings, *, as_json: bool) -> None:
@@ -29,7 +27,7 @@ def fit(settings: Settings, *, as_json: bool) -> None:
 
 def _interrupted(run: Fit) -> str:
     if not run.started:
-        return "interrupted before the first measurement was done; the same command starts again"
+        return "interrupted in the first measurement. Its runs so far are kept; the same command continues."
     document = run.document()
     run.write(document)
     choice = document["fit"]["summary"][0]

@@ -176,7 +176,7 @@ class Outcome:
         yield (
             f"The head of kind {self.training['kind']} has {self.training['parameters'] / 1e6:.1f}M parameters and"
             f" trained for {duration(self.training['minutes'])} ({count_text(self.training['steps'], 'step')}): tau"
-            f" {taus}. More minutes continue its training."
+            f" {taus}. More minutes train it anew."
         )
 
     def _certificate(self) -> Iterator[str]:

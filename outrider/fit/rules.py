@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from outrider.fit.settings import AUTO_HEAD
+from outrider.fit.settings import AUTO_HEAD, LEAST_SAMPLES
 from outrider.plan.pass_cost import CostModel
 from outrider.plan.speedup import expected_tau
 from outrider.propose.expression import command_line_form
@@ -24,6 +24,12 @@ _WITH_MODEL = SAMPLING_PROPOSERS | {"draft-text", "lookahead"}  # proposers that
 _CYCLES = 16  # generation cycles in the training time, if the answers alone took it
 _VARIANT = ("proposer", "k", "batch", "temperature", "draft_quantize")
 _BATCH, _STEPS = 16, 8  # at most: sequences of a step, and steps of a generation cycle
+_EVALUATION_SHARE = 8  # of the training time, for one evaluation
+_EVALUATION_TEXTS = 16  # 8 prompts at two temperatures
+_LEAST_EVALUATED, _MOST_EVALUATED = 16, 128  # tokens of an output of an evaluation
+_LEAST_REPLAYED, _MOST_REPLAYED = 4, 16  # tokens of a text that the certificate compares
+_REPLAYED_TEXTS = 288  # 12 configurations of 12 prompts, and 36 texts four times as long
+_DISTRIBUTION_TESTS, _SAMPLE_TOKENS = 3, 3  # statistical tests of a certificate; tokens of a sample besides k
 _LEAST_ANSWERS = 8  # of a generation cycle, however slow the target is
 
 
@@ -44,6 +50,13 @@ class TrainingPlan:
     draft_vocab_size: int  # 0: all tokens
     batch_size: int
     steps_per_generation: int
+
+
+class CertificatePlan(NamedTuple):
+    """How much a certificate tests."""
+
+    samples: int  # of each statistical test
+    tokens: int  # of the texts that are compared
 
 
 class Gain(NamedTuple):
@@ -77,6 +90,30 @@ def plan_training(
         batch_size=batch_size,
         steps_per_generation=answers // batch_size,
     )
+
+
+def evaluation_tokens(tokens_per_s: float, *, minutes: float) -> int:
+    """Return the output tokens of an evaluation during a training. It takes about an eighth of the training at most."""
+    fitting = int(60 * minutes / _EVALUATION_SHARE * tokens_per_s / _EVALUATION_TEXTS)
+    return min(max(fitting, _LEAST_EVALUATED), _MOST_EVALUATED)
+
+
+def plan_certificate(samples: int, *, k: int, tokens_per_s: float, seconds: float) -> CertificatePlan | None:
+    """Choose how much a certificate tests, as far as time allows. None: the least takes more than twice the time.
+
+    Args:
+        samples: the most samples of each statistical test.
+        k: the draft length.
+        tokens_per_s: speed of plain decoding.
+        seconds: the time.
+    """
+    tokens = seconds * tokens_per_s  # in this time
+    length = min(max(int(tokens / 2 / _REPLAYED_TEXTS), _LEAST_REPLAYED), _MOST_REPLAYED)
+    sample = _DISTRIBUTION_TESTS * (k + _SAMPLE_TOKENS)
+    fitting = int((tokens - length * _REPLAYED_TEXTS) / sample)
+    if _LEAST_REPLAYED * _REPLAYED_TEXTS + LEAST_SAMPLES * sample > 2 * tokens:
+        return None
+    return CertificatePlan(min(max(fitting, LEAST_SAMPLES), samples), length)
 
 
 def head_kind(size: TargetSize) -> str:

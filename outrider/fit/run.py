@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from rich.console import Console
@@ -18,8 +20,16 @@ from outrider.fit.outcome import Outcome, duration
 from outrider.fit.prompts import PromptSplit, read_split, write_files
 from outrider.fit.rules import TrainingPlan, draft_quantizes, finalists, plan_training
 from outrider.fit.settings import AUTO_HEAD, Settings
-from outrider.fit.stages import certify, compared_drafts, make_training, measure_proposers, train_head, tune_settings
-from outrider.fit.state import CONFIG, HEAD, State
+from outrider.fit.stages import (
+    Drafts,
+    certify,
+    compared_drafts,
+    make_training,
+    measure_proposers,
+    train_head,
+    tune_settings,
+)
+from outrider.fit.state import CONFIG, HEAD, RUNS, State
 from outrider.loader.checkpoint import refuse_sources
 from outrider.loader.embedded import model_folder
 from outrider.loader.fingerprint import model_fingerprint
@@ -28,6 +38,7 @@ from outrider.propose.expression import short
 from outrider.report.console import Document
 from outrider.system.atomic_files import check_folder, write_whole
 from outrider.train.model.presets import KINDS
+from outrider.train.trainer import STATE as TRAINING_STATE
 from outrider.tune.config import FIT
 from outrider.tune.settings import read_proposers
 
@@ -98,6 +109,7 @@ class Fit:
             self._train()
             self._measure_final()
             self._certify()
+            (self._head / TRAINING_STATE).unlink(missing_ok=True)  # large, and only an interrupted training needs it
         except OutriderError as error:
             if not self.started:
                 raise
@@ -138,11 +150,15 @@ class Fit:
         prompts = len(self._files.first.read_text(encoding="utf-8").splitlines())
         self._announce(1, f"measure {len(self._proposers)} proposers that need no training, on {prompts} prompts")
         if self._state.get("first") is None:
-            found = measure_proposers(self._settings, self._files.first, self._proposers, self._drafts, self._progress)
+            found = self._measure("first", self._files.first, self._proposers, self._drafts)
             self._state.put("first", found)
         if self._state.get("final") is None:
             self.write(self.document())  # it stays if the process is killed
         self._say(self._fastest(self._state.get("first")))
+
+    def _measure(self, stage: str, prompts: Path, proposers: Sequence[str], drafts: Drafts) -> Document:
+        file = self._folder / f"{stage}{RUNS}"
+        return measure_proposers(self._settings, prompts, proposers, drafts, self._progress, file=file)
 
     def _train(self) -> None:
         settings = self._settings
@@ -161,7 +177,9 @@ class Fit:
         plan = self._stored_plan()
         try:
             with self._progress.status("loading models"):
-                training = make_training(settings, self._files, plan, self._head)
+                training = make_training(
+                    settings, self._files, plan, self._head, tokens_per_s=self._tokens_per_s(self._state.get("first"))
+                )
         except OutriderError as error:
             # A head that the user has not asked for by name may not fit the target. One that has begun does fit.
             if settings.head != AUTO_HEAD or self._head.exists():
@@ -178,7 +196,7 @@ class Fit:
         self._announce(3, f"measure {len(proposers)} proposers on {len(self._split.held_out)} held-out prompts")
         if self._state.get("final") is None:
             drafts = draft_quantizes(proposers, self._state.get("first")["cases"])
-            found = measure_proposers(self._settings, self._files.held_out, proposers, drafts, self._progress)
+            found = self._measure("final", self._files.held_out, proposers, drafts)
             self._state.put("final", found)
             self.write(self.document())
         self._say(self._fastest(self._state.get("final")))
@@ -202,6 +220,7 @@ class Fit:
                 max(advice["fixed_k"], 1),
                 final["kernels"],
                 self._progress,
+                tokens_per_s=self._tokens_per_s(final),
                 draft_quantize=advice.get("draft_quantize"),
             )
             self._state.put("certificate", found)
@@ -220,15 +239,20 @@ class Fit:
     def _stored_plan(self) -> TrainingPlan:
         """Return the plan of the training, which must not change when it is resumed."""
         if self._state.get("plan") is None:
-            plain = self._state.get("first")["plain"][0]
-            self._state.put("plan", asdict(self._plan(tokens_per_s=plain["tokens_per_s"] or 1.0)))
+            tokens_per_s = self._tokens_per_s(self._state.get("first"))
+            self._state.put("plan", asdict(self._plan(tokens_per_s=tokens_per_s)))
         return TrainingPlan(**self._state.get("plan"))
 
     def _drop_shorter_training(self) -> None:
-        """Forget a finished training if more time is given now. It continues from its own state."""
+        """Forget a finished training if more time is given now. It continues from its own state, if that is there."""
         done = self._state.get("training")
-        if done is not None and self._settings.minutes > done["minutes"]:
-            self._state.drop("training", "final", "certificate")
+        if done is None or self._settings.minutes <= done["minutes"]:
+            return
+        stages = ["training", "final", "certificate"]
+        if not (self._head / TRAINING_STATE).is_file():
+            rmtree(self._head, ignore_errors=True)
+            stages.append("plan")  # of a shorter training
+        self._state.drop(*stages)
 
     def _identity(self) -> dict[str, Any]:
         prompts = [[prompt.prompt, prompt.messages] for prompt in (*self._split.train, *self._split.held_out)]
@@ -237,6 +261,10 @@ class Fit:
             "target": model_fingerprint(self._target),
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         }
+
+    def _tokens_per_s(self, measured: Document) -> float:
+        """Return the speed of plain decoding in a measurement."""
+        return float(measured["plain"][0]["tokens_per_s"] or 1.0)
 
     def _fastest(self, document: Document) -> str:
         line: str = document["summary"][1]
@@ -254,8 +282,9 @@ def _untrained(settings: Settings, target: Path) -> tuple[str, ...]:
     if settings.proposers is not None:
         return read_proposers(settings.proposers)
     device, kernels, quantize = settings.device, settings.kernels, settings.quantize
-    names = ["ngram", "suffix", "suffix:100000", "recycle", "merge(suffix,recycle)"]
+    # The default comes first, because a short time limit may leave out the last ones.
+    default = default_proposer(settings.target, device=device, kernels=kernels, quantize=quantize)
+    names = [default, "ngram", "suffix", "suffix:100000", "recycle", "merge(suffix,recycle)"]
     if can_draft_for_itself(target, device=device, kernels=kernels, quantize=quantize):
         names += ["quantized:int4", "best(suffix:100000,quantized:int4)"]
-    default = default_proposer(settings.target, device=device, kernels=kernels, quantize=quantize)
-    return tuple(dict.fromkeys([*names, default]))
+    return tuple(dict.fromkeys(names))

@@ -13,6 +13,7 @@ from outrider.errors import OutriderError
 from outrider.measure.number_lists import parse_real
 from outrider.propose.options import DraftWindow
 
+LEAST_SAMPLES = 100  # of a statistical test
 AUTO_HEAD = "auto"  # the kind of head follows from the size of the target
 _MODEL, _MEASURE, _TRAIN = "Models", "Measuring", "Training"
 # Options that may change when a fit is resumed, and paths, whose contents are hashed instead.
@@ -52,15 +53,15 @@ class Settings:
         typer.Option(
             min=0.0,
             help="Time for training a head; loading and measuring come on top. 0: no head. A longer time continues"
-            " an earlier training.",
+            " an interrupted training, and trains the head of a finished fit anew.",
             rich_help_panel=_TRAIN,
         ),
     ] = 30.0
     measure_minutes: Annotated[
         float,
         typer.Option(
-            help="Most time for each of the two measurements; the temperatures share it. At least two batches of"
-            " prompts are measured at each temperature.",
+            help="Time for each of the two measurements, and for the certificate; the temperatures share it. If it is"
+            " short, outputs are shorter and fewer variants run, so that each runs on two batches of prompts.",
             rich_help_panel=_MEASURE,
         ),
     ] = 5.0
@@ -103,7 +104,7 @@ class Settings:
         int,
         typer.Option(
             min=0,
-            help="Samples of each statistical test of the certificate, at least 100. 0: no certificate.",
+            help="Most samples of each statistical test of the certificate, at least 100. 0: no certificate.",
             rich_help_panel=_MEASURE,
         ),
     ] = 400
@@ -158,8 +159,8 @@ class Settings:
             raise OutriderError(f"--minutes is {self.minutes}; use a number of at least 0")
         if not 0 < self.measure_minutes < math.inf:
             raise OutriderError(f"--measure-minutes is {self.measure_minutes}; use a number above 0")
-        if 0 < self.samples < 100:
-            raise OutriderError(f"--samples is {self.samples}; use at least 100, or 0 for no certificate")
+        if 0 < self.samples < LEAST_SAMPLES:
+            raise OutriderError(f"--samples is {self.samples}; use at least {LEAST_SAMPLES}, or 0 for no certificate")
 
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)  # raises if it is out of range

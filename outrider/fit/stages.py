@@ -14,7 +14,13 @@ from outrider.core.config import QUANTIZE_BITS, draft_weight_bits
 from outrider.errors import OutriderError
 from outrider.fit.outcome import duration
 from outrider.fit.prompts import PromptFiles
-from outrider.fit.rules import Gain, TrainingPlan, expected_gain
+from outrider.fit.rules import (
+    Gain,
+    TrainingPlan,
+    evaluation_tokens,
+    expected_gain,
+    plan_certificate,
+)
 from outrider.fit.settings import Settings
 from outrider.loader.checkpoint import check_fits, choose_device
 from outrider.plan.pass_cost import CostModel
@@ -33,15 +39,20 @@ _CACHED = 256  # cached tokens of a sequence for which the gain is expected
 _DRAFT_TOKENS = 5  # of an evaluation during training
 _LOSS = "ce:0.1,tv:0.9"  # reaches a higher tau in a short training than ce alone
 _SEQUENCES = 32  # prompts that are answered at once
-_REPLAYED_TOKENS = 16  # of the texts that the certificate compares
 
 
 def measure_proposers(
-    settings: Settings, prompts: Path, proposers: Sequence[str], drafts: Drafts, progress: Console
+    settings: Settings, prompts: Path, proposers: Sequence[str], drafts: Drafts, progress: Console, *, file: Path
 ) -> Document:
-    """Measure plain decoding and proposers. Returns the document of `outrider tune`, for all temperatures together."""
+    """Measure plain decoding and proposers. Returns the document of `outrider tune`, for all temperatures together.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted. The runs so far are in `file`, from which the same measurement resumes.
+    """
     asked = tune_settings(settings, prompts, proposers, drafts)
-    measured = measure(asked, progress, max_seconds=60 * settings.measure_minutes)
+    measured = measure(asked, progress, max_seconds=60 * settings.measure_minutes, file=file)
+    if not measured.complete:
+        raise KeyboardInterrupt
     document = make_document(asked, measured, every_temperature=True)
     gc.collect()  # the next stage loads the target again
     return document
@@ -96,13 +107,18 @@ def _draft_settings(settings: Settings, proposers: Sequence[str], draft_quantize
     }
 
 
-def make_training(settings: Settings, files: PromptFiles, plan: TrainingPlan, folder: Path) -> Training:
+def make_training(
+    settings: Settings, files: PromptFiles, plan: TrainingPlan, folder: Path, *, tokens_per_s: float
+) -> Training:
     """Load the target and make its head, or read those of a training that was interrupted.
+
+    `tokens_per_s` is the speed of plain decoding, from which the length of evaluations follows.
 
     Raises:
         OutriderError: the target cannot have a head of this kind, or the training cannot be read.
     """
-    return Training(plan.kind, train_settings(settings, files, plan, folder))
+    tokens = evaluation_tokens(tokens_per_s, minutes=settings.minutes)
+    return Training(plan.kind, train_settings(settings, files, plan, folder), eval_tokens=tokens)
 
 
 def train_head(settings: Settings, plan: TrainingPlan, training: Training, progress: Console) -> Document:
@@ -189,9 +205,10 @@ def certify(
     kernels: str,
     progress: Console,
     *,
+    tokens_per_s: float,
     draft_quantize: str | None = None,
 ) -> Document:
-    """Audit the chosen proposer, in less time than `outrider audit` takes by default.
+    """Audit the chosen proposer in about `--measure-minutes`: fewer samples and shorter texts where time is short.
 
     Args:
         settings: the options.
@@ -200,11 +217,19 @@ def certify(
         k: the draft length.
         kernels: what the target ran on. Kernels whose rounding depends on the batch are audited in float32.
         progress: where progress goes.
+        tokens_per_s: of plain decoding.
         draft_quantize: the weights of its draft; None: those of the options.
 
     Returns:
         Whether it passed, and the figures; or the reason why the audit could not be made.
     """
+    plan = plan_certificate(settings.samples, k=k, tokens_per_s=tokens_per_s, seconds=60 * settings.measure_minutes)
+    if plan is None:
+        return {
+            "passed": None,
+            "reason": f"an audit of this target takes longer than --measure-minutes {settings.measure_minutes:g}; give"
+            " more, or run outrider audit",
+        }
     try:
         if not kernels.startswith("native"):
             check_fits(target, dtype="float32", device=settings.device)
@@ -214,13 +239,13 @@ def certify(
                 proposer,
                 k=k,
                 prompts=None,
-                samples=settings.samples,
+                samples=plan.samples,
                 device=settings.device,
                 threads=settings.threads,
                 kernels=settings.kernels,
                 quantize=settings.quantize,
                 console=None,
-                tokens=_REPLAYED_TOKENS,
+                tokens=plan.tokens,
                 **_draft_settings(settings, [proposer], draft_quantize),
             )
     except OutriderError as error:

@@ -12,6 +12,7 @@ from outrider.errors import OutriderError
 from outrider.system.atomic_files import write_whole
 
 FILE, HEAD, CONFIG = "state.json", "head", "fit.json"  # in the folder of a fit
+RUNS = ".runs"  # suffix of the runs of a measurement that is not finished
 _VERSION = 1
 _HASHED = frozenset({"target", "prompts"})  # parts of an identity that say nothing to people
 
@@ -87,8 +88,8 @@ def make_folder(folder: Path) -> None:
 
 def discard(folder: Path) -> None:
     """Remove the state, the configuration and the head of a fit."""
-    for name in (FILE, CONFIG):
-        (folder / name).unlink(missing_ok=True)
+    for file in (folder / FILE, folder / CONFIG, *folder.glob(f"*{RUNS}")):
+        file.unlink(missing_ok=True)
     shutil.rmtree(folder / HEAD, ignore_errors=True)
 
 

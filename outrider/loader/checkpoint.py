@@ -39,7 +39,7 @@ from outrider.loader.speech import SPEECH, read_speech_rules
 from outrider.loader.tensor_parallel import check_plan
 from outrider.loader.tokenizer import read_tokenizer
 from outrider.models.attention import NAME, attend, receive_mask_rule
-from outrider.models.checkpoint import Checkpoint, SourceRules
+from outrider.models.checkpoint import Checkpoint, SourceRules, WeightFormat
 from outrider.native.support import may_run
 from outrider.parallel.processes import local_device
 from outrider.parallel.ranks import join
@@ -191,6 +191,7 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
         vocab=config.vocab_size,
         end_ids=end_ids(file),
         recurrent=False,
+        blocks=WeightFormat(tuple(file.types), file.bits) if file.quantized else None,
         dtype=choice.dtype,
         folder=str(path),
         dtype_reason=choice.reason,

@@ -45,9 +45,7 @@ class Settings:
             rich_help_panel=_COMPARE,
         ),
     ] = None
-    api_key: Annotated[
-        str, typer.Option(envvar="OUTRIDER_API_KEY", help="API key for the server.", rich_help_panel=_REQUESTS)
-    ] = ""
+    api_key: Annotated[str, typer.Option(help="API key for the server.", rich_help_panel=_REQUESTS)] = ""
     prompts: Annotated[
         str | None,
         typer.Option(

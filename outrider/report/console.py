@@ -13,6 +13,8 @@ from rich.table import Table
 
 from outrider.errors import OutriderError
 
+INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
+INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
 NONE = "–"  # printed in place of a missing number
 _FILE_WIDTH = 160  # columns of tables if the output is not a terminal
 

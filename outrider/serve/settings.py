@@ -38,7 +38,6 @@ class Settings:
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            envvar="OUTRIDER_API_KEY",
             help="API key. If there are any, clients must send one of them. Repeatable. Default: none.",
             rich_help_panel=_SERVER,
         ),

@@ -59,7 +59,7 @@ def run_layers(
         "prompts": {"searched": len(search_texts), "held_out": len(held_out_texts)},
         "seed": seed,
         "kernels": target.kernels,
-        "dtype": str(llm.parts.dtype).removeprefix("torch."),
+        **llm.parts.precision.as_dict(),
         "hardware": machine.hardware(str(llm.parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,6 +16,7 @@ from outrider.train.report.html import page
 from outrider.train.report.table import show
 from outrider.train.run import Training
 from outrider.train.settings import Settings
+from outrider.train.trainer import STATE
 
 
 def train(kind: str, settings: Settings, *, as_json: bool) -> None:
@@ -27,6 +29,15 @@ def train(kind: str, settings: Settings, *, as_json: bool) -> None:
     document, lines = Training(kind, settings).run(Console(stderr=True, quiet=bool(rank())))
     if not rank():
         show_results(document, lines, settings.report, as_json=as_json)
+        _tell_state(settings)
+
+
+def _tell_state(settings: Settings) -> None:
+    """Say that the state stays, which is larger than the draft."""
+    file = Path(settings.out).expanduser() / STATE
+    if file.is_file():
+        use = "more --max-minutes continue from it" if settings.max_minutes is not None else "it is only for resuming"
+        typer.echo(f"{file} ({file.stat().st_size / 1e6:.0f} MB) stays: {use}; delete it if you are done", err=True)
 
 
 def show_results(document: Document, lines: list[dict[str, Any]], report: str | None, *, as_json: bool) -> None:

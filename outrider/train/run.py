@@ -64,8 +64,13 @@ _log = logging.getLogger("outrider")
 class Training:
     """One training, new or resumed."""
 
-    def __init__(self, kind: str, settings: Settings) -> None:
+    def __init__(self, kind: str, settings: Settings, *, eval_tokens: int | None = None) -> None:
         """Load data and models, and resume an interrupted training in `settings.out`.
+
+        Args:
+            kind: what is trained.
+            settings: the options.
+            eval_tokens: most tokens of an answer in the evaluation; None: 128.
 
         Raises:
             OutriderError: the data, the target or the options are not usable. The message says how to fix it.
@@ -115,7 +120,7 @@ class Training:
             self._setup.parts,
             [self._eval_prompt(prompt) for prompt in eval_prompts],
             k=settings.k,
-            tokens=_EVAL_TOKENS,
+            tokens=eval_tokens or _EVAL_TOKENS,
             seed=settings.seed,
         )
 

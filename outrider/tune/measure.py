@@ -7,13 +7,14 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from pathlib import Path
 from time import perf_counter
 
 from rich.console import Console
 
 from outrider.benchmarking.jobs import Condition, make_batches
 from outrider.benchmarking.memory import MemoryUse, measure_memory
-from outrider.benchmarking.progress import progress_bar
+from outrider.benchmarking.progress import RunProgress
 from outrider.engine.build import assemble, auto_planner, make_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.engine.warm import record_passes
@@ -21,16 +22,18 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.checkpoint import reads_sources
 from outrider.measure.prompts import Prompt, read_prompts
+from outrider.models.base import Target
 from outrider.plan.cost_planner import CostPlanner
+from outrider.plan.known_costs import known_costs
+from outrider.plan.pass_cost import CostModel
 from outrider.plan.planner import FixedPlanner, Planner
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.expression import short
 from outrider.propose.renew import without_outputs
+from outrider.tune.budget import MIN_BATCHES, WARMUP_TOKENS, Budget, RunTime, most_promising, plan_budget
 from outrider.tune.settings import Settings
+from outrider.tune.store import GroupKey, TrialStore
 from outrider.tune.trial import PromptBatch, Trial, Variant, label, run
-
-_WARMUP_TOKENS = 8
-_MIN_BATCHES = 2  # batches of prompts that are measured in spite of the time limit, so that there is an interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +43,32 @@ class Measured:
     llm: LLM  # plain decoding, for information about the target
     trials: tuple[Trial, ...]
     memory: dict[str, MemoryUse]  # by label of the variants, with the largest batch
+    budget: Budget
+    complete: bool = True  # whether it was not interrupted
 
 
-def measure(settings: Settings, progress: Console, *, max_seconds: float = math.inf) -> Measured:
+def measure(
+    settings: Settings, progress: Console, *, max_seconds: float = math.inf, file: Path | None = None
+) -> Measured:
     """Run plain decoding and every proposer with every k, at every batch size and temperature.
 
-    The batch sizes and temperatures share `max_seconds`. When a share is over, the remaining batches of prompts are
-    left out there. Every variant runs the same ones.
+    The batch sizes and temperatures share `max_seconds`. If the time is short, outputs are shorter, and then variants
+    are left out; see `plan_budget`. When a share is over, the remaining batches of prompts are left out there. Every
+    variant runs the same ones. Ctrl-C ends the measurement; what is comparable by then is returned.
+
+    Args:
+        settings: what to measure.
+        progress: the console of the progress.
+        max_seconds: the time limit, without loading.
+        file: where runs are kept until the measurement is finished. The same measurement resumes from it.
 
     Raises:
         OutriderError: the settings cannot be measured.
+        KeyboardInterrupt: nothing is comparable yet.
     """
     with_sources = reads_sources(settings.target)
     prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
+    store = TrialStore(file, settings)
     with progress.status("loading models"):
         engines = VariantEngines(settings)
         for draft, reason in engines.left_out.items():
@@ -63,7 +79,6 @@ def measure(settings: Settings, progress: Console, *, max_seconds: float = math.
             for batch in settings.batches
         ]
         batches = {condition: _prompt_batches(engines.base, prompts, settings, condition) for condition in conditions}
-    trials = tuple(_interleave(engines, settings, batches, progress, max_seconds))
     with progress.status("measuring memory"):
         largest = next(condition for condition in conditions if condition.batch == settings.max_num_seqs)
         jobs = batches[largest][0].jobs
@@ -71,7 +86,53 @@ def measure(settings: Settings, progress: Console, *, max_seconds: float = math.
             variant.label: measure_memory(engines.engine_for(variant), jobs)
             for variant in _largest(engines, settings, conditions[0])
         }
-    return Measured(llm=engines.base, trials=trials, memory=memory)
+    budget = _budget(engines, settings, batches, max_seconds, store, progress)
+    with progress.status("measuring passes"):  # for k auto; it is no part of a time limit
+        for condition in conditions:
+            for variant in most_promising(_variants(engines, settings.ks, condition), budget.variants):
+                engines.engine_for(variant)
+    trials: list[Trial] = []
+    complete = False
+    try:
+        for group in _interleave(engines, settings, batches, progress, max_seconds, store, budget):
+            trials += group
+        complete = True
+    except KeyboardInterrupt:
+        if not trials:
+            raise
+    if complete:
+        store.remove()
+    return Measured(llm=engines.base, trials=tuple(trials), memory=memory, budget=budget, complete=complete)
+
+
+def _budget(
+    engines: VariantEngines,
+    settings: Settings,
+    batches: dict[Condition, list[PromptBatch]],
+    max_seconds: float,
+    store: TrialStore,
+    progress: Console,
+) -> Budget:
+    """Choose the budget from a short run of plain decoding, or take that of the stored runs."""
+    condition, group = next(iter(batches.items()))
+    variants = _variants(engines, settings.ks, condition)
+    if not store.facts:
+        time = RunTime(0.0, 0.0)
+        if not math.isinf(max_seconds):
+            for _ in range(2):  # the first one is slow
+                time = RunTime.of(run(engines.base, variants[0], _warmup(group[0])))
+        seconds = max_seconds / len(batches)
+        budget = plan_budget(time, seconds=seconds, variants=len(variants), max_tokens=settings.max_tokens)
+        store.begin(budget._asdict())
+    budget = Budget(**store.facts)
+    if budget != (settings.max_tokens, len(variants)):
+        progress.print(
+            f"to fit into {max_seconds / 60:g} minutes, {budget.variants} of {len(variants)} variants run, with outputs"
+            f" of at most {budget.max_tokens} tokens",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return budget
 
 
 class VariantEngines:
@@ -102,6 +163,7 @@ class VariantEngines:
                 self._add_draft(spec, quantize)
         record_passes(self.base.parts, self.proposers.values())
         self._planners: dict[Variant, CostPlanner] = {}
+        self._costs: dict[int, CostModel] = {}  # by id of the draft model, or of None
 
     def engine_for(self, variant: Variant) -> LLM:
         """Return the engine that runs a variant."""
@@ -120,8 +182,16 @@ class VariantEngines:
         if not isinstance(variant.k, str):
             return FixedPlanner(variant.k)
         if variant not in self._planners:
-            self._planners[variant] = auto_planner(self.base.parts.target, self.proposers[variant.label])
+            target = self.base.parts.target
+            self._planners[variant] = auto_planner(target, self.proposers[variant.label], find_costs=self._find_costs)
         return self._planners[variant]
+
+    def _find_costs(self, target: Target, drafts: Sequence[Target | None]) -> list[CostModel]:
+        """Return the costs of passes. They are measured once, and not for each variant."""
+        for draft in drafts:
+            if id(draft) not in self._costs:
+                (self._costs[id(draft)],) = known_costs(target, [draft])
+        return [self._costs[id(draft)] for draft in drafts]
 
     def _add_draft(self, spec: str, quantize: str | None) -> None:
         """Make a proposer. A draft that cannot be quantized is measured with its weights as stored only."""
@@ -186,49 +256,70 @@ def _interleave(
     batches: dict[Condition, list[PromptBatch]],
     console: Console,
     max_seconds: float,
-) -> Iterator[Trial]:
-    """Run all variants of all conditions in each round. The order of the variants alternates from batch to batch."""
-    end = perf_counter() + max_seconds
-    per_round = sum(
-        len(group) * len(_variants(engines, settings.ks, condition)) for condition, group in batches.items()
-    )
-    with progress_bar(console) as bar:
-        task = bar.add_task("", total=settings.repeats * per_round)
+    store: TrialStore,
+    budget: Budget,
+) -> Iterator[Sequence[Trial]]:
+    """Run all variants of all conditions in each round, and yield their runs by batch of prompts.
+
+    The order of the variants alternates from batch to batch. Runs in the store are not repeated.
+    """
+    used = sum(trial.seconds for group in store.groups.values() for trial in group)
+    end = perf_counter() + max_seconds - used
+    per_round = sum(map(len, batches.values())) * budget.variants
+    with RunProgress(console, settings.repeats * per_round) as progress:
         for round in range(settings.repeats):
             for i, (condition, group) in enumerate(batches.items()):
-                bar.update(task, description=f"round {round + 1} of {settings.repeats}  {condition}")
+                progress.describe(f"round {round + 1} of {settings.repeats}, {condition}")
                 now = perf_counter()
                 if round and now >= end:
                     return
                 deadline = now + max(end - now, 0.0) / (len(batches) - i)
-                for trial in _run_once(engines, _variants(engines, settings.ks, condition), group, round, deadline):
-                    yield trial
-                    bar.advance(task)
+                variants = most_promising(_variants(engines, settings.ks, condition), budget.variants)
+                shortened = [_shortened(batch, budget.max_tokens) for batch in group]
+                yield from _run_once(engines, variants, shortened, round, deadline, store, progress)
 
 
 def _run_once(
     engines: VariantEngines,
-    all_variants: Sequence[Variant],
+    variants: Sequence[Variant],
     batches: Sequence[PromptBatch],
     round: int,
     deadline: float,
-) -> Iterator[Trial]:
-    pairs = [(variant, engines.engine_for(variant)) for variant in all_variants]
-    for variant, llm in pairs:
-        run(llm, variant, _warmup(batches[0]))
+    store: TrialStore,
+    progress: RunProgress,
+) -> Iterator[Sequence[Trial]]:
+    """Run all variants on each batch of prompts, and yield the runs of each batch."""
+    pairs: list[tuple[Variant, LLM]] = []
     for i, batch in enumerate(batches):
-        if (round or i >= _MIN_BATCHES) and perf_counter() >= deadline:
+        key = GroupKey(round, variants[0].batch, variants[0].temperature, batch.number)
+        if key in store.groups:
+            progress.skip(len(store.groups[key]))
+            yield store.groups[key]
+            continue
+        if not pairs:
+            pairs = [(variant, engines.engine_for(variant)) for variant in variants]
+            for variant, llm in pairs:
+                run(llm, variant, _warmup(batches[0]))
+        if (round or i >= MIN_BATCHES) and perf_counter() >= deadline:
             return
         seeded = replace(batch, jobs=tuple(job.with_seed(round) for job in batch.jobs))
+        trials = []
         for variant, llm in pairs[:: 1 if (round + batch.number) % 2 == 0 else -1]:
-            yield run(llm, variant, seeded)
+            trials.append(run(llm, variant, seeded))
+            progress.advance(variant.name, trials[-1].tokens / trials[-1].seconds)
+        store.add(key, trials)
+        yield trials
+
+
+def _shortened(batch: PromptBatch, max_tokens: int) -> PromptBatch:
+    return replace(batch, jobs=tuple(job.shortened(max_tokens) for job in batch.jobs))
 
 
 def _warmup(batch: PromptBatch) -> PromptBatch:
     """Return a batch for the warm-up. Its texts are reversed, so that no proposer has seen a measured one."""
     jobs = []
     for job in batch.jobs:
-        short = job.shortened(_WARMUP_TOKENS)
+        short = job.shortened(WARMUP_TOKENS)
         params = replace(short.params, ignore_eos=True)
         source = short.source[::-1] if isinstance(short.source, tuple) else short.source
         jobs.append(replace(short, prompt=short.prompt[::-1], source=source, params=params))

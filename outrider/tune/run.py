@@ -32,6 +32,7 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
         "overall": "tokens/s from the prompts to the last token, over those of plain decoding; of the advice, the"
         " geometric mean over its temperatures",
         "batches": "batches of prompts that were measured",
+        "budget": "what the time limit of a fit allowed: tokens of an output, and variants with plain decoding",
         "low, high": "95% interval: 1000 resamples of the batches of prompts, pooled; null with one batch",
         "total": "tau is output tokens per pass, with the bonus token; acceptance is by position, of the draft tokens"
         " whose ancestors were all accepted",
@@ -44,12 +45,13 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def run_tune(settings: Settings, *, progress: Console) -> dict[str, Any]:
+def run_tune(settings: Settings, *, progress: Console, file: Path | None = None) -> dict[str, Any]:
     """Measure and recommend.
 
     Args:
         settings: what to measure.
-        progress: the console of the progress bar.
+        progress: the console of the progress.
+        file: where runs are kept until the measurement is finished; see `measure`.
 
     Returns:
         The JSON document. `--config` reads its `settings`.
@@ -57,7 +59,7 @@ def run_tune(settings: Settings, *, progress: Console) -> dict[str, Any]:
     Raises:
         OutriderError: the settings cannot be measured.
     """
-    return make_document(settings, measure(settings, progress))
+    return make_document(settings, measure(settings, progress, file=file))
 
 
 def make_document(settings: Settings, measured: Measured, *, every_temperature: bool = False) -> dict[str, Any]:
@@ -79,11 +81,13 @@ def make_document(settings: Settings, measured: Measured, *, every_temperature: 
             draft_quantize=advice.draft_quantize,
         ),
         "advice": _advice(advice, measured.memory),
-        "summary": summary(advice, measured.memory),
+        "complete": measured.complete,
+        "summary": [*_interrupted(measured), *summary(advice, measured.memory)],
         "plain": [_plain(plain) for plain in plains],
         "cases": [case_dict(case) for case in cases],
         "memory": {proposer: use.as_dict() for proposer, use in measured.memory.items()},
         "arguments": asdict(settings),
+        "budget": measured.budget._asdict(),
         **_conditions(measured),
         "definitions": dict(DEFINITIONS),
     }
@@ -93,6 +97,12 @@ def write(document: Mapping[str, Any], file: str) -> None:
     """Write the document where `--config` can read it."""
     write_whole(Path(file).expanduser(), json.dumps(document) + "\n")
     typer.echo(f"the advice is in {file}; use it as --config {file}", err=True)
+
+
+def _interrupted(measured: Measured) -> list[str]:
+    if measured.complete:
+        return []
+    return [f"The measurement was interrupted. This is from the {len(measured.trials)} runs that were done."]
 
 
 def _advice(advice: Advice, memory: Mapping[str, MemoryUse]) -> dict[str, Any]:
@@ -142,7 +152,7 @@ def _conditions(measured: Measured) -> dict[str, Any]:
     parts = measured.llm.parts
     return {
         "kernels": parts.target.kernels,
-        "dtype": str(parts.dtype).removeprefix("torch."),
+        **parts.precision.as_dict(),
         "hardware": machine.hardware(str(parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),

@@ -14,6 +14,7 @@ from outrider.core.stats import Stats
 from outrider.core.types import SequenceState
 from outrider.llm import LLM
 from outrider.measure.clock import DecodeSpeed
+from outrider.propose.expression import short
 from outrider.tune.settings import PHASES
 
 
@@ -31,6 +32,11 @@ class Variant:
     def label(self) -> str:
         """The proposer with the weights of its draft."""
         return label(self.proposer, self.draft_quantize)
+
+    @property
+    def name(self) -> str:
+        """What people read."""
+        return "plain decoding" if self.plain else f"{label(short(self.proposer), self.draft_quantize)}, k {self.k}"
 
     @property
     def plain(self) -> bool:

@@ -27,6 +27,7 @@ from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.models.checkpoint import Precision, WeightFormat
 from outrider.native import rules
 from outrider.propose.registry import find_proposer
 from outrider.verify.rules import EXACT
@@ -86,6 +87,7 @@ class ScriptedPair(Pair):
         self.prompts = ((1, 2), (3, 4, 5))
         self.trees = False
         self.dtype = dtype
+        self.precision = Precision(weights=WeightFormat(("bfloat16",), 16), dtype=dtype)
         self.kernels = "none"
         self.steady = steady
         self.wrong = set(wrong)  # (prompt, position) of wrong speculative tokens
@@ -166,8 +168,8 @@ def test_audit_uses_the_kernels_and_quantization_of_the_user(kernels, quantize, 
     report = run_audit(str(embedded("nano")), "ngram", **options, **QUICK)  # a small model, which is loaded three times
     name = f"{kernels} {quantize}" if quantize else kernels
     assert report["passed"] is True
-    assert report["weight_bits"] == {"int8": 8, "int4": 4, None: 16}[quantize]
     own_dtype = load_checkpoint(embedded("nano"), kernels=kernels).dtype
+    assert report["flips"]["weight_bits"] == {"int8": 8, "int4": 4, None: 8 * own_dtype.itemsize}[quantize]
     dtype = "bfloat16" if quantize else str(own_dtype).removeprefix("torch.")
     assert (report["flips"]["kernels"], report["flips"]["dtype"]) == (name, dtype)
     tested = (report["replay"]["kernels"], report["replay"]["dtype"])

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import outrider
 from outrider import Constraint, OutriderError, SamplingParams
-from outrider.cli import options
+from outrider.cli import options, terminal
 from outrider.cli.app import app
 from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.output import Output
@@ -173,7 +173,7 @@ def test_quantized_model(bits):
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert (document["dtype"], document["kernels"]) == ("bfloat16", f"torch {bits}")
-    assert "bfloat16 with quantized weights" in without_colors(result.stderr)
+    assert f"{bits} weights of {bits[3:]} bits, bfloat16 otherwise" in without_colors(result.stderr)
     assert len(document["completions"][0]["token_ids"]) == 8
 
 
@@ -393,7 +393,7 @@ def read_until(terminal, expected, nudge=b""):
 
 
 @pytest.mark.slow
-def test_interrupt_ends_the_answer_and_a_second_one_ends_the_chat():
+def test_interrupt_ends_the_answer_and_two_at_the_prompt_end_the_chat():
     child, terminal = start_chat("--max-tokens", "1900", "--ignore-eos", "--k", "0")
     read_until(terminal, "> ")
     os.write(terminal, f"{QUESTION}\n".encode())
@@ -401,6 +401,8 @@ def test_interrupt_ends_the_answer_and_a_second_one_ends_the_chat():
     os.read(terminal, 1)  # the answer has begun
     os.write(terminal, b"\x03")
     assert "tokens in" not in read_until(terminal, "\r\n> ")
+    os.write(terminal, b"\x03")
+    read_until(terminal, "Ctrl-C again leaves", nudge=b"\x03")
     os.write(terminal, b"\x03")
     # If a signal comes between the prompt of input() and its read, Python handles it with the next key.
     assert "Traceback" not in read_until(terminal, None, nudge=b"\x03")
@@ -424,15 +426,114 @@ def test_interrupt_ends_the_answer_but_not_the_program(n, monkeypatch, capsys):
 
     monkeypatch.setattr(llm.engine, "step", interrupted_step, raising=False)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("outrider.cli.run._ask", lambda: next(inputs, ""))
+    monkeypatch.setattr("outrider.cli.terminal.ask", lambda: next(inputs, ""))
     params = SamplingParams(n=n, max_tokens=8, ignore_eos=True, temperature=1.0, seed=1)
     output = Output(llm, show=False, as_json=False)
-    assert converse(llm, params, prompt=None, options=SourceOptions(), chat=False, output=output)
+    assert converse(llm, params, prompt=None, options=SourceOptions(), chat=options.ChatOptions(), output=output)
     printed = capsys.readouterr()
     assert printed.err.count("tokens in") == 1  # only the second answer is complete
     assert printed.err.count(f"1 of {n}") == 2 * (n > 1)
     assert num_rounds == 5 + 8
     assert not llm.engine.busy()
+
+
+class Keys:
+    """Stands in for `input`: yields lines, and raises what is no line."""
+
+    def __init__(self, *events):
+        self._events = iter(events)
+
+    def __call__(self, prompt=""):
+        event = next(self._events)
+        if isinstance(event, str):
+            return event
+        raise event
+
+
+@pytest.mark.parametrize(
+    ("events", "lines"),
+    [
+        ((KeyboardInterrupt, "a", KeyboardInterrupt, KeyboardInterrupt), ["a"]),
+        ((KeyboardInterrupt, KeyboardInterrupt), []),
+        (("a", KeyboardInterrupt, "b", EOFError), ["a", "b"]),
+        (("a", ""), ["a"]),
+    ],
+)
+def test_two_interrupts_in_a_row_end_the_input(events, lines, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", Keys(*events))
+    assert list(terminal.prompts(None)) == lines
+    asked = sum(first is KeyboardInterrupt for first in events) - (events[-2:] == (KeyboardInterrupt,) * 2)
+    assert capsys.readouterr().err.count("Ctrl-C again leaves") == asked
+
+
+def test_second_interrupt_of_an_answer_warns_and_the_third_ends_the_program(capfd):
+    with terminal.interrupts() as collected:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert len(collected) == 1
+        assert not capfd.readouterr().err
+        os.kill(os.getpid(), signal.SIGINT)
+        assert len(collected) == 2
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert "Ctrl-C once more ends the program" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class FakeChat:
+    """Runs `converse` with lines of a user, and records the conversations that reach the chat template."""
+
+    def __init__(self, monkeypatch, *lines, context=256):
+        self.llm = LLM(embedded("nano"), proposer="none", k=0, max_model_len=context, threads=1)
+        self.messages = []
+        encode = self.llm.encode_chat
+        recorded = lambda messages: self.messages.append(list(messages)) or encode(messages)  # noqa: E731
+        monkeypatch.setattr(self.llm, "encode_chat", recorded)
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+        monkeypatch.setattr("builtins.input", Keys(*lines, ""))
+
+    def run(self, params, **chat):
+        output = Output(self.llm, show=False, as_json=False)
+        chat = options.ChatOptions(chat=True, **chat)
+        return converse(self.llm, params, prompt=None, options=SourceOptions(), chat=chat, output=output)
+
+
+def test_system_message_stands_before_the_conversation(monkeypatch):
+    chat = FakeChat(monkeypatch, "one", "two")
+    assert chat.run(SamplingParams(max_tokens=2), system="Be brief.")
+    assert [message["role"] for message in chat.messages[-1]] == ["system", "user", "assistant", "user"]
+    assert chat.messages[-1][0]["content"] == "Be brief."
+
+
+def test_prompt_that_does_not_fit_keeps_the_conversation(monkeypatch, capsys):
+    chat = FakeChat(monkeypatch, "one", "x " * 300, "two", context=64)
+    assert not chat.run(SamplingParams(max_tokens=2))
+    assert capsys.readouterr().err.count("shorten the prompt") == 1
+    assert [message["content"] for message in chat.messages[-1]][::2] == ["one", "two"]
+
+
+def test_system_needs_chat():
+    result = invoke("run", *SMALL, "--system", "Be brief.", "x")
+    assert (result.exit_code, "add --chat" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"), [((), "length"), (("--chat",), "stop"), (("--chat", "--max-tokens", "2"), "length")]
+)
+def test_answer_of_a_chat_ends_where_the_model_ends_it(words, reason):
+    """After 200 tokens, a bias makes the model end; without --chat the text has 128 tokens."""
+    end = ("--min-tokens", "200", "--logit-bias", "3=100")
+    given = (*words, *(end if reason == "stop" else ("--ignore-eos",)))
+    result = invoke("run", *SMALL, "--threads", "1", "--json", "--k", "0", *given, "a")
+    assert result.exit_code == 0, result.output
+    completion = json.loads(result.stdout)["completions"][0]
+    tokens = {"stop": 201, "length": 2 if words else 128}[reason]
+    assert (completion["finish_reason"], len(completion["token_ids"])) == (reason, tokens)
+
+
+@pytest.mark.parametrize(("words", "count"), [((), 1), (("--chat",), 0)])
+def test_plain_text_of_a_model_with_a_chat_template_is_told(words, count):
+    assert run(*words, QUESTION).stderr.count("add --chat to chat with it") == count
 
 
 @pytest.mark.slow

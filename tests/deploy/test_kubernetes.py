@@ -169,3 +169,9 @@ def test_autoscaler_uses_metrics_of_the_adapter_and_of_the_server():
         assert f'"{name}"' in source
     used = {each["pods"]["metric"]["name"] for each in MANIFESTS["HorizontalPodAutoscaler"]["spec"]["metrics"]}
     assert used == made
+
+
+def test_service_links_do_not_set_the_port():
+    """Kubernetes sets OUTRIDER_PORT to an address for a service called outrider, and the server would read it."""
+    assert MANIFESTS["Service"]["metadata"]["name"] == "outrider"
+    assert POD["spec"]["enableServiceLinks"] is False

@@ -20,6 +20,7 @@ from outrider.fit.state import State
 from outrider.plan.pass_cost import CostModel, PassCost
 from outrider.train.run import FACTS
 from outrider.train.trainer import STATE
+from outrider.tune import measure as tune_measure
 from tests.fit.made_up import certificate
 from tests.helpers.gguf_files import SIZES, write_gguf
 from tests.helpers.tiny import compiles, make_config, save
@@ -28,7 +29,7 @@ WORDS = ["red", "green", "blue", "black", "white", "grey", "pink", "brown", "gol
 PROMPTS = [{"category": "ab"[i % 2], "prompt": f"{word} {word} {word}"} for i, word in enumerate(WORDS)]
 QUICK = {
     "--minutes": 0.002,
-    "--measure-minutes": 0.001,
+    "--measure-minutes": 5,
     "--proposers": "ngram;suffix",
     "--k": "2",
     "--max-tokens": 6,
@@ -45,7 +46,10 @@ def given_training_costs():
     """Nobody looks at speeds here, so costs need not be measured."""
     cost = PassCost(tokens=(1, 64), seconds=(1.0, 1.0), entry=0.0, pair=0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.train.run.known_costs", lambda target, drafts: [CostModel(target=cost, draft=cost)])
+        for user in ("train.run", "tune.measure"):
+            patch.setattr(
+                f"outrider.{user}.known_costs", lambda _, drafts: [CostModel(target=cost, draft=cost) for _ in drafts]
+            )
         yield
 
 
@@ -173,16 +177,16 @@ def test_draft_model_is_compared_with_8_and_4_bits(fit, tmp_path, monkeypatch):
     asked = []
     certified = []
 
-    def record(settings, prompts, proposers, drafts, progress):
+    def record(settings, prompts, proposers, drafts, progress, **named):
         asked.append(dict(drafts))
-        document = stages.measure_proposers(settings, prompts, proposers, drafts, progress)
+        document = stages.measure_proposers(settings, prompts, proposers, drafts, progress, **named)
         for case in document["cases"]:
             fastest = case["draft_quantize"] == "int8"
             case["overall"] = {"value": 1.5 if fastest else 1.1, "low": None, "high": None}
         document["advice"] |= {"speculate": True, "proposer": draft, "k": 2, "fixed_k": 2, "draft_quantize": "int8"}
         return document
 
-    def certify(*words, draft_quantize):
+    def certify(*words, draft_quantize, tokens_per_s):
         certified.append(draft_quantize)
         return certificate(True)
 
@@ -300,14 +304,14 @@ def test_certificate_of_chosen_proposer(fit, copied, monkeypatch):
 def test_real_audit(target, monkeypatch):
     monkeypatch.setattr("outrider.audit.prompts.DEFAULT", DEFAULT[:2])
     settings = Settings(out="out", target=str(target), samples=100, threads=1, kernels="torch")
-    found = stages.certify(settings, target, "ngram", 2, "torch", run.Console(quiet=True))
+    found = stages.certify(settings, target, "ngram", 2, "torch", run.Console(quiet=True), tokens_per_s=1e6)
     assert found["passed"] is True
 
 
 def test_audit_that_does_not_fit_into_memory_is_left_out(target, monkeypatch):
     monkeypatch.setattr("outrider.loader.memory.free_memory", lambda: 1000)
     settings = Settings(out="out", target=str(target), device="cpu")
-    found = stages.certify(settings, target, "ngram", 2, "torch", run.Console(quiet=True))
+    found = stages.certify(settings, target, "ngram", 2, "torch", run.Console(quiet=True), tokens_per_s=1e6)
     assert found["passed"] is None
     assert "are free" in found["reason"]
 
@@ -320,7 +324,7 @@ def test_ctrl_c_keeps_best_so_far_and_resumes(fit, tmp_path, monkeypatch):
         patch.setattr(run, "measure_proposers", interrupted)
         result = fit(tmp_path / "out")
         assert result.exit_code == 130
-        assert "starts again" in result.stderr
+        assert "the same command continues" in result.stderr
         assert not (tmp_path / "out" / "fit.json").exists()
     with monkeypatch.context() as patch:
         patch.setattr(run, "train_head", interrupted)
@@ -347,16 +351,53 @@ def test_resume_between_training_and_second_measurement(fit, copied, monkeypatch
     assert json.loads((copied / "fit.json").read_text())["fit"]["complete"]
 
 
-def test_training_that_was_not_recorded_resumes_from_its_state(fit, copied, finished):
-    forget(copied, "training", "final", "certificate")
-    result = fit(copied)
+def test_training_that_was_not_recorded_resumes_from_its_state(fit, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(run.Fit, "_measure_final", interrupted)
+        assert fit(out).exit_code == 130
+    assert (out / "head" / STATE).is_file()
+    steps = json.loads((out / "state.json").read_text())["stages"]["training"]["steps"]
+    forget(out, "training")
+    result = fit(out)
     assert result.exit_code == 0, result.output
-    steps = json.loads((copied / "fit.json").read_text())["fit"]["training"]["steps"]
-    assert steps == finished[1]["fit"]["training"]["steps"]
+    assert json.loads((out / "fit.json").read_text())["fit"]["training"]["steps"] == steps
+
+
+def test_finished_fit_leaves_no_state_of_its_training(finished):
+    assert not (finished[0] / "head" / STATE).exists()
+    assert not list(finished[0].glob("*.runs"))
+
+
+def test_interrupted_measurement_resumes_from_its_runs(fit, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    unchanged, runs = tune_measure.run, []
+
+    def interrupt_later(llm, variant, batch):
+        runs.append(variant)
+        if len(runs) > 16:
+            raise KeyboardInterrupt
+        return unchanged(llm, variant, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tune_measure, "run", interrupt_later)
+        result = fit(out, **{"--minutes": 0})
+    assert result.exit_code == 130
+    assert "Its runs so far are kept" in result.stderr
+    stored = (out / "first.runs").read_text().splitlines()
+    assert len(stored) > 2
+    result = fit(out, **{"--minutes": 0})
+    assert result.exit_code == 0, result.output
+    measured = json.loads((out / "fit.json").read_text())["fit"]["first_measurement"]
+    assert [plain["batches"] for plain in measured["plain"]] == [5, 5]
+    assert not (out / "first.runs").exists()
 
 
 @pytest.mark.slow
-def test_more_minutes_continue_training(fit, copied, finished):
+def test_more_minutes_train_the_head_of_a_finished_fit_anew(fit, copied, finished):
     result = fit(copied, **{"--minutes": 0.05})
     assert result.exit_code == 0, result.output
     document = json.loads((copied / "fit.json").read_text())
@@ -437,8 +478,8 @@ def test_full_disk_is_one_line_and_keeps_finished_stages(fit, copied, monkeypatc
     with monkeypatch.context() as patch:
         measured = stages.measure_proposers
 
-        def filling(*words):
-            document = measured(*words)
+        def filling(*words, **named):
+            document = measured(*words, **named)
             patch.setattr("pathlib.Path.write_text", full)
             return document
 
@@ -447,15 +488,15 @@ def test_full_disk_is_one_line_and_keeps_finished_stages(fit, copied, monkeypatc
     assert "No space left on device" in error
     assert "the same command continues" in error
     assert (copied / "state.json").read_text() == before
-    assert (copied / "head" / STATE).exists()
+    assert (copied / "head" / "model.safetensors").exists()
     assert fit(copied).exit_code == 0
 
 
 def test_disk_that_is_full_before_the_first_result(fit, tmp_path, monkeypatch):
     measured = stages.measure_proposers
 
-    def filling(*words):
-        document = measured(*words)
+    def filling(*words, **named):
+        document = measured(*words, **named)
         monkeypatch.setattr("outrider.fit.state.write_whole", lambda *_: refuse())
         return document
 

@@ -14,10 +14,10 @@ from tests.tune.commands import CONSTANT, FIFTH, PROMPTS
 def quick():
     """Replace measured costs and rates, because these tests do not check speeds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "outrider.engine.build.known_costs",
-            lambda _, drafts: [costs(CONSTANT, each and FIFTH) for each in drafts],
-        )
+        for user in ("engine.build", "tune.measure"):
+            patch.setattr(
+                f"outrider.{user}.known_costs", lambda _, drafts: [costs(CONSTANT, each and FIFTH) for each in drafts]
+            )
         patch.setattr("outrider.bench.rates._BUFFER", 1 << 20)
         patch.setattr("outrider.bench.rates._MATRIX", (64, 64))
         yield

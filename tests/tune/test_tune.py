@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -191,6 +193,90 @@ def test_temperatures_share_the_time_limit(tmp_path, monkeypatch):
     measured = measure(settings, Console(quiet=True), max_seconds=14.0)
     plains, _ = figures(measured.trials, seed=0)
     assert [(plain.variant.temperature, plain.batches) for plain in plains] == [(0.0, 3), (1.0, 2)]
+
+
+def test_costs_are_measured_once_for_all_variants_and_temperatures(tmp_path, monkeypatch):
+    measured = []
+    unchanged = tune_measure.known_costs
+    monkeypatch.setattr(tune_measure, "known_costs", lambda *models: measured.append(models) or unchanged(*models))
+    settings = dataclasses.replace(
+        four_prompts(tmp_path, repeats=1, temperatures=(0.0, 1.0)), proposers=("ngram", "suffix"), ks=(2, AUTO)
+    )
+    measure(settings, Console(quiet=True))
+    assert len(measured) == 1  # no proposer has a draft model
+
+
+def interrupt_after(monkeypatch, count):
+    """Let Ctrl-C come in a later run."""
+    unchanged, runs = tune_measure.run, []
+
+    def run(*words):
+        runs.append(words)
+        if len(runs) > count:
+            raise KeyboardInterrupt
+        return unchanged(*words)
+
+    monkeypatch.setattr(tune_measure, "run", run)
+    return runs
+
+
+def test_interrupted_measurement_has_whole_groups_and_resumes(tmp_path, monkeypatch):
+    settings = four_prompts(tmp_path, repeats=1)
+    file = tmp_path / "advice.json.runs"
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2 + 3)  # two warm-ups, one batch of prompts, and one of two variants
+        measured = measure(settings, Console(quiet=True), file=file)
+    assert not measured.complete
+    assert [trial.batch_number for trial in measured.trials] == [0, 0]
+    with monkeypatch.context() as patch:
+        runs = interrupt_after(patch, 100)
+        resumed = measure(settings, Console(quiet=True), file=file)
+    assert len(runs) == 2 + 3 * 2
+    assert resumed.complete
+    assert resumed.trials[:2] == measured.trials
+    assert [trial.batch_number for trial in resumed.trials] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert not file.exists()
+
+
+def test_runs_of_other_settings_are_not_resumed(tmp_path, monkeypatch):
+    file = tmp_path / "advice.json.runs"
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2 + 2)
+        measure(four_prompts(tmp_path, repeats=1), Console(quiet=True), file=file)
+    with monkeypatch.context() as patch:
+        runs = interrupt_after(patch, 100)
+        measure(four_prompts(tmp_path, repeats=1, seed=5), Console(quiet=True), file=file)
+    assert len(runs) == 2 + 4 * 2
+
+
+def test_interrupt_before_anything_is_comparable_ends_the_measurement(tmp_path, monkeypatch):
+    interrupt_after(monkeypatch, 2 + 1)
+    with pytest.raises(KeyboardInterrupt):
+        measure(four_prompts(tmp_path, repeats=1), Console(quiet=True))
+
+
+def test_interrupted_command_prints_what_was_measured(tmp_path, monkeypatch, prompts):
+    interrupt_after(monkeypatch, 2 + 2)
+    out = tmp_path / "advice.json"
+    options = ("--target", embedded("nano"), "--prompts", prompts, "--proposers", "ngram", "--k", 2, "--batch", 1)
+    result = invoke("tune", *options, "--out", out)
+    assert result.exit_code == 130
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["complete"] is False
+    assert found["summary"][0] == "The measurement was interrupted. This is from the 2 runs that were done."
+    assert f"its runs are in {out}.runs, and the same command continues" in result.stderr
+
+
+def test_each_run_has_a_line_where_the_output_is_no_terminal(tmp_path):
+    printed = io.StringIO()
+    measure(four_prompts(tmp_path, repeats=1), Console(file=printed, width=80))
+    lines = [line for line in printed.getvalue().splitlines() if " of 8: " in line]
+    assert len(lines) == 8
+    assert re.fullmatch(r"1 of 8: round 1 of 1, batch 1, temperature 0, plain decoding: \d+ tokens/s", lines[0])
+    assert re.fullmatch(r"8 of 8: round 1 of 1, batch 1, temperature 0, plain decoding: \d+ tokens/s", lines[7])
+    terminal = io.StringIO()
+    measure(four_prompts(tmp_path, repeats=1), Console(file=terminal, force_terminal=True, width=80))
+    assert "tokens/s" not in terminal.getvalue()
 
 
 def test_encoder_decoder_target_is_measured_on_sources(tmp_path):

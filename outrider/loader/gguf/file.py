@@ -173,7 +173,17 @@ class GGUFFile:
     @property
     def types(self) -> list[str]:
         """The names of the types of its matrices."""
-        return sorted({tensor.kind for tensor in self.tensors.values() if len(tensor.shape) > 1})
+        return sorted({tensor.kind for tensor in self._matrices})
+
+    @property
+    def bits(self) -> float:
+        """Mean bits per weight of its matrices."""
+        size = sum(tensor.data.nbytes for tensor in self._matrices)
+        return 8 * size / sum(prod(tensor.shape) for tensor in self._matrices)
+
+    @property
+    def _matrices(self) -> list[Tensor]:
+        return [tensor for tensor in self.tensors.values() if len(tensor.shape) > 1]
 
     @property
     def quantized(self) -> bool:

@@ -1,0 +1,31 @@
+"""The recipes install the same packages: a CPU build of torch first, then Outrider with its server and GGUF files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = '".[serve,gguf]"'
+
+
+@pytest.mark.parametrize("file", ["deploy/Dockerfile", "docs/how-to/deploy.md"])
+def test_torch_comes_before_the_package(file):
+    installs = re.findall(r"pip install [^\n]*", (ROOT / file).read_text("utf-8"))
+    torch, package = (next(i for i, line in enumerate(installs) if word in line) for word in ("torch==", EXTRAS))
+    assert torch < package
+    assert not [line for line in installs if '".[serve]"' in line]
+
+
+def test_default_build_of_torch_is_for_a_cpu():
+    index = re.search(r'ARG TORCH_INDEX="(.*)"', (ROOT / "deploy/Dockerfile").read_text("utf-8"))[1]
+    assert index.endswith("/whl/cpu")
+    assert f"pip install --index-url {index} torch==" in (ROOT / "docs/how-to/deploy.md").read_text("utf-8")
+
+
+def test_systemd_unit_does_not_override_variables():
+    start = re.search(r"^ExecStart=(.*)$", (ROOT / "deploy/outrider.service").read_text("utf-8"), re.MULTILINE)[1]
+    assert "--host" not in start
+    assert "--port" not in start
