@@ -147,6 +147,7 @@ def test_mp4_without_an_encoder_is_a_gif_and_says_so(server):
         ({"router": "target-only", "threshold": None}, "TTTTT", None),
         ({"router": "drafter-only", "threshold": None}, "ddddd", None),
         ({"router": "stride:2", "threshold": None}, "TdTdT", None),
+        ({"router": "first:3", "threshold": None}, "TTTdd", None),
         ({"seconds": "0.3"}, "Td", 0),
         ({"seconds": 0.8333}, "Tdddd", 0),
     ],

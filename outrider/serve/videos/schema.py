@@ -18,14 +18,14 @@ from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
 from outrider.media.contract import Router
 from outrider.media.models.captions import parse_caption
-from outrider.media.routers import DrafterOnly, QualityGate, Stride, TargetOnly
+from outrider.media.routers import DrafterOnly, FixedBlocks, QualityGate, Stride, TargetOnly
 from outrider.media.routers.gate import parse_aggregate
 from outrider.serve.openai.base import StrictModel
 from outrider.serve.openai.errors import UnknownModel, attribute_errors
 from outrider.serve.videos.models import ServedModels, format_size
 
 _MAX_PROMPT = 1000  # characters
-_ROUTERS = "gate, target-only, drafter-only, or stride:N with N of at least 1, such as stride:2"
+_ROUTERS = "gate, target-only, drafter-only, or first:N or stride:N with N of at least 1, such as first:3"
 _GATE_FIELDS = ("threshold", "aggregate", "force_first", "budget")
 _CALIBRATED_FIELDS = ("aggregate", "force_first")
 
@@ -188,6 +188,8 @@ def _placement(name: str) -> Router:
         return DrafterOnly()
     if stride := re.fullmatch(r"stride:([1-9]\d{0,3})", name, re.ASCII):
         return Stride(int(stride[1]))
+    if first := re.fullmatch(r"first:([1-9]\d{0,3})", name, re.ASCII):
+        return FixedBlocks(range(int(first[1])), name=name)
     raise InvalidParam("router", f"router is {name[:100]!r}; use {_ROUTERS}")
 
 
