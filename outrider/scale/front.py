@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from outrider._version import __version__
 from outrider.scale.bridge import HTTPRequest, ResponseStart
 from outrider.scale.metrics import sum_metrics
-from outrider.scale.package import lost_actor_errors
+from outrider.scale.package import lost_actor_errors, no_replica_errors
 from outrider.scale.prefixes import prefix_blocks
 from outrider.serve.api_keys import ApiKey
 from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
@@ -41,6 +41,8 @@ class Front:
         self._settings = settings
         self._keys = keys
         self._lost = lost_actor_errors()
+        self._no_replica = no_replica_errors()
+        self._loaded = False  # whether a replica has answered so far
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application. Ray Serve calls this in the replica of the front."""
@@ -69,8 +71,11 @@ class Front:
         return Response(sum_metrics(dict(await self._ask("metrics"))), media_type="text/plain; version=0.0.4")
 
     async def health(self) -> Response:
-        """Return whether a replica works."""
+        """Return whether a replica works, or whether the first one still loads."""
         states = await self._ask("state")
+        self._loaded |= bool(states)
+        if not self._loaded:
+            return JSONResponse({"status": "loading", "replicas": 0, "reasons": []}, 503)
         working = [degraded for failure, degraded in states if not failure]
         if not working:
             return JSONResponse(error_response("no replica works", kind="server_error"), 503)
@@ -79,9 +84,12 @@ class Front:
         return JSONResponse({"status": status, "replicas": len(working), "reasons": reasons})
 
     async def _ask(self, method: str) -> list[Any]:
-        """Return the results of a method of all replicas that answer."""
+        """Return the results of a method of all replicas that answer; [] if there is none."""
         response = self._engine.broadcast(method)
-        results = await response.results_async(timeout_s=_BROADCAST_SECONDS, return_exceptions=True)
+        try:
+            results = await response.results_async(timeout_s=_BROADCAST_SECONDS, return_exceptions=True)
+        except self._no_replica:
+            return []
         return [result for result in results if not isinstance(result, BaseException)]
 
     async def forward(self, request: Request) -> Response:

@@ -27,6 +27,16 @@ def lost_actor_errors() -> tuple[type[Exception], ...]:
     return (RayActorError, OutOfMemoryError)
 
 
+def no_replica_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions of a broadcast that say that no replica runs, or that none answers in time.
+
+    Ray's message says that the deployment has failed, also while its replicas still load.
+    """
+    from ray.serve.exceptions import DeploymentUnavailableError
+
+    return (DeploymentUnavailableError, TimeoutError)
+
+
 def import_train() -> tuple[Any, Any]:
     """Return the packages `ray.train` and `ray.train.torch`.
 

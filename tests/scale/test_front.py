@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 
 import httpx
@@ -20,6 +21,10 @@ EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"),)
 
 class Lost(Exception):
     """What Ray raises if a replica is gone."""
+
+
+class NoReplica(Exception):
+    """What Ray raises if a broadcast reaches no replica."""
 
 
 class Parts:
@@ -69,6 +74,7 @@ class Engine:
 @pytest.fixture(autouse=True)
 def lost(monkeypatch):
     monkeypatch.setattr(module, "lost_actor_errors", lambda: (Lost,))
+    monkeypatch.setattr(module, "no_replica_errors", lambda: (NoReplica,))
     monkeypatch.setattr(module, "_RETRY_SECONDS", 0.0)
 
 
@@ -127,6 +133,46 @@ def test_front_and_replicas_log_one_id():
     assert first[b"x-request-id"] == b"mine"
     assert response.headers.get_list("x-request-id") == [second[b"x-request-id"].decode()]
     assert not any(b"secret" in value for value in (*first.values(), *second.values()))
+
+
+class Replicas:
+    """A deployment handle whose broadcasts have prepared results: the states of all replicas, or an exception."""
+
+    def __init__(self, *results):
+        self._results = iter(results)
+
+    def broadcast(self, method):
+        return self
+
+    async def results_async(self, *, timeout_s, return_exceptions):
+        result = next(self._results)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def get(path, *results):
+    """Get a page of the front once for each result of a broadcast. Return status codes and contents."""
+    app = Front(Replicas(*results), Settings(), ()).__serve_build_asgi_app__()
+
+    async def run():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
+            return [await client.get(path) for _ in results]
+
+    return [(each.status_code, each.content) for each in asyncio.run(run())]
+
+
+def test_health_says_loading_until_the_first_replica_answers():
+    pages = get("/health", NoReplica(), [], [("", ())], [("", ()), ("broken", ())], NoReplica())
+    assert [status for status, _ in pages] == [503, 503, 200, 200, 503]
+    states = [json.loads(content) for _, content in pages]
+    assert [each.get("status") for each in states] == ["loading", "loading", "ok", "degraded", None]
+    assert states[-1]["error"]["message"] == "no replica works"
+
+
+def test_metrics_are_empty_without_replicas():
+    assert get("/metrics", NoReplica()) == [(200, b"")]
 
 
 def test_a_quota_that_is_sent_to_the_front_is_full():
