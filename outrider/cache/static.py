@@ -150,7 +150,7 @@ class StaticCache:
     def _check_memory(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Check the memory for all layers, before the first write of keys and values [heads, T, dim]."""
         check_cache(
-            token_bytes=self._layers * (keys[:, 0].nbytes + values[:, 0].nbytes),
+            token_bytes=self._layers * (_token_bytes(keys) + _token_bytes(values)),
             slots=self._slots,
             context=self._capacity,
             reserve=self._reserve,
@@ -232,3 +232,9 @@ class StaticCache:
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _token_bytes(entries: torch.Tensor) -> int:
+    """Return the bytes of one of T entries [heads, T, dim]; T may be 0."""
+    heads, _, dim = entries.shape
+    return heads * dim * entries.element_size()
