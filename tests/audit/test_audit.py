@@ -223,6 +223,8 @@ def test_a_verdict_stands_beside_the_row_that_it_judges():
         "largest_margin": 2.0,
         "tokens": 9,
         "dtype": "float32",
+        "weight_types": ["float32"],
+        "weight_bits": 32,
     }
     section |= {"plain_batched_flips_per_1000": 0.0, "plain_batched_largest_margin": 0.0, "kernels": "native"}
     assert [row.passed for row in flip_rows(section | {"details": []})] == [True, None]

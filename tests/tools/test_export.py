@@ -94,6 +94,13 @@ def test_a_draft_model_for_llamacpp_is_read_back(model, tmp_path):
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
+def test_the_stored_rule_of_a_gguf_file_is_read_back(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.tools.export.gguf_model.find_rule", lambda *_: "unknown")
+    result, _ = export(model, "--for", "llama.cpp", "--out", tmp_path / "out", "--k", 3)
+    assert result.exit_code == 2
+    assert "splits text by the rule 'unknown'; supported are" in " ".join(result.output.split())
+
+
 def test_the_rule_of_a_tokenizer_is_found_by_its_tokens():
     tokenizer = AutoTokenizer.from_pretrained(embedded("mini"))
     assert find_rule(tokenizer, embedded("mini")) == "llama-bpe"
