@@ -20,6 +20,12 @@ from outrider.report.console import Document, new_table, print_document
 from outrider.system.machine import use_threads
 
 _FPS = 12.0
+EXAMPLE = "a red circle moving right from the top left on a black background"  # for the included models
+
+
+def _default_prompt(settings: DemoSettings, models: Any) -> str:
+    """Return the example for the included models, and a random caption for others."""
+    return EXAMPLE if settings.models is None else str(models.language.random_captions(1, settings.seed)[0])
 
 
 def demo(settings: DemoSettings, *, as_json: bool) -> None:
@@ -27,7 +33,7 @@ def demo(settings: DemoSettings, *, as_json: bool) -> None:
     models = load_models(settings.models, eager_commits=settings.eager_commits)
     writer: _Sounds | _Video = _Sounds(settings, models) if isinstance(models, AudioModels) else _Video(settings)
     use_threads(settings.threads)
-    prompt = settings.prompt or models.language.random_captions(1, settings.seed)[0]
+    prompt = settings.prompt or _default_prompt(settings, models)
     models.language.tokens(prompt)
     routers: dict[str, Router] = {
         "target-only": TargetOnly(),

@@ -67,7 +67,8 @@ class DemoSettings:
         typer.Option(
             metavar="TEXT",
             help="Caption, such as 'a red circle moving right from the top left on a black background', or 'a bright"
-            " arpeggio on a low do at a fast tempo'. Default: a random one.",
+            " arpeggio on a low do at a fast tempo'. Default: the first of these, or a random one for other"
+            " models.",
         ),
     ] = None
     models: Models = None
