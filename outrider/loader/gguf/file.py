@@ -261,9 +261,9 @@ def _read_part(path: Path) -> GGUFFile:
         raise _unreadable(path, reason) from reason
     try:
         return _Reader(data).read(path)
+    except OutriderError:
+        raise
     except (error, IndexError, OverflowError, MemoryError, ValueError) as reason:
-        if isinstance(reason, OutriderError):
-            raise
         raise OutriderError(f"{path} is damaged or truncated; {_FIX}") from reason
 
 
