@@ -27,7 +27,7 @@ from transformers import (  # noqa: E402
 
 from outrider.errors import OutriderError, UnsupportedModel  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
-from outrider.loader.checkpoint import check_model  # noqa: E402
+from outrider.loader.load import check_model  # noqa: E402
 from tests.helpers import tiny  # noqa: E402
 from tests.helpers.architectures import Architecture  # noqa: E402
 

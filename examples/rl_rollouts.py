@@ -3,8 +3,8 @@
 import torch
 
 from outrider import SamplingParams
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.rl import RolloutEngine
 
 engine = RolloutEngine.load(embedded("nano"), proposer="group", k=4, dtype="float32", max_model_len=128)

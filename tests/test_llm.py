@@ -11,8 +11,8 @@ import torch
 
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.core.types import FinishReason
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.plan.planner import FixedPlanner
 
 CODE = "<|endoftext|>import os\nimport sys\n\n\ndef main():\n    parser ="
@@ -354,7 +354,7 @@ def test_what_is_no_constraint_cannot_be_prepared(llm):
     ],
 )
 def test_bad_arguments_are_told_before_anything_is_loaded(arguments, fix, monkeypatch):
-    monkeypatch.setattr("outrider.loader.checkpoint._read_model", lambda *args: pytest.fail("it was loaded"))
+    monkeypatch.setattr("outrider.loader.load.open_weights", lambda *args: pytest.fail("it was loaded"))
     with pytest.raises(OutriderError, match=fix):
         LLM(**arguments)
 

@@ -19,8 +19,8 @@ from outrider.engine.build import assemble, full_dtype, make_proposer, make_setu
 from outrider.engine.engine import Engine
 from outrider.engine.verifiers import tree_makers
 from outrider.errors import OutriderError
-from outrider.loader.checkpoint import load_checkpoint, refuse_sources
 from outrider.loader.embedded import model_folder
+from outrider.loader.load import load_checkpoint, refuse_sources
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.quantize import QuantizedLinear, quantize_model
 from outrider.native.target import NativeTarget
@@ -269,7 +269,7 @@ def widen(checkpoint: Checkpoint, bits: int) -> Checkpoint:
                 if child.bias is not None:
                     plain.bias = torch.nn.Parameter(child.bias, requires_grad=False)
                 setattr(module, name, plain)
-    return replace(checkpoint, model=checkpoint.model.float(), dtype=torch.float32)
+    return checkpoint.with_model(checkpoint.model.float(), torch.float32)
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

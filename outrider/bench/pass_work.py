@@ -9,8 +9,8 @@ from typing import NamedTuple
 from safetensors import safe_open
 
 from outrider.llm import LLM
-from outrider.loader.checkpoint import read_model_config
 from outrider.loader.gguf.file import is_gguf, read_gguf
+from outrider.loader.load import read_model_config
 from outrider.models.base import ExpertCounter, SelfDraftTarget
 from outrider.models.encoder_decoder_target import EncoderDecoderTarget
 from outrider.models.prepack import can_prepack

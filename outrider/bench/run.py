@@ -25,8 +25,8 @@ from outrider.engine.build import auto_planner
 from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.checkpoint import reads_sources
 from outrider.loader.embedded import model_folder
+from outrider.loader.load import reads_sources
 from outrider.measure.prompts import Prompt, read_prompts
 from outrider.native.target import NativeTarget
 from outrider.plan.planner import Planner

@@ -23,11 +23,10 @@ from outrider.engine.verifiers import find_verifier, fitting_verifiers, verifier
 from outrider.errors import OutriderError
 from outrider.loader.check import make_checked_target
 from outrider.loader.check_store import CheckResult
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import model_folder
+from outrider.loader.load import load_checkpoint
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint, Precision, SourceRules, WeightFormat
-from outrider.models.recurrent_target import RecurrentTarget
 from outrider.native.rules import fastest_verifier
 from outrider.native.sampling import fastest_sampling
 from outrider.parallel.ranks import current, join
@@ -438,9 +437,9 @@ def auto_planner(
     alternatives = proposer.parts if isinstance(proposer, Switch) else (proposer,)
     find = find_costs or known_costs
     costs = find(target, [draft_model(each) for each in alternatives])
-    # Recurrent layers read the tokens of all sequences in step.
-    padded = isinstance(target, RecurrentTarget)
-    return CostPlanner(*costs, replay=replay, model_sources=model_sources(proposer), padded=padded)
+    return CostPlanner(
+        *costs, replay=replay, model_sources=model_sources(proposer), padded=getattr(target, "padded", False)
+    )
 
 
 def full_dtype(dtype: str, bits: int) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from outrider.errors import OutriderError
-from outrider.loader.checkpoint import choose_device, read_model_config
 from outrider.loader.embedded import embedded, model_folder
 from outrider.loader.gguf.file import is_gguf, read_gguf
+from outrider.loader.load import choose_device, read_model_config
 from outrider.native.support import may_run
 from outrider.propose.draft_model.open import has_mtp
 from outrider.system.machine import free_memory

@@ -18,8 +18,9 @@ from outrider.engine.build import EngineParts
 from outrider.engine.verifiers import verifier_for
 from outrider.errors import OutriderError
 from outrider.heads.targets.base import HeadRunner
-from outrider.loader.checkpoint import read_weights
+from outrider.loader.load import read_weights
 from outrider.models.base import SleepingTarget, WeightSharer
+from outrider.models.checkpoint import Checkpoint
 from outrider.models.weights import finite_weights
 from outrider.propose.base import WeightFollower
 from outrider.propose.leaves import draft_models, leaves
@@ -199,7 +200,7 @@ class EngineWeights:
         """Check that the weights that `sleep` has freed are all there."""
         if self._asleep:
             raise OutriderError("the engine sleeps; call wake before the weights are loaded")
-        absent = self._missing - new.keys() - _tied(self._parts.loaded.checkpoint.model, new)
+        absent = self._missing - new.keys() - _tied(self._parts.loaded.checkpoint, new)
         if absent:
             raise OutriderError(
                 f"{len(absent)} weights, such as {min(absent)}, were freed by sleep(2) and are not given; give all"
@@ -219,9 +220,9 @@ class EngineWeights:
         ]
 
 
-def _tied(model: object, new: Mapping[str, torch.Tensor]) -> frozenset[str]:
+def _tied(checkpoint: Checkpoint, new: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Return the names of weights that are given under another name."""
-    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    tied = checkpoint.tied_weights()
     pairs = [(name, other) for one, two in tied.items() for name, other in ((one, two), (two, one))]
     return frozenset(name for name, other in pairs if other in new)
 

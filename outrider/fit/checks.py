@@ -15,7 +15,7 @@ from outrider.fit.rules import TargetSize, TrainingPlan
 from outrider.fit.settings import Settings
 from outrider.heads.store import HeadModule, make_module
 from outrider.heads.targets.registry import is_autoregressive
-from outrider.loader.checkpoint import check_fits, read_model_config
+from outrider.loader.load import check_fits, read_model_config
 from outrider.loader.memory import gigabytes
 from outrider.propose.draft_model.window import MIN_WINDOW
 from outrider.propose.registry import check_draft_settings

@@ -30,9 +30,9 @@ from outrider.fit.stages import (
     tune_settings,
 )
 from outrider.fit.state import CONFIG, HEAD, RUNS, State
-from outrider.loader.checkpoint import refuse_sources
 from outrider.loader.embedded import model_folder
 from outrider.loader.fingerprint import model_fingerprint
+from outrider.loader.load import refuse_sources
 from outrider.parallel.processes import world_size
 from outrider.propose.expression import short
 from outrider.report.console import Document

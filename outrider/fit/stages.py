@@ -22,7 +22,7 @@ from outrider.fit.rules import (
     plan_certificate,
 )
 from outrider.fit.settings import Settings
-from outrider.loader.checkpoint import check_fits, choose_device
+from outrider.loader.load import check_fits, choose_device
 from outrider.plan.pass_cost import CostModel
 from outrider.propose.registry import check_proposer, has_draft
 from outrider.report.console import Document

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from datetime import UTC, datetime
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch.nn import functional
 
 from outrider.cache.memory import out_of_memory
@@ -22,11 +22,9 @@ from outrider.core.types import AudioFeatures, Batch, SequenceState
 from outrider.errors import MODEL_ERRORS, NotEnoughMemory, UnsupportedModel
 from outrider.loader.check_store import CheckResult, keep_result, known_result
 from outrider.loader.make import make_target
-from outrider.loader.quiet import quiet_transformers
 from outrider.models.attention import NAME
 from outrider.models.base import ExpertCounter, Target
 from outrider.models.checkpoint import Checkpoint
-from outrider.models.gguf_linear import block_types
 from outrider.models.rounding import BLOCK_TOLERANCE, TIE_FACTOR, TOLERANCE, TRIALS
 from outrider.models.routing import prescribed_experts
 from outrider.native.target import NativeTarget
@@ -95,9 +93,11 @@ def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:
         NotEnoughMemory: the device has too little memory for the KV cache or the passes.
         UnsupportedModel: they differ by more than rounding, or the model does not run.
     """
-    model_type = checkpoint.model.config.model_type
+    from outrider.loader.quiet import quiet_transformers
+
+    model_type = checkpoint.config.model_type
     errors = torch.full((1 + len(_PARENTS),), torch.inf)  # the smallest of all trials, by node
-    blocks = target.kernels != "torch" and block_types(checkpoint.model)
+    blocks = target.kernels != "torch" and checkpoint.block_types
     tolerance = BLOCK_TOLERANCE if blocks else TOLERANCE[checkpoint.dtype]
     try:
         for trial in range(TRIALS):
@@ -106,7 +106,7 @@ def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:
             if errors.max() < tolerance:
                 return CheckResult(
                     date=datetime.now(UTC).date().isoformat(),
-                    against=f"transformers {transformers.__version__}",
+                    against=f"transformers {version('transformers')}",
                     error=float(errors.max()),
                     tolerance=tolerance,
                 )
@@ -199,7 +199,7 @@ def _reference(
 ) -> _Reference:
     """Return the logits after each branch from transformers, without a cache, with the experts of the target."""
     model: Any = checkpoint.model
-    if block_types(model):  # each pass dequantizes all weights, so one pass runs all branches
+    if checkpoint.block_types:  # each pass dequantizes all weights, so one pass runs all branches
         longest = max(map(len, branches))
         batches = [[branch + [0] * (longest - len(branch)) for branch in branches]]
         padded = [[_pad(layer, longest) for layer in layers] for layers in experts]

@@ -8,15 +8,8 @@ from functools import cache
 import torch
 
 from outrider.errors import OutriderError, UnsupportedModel
-from outrider.models.attention_target import AttentionTarget
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
-from outrider.models.cuda_recorder import CudaRecorder, Recorder
-from outrider.models.encoder_decoder_target import EncoderDecoderTarget
-from outrider.models.gguf_linear import block_types
-from outrider.models.quantize import quantize_model
-from outrider.models.recurrent_target import RecurrentTarget
-from outrider.models.speech.target import SpeechTarget
 from outrider.native.library import MissingKernels
 from outrider.native.target import NativeTarget
 
@@ -47,7 +40,7 @@ def make_target(
         OutriderError: `kernels` or `bits` do not fit the device or the dtype.
         UnsupportedModel: the native kernels were requested but do not support the model, or it cannot be quantized.
     """
-    types = block_types(checkpoint.model)
+    types = checkpoint.block_types
     _check_settings(checkpoint, kernels, bits, types)
     on_torch = checkpoint.recurrent or checkpoint.source is not None or checkpoint.ranks > 1
     has_native_dtype = checkpoint.dtype in (torch.bfloat16, torch.float32)
@@ -65,17 +58,9 @@ def make_target(
         raise UnsupportedModel(
             f"the {', '.join(types)} weights of this model run on torch in float32 only; use dtype float32"
         )
-    if bits < 16:
-        quantize_model(checkpoint.model, bits)
-    if checkpoint.source is not None:
-        kind = EncoderDecoderTarget if checkpoint.source.speech is None else SpeechTarget
-        target: Target = kind(checkpoint, slots=slots, context=context)
-    elif checkpoint.recurrent:
-        target = RecurrentTarget(checkpoint, slots=slots, context=context)
-    else:
-        target = AttentionTarget(checkpoint, slots=slots, context=context, record=_recorder(checkpoint, kernels))
-    target.kernels += "" if bits == 16 else f" int{bits}"
-    return target
+    from outrider.loader.make_torch import make_torch_target
+
+    return make_torch_target(checkpoint, slots=slots, context=context, bits=bits, record=kernels == "auto")
 
 
 def _report_fallback(reason: UnsupportedModel) -> None:
@@ -89,14 +74,6 @@ def _report_fallback(reason: UnsupportedModel) -> None:
 @cache  # once per process: a draft model would repeat it
 def _warn_of_missing_kernels(reason: str) -> None:
     _log.warning("running on torch, which is many times slower than the native CPU kernels: %s", reason)
-
-
-def _recorder(checkpoint: Checkpoint, kernels: str) -> Recorder | None:
-    """Return what records the passes of a model; None: every pass is eager.
-
-    Ranks on GPUs use NCCL, whose operations can be recorded. Ranks on CPUs use gloo, and there are no graphs on CPUs.
-    """
-    return CudaRecorder(checkpoint.device) if checkpoint.device.type == "cuda" and kernels == "auto" else None
 
 
 def _check_settings(checkpoint: Checkpoint, kernels: str, bits: int, types: tuple[str, ...]) -> None:

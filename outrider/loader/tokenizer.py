@@ -8,7 +8,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from outrider.core.markers import CALL_END, CALL_START
 from outrider.errors import OutriderError
@@ -23,6 +22,8 @@ def read_tokenizer(path: Path) -> Any:
     Raises:
         OutriderError: the folder has no tokenizer, or a damaged one.
     """
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         _restore_rules(tokenizer, path / "tokenizer.json")
@@ -43,6 +44,8 @@ def _restore_rules(tokenizer: Any, file: Path) -> None:
     Classes such as `LlamaTokenizer` and `GPT2Tokenizer` of transformers 5 replace these rules by fixed ones. If a
     checkpoint names such a class and has other rules, its text would be split into tokens that the model never saw.
     """
+    from transformers import PreTrainedTokenizerFast
+
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or type(tokenizer) is PreTrainedTokenizerFast or not file.is_file():
         return

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from outrider.models.speech.rules import SpeechRules
+from outrider.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +55,48 @@ def precision_text(document: Mapping[str, Any]) -> str:
     return f"{' and '.join(types)} weights of {document['weight_bits']:.3g} bits, {dtype} otherwise"
 
 
+class LazyModel:
+    """A model of transformers that is made when it is first used.
+
+    The native kernels read weights from the files, so many targets need it for the load check only.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._changes: list[Callable[[Any], None]] = []
+        self._model: Any = None
+
+    @classmethod
+    def of(cls, model: Any) -> LazyModel:
+        """Return a model that is made already."""
+        return cls(lambda: model)
+
+    def get(self) -> Any:
+        """Return the model. It is made if necessary."""
+        if self._model is None:
+            model = self._make()
+            for change in self._changes:
+                change(model)
+            self._model = model
+        return self._model
+
+    def change(self, change: Callable[[Any], None]) -> None:
+        """Apply a function to the model, now or when it is made."""
+        self._changes.append(change)
+        if self._model is not None:
+            change(self._model)
+
+    def release(self) -> None:
+        """Free the model until it is used again."""
+        self._model = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A loaded model, its tokenizer, and facts of its configuration."""
+    """A model, its tokenizer, and facts of its configuration."""
 
-    model: Any
+    lazy_model: LazyModel
+    config: Any  # of the model, with the names of transformers
     tokenizer: Any
     context: int  # tokens
     vocab: int  # ids that have logits
@@ -72,3 +110,25 @@ class Checkpoint:
     ranks: int = 1  # of tensor parallelism; the weights of this process are its part
     dtype_reason: str = ""  # why it was chosen, such as "as the checkpoint is stored"
     blocks: WeightFormat | None = None  # of the file, if its weights are in quantized blocks
+    weights: Weights | None = None  # for the native kernels; None: those of the model
+
+    @property
+    def model(self) -> Any:
+        """The model of transformers."""
+        return self.lazy_model.get()
+
+    def with_model(self, model: Any, dtype: torch.dtype | None = None) -> Checkpoint:
+        """Return a checkpoint whose weights are those of a model of transformers, in its dtype."""
+        made = LazyModel.of(model)
+        return replace(self, lazy_model=made, weights=None, blocks=None, dtype=dtype or self.dtype)
+
+    def tied_weights(self) -> Mapping[str, str]:
+        """Return pairs of names that one weight has."""
+        if self.weights is None:
+            return getattr(self.model, "all_tied_weights_keys", {})
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
+
+    @property
+    def block_types(self) -> tuple[str, ...]:
+        """The GGUF types of weights in blocks."""
+        return () if self.blocks is None else self.blocks.types

@@ -92,12 +92,6 @@ def use_dequantizer(dequantizer: Dequantizer) -> None:
     _dequantizer = dequantizer
 
 
-def block_types(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the GGUF types of a model's weights in blocks, sorted."""
-    modules = (module for module in model.modules() if isinstance(module, BlockLinear | BlockEmbedding))
-    return tuple(sorted({module.blocks.kind for module in modules}))
-
-
 class BlockLinear(nn.Module):
     """A linear layer with a weight in blocks."""
 

@@ -19,6 +19,8 @@ class RecurrentTarget(AttentionTarget):
     states (see `outrider.models.recurrent`). Drafts may be trees.
     """
 
+    padded = True  # recurrent layers read the tokens of all sequences in step
+
     # Copies of recurrent layers are not supported, so this is no `SelfDraftTarget`.
     make_submodel = None  # type: ignore[assignment]
     make_requantized = None  # type: ignore[assignment]

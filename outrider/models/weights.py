@@ -1,14 +1,64 @@
-"""Check new values of weights before any of them is loaded."""
+"""The weights of a model by name, and checks of new values before any of them is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from outrider.errors import OutriderError
+from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight
+
+Weight = torch.Tensor | BlockWeight
 
 _PEFT_PARTS = (".lora_", ".base_layer.", ".modules_to_save.", ".original_module.")  # of names in a state_dict
+
+
+class Weights(Mapping[str, Weight]):
+    """The weights of a checkpoint, by their names in the `state_dict` of transformers.
+
+    A value is made when it is accessed.
+    """
+
+    @abstractmethod
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a weight, without making it."""
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The GGUF types of weights in blocks, sorted."""
+        return ()
+
+    def release(self, name: str) -> None:
+        """Free memory that the value of a weight takes. It is made again when it is accessed."""
+
+
+class ModelWeights(Weights):
+    """The weights of a model of transformers."""
+
+    def __init__(self, model: Any) -> None:
+        self._values: dict[str, Weight] = {name: value.detach() for name, value in model.state_dict().items()}
+        for name, module in model.named_modules():
+            if isinstance(module, BlockLinear | BlockEmbedding):
+                self._values[f"{name}.weight"] = module.blocks
+
+    def __getitem__(self, name: str) -> Weight:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._values[name].shape
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return tuple(sorted({value.kind for value in self._values.values() if isinstance(value, BlockWeight)}))
 
 
 def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:

@@ -15,9 +15,9 @@ import torch
 from outrider.cache.paged import PagedCache
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
-from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight, block_types, use_dequantizer
+from outrider.models.gguf_linear import BlockWeight, use_dequantizer
 from outrider.models.submodel import layer_stack, refuse_weight_update
-from outrider.models.weights import check_weights, tied_weight
+from outrider.models.weights import Weight, Weights, check_weights, tied_weight
 from outrider.native.abi import CLayer, CLinear, CModel
 from outrider.native.blocks import PackedBlocks, can_pack, dequantize_blocks, pack_blocks
 from outrider.native.calls import Passes
@@ -28,7 +28,6 @@ from outrider.native.pack import FLOAT_DTYPES, PANEL, Arena, PackedWeight, Refil
 
 _HEAD = "lm_head"
 _PANELS_AT_ONCE = 128  # panels of a table that are expanded to float32 at once
-Weight = torch.Tensor | BlockWeight
 Packed = PackedWeight | PackedBlocks
 _log = logging.getLogger("outrider")
 _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
@@ -36,19 +35,7 @@ _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
 _EXPERTS = {"router": ("mlp.gate",), "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",)}
 
 
-def _weights(model: Any, body: str) -> dict[str, Weight]:
-    """Return the weights of the decoder layers in module `body` and of the LM head, by name.
-
-    Those of GGUF files are in blocks.
-    """
-    weights: dict[str, Weight] = {name: value.detach() for name, value in model.state_dict().items()}
-    for name, module in model.named_modules():
-        if isinstance(module, BlockLinear | BlockEmbedding):
-            weights[f"{name}.weight"] = module.blocks
-    return {name: value for name, value in weights.items() if name.startswith((f"{body}.", f"{_HEAD}."))}
-
-
-def _split_values(state: Mapping[str, Weight], shape: Dimensions, body: str) -> frozenset[int]:
+def _split_values(state: Weights, shape: Dimensions, body: str) -> frozenset[int]:
     """Return the layers whose value projection has another block type than the query and key projections."""
     split = set()
     if len(shape.family.attention) == 1:  # one layer for queries, keys and values
@@ -87,56 +74,50 @@ def _interleaved_rows(size: int) -> torch.Tensor:
     return interleave(numbers[:size], numbers[size:]).flatten()
 
 
-def _body_name(model: Any) -> str:
-    """Return the name of the module with the decoder layers."""
+def body_name(model: Any) -> str:
+    """Return the name of the module with the decoder layers of a model of transformers."""
     return layer_stack(model)[0].rpartition(".")[0]
-
-
-def read_dimensions(model: Any) -> Dimensions:
-    """Return the dimensions of a transformers model.
-
-    Raises:
-        UnsupportedModel: the kernels do not support this model.
-    """
-    return Dimensions.of(model.config.get_text_config(decoder=True), model.get_submodule(_body_name(model)))
 
 
 class Decoder(Passes):
     """The packed weights of a model and its forward pass."""
 
-    def __init__(self, model: Any, library: Library, *, bits: int = 16) -> None:
-        """Pack the weights of a transformers model. The model is not needed afterward.
+    def __init__(self, weights: Weights, config: Any, library: Library, *, bits: int = 16, body: str = "model") -> None:
+        """Pack the weights of a model. They are not needed afterward.
 
         Args:
-            model: a model of one of `FAMILIES`.
+            weights: the weights of a model of one of `FAMILIES`.
+            config: its configuration.
             library: the compiled kernels.
             bits: bits per weight of linear layers: 32 (float32), 16 (bfloat16), 8 or 4 (quantized).
+            body: the name of the module with the decoder layers.
 
         Raises:
             UnsupportedModel: the kernels do not support this model.
         """
-        self._body = _body_name(model)
-        self.shape = read_dimensions(model)
+        self._body = body
+        self.shape = Dimensions.of(config.get_text_config(decoder=True))
         super().__init__(library.code, hidden=self.shape.hidden)
         self._bits = bits
         self._arena = Arena()
         use_dequantizer(dequantize_blocks)
-        state = _weights(model, self._body)
-        self._shapes = {name: value.shape for name, value in state.items()}
-        self._tied = bool(model.config.tie_word_embeddings)
-        self.types = block_types(model)  # GGUF types, if the weights are in blocks
-        self._split_values = _split_values(state, self.shape, self._body)
+        names = [name for name in weights if name.startswith((f"{body}.", f"{_HEAD}."))]
+        self._shapes = {name: weights.shape(name) for name in names}
+        self._tied = bool(config.tie_word_embeddings)
+        self._split_values = _split_values(weights, self.shape, self._body)
         self._norms = {
             name: self._norm_factors(value)
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and name.endswith("norm.weight")
+            for name in names
+            if name.endswith("norm.weight") and isinstance(value := weights[name], torch.Tensor)
         }
         self._packed: dict[str, Packed | PackedExperts] = {}
         for name, parts in self._groups().items():
-            self._packed[name] = self._pack(name, parts, state)
+            self._packed[name] = self._pack(name, parts, weights)
         self.dtype = FLOAT_DTYPES[32 if bits == 32 else 16]  # of the embedding, keys and values
-        self._table = self._pack_table(state[self._embedding_name])  # the embedding, if it is in blocks
-        self._embedding = None if self._table else self._arena.keep(self._embed(state[self._embedding_name]))
+        table = weights[self._embedding_name]
+        self._table = self._pack_table(table)  # the embedding, if it is in blocks
+        self._embedding = None if self._table else self._arena.keep(self._embed(table))
+        self.types = weights.types  # of GGUF, if weights are in blocks
         self._stack: Sequence[int] = range(self.shape.layers)  # indices of the layers that run, in order
         self._source: Decoder | None = None  # the decoder that this one shares weights with or was quantized from
         self._derived: weakref.WeakSet[Decoder] = weakref.WeakSet()  # decoders made from this one

@@ -25,8 +25,8 @@ class Routing:
     layers: frozenset[int]  # with experts; the others have one MLP
 
     @classmethod
-    def of(cls, config: Any, body: Any) -> Routing | None:
-        """Read the sizes of experts from a text configuration and the module with the decoder layers.
+    def of(cls, config: Any) -> Routing | None:
+        """Read the sizes of experts from a text configuration.
 
         Returns:
             The sizes; None if no layer has experts.
@@ -38,22 +38,30 @@ class Routing:
             return None
         if getattr(config, "clip_qkv", None) is not None:
             raise UnsupportedModel(f"{config.model_type}: the native kernels do not support clip_qkv")
-        blocks = {i: layer.mlp for i, layer in enumerate(body.layers) if hasattr(layer.mlp, "experts")}
-        if not blocks:
+        layers = _routed_layers(config)
+        if not layers:
             return None
-        block = next(iter(blocks.values()))
-        experts, _, ffn = block.experts.down_proj.shape
-        if block.gate.top_k > experts:
+        experts = config.num_local_experts if config.model_type == "mixtral" else config.num_experts
+        top = config.num_experts_per_tok
+        if top > experts:
             raise UnsupportedModel(
-                f"{config.model_type}: num_experts_per_tok is {block.gate.top_k}, but a layer has {experts} experts"
+                f"{config.model_type}: num_experts_per_tok is {top}, but a layer has {experts} experts"
             )
         return cls(
             experts=experts,
-            top=block.gate.top_k,
-            ffn=ffn,
+            top=top,
+            ffn=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
             normalized=config.model_type == "mixtral" or bool(config.norm_topk_prob),
-            layers=frozenset(blocks),
+            layers=layers,
         )
+
+
+def _routed_layers(config: Any) -> frozenset[int]:
+    """Return the layers with experts. Qwen3 names layers without, and the distance of layers with experts."""
+    step = getattr(config, "decoder_sparse_step", None) or 1
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    layers = range(config.num_hidden_layers)
+    return frozenset(i for i in layers if (i + 1) % step == 0 and i not in dense)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

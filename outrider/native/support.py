@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -25,19 +25,24 @@ class Family:
     attention_post_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
     mlp_post_norm: str | None = None
-    wide_norms: bool = False  # whether queries and keys are normalized over all heads
+    head_norms: bool = False  # whether queries and keys are normalized, each head or all of them
+    wide_norms: bool = False  # whether they are normalized over all heads
     norms_plus_one: bool = False  # whether a norm multiplies by 1 + weight
+    scaled_table: bool = False  # whether embeddings are multiplied by the square root of the hidden size
     routed: bool = False  # whether there are layers with routed experts
 
 
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of gates
 _LLAMA = Family()
 _GEMMA = Family(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
     mlp_post_norm="post_feedforward_layernorm",
     norms_plus_one=True,
+    scaled_table=True,
 )
 _POST_NORMS = Family(
+    head_norms=True,
     attention_norm=None,
     attention_post_norm="post_attention_layernorm",
     mlp_norm=None,
@@ -46,9 +51,9 @@ _POST_NORMS = Family(
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "gemma": Family(norms_plus_one=True),
+        "gemma": Family(norms_plus_one=True, scaled_table=True),
         "gemma2": _GEMMA,
-        "gemma3_text": _GEMMA,
+        "gemma3_text": replace(_GEMMA, head_norms=True),
         "granite": _LLAMA,
         "llama": _LLAMA,
         "ministral": _LLAMA,
@@ -56,11 +61,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "mixtral": Family(routed=True),
         "olmo2": _POST_NORMS,
         "olmo3": _POST_NORMS,
-        "olmoe": Family(routed=True, wide_norms=True),
+        "olmoe": Family(routed=True, head_norms=True, wide_norms=True),
         "phi3": Family(attention=("self_attn.qkv_proj",), mlp=("mlp.gate_up_proj",)),
         "qwen2": _LLAMA,
-        "qwen3": _LLAMA,
-        "qwen3_moe": Family(routed=True),
+        "qwen3": Family(head_norms=True),
+        "qwen3_moe": Family(routed=True, head_norms=True),
         "seed_oss": _LLAMA,
         "smollm3": _LLAMA,
     }

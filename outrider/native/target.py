@@ -18,8 +18,10 @@ from outrider.core.types import Batch, Draft, DraftChains, Draws, KVView, Packed
 from outrider.errors import OutriderError
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.submodel import refuse_wider
+from outrider.models.weights import ModelWeights
 from outrider.native.abi import Columns
-from outrider.native.decoder import Decoder, read_dimensions
+from outrider.native.decoder import Decoder, body_name
+from outrider.native.dimensions import Dimensions
 from outrider.native.library import load_library
 from outrider.native.scores import Exported, NativeScores
 
@@ -37,17 +39,22 @@ class NativeTarget:
         """Pack the weights and allocate a cache for `slots` sequences of up to `context` tokens.
 
         With `bits` below 16 the weights are quantized, and those of `checkpoint.model` are replaced by the quantized
-        ones.
+        ones when it is made.
 
         Raises:
             UnsupportedModel: the kernels cannot be compiled, or do not support this model.
         """
-        read_dimensions(checkpoint.model)  # a model that the kernels do not support needs no compiler
+        text = checkpoint.config.get_text_config(decoder=True)
+        Dimensions.of(text)  # a model that the kernels do not support needs no compiler
         self._library = load_library()
         weight_bits = bits if bits < 16 else 8 * checkpoint.dtype.itemsize
-        self._decoder = Decoder(checkpoint.model, self._library, bits=weight_bits)
+        weights, body = checkpoint.weights, "model"
+        if weights is None:
+            weights, body = ModelWeights(checkpoint.model), body_name(checkpoint.model)
+        self._decoder = Decoder(weights, checkpoint.config, self._library, bits=weight_bits, body=body)
         if bits < 16:
-            checkpoint.model.load_state_dict(self._decoder.quantized_weights(), strict=False)
+            decoder = self._decoder
+            checkpoint.lazy_model.change(lambda model: model.load_state_dict(decoder.quantized_weights(), strict=False))
         self.vocab = checkpoint.vocab
         self.device = checkpoint.device
         self.version = 0
@@ -56,7 +63,7 @@ class NativeTarget:
         self._layers: tuple[int, ...] = ()  # exported layers
         self._columns = 0  # of the last pass
         self._blocks = 0  # of the KV cache before `sleep`
-        self._config = checkpoint.model.config.to_dict()
+        self._config = checkpoint.config.to_dict()
         self.kernels = "native" if bits == 16 else f"native int{bits}"
         if self._decoder.types:
             self.kernels = f"native {'+'.join(self._decoder.types)}"

@@ -16,19 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import distributed
-from transformers import AutoModelForCausalLM
 
 from outrider.core.config import REPLICATED, SHARDED
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
-from outrider.loader.checkpoint import is_recurrent, read_model_config
 from outrider.loader.gguf.file import is_gguf
-from outrider.loader.tensor_parallel import check_plan
+from outrider.loader.load import is_recurrent
 from outrider.models.submodel import layer_stack
 from outrider.parallel.ranks import Ranks
 
@@ -166,7 +165,10 @@ def _check_can_split(folder: str, ranks: int) -> None:
     """Raise an error if a draft model cannot be split, from its config."""
     if is_gguf(folder):
         raise OutriderError("a GGUF file cannot be split; give a folder of safetensors")
-    check_plan(read_model_config(folder), ranks, recurrent=is_recurrent(folder))
+    from outrider.loader.tensor_parallel import check_plan
+    from outrider.loader.transformers_checkpoint import read_transformers_config
+
+    check_plan(read_transformers_config(Path(folder).expanduser()), ranks, recurrent=is_recurrent(folder))
 
 
 def _pass_work(folder: str, dtype: torch.dtype) -> tuple[float, int, int]:
@@ -174,7 +176,11 @@ def _pass_work(folder: str, dtype: torch.dtype) -> tuple[float, int, int]:
 
     These are the layers and the LM head. Of the experts, a token reads its own.
     """
-    config = read_model_config(folder)
+    from transformers import AutoModelForCausalLM
+
+    from outrider.loader.transformers_checkpoint import read_transformers_config
+
+    config = read_transformers_config(Path(folder).expanduser())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     layers = layer_stack(model)[1]

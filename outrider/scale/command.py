@@ -13,8 +13,8 @@ import typer
 
 from outrider.core.config import EngineConfig
 from outrider.errors import OutriderError
-from outrider.loader.checkpoint import check_model
 from outrider.loader.embedded import model_folder
+from outrider.loader.load import check_model
 from outrider.report.console import count_text
 from outrider.scale.application import APP, build_application
 from outrider.scale.cluster import connect

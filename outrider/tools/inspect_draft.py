@@ -27,8 +27,8 @@ from outrider.heads.files import read_target_info
 from outrider.heads.formats.base import ImportedHead, TargetRequired
 from outrider.heads.formats.registry import find
 from outrider.llm import LLM
-from outrider.loader.checkpoint import refuse_sources
 from outrider.loader.embedded import model_folder
+from outrider.loader.load import refuse_sources
 from outrider.tools.convert import checked
 
 ENOUGH = 0.4  # below this agreement, a draft is loaded incorrectly or hardly trained

@@ -18,9 +18,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from outrider.core.noise import derive_seed
 from outrider.errors import OutriderError
 from outrider.llm import LLM, EncodedPrompt
-from outrider.loader.checkpoint import reads_sources
 from outrider.loader.embedded import model_folder
 from outrider.loader.fingerprint import model_fingerprint
+from outrider.loader.load import reads_sources
 from outrider.measure.prompts import Prompt
 from outrider.parallel.processes import rank, world_size
 from outrider.plan.known_costs import known_costs

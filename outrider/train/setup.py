@@ -9,7 +9,7 @@ from outrider.core.config import EngineConfig
 from outrider.core.types import SharedWeights
 from outrider.engine.build import EngineParts, build
 from outrider.errors import OutriderError
-from outrider.loader.checkpoint import reads_sources
+from outrider.loader.load import reads_sources
 from outrider.models.base import WeightSharer
 from outrider.parallel.processes import local_device
 from outrider.plan.planner import FixedPlanner

@@ -20,7 +20,7 @@ from outrider.engine.verifiers import find_verifier
 from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.checkpoint import reads_sources
+from outrider.loader.load import reads_sources
 from outrider.measure.prompts import Prompt, read_prompts
 from outrider.models.base import Target
 from outrider.plan.cost_planner import CostPlanner

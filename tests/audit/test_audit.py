@@ -25,8 +25,8 @@ from outrider.core.stats import Stats
 from outrider.core.types import Needs
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.models.checkpoint import Precision, WeightFormat
 from outrider.native import rules
 from outrider.propose.registry import find_proposer

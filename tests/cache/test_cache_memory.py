@@ -10,7 +10,7 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.errors import NotEnoughMemory
 from outrider.loader.check import check_target
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.models.attention_target import AttentionTarget
 from outrider.propose.base import NoProposer
 from outrider.testing.toy_target import ToyTarget

@@ -16,8 +16,8 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, FinishReason, Request, Scores
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.testing.drive import make_seq

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from outrider.core.params import SamplingParams
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer
 from outrider.propose.draft_model.chain import DraftModelProposer

@@ -21,8 +21,8 @@ from outrider.core.stats import Stats
 from outrider.core.types import FinishReason
 from outrider.engine.constraints import apply_constraints
 from outrider.errors import OutriderError
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import NoProposer

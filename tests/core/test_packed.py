@@ -12,8 +12,8 @@ from outrider.core import tree
 from outrider.core.noise import PositionNoise
 from outrider.core.params import SamplingParams
 from outrider.core.types import Draft, DraftKind, Packed, Request, Scores, SequenceState
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.native.rules import fastest_verifier
 from outrider.propose.combine import First, Merge

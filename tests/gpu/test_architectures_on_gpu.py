@@ -9,7 +9,7 @@ import torch
 
 from outrider.core import tree
 from outrider.loader.check import check_target
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models import graph_buckets
 from outrider.models.attention_target import AttentionTarget

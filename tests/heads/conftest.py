@@ -8,8 +8,8 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer
 from outrider.testing.drive import make_seq

@@ -21,8 +21,8 @@ from outrider.heads.modules.layers import Attention, rotation
 from outrider.heads.rotary import frequencies
 from outrider.heads.store import load_module
 from outrider.heads.targets.autoregressive import AutoregressiveTarget, NativeAutoregressiveTarget
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from tests.helpers import tiny
 from tests.helpers.heads import HEAD, LLAMA3, MASK, TABLE, YARN, cases, far, feed, random_draft

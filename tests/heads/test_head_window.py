@@ -13,8 +13,8 @@ from outrider.errors import OutriderError
 from outrider.heads.store import make_module, write_head
 from outrider.heads.targets.autoregressive import AutoregressiveTarget, NativeAutoregressiveTarget
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.train.model.presets import describe
 from tests.heads.test_heads import MINI

@@ -21,8 +21,8 @@ from outrider.heads.targets.autoregressive import AutoregressiveTarget, NativeAu
 from outrider.heads.targets.masked import MaskedTarget, NativeMaskedTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.base import ChainSampler, draft_by_scores
 from outrider.plan.calibrate import measure_pass

@@ -22,8 +22,8 @@ from outrider.heads.store import import_head, load_module, make_module, write_he
 from outrider.heads.targets.kv_sharing import KVSharingTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer
 from outrider.propose.draft_model.trained_head import HeadProposer

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Mapping
 
 from outrider.core.token_text import TokenText
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.base import Target
 from outrider.propose.base import NoProposer, Proposer, ProposerSetup

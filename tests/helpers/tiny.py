@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import AudioFeatures, Batch, Draft, Request, SequenceState, SpeechOutput
 from outrider.errors import UnsupportedModel
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
@@ -150,7 +149,7 @@ class Shelf:
         if (name, dtype) not in self._checkpoints:
             self._checkpoints[name, dtype] = load_checkpoint(self.folder(name), dtype=dtype, device="cpu")
         checkpoint = self._checkpoints[name, dtype]
-        return replace(checkpoint, model=copy.deepcopy(checkpoint.model))
+        return checkpoint.with_model(copy.deepcopy(checkpoint.model))
 
     def target(self, name: str, layers: Sequence[int] = (), dtype: str = "float32") -> Target:
         target = make_target(self.checkpoint(name, dtype), slots=4, context=128)

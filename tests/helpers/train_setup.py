@@ -8,8 +8,8 @@ import torch
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Draw, Request
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.propose.base import ProposerSetup
 from outrider.train.data.sample import Sample

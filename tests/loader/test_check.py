@@ -13,7 +13,7 @@ from outrider.errors import UnsupportedModel
 from outrider.llm import LLM
 from outrider.loader import check
 from outrider.loader.check import check_target, make_checked_target
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.rounding import TOLERANCE
 from outrider.models.routing import prescribed_experts

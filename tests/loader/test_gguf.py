@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.core import tree
 from outrider.errors import UnsupportedModel
-from outrider.loader.checkpoint import load_checkpoint
-from outrider.models.gguf_linear import BlockLinear, block_types
+from outrider.loader.load import load_checkpoint
+from outrider.models.gguf_linear import BlockLinear
 from tests.helpers import tiny
 from tests.helpers.gguf_files import CHAT, SIZES, write_gguf
 
@@ -120,10 +120,11 @@ def test_types_may_differ_within_a_layer(tmp_path):
 
 
 def test_weights_are_not_expanded(file):
-    model = load_checkpoint(file).model
+    checkpoint = load_checkpoint(file)
+    model = checkpoint.model
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     assert not layers
-    assert block_types(model) == ("Q8_0",)
+    assert checkpoint.block_types == ("Q8_0",)
     blocks = next(module.blocks for module in model.modules() if isinstance(module, BlockLinear))
     assert blocks.nbytes == blocks.shape.numel() * 34 // 32
 

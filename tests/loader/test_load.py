@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from tests.helpers import tiny
 from tests.helpers.variants import variants
 
@@ -255,6 +255,6 @@ def test_draft_slides_over_texts_longer_than_its_own_context(tmp_path):
 
 def test_weights_that_exceed_the_memory_are_refused_before_they_are_loaded(folder, monkeypatch):
     monkeypatch.setattr("outrider.loader.memory.free_memory", lambda: 1000)
-    monkeypatch.setattr("outrider.loader.checkpoint._read_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("outrider.loader.load.open_weights", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(OutriderError, match=r"take 0\.\d+ GB in memory, and 1e-06 GB are free; free some"):
         load_checkpoint(folder, device="cpu")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from outrider.core.params import SamplingParams
 from outrider.core.tree import chain
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.attention_layers.alibi import _mpt_slopes, _slopes
 from outrider.models.attention_layers.registry import LAYERS

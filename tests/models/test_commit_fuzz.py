@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from outrider.core import tree
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.recurrent import rows
 from outrider.testing import random_tree

@@ -12,7 +12,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import SequenceState
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.testing import random_tree
 from tests.helpers import tiny

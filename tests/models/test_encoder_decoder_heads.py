@@ -17,7 +17,7 @@ from outrider.heads.description import Body
 from outrider.heads.hidden_states import apply_final_norm
 from outrider.heads.store import write_head
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.serve.app import make_app

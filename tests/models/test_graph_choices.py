@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from outrider.core import tree
 from outrider.core.types import Batch
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.models import cuda_graphs, graph_buckets
 from outrider.models.attention_target import AttentionTarget
 from outrider.models.cuda_recorder import forbid_synchronization

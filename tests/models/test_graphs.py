@@ -16,7 +16,7 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Request
 from outrider.errors import UnsupportedModel
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.models import cuda_graphs, graph_buckets
 from outrider.models.attention import NAME
 from outrider.models.attention_target import AttentionTarget

@@ -15,7 +15,7 @@ from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.loader.check import check_target
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models import quantize
 from outrider.models.quantize import QuantizedLinear, quantize_model

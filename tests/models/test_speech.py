@@ -16,7 +16,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import AudioFeatures, SequenceState
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.speech.wav import Recording, read_wav_file
 from outrider.testing import random_tree

@@ -13,7 +13,7 @@ from outrider.audit.statistics import g_test
 from outrider.core.params import SamplingParams
 from outrider.core.types import AudioFeatures, SpeechOutput
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.speech.timestamps import TimestampRules
 from outrider.testing import random_tree

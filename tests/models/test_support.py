@@ -17,7 +17,7 @@ from outrider.core import tree
 from outrider.core.types import AudioFeatures
 from outrider.errors import OutriderError
 from outrider.loader.check import check_target
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models import graph_buckets
 from outrider.models.attention_target import AttentionTarget

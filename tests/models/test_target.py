@@ -13,7 +13,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import FinishReason
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.prepack import PackedLinear, can_prepack
 from outrider.propose.lookup.ngram import NgramProposer

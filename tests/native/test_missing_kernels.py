@@ -10,8 +10,8 @@ from outrider.core.params import SamplingParams
 from outrider.errors import UnsupportedModel
 from outrider.llm import LLM
 from outrider.loader import make
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.native import library
 from outrider.system import compiler

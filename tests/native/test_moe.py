@@ -9,7 +9,7 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.native.experts import pack_experts
 from outrider.native.pack import Arena

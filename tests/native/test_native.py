@@ -17,8 +17,8 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, StopRule
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.base import draft_by_scores
 from outrider.native.pack import Arena, interleave, pack, separate

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 
 from outrider.bench.calibration import show_calibration
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.plan import calibrate
 from outrider.plan.calibrate import measure_pass

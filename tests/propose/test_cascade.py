@@ -9,8 +9,8 @@ import torch
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, StopRule
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.propose.draft_model.cascade import Cascade
 from outrider.propose.draft_model.chain import DraftModelProposer

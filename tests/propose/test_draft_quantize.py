@@ -15,8 +15,8 @@ from outrider.errors import OutriderError
 from outrider.heads.store import make_module, write_head
 from outrider.heads.targets.autoregressive import NativeAutoregressiveTarget
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.propose.leaves import draft_models
 from outrider.propose.vocabulary.reduced import write_draft_vocabulary

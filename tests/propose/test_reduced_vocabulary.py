@@ -15,8 +15,8 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Batch
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.propose.vocabulary.reduced import read_draft_vocabulary, reduce_vocabulary, write_draft_vocabulary
 from outrider.testing.drive import make_seq

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from outrider.cli.app import app
 from outrider.core.types import Batch, Scores
 from outrider.errors import OutriderError
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.propose.lookup.datastore import LONGEST, SORTED, Datastore, join, sort_suffixes, vocabulary
 from outrider.propose.lookup.retrieval import RetrievalProposer
 from outrider.propose.registry import find_proposer

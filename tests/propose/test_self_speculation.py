@@ -15,8 +15,8 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Draw
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.attention_target import AttentionTarget
 from outrider.models.base import SelfDraftTarget

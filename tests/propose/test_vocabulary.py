@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from outrider import LLM, SamplingParams
 from outrider.core.types import Batch, Scores
 from outrider.errors import OutriderError
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.measure.prompts import read_prompts
 from outrider.models.base import draft_by_scores

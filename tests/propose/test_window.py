@@ -15,7 +15,7 @@ import pytest
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.plan.calibrate import measure_pass
 from outrider.propose.draft_model.chain import DraftModelProposer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.heads.store import make_module, write_head
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.train.model.presets import Sizes, describe
 from tests.helpers import tiny
 

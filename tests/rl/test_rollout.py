@@ -7,7 +7,7 @@ import torch
 
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.core.types import FinishReason
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.rl import RolloutEngine
 from tests.helpers import tiny
 

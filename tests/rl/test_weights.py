@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.propose.leaves import draft_models
 from outrider.propose.vocabulary.reduced import write_draft_vocabulary
 from outrider.propose.vocabulary.wrapped_target import unwrapped

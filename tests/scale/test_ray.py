@@ -17,8 +17,8 @@ import torch
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.checkpoint import read_weights
 from outrider.loader.embedded import embedded
+from outrider.loader.load import read_weights
 from outrider.rl.rollout import RolloutEngine
 from tests.helpers.certificates import make_certificate
 from tests.helpers.replicas import RAY_ENVIRONMENT, replicas, wait_for

@@ -21,8 +21,8 @@ from outrider.heads.description import Kind
 from outrider.heads.files import read_target_info
 from outrider.heads.formats.registry import format_of
 from outrider.heads.store import import_head, write_head
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.models.gguf_linear import expand_blocks
 from outrider.tools.export.engines import ENGINES, MODEL, Draft, engine_of, words
 from outrider.tools.export.gguf_model import find_rule

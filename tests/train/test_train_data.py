@@ -20,7 +20,7 @@ from outrider.core.types import Batch, FinishReason, Request, SequenceState
 from outrider.errors import OutriderError
 from outrider.heads.description import AuxStates
 from outrider.heads.files import save_tensors
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.measure.prompts import Prompt
 from outrider.propose.lookup.ngram import NgramProposer

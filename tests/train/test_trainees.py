@@ -14,8 +14,8 @@ from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.hidden_states import apply_final_norm
 from outrider.heads.store import make_module
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.train.loss.losses import parse
 from outrider.train.model.init_weights import init_weights, principal_directions
 from outrider.train.model.presets import KINDS, Sizes, describe

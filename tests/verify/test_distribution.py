@@ -13,8 +13,8 @@ from outrider.core import tree
 from outrider.core.noise import PositionNoise, inverse_cdf
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Draft, DraftKind, Draw, Packed, Request, SequenceState
-from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer, ProposerSetup
 from outrider.propose.combine import Merge

@@ -11,7 +11,7 @@ import torch
 from outrider.core.noise import inverse_cdf
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, DraftKind, Draw, DrawParams, Draws, Scores, StopRule
-from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models.base import ChainSampler
 from outrider.propose.base import ProposerSetup

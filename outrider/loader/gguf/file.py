@@ -18,12 +18,17 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from outrider.errors import OutriderError, UnsupportedModel
+from outrider.loader.mapped_tensor import MappedTensor
 
 SUFFIX = ".gguf"
 FLOATS = ("F32", "F16", "BF16")
+ROTARY_FACTORS = "rope_freqs.weight"
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"F16": torch.float16, "BF16": torch.bfloat16})
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9  # types of metadata values
@@ -92,24 +97,6 @@ _BLOCK_TYPES: Mapping[int, BlockType] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
-    """A tensor in the mapped file."""
-
-    name: str
-    kind: str  # name of its type, such as Q4_K
-    shape: tuple[int, ...]  # as torch orders it: the last dimension is contiguous
-    data: NDArray[np.uint8]  # [bytes] of the file; the system reads a page when it is used
-    file: mmap.mmap
-    begin: int  # of the data in the file
-
-    def release(self) -> None:
-        """Give the pages of the data back to the system, which reads them again when they are used."""
-        if hasattr(mmap, "MADV_DONTNEED") and len(self.data):
-            begin = self.begin // mmap.PAGESIZE * mmap.PAGESIZE
-            self.file.madvise(mmap.MADV_DONTNEED, begin, self.begin + len(self.data) - begin)
-
-
 class Strings(Sequence[str]):
     """An array of strings in the mapped file. They are decoded when they are used."""
 
@@ -148,7 +135,7 @@ class GGUFFile:
 
     path: Path
     fields: Mapping[str, Any]  # metadata; arrays are lists, or `Strings`
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, MappedTensor]
 
     @property
     def architecture(self) -> str:
@@ -170,6 +157,21 @@ class GGUFFile:
             raise OutriderError(f"{self.path} has no field {key}; convert the model again")
         return value
 
+    def end_ids(self) -> frozenset[int]:
+        """Return the ids of tokens that end a generation."""
+        ids = [self.field(f"tokenizer.ggml.{key}") for key in _END_KEYS]
+        return frozenset(int(each) for each in ids if each is not None)
+
+    def stored_dtype(self) -> torch.dtype:
+        """Return the type of all matrices; float32 if they have several, or quantized blocks."""
+        kinds = self.types
+        return _DTYPES.get(kinds[0], torch.float32) if len(kinds) == 1 else torch.float32
+
+    def rotary_factors(self) -> list[float] | None:
+        """Return the divisors of the rotary frequencies [R / 2]; None: there are none."""
+        tensor = self.tensors.get(ROTARY_FACTORS)
+        return None if tensor is None else list(map(float, tensor.data.view(np.float32)))
+
     @property
     def types(self) -> list[str]:
         """The names of the types of its matrices."""
@@ -182,7 +184,7 @@ class GGUFFile:
         return 8 * size / sum(prod(tensor.shape) for tensor in self._matrices)
 
     @property
-    def _matrices(self) -> list[Tensor]:
+    def _matrices(self) -> list[MappedTensor]:
         return [tensor for tensor in self.tensors.values() if len(tensor.shape) > 1]
 
     @property
@@ -363,7 +365,7 @@ class _Reader:
             )
         return name, _BLOCK_TYPES[number], tuple(reversed(sizes)), offset
 
-    def _tensor(self, name: str, kind: BlockType, shape: tuple[int, ...], begin: int) -> Tensor:
+    def _tensor(self, name: str, kind: BlockType, shape: tuple[int, ...], begin: int) -> MappedTensor:
         size = prod(shape) // kind.elements * kind.size
         data = np.frombuffer(self._data, np.uint8, size, begin) if size else np.empty(0, np.uint8)
-        return Tensor(name=name, kind=kind.name, shape=shape, data=data, file=self._data, begin=begin)
+        return MappedTensor(name=name, kind=kind.name, shape=shape, data=data, file=self._data, begin=begin)

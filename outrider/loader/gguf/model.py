@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
-from outrider.errors import OutriderError
 from outrider.loader.gguf.architectures import architecture_of, settings_of
 from outrider.loader.gguf.file import GGUFFile, read_gguf
-from outrider.loader.gguf.weights import ROTARY_FACTORS, GGUFWeights
-from outrider.models.attention import NAME
+from outrider.loader.gguf.weights import GGUFWeights
+from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight
-
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"F16": torch.float16, "BF16": torch.bfloat16})
 
 
 def read_config(path: Path) -> Any:
@@ -37,19 +30,7 @@ def make_config(file: GGUFFile) -> Any:
     """Return the configuration of transformers of an open file. Errors are those of `read_config`."""
     settings = settings_of(file)
     kind = architecture_of(file).model_type
-    return CONFIG_MAPPING[kind](**settings, dtype=stored_dtype(file))
-
-
-def stored_dtype(file: GGUFFile) -> torch.dtype:
-    """Return the type of all matrices of a file; float32 if they have several, or quantized blocks."""
-    kinds = file.types
-    return _DTYPES.get(kinds[0], torch.float32) if len(kinds) == 1 else torch.float32
-
-
-def end_ids(file: GGUFFile) -> frozenset[int]:
-    """Return the ids of tokens that end a generation."""
-    ids = [file.field(f"tokenizer.ggml.{key}") for key in _END_KEYS]
-    return frozenset(int(each) for each in ids if each is not None)
+    return CONFIG_MAPPING[kind](**settings, dtype=file.stored_dtype())
 
 
 def load_model(file: GGUFFile, config: Any, weights: GGUFWeights, dtype: torch.dtype) -> Any:
@@ -64,24 +45,18 @@ def load_model(file: GGUFFile, config: Any, weights: GGUFWeights, dtype: torch.d
     Raises:
         OutriderError: a tensor is missing, or has the wrong shape.
     """
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, receive_mask_rule)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    weights.check({name: weight.shape for name, weight in model.state_dict().items()})
     for prefix, module in list(model.named_modules()):
         for key, weight in list(module._parameters.items()):
             if weight is not None and prefix != "lm_head":
-                _fill(model, prefix, key, _checked(file, weights, f"{prefix}.{key}", weight.shape), dtype)
-    _fill_head(model, file, weights, dtype)
+                _fill(model, prefix, key, weights[f"{prefix}.{key}"], dtype)
+    _fill_head(model, weights, dtype)
     _restore_buffers(model, file)
     return model.eval()
-
-
-def _checked(file: GGUFFile, weights: GGUFWeights, name: str, shape: torch.Size) -> torch.Tensor | BlockWeight:
-    """Return a weight if it has the right shape."""
-    if (found := weights.shape(name)) != shape:
-        raise OutriderError(
-            f"{name} in {file.path} is {tuple(found)} and should be {tuple(shape)}; download or convert it again"
-        )
-    return weights[name]
 
 
 def _fill(model: nn.Module, prefix: str, key: str, value: torch.Tensor | BlockWeight, dtype: torch.dtype) -> None:
@@ -100,11 +75,10 @@ def _fill(model: nn.Module, prefix: str, key: str, value: torch.Tensor | BlockWe
     model.set_submodule(prefix, replacement)
 
 
-def _fill_head(model: Any, file: GGUFFile, weights: GGUFWeights, dtype: torch.dtype) -> None:
+def _fill_head(model: Any, weights: GGUFWeights, dtype: torch.dtype) -> None:
     """Fill the LM head, which is the embedding if the file has no other."""
     if not model.config.tie_word_embeddings:
-        shape = model.lm_head.weight.shape
-        _fill(model, "lm_head", "weight", _checked(file, weights, "lm_head.weight", shape), dtype)
+        _fill(model, "lm_head", "weight", weights["lm_head.weight"], dtype)
         return
     table = model.get_input_embeddings()
     if isinstance(table, BlockEmbedding):
@@ -113,15 +87,9 @@ def _fill_head(model: Any, file: GGUFFile, weights: GGUFWeights, dtype: torch.dt
         model.lm_head.weight = table.weight
 
 
-def rotary_factors(file: GGUFFile) -> torch.Tensor | None:
-    """Return the divisors of the rotary frequencies [D / 2], or None."""
-    tensor = file.tensors.get(ROTARY_FACTORS)
-    return None if tensor is None else torch.from_numpy(tensor.data.view(np.float32).copy())
-
-
 def _restore_buffers(model: Any, file: GGUFFile) -> None:
     """Compute the buffers, which are on the meta device: the rotary frequencies, divided by factors of the file."""
-    factors = rotary_factors(file)
+    factors = file.rotary_factors()
     for name, module in list(model.named_modules()):
         if not any(buffer.is_meta for buffer in module._buffers.values() if buffer is not None):
             continue
@@ -130,5 +98,5 @@ def _restore_buffers(model: Any, file: GGUFFile) -> None:
             continue
         rotary = type(module)(config=model.config)
         if factors is not None:
-            rotary.inv_freq /= factors.view(rotary.inv_freq.shape)
+            rotary.inv_freq /= torch.tensor(factors)
         model.set_submodule(name, rotary)

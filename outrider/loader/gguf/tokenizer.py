@@ -8,7 +8,6 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 from outrider.core.markers import CALL_END, CALL_START
 from outrider.errors import OutriderError, UnsupportedModel
@@ -69,6 +68,8 @@ def _named_ids(file: GGUFFile) -> Iterable[tuple[str, int]]:
 
 def _wrap(backend: Tokenizer, named: Mapping[str, str], template: str | None) -> Any:
     """Return a tokenizer of transformers around `backend`. Its constructor would copy `backend`, which is slow."""
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
     tokenizer._tokenizer = backend
     tokenizer.__init__(clean_up_tokenization_spaces=False, **named)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -10,14 +10,14 @@ import torch
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.loader.gguf.architectures import Architecture, architecture_of
-from outrider.loader.gguf.file import GGUFFile, Tensor
+from outrider.loader.gguf.file import ROTARY_FACTORS, GGUFFile
+from outrider.loader.mapped_tensor import MappedTensor
 from outrider.models.gguf_linear import BlockWeight
+from outrider.models.weights import Weight, Weights
 
-Weight = torch.Tensor | BlockWeight
 _FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
-ROTARY_FACTORS = "rope_freqs.weight"
 _ROTARY = (ROTARY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _TOP: Mapping[str, str] = MappingProxyType(
     {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -26,7 +26,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FIX = "download or convert it again"
 
 
-class GGUFWeights(Mapping[str, Weight]):
+class GGUFWeights(Weights):
     """The weights of a file. A value is made when it is accessed; quantized matrices stay in the blocks of the file."""
 
     def __init__(self, file: GGUFFile, config: Any, dtype: torch.dtype) -> None:
@@ -45,7 +45,7 @@ class GGUFWeights(Mapping[str, Weight]):
         self._dtype = dtype
         self._heads = (config.num_attention_heads, config.num_key_value_heads)
         modules = {tensor: module for module, tensor in self._architecture.layer.items()}
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, MappedTensor] = {}
         for tensor in file.tensors.values():
             if tensor.name not in _ROTARY:
                 self._tensors[_state_name(file, tensor.name, modules)] = tensor
@@ -81,6 +81,25 @@ class GGUFWeights(Mapping[str, Weight]):
         if name not in self._tensors:
             raise OutriderError(f"{self._file.path} has no tensor {_tensor_name(self._architecture, name)}; {_FIX}")
         return torch.Size(self._tensors[name].shape)
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Check that the file has these weights, in these shapes.
+
+        Raises:
+            OutriderError: a weight is missing, or has another shape.
+        """
+        for name, shape in shapes.items():
+            if tuple(found := self.shape(name)) != tuple(shape):
+                raise OutriderError(
+                    f"{name} in {self._file.path} is {tuple(found)} and should be {tuple(shape)}; {_FIX}"
+                )
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return tuple(sorted({tensor.kind for tensor in self._tensors.values()} - _FLOATS.keys()))
+
+    def release(self, name: str) -> None:
+        self._tensors[name].release()
 
     def _ordered(self, module: str, value: Weight) -> Weight:
         """Return a weight with its rows as transformers orders them."""

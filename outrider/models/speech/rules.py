@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
 
 from outrider.core.params import InvalidParam
 from outrider.core.types import AudioFeatures
@@ -158,9 +157,13 @@ class SpeechRules:
 def language_code(language: str) -> str:
     """Return the code of a language: "de" for "de", "German" or "<|de|>"."""
     name = language.lower().removeprefix("<|").removesuffix("|>")
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
     return str(TO_LANGUAGE_CODE.get(name, name))
 
 
 def language_name(code: str) -> str:
     """Return the English name of a language in small letters: "german" for "de". An unknown code is its own name."""
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
     return str(LANGUAGES.get(code, code))

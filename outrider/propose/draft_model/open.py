@@ -19,10 +19,9 @@ from outrider.heads.store import HeadModule, is_head, read_head
 from outrider.heads.targets.base import HeadTarget
 from outrider.heads.targets.registry import is_autoregressive, make_head_target
 from outrider.loader.check import make_checked_target
-from outrider.loader.checkpoint import check_model, load_checkpoint
+from outrider.loader.load import check_model, load_checkpoint
 from outrider.models.base import Target, WeightSharer
 from outrider.models.checkpoint import Checkpoint
-from outrider.models.gguf_linear import block_types
 from outrider.native.support import may_run
 from outrider.parallel.ranks import Ranks, all_ranks, current
 from outrider.propose.base import Proposer, ProposerSetup
@@ -165,12 +164,12 @@ class _OpenedModel:
             OutriderError: it is quantized already, or it does not run on the native kernels.
         """
         setup = self.setup
-        if types := block_types(self.checkpoint.model):
+        if types := self.checkpoint.block_types:
             raise OutriderError(
                 f"the draft in {self.folder} is quantized already ({', '.join(types)}); leave draft_quantize out"
             )
         bits = _bits(setup)
-        config = self.checkpoint.model.config
+        config = self.checkpoint.config
         try:
             if self.checkpoint.source is not None or not may_run(config):
                 raise UnsupportedModel(f"{config.model_type} does not run on the native kernels")

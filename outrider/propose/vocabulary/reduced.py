@@ -76,7 +76,7 @@ def reduce_vocabulary(model: Target, checkpoint: Checkpoint, ids: torch.Tensor, 
     if head.bias is not None:
         rows.bias = nn.Parameter(head.bias[ids.to(head.bias.device)].clone(), requires_grad=False)
     checkpoint.model.set_output_embeddings(rows)
-    cut = replace(checkpoint, vocab=len(ids))
+    cut = replace(checkpoint, vocab=len(ids), weights=None)
     inner = make_target(cut, slots=model.slots, context=model.context, kernels=kernels)
     return ReducedVocabulary(inner, ids, checkpoint.vocab)
 

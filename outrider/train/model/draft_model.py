@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import nn
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import AuxStates, SharedKV
-from outrider.loader.checkpoint import load_checkpoint, refuse_sources
 from outrider.loader.embedded import model_folder
+from outrider.loader.load import load_checkpoint, refuse_sources
 from outrider.loader.make import make_target
 from outrider.loader.quiet import quiet_transformers
 from outrider.models.attention import NAME
@@ -94,7 +93,7 @@ class DraftModelTrainee:
     def proposer(self, setup: ProposerSetup) -> Proposer:
         model = frozen_copy(self.module, setup.dtype)
         model.set_attn_implementation(NAME)
-        checkpoint = replace(self._checkpoint, model=model, dtype=setup.dtype)
+        checkpoint = self._checkpoint.with_model(model, setup.dtype)
         context = min(checkpoint.context, setup.context)
         target = make_target(checkpoint, slots=setup.slots, context=context, kernels=setup.kernels)
         if not self._drafts_all:
@@ -116,6 +115,7 @@ def load_trainable(folder: Path, device: torch.device) -> Checkpoint:
     refuse_sources(folder, "train")
     checkpoint = load_checkpoint(folder, dtype="float32", device=str(device))
     expand_blocks(checkpoint.model)
+    checkpoint = checkpoint.with_model(checkpoint.model)
     checkpoint.model.requires_grad_(True)
     try:
         checkpoint.model.set_attn_implementation("sdpa")

@@ -1,4 +1,4 @@
-"""Load a model folder. Unsupported models raise an error with the reason."""
+"""Load a model with transformers. Unsupported models raise an error with the reason."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
-    GenerationConfig,
 )
 from transformers.distributed import DistributedConfig
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
 from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
-from outrider.loader.embedded import model_folder
+from outrider.loader.facts import context_length, context_reason, end_ids, generation_settings
 from outrider.loader.gguf.file import is_gguf, read_gguf
-from outrider.loader.gguf.model import end_ids, load_model, make_config
+from outrider.loader.gguf.model import load_model, make_config
 from outrider.loader.gguf.model import read_config as read_gguf_config
 from outrider.loader.gguf.tokenizer import load_tokenizer
 from outrider.loader.gguf.weights import GGUFWeights
@@ -39,9 +38,8 @@ from outrider.loader.speech import SPEECH, read_speech_rules
 from outrider.loader.tensor_parallel import check_plan
 from outrider.loader.tokenizer import read_tokenizer
 from outrider.models.attention import NAME, attend, receive_mask_rule
-from outrider.models.checkpoint import Checkpoint, SourceRules, WeightFormat
+from outrider.models.checkpoint import Checkpoint, LazyModel, SourceRules, WeightFormat
 from outrider.native.support import may_run
-from outrider.parallel.processes import local_device
 from outrider.parallel.ranks import join
 
 # Architectures with recurrent layers that the tests show to be exact.
@@ -98,7 +96,6 @@ _INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers dif
 # Layer types with a KV cache.
 _ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _DEFAULT_SOURCE = 8192  # tokens, for an encoder without a limit of its own
-_DEFAULT_CONTEXT = 1 << 20  # tokens, for a model whose config has no context length
 _LOAD_ERRORS = (
     OSError,
     ValueError,
@@ -111,67 +108,60 @@ _LOAD_ERRORS = (
 )
 
 
-def load_checkpoint(
-    folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto", tp: int = 1
-) -> Checkpoint:
-    """Load a decoder-only or encoder-decoder model from a local folder of safetensors, or from a GGUF file.
+def load_folder(path: Path, dtype: str, device: torch.device, *, kernels: str, tp: int, device_name: str) -> Checkpoint:
+    """Load a model folder with transformers. Arguments and errors are those of `load_checkpoint`.
 
     Args:
-        folder: a folder with config.json, the weights and the tokenizer; or a GGUF file.
-        dtype: auto, float32, bfloat16 or float16. auto: see `choose_dtype`.
-        device: auto, cpu, cuda, cuda:1, ... auto: the first GPU, or the CPU if there is none.
-        kernels: auto, native or torch: what will run the model. The best dtype depends on it.
-        tp: ranks of tensor parallelism. This process, which torchrun has started, loads its part of the model.
-
-    Raises:
-        OutriderError: the folder is missing or damaged, or is not a causal language model; or torchrun has not started
-            `tp` processes.
-        UnsupportedModel: the architecture is not supported.
+        path: the folder.
+        dtype: auto, float32, bfloat16 or float16.
+        device: of this process.
+        kernels: what will run the model.
+        tp: ranks of tensor parallelism.
+        device_name: the device as the user named it.
     """
-    path = Path(folder).expanduser()
-    torch_device = choose_device(device if tp == 1 else local_device(device))
-    if is_gguf(path):
-        if tp > 1:
-            raise OutriderError(
-                f"{path} is a GGUF file, which cannot be split over ranks; give a folder of safetensors"
-            )
-        return _load_gguf(path, dtype, torch_device, kernels)
-    config = _read_config(path)
+    config = read_transformers_config(path)
     recurrent = _check_family(config)
     _hide_image_blocks(config)
     if tp > 1:
         check_plan(config, tp, recurrent=recurrent)
-    choice = choose_dtype(dtype, config, torch_device, kernels=kernels if tp == 1 else "torch")
-    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype) // tp, torch_device)
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, receive_mask_rule)
-    ranks = join(tp, device)
-    model = _read_model(path, config, choice.dtype, tp=tp)
-    if ranks is None:
-        model = model.to(torch_device)
-    else:
+    choice = choose_dtype(dtype, config, device, kernels=kernels if tp == 1 else "torch")
+    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype) // tp, device)
+    _register_attention()
+    ranks = join(tp, device_name)
+
+    def make() -> Any:
+        model = _read_model(path, config, choice.dtype, tp=tp)
+        if ranks is None:
+            model = model.to(device)
+        for weight in model.parameters():
+            weight.requires_grad_(False)
+        return model
+
+    lazy_model = LazyModel(make)
+    model = lazy_model.get()
+    if ranks is not None:
         ranks.barrier()  # ranks may take long to read their files, and later operations have a time limit
-    for weight in model.parameters():
-        weight.requires_grad_(False)
     tokenizer = read_tokenizer(path)
     return Checkpoint(
-        model=model,
+        lazy_model=lazy_model,
+        config=model.config,
         tokenizer=tokenizer,
-        context=_context(config),
-        context_reason=_context_reason(config),
+        context=context_length(config),
+        context_reason=context_reason(config),
         vocab=model.get_output_embeddings().weight.shape[0],
-        end_ids=_end_ids(path, config, tokenizer),
+        end_ids=end_ids(path, config, tokenizer),
         recurrent=recurrent,
         ranks=tp,
         source=_source_rules(path, config),
         dtype=choice.dtype,
         folder=str(path),
         dtype_reason=choice.reason,
-        device=torch_device,
+        device=device,
     )
 
 
-def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Checkpoint:
+def load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Checkpoint:
+    """Load a GGUF file into a model of transformers. Arguments and errors are those of `load_checkpoint`."""
     file = read_gguf(path)
     config = make_config(file)
     check_memory(path, file.nbytes, device)
@@ -179,17 +169,18 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
     choice = choose_dtype(dtype, config, device, kernels=kernels)
     if file.quantized and dtype == "auto" and device.type == "cpu" and kernels != "torch" and may_run(config):
         choice = DtypeChoice(torch.bfloat16, "with quantized weights")  # of keys, values and dense weights
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, receive_mask_rule)
+    _register_attention()
     dense = torch.float32 if file.quantized else choice.dtype
-    model = load_model(file, config, GGUFWeights(file, config, dense), dense)
+    lazy_model = LazyModel(lambda: load_model(file, config, GGUFWeights(file, config, dense), dense).to(device))
+    lazy_model.get()
     return Checkpoint(
-        model=model.to(device),
+        lazy_model=lazy_model,
+        config=config,
         tokenizer=load_tokenizer(file),
-        context=_context(config),
-        context_reason=_context_reason(config),
+        context=context_length(config),
+        context_reason=context_reason(config),
         vocab=config.vocab_size,
-        end_ids=end_ids(file),
+        end_ids=file.end_ids(),
         recurrent=False,
         blocks=WeightFormat(tuple(file.types), file.bits) if file.quantized else None,
         dtype=choice.dtype,
@@ -199,96 +190,52 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
     )
 
 
-def read_weights(folder: str | Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def read_model(path: Path, dtype: torch.dtype) -> Any:
+    """Return the model of a folder on the CPU, without gradients. Errors are those of `read_weights`."""
+    _register_attention()
+    model = _read_model(path, read_transformers_config(path), dtype)
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+    return model
+
+
+def _register_attention() -> None:
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, receive_mask_rule)
+
+
+def read_weights(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Read the weights of a model folder, by the names of the model's `state_dict`. It needs no tokenizer.
 
     Raises:
         OutriderError: the folder is missing or damaged, or is not a causal language model.
         UnsupportedModel: the architecture is not supported.
     """
-    path = Path(folder).expanduser()
     config = _read_config(path)
     _check_family(config)
     return dict(_read_model(path, config, dtype).state_dict())
 
 
-def check_model(folder: str | Path) -> None:
-    """Check that a folder or file is a model that can be loaded, from its config.
-
-    Raises:
-        OutriderError: the folder is not a causal language model.
-        UnsupportedModel: the architecture is not supported.
-    """
-    is_recurrent(folder)
-
-
-def is_recurrent(folder: str | Path) -> bool:
-    """Return whether a model has recurrent layers, from its config.
-
-    Raises:
-        OutriderError: the folder is not a causal language model.
-        UnsupportedModel: the architecture is not supported.
-    """
-    path = Path(folder).expanduser()
-    return False if is_gguf(path) else _check_family(_read_config(path))
-
-
-def reads_sources(target: str | Path | None) -> bool:
-    """Return whether a target is an encoder-decoder model, from its config.
-
-    Raises:
-        OutriderError: the target is not a model.
-        UnsupportedModel: the architecture is not supported.
-    """
-    path = model_folder(target)
-    if is_gguf(path):
-        return False
-    config = _read_config(path)
-    _check_family(config)
-    return _has_encoder(config)
-
-
-def refuse_sources(target: str | Path | None, command: str) -> None:
-    """Refuse an encoder-decoder target in a command whose prompts have no sources.
-
-    Raises:
-        OutriderError: the target is an encoder-decoder model, or not a model at all.
-        UnsupportedModel: the architecture is not supported.
-    """
-    if reads_sources(target):
-        raise OutriderError(
-            f"{command} does not support encoder-decoder targets; use a decoder-only target here, and run, bench, tune,"
-            " serve or LLM with this one"
-        )
-
-
-def read_model_config(folder: str | Path) -> Any:
+def read_transformers_config(path: Path) -> Any:
     """Return the transformers configuration of a model folder or a GGUF file.
 
     Raises:
         OutriderError: there is none, or it is damaged.
         UnsupportedModel: transformers does not support the architecture.
     """
-    path = Path(folder).expanduser()
     return read_gguf_config(path) if is_gguf(path) else _read_config(path)
 
 
-def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto") -> None:
-    """Check that a model fits into the free memory, without loading it.
+def has_recurrent_layers(path: Path) -> bool:
+    """Return whether the model of a folder has recurrent layers. Errors are those of `is_recurrent`."""
+    return _check_family(_read_config(path))
 
-    Raises:
-        OutriderError: it does not fit, or is not a causal language model.
-        UnsupportedModel: the architecture is not supported.
-    """
-    path = Path(folder).expanduser()
-    torch_device = choose_device(device)
-    if is_gguf(path):
-        check_memory(path, path.stat().st_size if path.is_file() else 0, torch_device)
-        return
+
+def has_encoder(path: Path) -> bool:
+    """Return whether the model of a folder has an encoder. Errors are those of `reads_sources`."""
     config = _read_config(path)
     _check_family(config)
-    choice = choose_dtype(dtype, config, torch_device, kernels=kernels)
-    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype), torch_device)
+    return _has_encoder(config)
 
 
 def _read_config(path: Path) -> Any:
@@ -422,41 +369,16 @@ def _attention(config: Any) -> dict[str, str]:
     return {"attn_implementation": "eager"} if capped else {}
 
 
-def _end_ids(path: Path, config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end the text. The generation config overrides the model config.
-
-    If neither has any, the end-of-text token of the tokenizer is used.
-    """
-    ends = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
-    if (generation := _generation_config(path)) is not None and generation.eos_token_id is not None:
-        ends = generation.eos_token_id
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    return frozenset([ends] if isinstance(ends, int) else ends or ())
-
-
-def _generation_config(path: Path) -> GenerationConfig | None:
-    """Return the generation config of a model folder, or None if it has none."""
-    if not (path / "generation_config.json").is_file():
-        return None
-    try:
-        return GenerationConfig.from_pretrained(path, local_files_only=True)
-    except _LOAD_ERRORS as error:
-        raise OutriderError(
-            f"{path / 'generation_config.json'} cannot be read ({error}); copy the checkpoint again"
-        ) from error
-
-
 def _source_rules(path: Path, config: Any) -> SourceRules | None:
     """Return what the encoder of a model takes; None for a decoder-only model."""
     if not _has_encoder(config):
         return None
     if config.model_type in SPEECH:
-        speech = read_speech_rules(path, config, _generation_config(path))
+        speech = read_speech_rules(path, config, generation_settings(path))
         return SourceRules(context=int(config.max_source_positions), start=(), speech=speech)
     encoder = getattr(config, "encoder", config)
     context = getattr(encoder, "max_position_embeddings", None) or _DEFAULT_SOURCE
-    settings: Any = _generation_config(path)
+    settings: Any = generation_settings(path)
     start = next(
         (
             token
@@ -469,47 +391,3 @@ def _source_rules(path: Path, config: Any) -> SourceRules | None:
     forced = getattr(settings, "forced_bos_token_id", None)
     tokens = (token for token in (start, forced) if token is not None)
     return SourceRules(context=int(context), start=tuple(tokens))
-
-
-def _context(config: Any) -> int:
-    """Return the context length of a model in tokens."""
-    text = config.get_text_config(decoder=True)
-    names = ("max_position_embeddings", "max_seq_len", "max_target_positions")
-    context = next((limit for name in names if (limit := getattr(text, name, None))), _DEFAULT_CONTEXT)
-    for rope in _ropes(config):
-        if rope.get("rope_type") == "longrope":
-            # The rotation of all keys changes beyond the original length, and cached keys would be wrong.
-            context = min(context, int(rope.get("original_max_position_embeddings") or context))
-    # In longer texts than `keep_window_size`, Doge hides keys by their values.
-    return int(min(context, getattr(text, "keep_window_size", None) or context))
-
-
-def _context_reason(config: Any) -> str:
-    """Return why longer texts than `_context` cannot run; empty if there is no reason but the model's own limit."""
-    for rope in _ropes(config):
-        # Up to the context, both types have no scaling or constant factors.
-        if (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
-            return f"in longer texts, its {kind} rotary scaling changes keys that are already cached"
-    return ""
-
-
-def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Return the sets of rotary parameters: one for all layers, or one per layer type."""
-    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device of a name; auto is a GPU if there is one, else the CPU.
-
-    Raises:
-        OutriderError: there is no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise OutriderError(f"device {name!r} cannot be used here; try auto or cpu") from error
-    return device

@@ -1,0 +1,39 @@
+"""Make a target that runs on torch, with the layers of transformers."""
+
+from __future__ import annotations
+
+from outrider.models.attention_target import AttentionTarget
+from outrider.models.base import Target
+from outrider.models.checkpoint import Checkpoint
+from outrider.models.cuda_recorder import CudaRecorder
+from outrider.models.encoder_decoder_target import EncoderDecoderTarget
+from outrider.models.quantize import quantize_model
+from outrider.models.recurrent_target import RecurrentTarget
+from outrider.models.speech.target import SpeechTarget
+
+
+def make_torch_target(checkpoint: Checkpoint, *, slots: int, context: int, bits: int, record: bool) -> Target:
+    """Make the target for a checkpoint on torch.
+
+    Args:
+        checkpoint: the loaded model.
+        slots: maximum number of running sequences.
+        context: tokens of a sequence.
+        bits: bits per weight of linear layers, as in `make_target`.
+        record: whether passes on a GPU are recorded. Ranks on GPUs use NCCL, whose operations can be recorded.
+
+    Raises:
+        UnsupportedModel: the model cannot be quantized.
+    """
+    if bits < 16:
+        quantize_model(checkpoint.model, bits)
+    if checkpoint.source is not None:
+        kind = EncoderDecoderTarget if checkpoint.source.speech is None else SpeechTarget
+        target: Target = kind(checkpoint, slots=slots, context=context)
+    elif checkpoint.recurrent:
+        target = RecurrentTarget(checkpoint, slots=slots, context=context)
+    else:
+        recorder = CudaRecorder(checkpoint.device) if record and checkpoint.device.type == "cuda" else None
+        target = AttentionTarget(checkpoint, slots=slots, context=context, record=recorder)
+    target.kernels += "" if bits == 16 else f" int{bits}"
+    return target
