@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, processors
 from tokenizers.models import BPE
 
 from outrider.core.markers import CALL_END, CALL_START
+from outrider.core.tokenizer import NAMED, FastTokenizer
 from outrider.errors import OutriderError
 
 _RULES = ("normalizer", "pre_tokenizer", "decoder")
@@ -22,6 +24,11 @@ def read_tokenizer(path: Path) -> Any:
     Raises:
         OutriderError: the folder has no tokenizer, or a damaged one.
     """
+    return _open_fast(path) or _read_full(path)
+
+
+def _read_full(path: Path) -> Any:
+    """Return the tokenizer of transformers. Errors are those of `read_tokenizer`."""
     from transformers import AutoTokenizer
 
     try:
@@ -36,6 +43,105 @@ def read_tokenizer(path: Path) -> Any:
     if isinstance(_model(tokenizer), BPE) and not _forces_clean_up(tokenizer):
         tokenizer.clean_up_tokenization_spaces = False  # transformers ignores it for BPE, with a warning
     return tokenizer
+
+
+def _open_fast(path: Path) -> FastTokenizer | None:
+    """Return a tokenizer without transformers.
+
+    Returns:
+        None: the folder has files or settings that only transformers reads, or they are damaged.
+    """
+    try:
+        settings = json.loads((path / "tokenizer_config.json").read_text("utf-8"))
+        description = json.loads((path / "tokenizer.json").read_text("utf-8"))
+        named = _named(path, settings)
+        template = _template(path, settings)
+        if named is None or not _is_plain(settings, description, named):
+            return None
+        if _has_special_markers(description):
+            backend = Tokenizer.from_str(json.dumps(_with_text_markers(description)))
+        else:
+            backend = Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception:  # the tokenizers library raises bare Exceptions; transformers gives the reason
+        return None
+    if settings.keys() & {"add_bos_token", "add_eos_token"}:
+        backend.post_processor = _post_processor(backend, settings, named)
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in named.values()])
+    return FastTokenizer(backend, named, template, lambda: _read_full(path))
+
+
+def _named(path: Path, settings: Mapping[str, Any]) -> dict[str, str] | None:
+    """Return the named special tokens; None: one has settings of its own."""
+    file = path / "special_tokens_map.json"
+    listed = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    given = {**listed, **settings}
+    values = {name: value for name in NAMED if (value := given.get(name)) is not None}
+    named = {name: value["content"] if isinstance(value, dict) else value for name, value in values.items()}
+    return named if all(isinstance(token, str) for token in named.values()) else None
+
+
+def _template(path: Path, settings: Mapping[str, Any]) -> str | None:
+    """Return the chat template. A TypeError says that there are several."""
+    file = path / "chat_template.jinja"
+    if (path / "additional_chat_templates").exists() or (path / "chat_template.json").exists():
+        raise TypeError("several chat templates")
+    template = file.read_text("utf-8") if file.is_file() else settings.get("chat_template")
+    if template is not None and not isinstance(template, str):
+        raise TypeError("several chat templates")
+    return template
+
+
+def _is_plain(settings: Mapping[str, Any], description: Mapping[str, Any], named: Mapping[str, str]) -> bool:
+    """Return whether tokenizer.json says everything, so that transformers would add nothing to it."""
+    added = {token["content"]: token for token in description["added_tokens"]}
+    extra = [*_extra_tokens(settings), *(str(each["content"]) for each in _listed(settings))]
+    known = all(token in added for token in (*named.values(), *extra))
+    special = all(added[token]["special"] for token in named.values() if token in added)
+    clean = settings.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
+    unusual = clean or settings.get("split_special_tokens") or settings.get("fix_mistral_regex")
+    return known and special and not unusual and description["model"].get("type") == "BPE"
+
+
+def _extra_tokens(settings: Mapping[str, Any]) -> list[str]:
+    """Return the special tokens without a name."""
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
+    return [str(each["content"] if isinstance(each, dict) else each) for each in extra]
+
+
+def _listed(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the added tokens that tokenizer_config.json lists."""
+    return list((settings.get("added_tokens_decoder") or {}).values())
+
+
+def _post_processor(backend: Tokenizer, settings: Mapping[str, Any], named: Mapping[str, str]) -> Any:
+    """Return what adds the begin and end of a text where the settings say so."""
+    begin = named.get("bos_token") if settings.get("add_bos_token") else None
+    end = named.get("eos_token") if settings.get("add_eos_token") else None
+    first = [f"{begin}:0"] if begin else []
+    last = [f"{end}:0"] if end else []
+    tokens = [(token, backend.token_to_id(token)) for token in (begin, end) if token]
+    return processors.TemplateProcessing(
+        single=[*first, "$A:0", *last],
+        pair=[*first, "$A:0", *last, *(f"{begin}:1" for _ in first), "$B:1", *(f"{end}:1" for _ in last)],
+        special_tokens=tokens,
+    )
+
+
+def _has_special_markers(description: Mapping[str, Any]) -> bool:
+    return any(token["special"] and token["content"] in (CALL_START, CALL_END) for token in description["added_tokens"])
+
+
+def _with_text_markers(description: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the description of a tokenizer in which the markers of function calls are text.
+
+    Special tokens are left out of decoded text, and constraints cannot spell them. So calls could neither be found nor
+    forced.
+    """
+    tokens = [
+        token | {"special": token["special"] and token["content"] not in (CALL_START, CALL_END)}
+        for token in description["added_tokens"]
+    ]
+    return {**description, "added_tokens": tokens}
 
 
 def _restore_rules(tokenizer: Any, file: Path) -> None:
@@ -62,18 +168,10 @@ def _restore_rules(tokenizer: Any, file: Path) -> None:
 
 
 def spell_markers(tokenizer: Any) -> None:
-    """Let the markers of function calls be text where a tokenizer has them as special tokens.
-
-    Special tokens are left out of decoded text, and constraints cannot spell them. So calls could neither be found nor
-    forced.
-    """
-    added = tokenizer.added_tokens_decoder.values()
-    if not any(token.special and token.content in (CALL_START, CALL_END) for token in added):
-        return
+    """Let the markers of function calls be text where a tokenizer of transformers has them as special tokens."""
     description = json.loads(tokenizer.backend_tokenizer.to_str())
-    for token in description["added_tokens"]:
-        token["special"] = token["special"] and token["content"] not in (CALL_START, CALL_END)
-    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(description))
+    if _has_special_markers(description):
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(_with_text_markers(description)))
 
 
 def _model(tokenizer: Any) -> Any:

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE
 
 from outrider.core.markers import CALL_END, CALL_START
+from outrider.core.tokenizer import FastTokenizer
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.loader.gguf.file import GGUFFile
 from outrider.loader.gguf.split_rules import SplitRule, find_split_rule, split_rules
@@ -29,8 +30,8 @@ _KINDS = ("gpt2", "llama")  # byte-level BPE, and BPE of SentencePiece
 Merges = list[tuple[str, str]]
 
 
-def load_tokenizer(file: GGUFFile) -> Any:
-    """Make a tokenizer of transformers, with the chat template of the file.
+def load_tokenizer(file: GGUFFile) -> FastTokenizer:
+    """Make a tokenizer, with the chat template of the file.
 
     Raises:
         UnsupportedModel: the kind of the vocabulary or its split rule is not supported.
@@ -51,7 +52,8 @@ def load_tokenizer(file: GGUFFile) -> Any:
         _add_tokens(backend, tokens, file.field("tokenizer.ggml.token_type") or ())
         named = {name: tokens[id] for name, id in _named_ids(file)}
         backend.post_processor = _post_processor(file, backend, named.get("bos_token"))
-        return _wrap(backend, named, file.field("tokenizer.chat_template"))
+        template = file.field("tokenizer.chat_template")
+        return FastTokenizer(backend, named, template, lambda: _full(backend, named, template))
     except UnsupportedModel:
         raise
     except Exception as error:  # the tokenizers library raises bare Exceptions
@@ -66,7 +68,7 @@ def _named_ids(file: GGUFFile) -> Iterable[tuple[str, int]]:
             yield name, id
 
 
-def _wrap(backend: Tokenizer, named: Mapping[str, str], template: str | None) -> Any:
+def _full(backend: Tokenizer, named: Mapping[str, str], template: str | None) -> Any:
     """Return a tokenizer of transformers around `backend`. Its constructor would copy `backend`, which is slow."""
     from transformers import PreTrainedTokenizerFast
 
