@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
@@ -43,7 +43,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 class _Generation(Extension):
     """The tag `generation`, which marks what the assistant writes. It has no effect on the text."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
