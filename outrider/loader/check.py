@@ -25,6 +25,7 @@ from outrider.loader.make import make_target
 from outrider.models.attention import NAME
 from outrider.models.base import ExpertCounter, Target
 from outrider.models.checkpoint import Checkpoint
+from outrider.models.gguf_linear import BlockLinear
 from outrider.models.rounding import BLOCK_TOLERANCE, TIE_FACTOR, TOLERANCE, TRIALS
 from outrider.models.routing import prescribed_experts
 from outrider.native.target import NativeTarget
@@ -83,6 +84,8 @@ def _passed(target: Target, checkpoint: Checkpoint, bits: int, check: str) -> Ch
         _log.info("checking the logits against transformers, once per checkpoint")
         known = check_target(target, checkpoint)
         keep_result(checkpoint, target, bits, known)
+        if isinstance(target, NativeTarget):
+            checkpoint.lazy_model.release()
     return known
 
 
@@ -126,10 +129,7 @@ def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:
 def _errors(target: Target, checkpoint: Checkpoint, seed: int, tolerance: float) -> torch.Tensor:
     """Return [1 + N], the relative error of the logits of each node."""
     scored = _score(target, checkpoint, seed)
-    columns = [_branch_columns(node) for node in range(-1, len(_PARENTS))]
-    branches = [[scored.tokens[column] for column in branch] for branch in columns]
-    experts = [[layer[branch] for layer in scored.experts] for branch in columns]
-    reference = _reference(checkpoint, branches, experts, _source(checkpoint, seed))
+    reference = _reference(checkpoint, scored, _source(checkpoint, seed))
     errors = (scored.logits[0] - reference.logits).norm(dim=-1) / reference.logits.norm(dim=-1)
     # A wrong choice of experts is an error of 100% or more.
     wrong = reference.gaps.to(errors.device) > TIE_FACTOR * tolerance
@@ -145,10 +145,10 @@ class _Scored(NamedTuple):
 
 
 class _Reference(NamedTuple):
-    """What transformers has computed for each branch."""
+    """What transformers has computed for each node. The first one is the prompt."""
 
-    logits: torch.Tensor  # [branches, V]
-    gaps: torch.Tensor  # [branches] the largest gap of the choice of experts, see `prescribed_experts`
+    logits: torch.Tensor  # [1 + N, V]
+    gaps: torch.Tensor  # [1 + N] the largest gap of the choice of experts, see `prescribed_experts`
 
 
 def _branch_columns(node: int) -> list[int]:
@@ -191,15 +191,17 @@ def _source(checkpoint: Checkpoint, seed: int) -> list[int] | AudioFeatures:
     return torch.randint(checkpoint.vocab, (min(_SOURCE, checkpoint.source.context),), generator=generator).tolist()
 
 
-def _reference(
-    checkpoint: Checkpoint,
-    branches: list[list[int]],
-    experts: list[list[torch.Tensor]],
-    source: list[int] | AudioFeatures,
-) -> _Reference:
-    """Return the logits after each branch from transformers, without a cache, with the experts of the target."""
-    model: Any = checkpoint.model
-    if checkpoint.block_types:  # each pass dequantizes all weights, so one pass runs all branches
+def _reference(checkpoint: Checkpoint, scored: _Scored, source: list[int] | AudioFeatures) -> _Reference:
+    """Return the logits of each node from transformers, without a cache, with the experts of the target.
+
+    Only the branches that end at a leaf run. Those of inner nodes are their beginnings.
+    """
+    model: Any = checkpoint.lazy_model.reference()
+    leaves = [node for node in range(len(_PARENTS)) if node not in _PARENTS]
+    columns = [_branch_columns(leaf) for leaf in leaves]
+    branches = [[scored.tokens[column] for column in branch] for branch in columns]
+    experts = [[layer[branch] for layer in scored.experts] for branch in columns]
+    if isinstance(model.get_output_embeddings(), BlockLinear):  # each pass converts all weights, so one runs all
         longest = max(map(len, branches))
         batches = [[branch + [0] * (longest - len(branch)) for branch in branches]]
         padded = [[_pad(layer, longest) for layer in layers] for layers in experts]
@@ -211,19 +213,22 @@ def _reference(
     if attention == NAME:
         model.set_attn_implementation("eager")
     try:
-        logits = []
-        gaps: list[torch.Tensor] = []
+        logits: list[torch.Tensor] = []  # [T, V] of each branch
+        gaps: list[torch.Tensor] = []  # [T] of each branch
         for batch, chosen in zip(batches, choices, strict=True):
             inputs = _model_inputs(checkpoint, batch, source)
             with prescribed_experts(model, chosen) as layer_gaps:
                 logits += model(**inputs, use_cache=False).logits
-            largest = [layer.view(len(batch), -1).max(-1).values for layer in layer_gaps]
-            gaps += torch.stack(largest).max(0).values if largest else torch.zeros(len(batch))
-        last = [each[len(branch) - 1].float() for each, branch in zip(logits, branches, strict=True)]
-        return _Reference(torch.stack(last), torch.stack(gaps))
+            largest = torch.stack(layer_gaps).amax(0) if layer_gaps else torch.zeros(sum(map(len, batch)))
+            gaps += largest.view(len(batch), -1)
     finally:
         if attention == NAME:
             model.set_attn_implementation(attention)
+    ends = [_branch_columns(node) for node in range(-1, len(_PARENTS))]
+    places = [next(i for i, branch in enumerate(columns) if branch[: len(end)] == end) for end in ends]
+    rows = [logits[i][len(end) - 1].float() for i, end in zip(places, ends, strict=True)]
+    worst = [gaps[i][: len(end)].max() for i, end in zip(places, ends, strict=True)]
+    return _Reference(torch.stack(rows), torch.stack(worst))
 
 
 def _model_inputs(

@@ -77,9 +77,15 @@ def _open_folder(path: Path, dtype: str) -> Checkpoint | None:
 
         return read_model(path, choice.dtype)
 
+    def make_reference() -> Any:
+        from outrider.loader.fill import fill_model
+
+        settings = _transformers().read_transformers_config(path)
+        return fill_model(settings, weights, torch.float32, widen=True)
+
     tokenizer = read_tokenizer(path)
     return Checkpoint(
-        lazy_model=LazyModel(make),
+        lazy_model=LazyModel(make, make_reference),
         config=config,
         weights=weights,
         tokenizer=tokenizer,
@@ -117,8 +123,13 @@ def _open_gguf(path: Path, dtype: str) -> Checkpoint | None:
 
         return load_model(file, make_config(file), weights, dense)
 
+    def make_reference() -> Any:
+        from outrider.loader.gguf.model import load_model, make_config
+
+        return load_model(file, make_config(file), weights, torch.float32, widen=True)
+
     return Checkpoint(
-        lazy_model=LazyModel(make),
+        lazy_model=LazyModel(make, make_reference),
         config=config,
         weights=weights,
         tokenizer=load_tokenizer(file),

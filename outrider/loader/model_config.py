@@ -31,12 +31,15 @@ _UNUSUAL = ("quantization_config", "use_bidirectional_attention", "text_config")
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
+_GELU = "gelu_pytorch_tanh"
+_OLMO_BASE = 500000.0  # of the rotary embedding of layers with a window
 # The model types that are read here, and the values that transformers takes if config.json has none.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "gemma": {"tie_word_embeddings": True, "eos_token_id": 1},
+        "gemma": {"tie_word_embeddings": True, "eos_token_id": 1, "hidden_act": _GELU},
         "gemma2": {
             "tie_word_embeddings": True,
+            "hidden_activation": _GELU,
             "eos_token_id": 1,
             "sliding_window": 4096,
             "query_pre_attn_scalar": 256,
@@ -45,6 +48,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         },
         "gemma3_text": {
             "tie_word_embeddings": True,
+            "hidden_activation": _GELU,
             "eos_token_id": 1,
             "sliding_window": 4096,
             "query_pre_attn_scalar": 256,
@@ -115,7 +119,7 @@ def make_model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
         return None
     if any(type(settings.get(name)) is not int or settings[name] < 1 for name in _SIZES):
         return None
-    common: Settings = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
+    common: Settings = {"hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
     given = {name: value for name, value in settings.items() if name not in ("rope_scaling", "torch_dtype")}
     config = ModelConfig(**{**common, **_DEFAULTS[model_type], **given})
     config.dtype = _DTYPES.get(str(settings.get("dtype") or settings.get("torch_dtype")))
@@ -135,7 +139,7 @@ def make_model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
 def _activation(config: ModelConfig) -> str | None:
     """Return the activation of gates, after setting it as transformers does."""
     if config.model_type == "gemma" and getattr(config, "hidden_act", None) == "gelu":
-        config.hidden_act = "gelu_pytorch_tanh"
+        config.hidden_act = _GELU
     return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
 
 
@@ -177,9 +181,8 @@ def _ropes(config: ModelConfig, settings: Mapping[str, Any]) -> Settings:
     if config.model_type in ("gemma3_text", "olmo3"):  # one for each type of layer
         ropes = {kind: dict((given or {}).get(kind) or {}) for kind in _LAYER_TYPES}
         ropes["full_attention"] |= scaling or {}
-        theta = {kind: settings.get("rope_theta") for kind in _LAYER_TYPES}
-        if config.model_type == "gemma3_text":
-            theta["sliding_attention"] = settings.get("rope_local_base_freq")
+        local = settings.get("rope_local_base_freq") if config.model_type == "gemma3_text" else _OLMO_BASE
+        theta = {"full_attention": settings.get("rope_theta"), "sliding_attention": local}
         return {kind: _rope(config, rope, theta[kind]) for kind, rope in ropes.items()}
     rope = dict(scaling or given or {})
     if "partial_rotary_factor" in settings:

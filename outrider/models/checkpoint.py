@@ -61,8 +61,15 @@ class LazyModel:
     The native kernels read weights from the files, so many targets need it for the load check only.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], Any], make_reference: Callable[[], Any] | None = None) -> None:
+        """Prepare a model.
+
+        Args:
+            make: makes the model.
+            make_reference: makes the same model for a comparison: it computes in float32, and takes little memory.
+        """
         self._make = make
+        self._make_reference = make_reference
         self._changes: list[Callable[[Any], None]] = []
         self._model: Any = None
 
@@ -79,6 +86,12 @@ class LazyModel:
                 change(model)
             self._model = model
         return self._model
+
+    def reference(self) -> Any:
+        """Return a model to compare the target with."""
+        if self._make_reference is None or self._changes:
+            return self.get()
+        return self._make_reference()
 
     def change(self, change: Callable[[Any], None]) -> None:
         """Apply a function to the model, now or when it is made."""

@@ -79,6 +79,20 @@ class BlockWeight:
         return BlockWeight(self.data, self.kind, self.shape[1], order=rows, release=self.release)
 
 
+class DenseWeight:
+    """A dense matrix [rows, columns] whose rows are converted to float32 when they are used."""
+
+    def __init__(self, values: torch.Tensor, *, release: Callable[[], None]) -> None:
+        """Refer to a matrix. `release` frees its memory until it is used again."""
+        self.values = values
+        self.shape = values.shape
+        self.release = release
+
+    def dequantize(self, rows: Any = slice(None)) -> torch.Tensor:
+        """Return rows of the matrix in float32."""
+        return self.values[rows].float()
+
+
 Dequantizer = Callable[[str, NDArray[np.uint64], int], torch.Tensor | None]
 _dequantizer: Dequantizer | None = None
 
@@ -95,7 +109,7 @@ def use_dequantizer(dequantizer: Dequantizer) -> None:
 class BlockLinear(nn.Module):
     """A linear layer with a weight in blocks."""
 
-    def __init__(self, blocks: BlockWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, blocks: BlockWeight | DenseWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.blocks = blocks
         self.dtype = dtype
@@ -117,7 +131,7 @@ class BlockLinear(nn.Module):
 class BlockEmbedding(nn.Module):
     """An embedding table in blocks."""
 
-    def __init__(self, blocks: BlockWeight, dtype: torch.dtype) -> None:
+    def __init__(self, blocks: BlockWeight | DenseWeight, dtype: torch.dtype) -> None:
         super().__init__()
         self.blocks = blocks
         self.dtype = dtype
@@ -135,7 +149,7 @@ class BlockEmbedding(nn.Module):
 
 def expand_blocks(model: nn.Module) -> None:
     """Replace modules with weights in blocks by dense ones, to train or save the model. Tied weights stay tied."""
-    weights: dict[BlockWeight, nn.Parameter] = {}
+    weights: dict[BlockWeight | DenseWeight, nn.Parameter] = {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, BlockLinear | BlockEmbedding):
             continue

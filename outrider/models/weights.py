@@ -41,7 +41,7 @@ class ModelWeights(Weights):
     def __init__(self, model: Any) -> None:
         self._values: dict[str, Weight] = {name: value.detach() for name, value in model.state_dict().items()}
         for name, module in model.named_modules():
-            if isinstance(module, BlockLinear | BlockEmbedding):
+            if isinstance(module, BlockLinear | BlockEmbedding) and isinstance(module.blocks, BlockWeight):
                 self._values[f"{name}.weight"] = module.blocks
 
     def __getitem__(self, name: str) -> Weight:

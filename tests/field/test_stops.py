@@ -14,7 +14,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import FinishReason
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.gguf.model import end_ids
+from outrider.loader.gguf.file import GGUFFile
 from tests.field.models import BOTH, EVERY, IDS, LETTERS, PROMPTS, make_pair, token_ids
 from tests.helpers.serving import metric_values, serving
 
@@ -146,7 +146,7 @@ def test_each_end_of_text_token_ends_the_text(three_ends, name):
 def test_end_of_text_tokens_of_a_gguf_file(keys):
     """A file may name the end of a turn or of a message alone (colibri#675)."""
     fields = {f"tokenizer.ggml.{key}_token_id": id for id, key in enumerate(keys)}
-    assert end_ids(SimpleNamespace(field=fields.get)) == set(range(len(keys)))
+    assert GGUFFile.end_ids(SimpleNamespace(field=fields.get)) == set(range(len(keys)))
 
 
 @pytest.mark.one_in(2)
