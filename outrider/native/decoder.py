@@ -273,7 +273,7 @@ class Decoder(Passes):
         embedding = self._embedding
         if embedding is None:
             assert self._table is not None
-            embedding = head if self._table is packed else _expand(self._table, self.dtype)
+            embedding = self._scaled(head if self._table is packed else _expand(self._table, self.dtype))
         return SharedWeights(
             embedding=embedding,
             head=head,
@@ -348,8 +348,12 @@ class Decoder(Passes):
         """Return the embedding table. If it is tied to the LM head, it is the table after quantization."""
         changed = self._tied and self._packed_head.bits not in FLOAT_DTYPES
         embedding = (self._packed_head.unpack() if changed else _dense(table)).to(self.dtype)
+        return self._scaled(embedding)
+
+    def _scaled(self, table: torch.Tensor) -> torch.Tensor:
+        """Return an embedding table with its factor."""
         scale = self.shape.table_scale
-        return embedding if scale == 1 else embedding * torch.tensor(scale, dtype=self.dtype)
+        return table if scale == 1 else table * torch.tensor(scale, dtype=self.dtype)
 
     def _pack_table(self, table: Weight) -> PackedBlocks | None:
         """Return the embedding table in blocks, or None if it is dense."""
@@ -439,7 +443,7 @@ class Decoder(Passes):
             gelu=shape.gelu,
             epsilon=shape.epsilon,
             scale=shape.scale,
-            embedding_scale=shape.embedding_scale,
+            embedding_scale=shape.embedding_scale * (shape.table_scale if self._table else 1),
             residual_scale=shape.residual_scale,
             logit_divisor=shape.logit_divisor,
             score_cap=shape.score_cap,
