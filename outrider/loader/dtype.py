@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from outrider.errors import OutriderError
+from outrider.loader.gguf.file import GGUFFile
 from outrider.native.support import may_run
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
+_GGUF_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"F16": torch.float16, "BF16": torch.bfloat16})
 
 
 class DtypeChoice(NamedTuple):
@@ -26,6 +28,12 @@ class DtypeChoice(NamedTuple):
 def stored_dtype(config: Any) -> torch.dtype:
     """Return the type in which a checkpoint is stored; float32 if its configuration does not say."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
+def gguf_dtype(file: GGUFFile) -> torch.dtype:
+    """Return the type of all matrices of a GGUF file; float32 if they have several, or quantized blocks."""
+    kinds = file.types
+    return _GGUF_DTYPES.get(kinds[0], torch.float32) if len(kinds) == 1 else torch.float32
 
 
 def choose_dtype(name: str, config: Any, device: torch.device, *, kernels: str) -> DtypeChoice:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
-from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
+from outrider.loader.dtype import DtypeChoice, choose_dtype, gguf_dtype, stored_dtype
 from outrider.loader.embedded import model_folder
 from outrider.loader.facts import context_length, context_reason, end_ids
 from outrider.loader.gguf.architectures import architecture_of, settings_of
@@ -158,7 +158,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig | None:
     except (TypeError, ValueError, KeyError):
         return None
     if config is not None:
-        config.dtype = file.stored_dtype()
+        config.dtype = gguf_dtype(file)
         if (factors := file.rotary_factors()) is not None:
             config.rope_parameters["divisors"] = factors
     return config

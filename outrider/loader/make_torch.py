@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.models.attention_target import AttentionTarget
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
-from outrider.models.cuda_recorder import CudaRecorder
+from outrider.models.cuda_recorder import CudaRecorder, Recorder
 from outrider.models.encoder_decoder_target import EncoderDecoderTarget
 from outrider.models.quantize import quantize_model
 from outrider.models.recurrent_target import RecurrentTarget
@@ -20,7 +20,7 @@ def make_torch_target(checkpoint: Checkpoint, *, slots: int, context: int, bits:
         slots: maximum number of running sequences.
         context: tokens of a sequence.
         bits: bits per weight of linear layers, as in `make_target`.
-        record: whether passes on a GPU are recorded. Ranks on GPUs use NCCL, whose operations can be recorded.
+        record: whether passes on a GPU are recorded.
 
     Raises:
         UnsupportedModel: the model cannot be quantized.
@@ -33,7 +33,15 @@ def make_torch_target(checkpoint: Checkpoint, *, slots: int, context: int, bits:
     elif checkpoint.recurrent:
         target = RecurrentTarget(checkpoint, slots=slots, context=context)
     else:
-        recorder = CudaRecorder(checkpoint.device) if record and checkpoint.device.type == "cuda" else None
+        recorder = _recorder(checkpoint) if record else None
         target = AttentionTarget(checkpoint, slots=slots, context=context, record=recorder)
     target.kernels += "" if bits == 16 else f" int{bits}"
     return target
+
+
+def _recorder(checkpoint: Checkpoint) -> Recorder | None:
+    """Return what records the passes of a model; None: every pass is eager.
+
+    Ranks on GPUs use NCCL, whose operations can be recorded. Ranks on CPUs use gloo, and there are no graphs on CPUs.
+    """
+    return CudaRecorder(checkpoint.device) if checkpoint.device.type == "cuda" else None

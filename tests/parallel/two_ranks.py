@@ -19,7 +19,7 @@ from torch.multiprocessing import start_processes
 from outrider.core.params import SamplingParams
 from outrider.errors import UnsupportedModel
 from outrider.llm import LLM
-from outrider.loader import make
+from outrider.loader import make_torch
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.cuda_graphs import Graphs
@@ -28,7 +28,7 @@ from outrider.propose import placement
 from outrider.propose.leaves import draft_models
 from tests.helpers.recorder import FakeRecorder
 
-REAL_RECORDER = make._recorder
+REAL_RECORDER = make_torch._recorder
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 9, 5, 6], [100, 101], [1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2]]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
@@ -66,17 +66,15 @@ def _fail() -> None:
 def _record(kind: str | None) -> list[FakeRecorder]:
     """Let targets with kernels auto record their passes on a CPU. Return the list of their recorders, which grows."""
     recorders: list[FakeRecorder] = []
-    make._recorder = REAL_RECORDER
+    make_torch._recorder = REAL_RECORDER
     if kind is None:
         return recorders
 
-    def recorder(checkpoint: Checkpoint, kernels: str) -> FakeRecorder | None:
-        if kernels != "auto":
-            return None
+    def recorder(checkpoint: Checkpoint) -> FakeRecorder | None:
         recorders.append(FakeRecorder() if kind == "works" else _FailingRecorder(kind))
         return recorders[-1]
 
-    make._recorder = recorder
+    make_torch._recorder = recorder
     return recorders
 
 

@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from outrider.errors import OutriderError, UnsupportedModel
@@ -28,7 +27,6 @@ SUFFIX = ".gguf"
 FLOATS = ("F32", "F16", "BF16")
 ROTARY_FACTORS = "rope_freqs.weight"
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"F16": torch.float16, "BF16": torch.bfloat16})
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9  # types of metadata values
@@ -161,11 +159,6 @@ class GGUFFile:
         """Return the ids of tokens that end a generation."""
         ids = [self.field(f"tokenizer.ggml.{key}") for key in _END_KEYS]
         return frozenset(int(each) for each in ids if each is not None)
-
-    def stored_dtype(self) -> torch.dtype:
-        """Return the type of all matrices; float32 if they have several, or quantized blocks."""
-        kinds = self.types
-        return _DTYPES.get(kinds[0], torch.float32) if len(kinds) == 1 else torch.float32
 
     def rotary_factors(self) -> list[float] | None:
         """Return the divisors of the rotary frequencies [R / 2]; None: there are none."""

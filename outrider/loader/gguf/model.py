@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from outrider.loader.dtype import gguf_dtype
 from outrider.loader.fill import fill_model
 from outrider.loader.gguf.architectures import architecture_of, settings_of
 from outrider.loader.gguf.file import GGUFFile, read_gguf
@@ -28,7 +29,7 @@ def make_config(file: GGUFFile) -> Any:
     """Return the configuration of transformers of an open file. Errors are those of `read_config`."""
     settings = settings_of(file)
     kind = architecture_of(file).model_type
-    return CONFIG_MAPPING[kind](**settings, dtype=file.stored_dtype())
+    return CONFIG_MAPPING[kind](**settings, dtype=gguf_dtype(file))
 
 
 def load_model(file: GGUFFile, config: Any, weights: GGUFWeights, dtype: torch.dtype, *, widen: bool = False) -> Any:
