@@ -52,7 +52,8 @@ def step(setup: Setup) -> dict[str, Any]:
 def attention(setup: Setup) -> dict[str, Any]:
     """Return microseconds of the attention of one layer by cached entries, and its share of the bandwidth limit.
 
-    Few queries read long caches. A soft cap shows the path without a fused kernel.
+    Few queries read long caches. A soft cap shows the path without a fused kernel. The calls are not recorded as a
+    graph, so the smallest figures are the time of launches.
     """
     parts = setup.llm.parts
     rate = max(read_bandwidth(parts.device).values())
