@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import atexit
 import http.client
-import json
 import shutil
-import socket
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import worker
+from llama_server import LlamaServer, ServerError
 from worker import LLAMACPP_TYPES, NGRAM_SIZE, PEER_MODES, Arguments, Mode, PeerError, Run
 
 _PROGRAM = "llama-server"
-_LOAD_SECONDS = 120.0
 
 
 class LlamaCpp:
@@ -31,21 +27,18 @@ class LlamaCpp:
         program = shutil.which(_PROGRAM)
         if program is None:
             raise PeerError(f"{_PROGRAM} is not on the PATH; install it (see README.md)")
-        folder = tempfile.mkdtemp(prefix="peer-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        self._socket = Path(folder) / "server.sock"
         options = _options(args)
-        command = [program, "--host", str(self._socket), *options]
-        self._log = Path(folder) / "log"
-        with self._log.open("wb") as log:
-            self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        atexit.register(self._server.kill)
+        self._server = LlamaServer(program, options)
+        atexit.register(self._server.close)
         self.settings: Mapping[str, Any] = {
             "version": _version(program),
             "options": " ".join(_without_folders(options)),
         }
         self._ignore_eos = args.ignore_eos
-        self._wait_until_ready()
+        try:
+            self._server.wait_until_ready()
+        except ServerError as error:
+            raise PeerError(str(error)) from error
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
         request = {
@@ -57,7 +50,7 @@ class LlamaCpp:
             "return_tokens": True,
             "ignore_eos": self._ignore_eos,  # the server then never chooses an end-of-text token
         }
-        status, answer = self._request("POST", "/completion", json.dumps(request))
+        status, answer = self._server.request("POST", "/completion", request)
         if status != http.client.OK:
             raise PeerError(f"{_PROGRAM} answered {status}: {answer.get('error', {}).get('message', '')}")
         timings = answer["timings"]
@@ -71,46 +64,12 @@ class LlamaCpp:
             ttft=timings["prompt_ms"] / 1e3,
         )
 
-    def _wait_until_ready(self) -> None:
-        deadline = monotonic() + _LOAD_SECONDS
-        while monotonic() < deadline and self._server.poll() is None:
-            try:
-                if self._request("GET", "/health")[0] == http.client.OK:
-                    return
-            except OSError:  # it does not listen yet
-                pass
-            sleep(0.1)
-        lines = self._log.read_text("utf-8", "replace").split("\n")
-        last_line = next(filter(None, reversed(lines)), "it printed nothing")
-        raise PeerError(f"{_PROGRAM} did not become ready: {last_line}")
-
-    def _request(self, method: str, path: str, body: str | None = None) -> tuple[int, dict[str, Any]]:
-        connection = _Connection(self._socket)
-        try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
-        finally:
-            connection.close()
-
-
-class _Connection(http.client.HTTPConnection):
-    """HTTP over a Unix socket: it needs no free port and cannot be reached from outside."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost")
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.connect(str(self._path))
-
 
 def _options(args: Arguments) -> list[str]:
     threads = str(args.threads)
     options = ["--model", str(args.converted_model(args.target, ".gguf")), "--ctx-size", str(args.context())]
     options += ["--threads", threads, "--threads-batch", threads, "--flash-attn", "on"]
-    options += ["--parallel", "1", "--cache-ram", "0", "--no-ui"]
+    options += ["--cache-ram", "0"]
     if args.mode is Mode.DRAFT:
         draft = str(args.converted_model(args.draft_folder(), ".gguf"))
         options += ["--spec-type", "draft-simple", "--spec-draft-model", draft, "--spec-draft-threads", threads]

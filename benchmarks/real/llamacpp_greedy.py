@@ -4,13 +4,21 @@ llama.cpp and Outrider round differently, so their texts may differ where two to
 prompt, Outrider scores the text of llama.cpp in one pass. The margin is the difference between the largest logit and
 that of the token that llama.cpp chose.
 
-The Python of llama.cpp needs the package llama-cpp-python.
+python benchmarks/real/llamacpp_greedy.py MODEL.gguf --server LLAMA_SERVER
+python benchmarks/real/llamacpp_greedy.py MODEL.gguf --server LLAMA_SERVER --quantize LLAMA_QUANTIZE
+
+With --quantize, llama.cpp's own program writes the file, whose weights have 16 or 32 bits, in every K-quant and IQ4
+type, and each of these files is compared.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,67 +30,103 @@ from outrider.core import tree
 from outrider.core.types import Batch, SequenceState
 from outrider.measure.prompts import Prompt, read_prompts
 
-# Reads {"prompts": [[token id, ...], ...], "max_tokens": n, "end": [...]} and prints the texts as token ids.
-WITNESS = """
-import json, sys
-from llama_cpp import Llama
-asked = json.load(sys.stdin)
-model = Llama(sys.argv[1], n_ctx=2048, verbose=False, n_threads=int(sys.argv[2]))
-texts = []
-for prompt in asked["prompts"]:
-    model.reset()
-    text = []
-    for token in model.generate(prompt, temp=0, top_k=1, repeat_penalty=1.0):
-        text.append(token)
-        if token in asked["end"] or len(text) >= asked["max_tokens"]:
-            break
-    texts.append(text)
-tokenized = [model.tokenize(text.encode(), add_bos=False, special=True) for text in asked["texts"]]
-print(json.dumps({"texts": texts, "tokenized": tokenized}))
-"""
+sys.path.append(str(Path(__file__).parents[1] / "peers"))
+from llama_server import LlamaServer
+
+TYPES = "Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ4_NL IQ4_XS"
+_NEAR_TIE = 0.2  # standard deviations of the logits; a smaller margin is explained by rounding
 
 
 def main(
     file: Annotated[Path, typer.Argument(help="The GGUF file.")],
-    python: Annotated[str, typer.Option(help="The Python that has llama-cpp-python.")],
+    server: Annotated[str, typer.Option(help="llama.cpp's llama-server.")],
+    quantize: Annotated[str | None, typer.Option(help="llama.cpp's llama-quantize.")] = None,
+    types: Annotated[str, typer.Option(help="The types that it writes.")] = TYPES,
     prompts: Annotated[str | None, typer.Option(metavar="FILE", help="JSON lines. Default: an embedded set.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Number of prompts.")] = 50,
     max_tokens: Annotated[int, typer.Option(min=1)] = 64,
     threads: Annotated[int, typer.Option(min=1)] = 2,
 ) -> None:
-    """Print each difference, and one JSON document."""
+    """Print each difference and a line for each file, and one JSON document."""
+    every = read_prompts(prompts)
+    chosen = every[:: max(len(every) // count, 1)][:count]  # of all categories
+    results = []
+    for each in _files(file, quantize, types.split()):
+        result = _compare(each, server, chosen, max_tokens, threads)
+        results.append(result)
+        for found in result["differences"]:
+            print("  prompt {prompt}, token {position}: margin {margin:.3f}, {sigmas:.2f} deviations".format(**found))
+        print(
+            "{file}: {equal} of {prompts} texts equal, {ties} near-ties, {beyond} beyond".format(**result), flush=True
+        )
+    print(json.dumps({"benchmark": "greedy texts of llama.cpp", "results": results}))
+
+
+def _files(file: Path, quantize: str | None, types: Sequence[str]) -> Iterator[Path]:
+    """Yield the file, or the files that llama-quantize writes of it. Each is there until the next one is asked for."""
+    if quantize is None:
+        yield file
+        return
+    for type in types:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / f"{file.stem}-{type}.gguf"
+            subprocess.run([quantize, file, out, type], check=True, capture_output=True)
+            yield out
+
+
+def _compare(file: Path, server: str, chosen: Sequence[Prompt], max_tokens: int, threads: int) -> dict[str, Any]:
+    """Return the differences between the texts of Outrider and llama.cpp."""
     llm = LLM(file, proposer="none", k=0, max_num_seqs=8, max_model_len=2048, threads=threads)
-    chosen = read_prompts(prompts)[:count]
     texts = [_text(llm, prompt) for prompt in chosen]
     ids = [llm.encode(text) for text in texts]
-    asked = {"prompts": ids, "texts": texts, "max_tokens": max_tokens, "end": sorted(llm.parts.end_ids)}
-    done = subprocess.run(
-        [python, "-c", WITNESS, str(file), str(threads)],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    answer = json.loads(done.stdout.splitlines()[-1])
-    other_ids = sum(list(own) != other for own, other in zip(ids, answer["tokenized"], strict=True))
+    options = ["--model", str(file), "--ctx-size", "2048", "--threads", str(threads), "--cache-ram", "0"]
+    running = LlamaServer(server, options)
+    try:
+        running.wait_until_ready()
+        other_ids = sum(list(own) != _tokenized(running, text) for own, text in zip(ids, texts, strict=True))
+        other_texts = [_generated(running, prompt, max_tokens) for prompt in ids]
+    finally:
+        running.close()
     own_texts = [each.token_ids for each in llm.generate(ids, SamplingParams(max_tokens=max_tokens))]
     differences = [
         found
-        for at, (prompt, own, other) in enumerate(zip(ids, own_texts, answer["texts"], strict=True))
+        for at, (prompt, own, other) in enumerate(zip(ids, own_texts, other_texts, strict=True))
         if (found := _difference(llm, at, prompt, own, other))
     ]
-    for found in differences:
-        print("prompt {prompt}, token {position}: margin {margin:.3f} logits, {sigmas:.2f} deviations".format(**found))
-    document = {
+    ties = sum(found["sigmas"] < _NEAR_TIE for found in differences)
+    return {
         "file": file.name,
         "prompts": len(ids),
-        "tokens": sum(map(len, answer["texts"])),
+        "tokens": sum(map(len, other_texts)),
         "equal": len(ids) - len(differences),
+        "ties": ties,
+        "beyond": len(differences) - ties,
         "tokenized_differently": other_ids,
         "differences": differences,
         "kernels": llm.parts.target.kernels,
     }
-    print(json.dumps(document))
+
+
+def _tokenized(running: LlamaServer, text: str) -> list[int]:
+    body = {"content": text, "add_special": False, "parse_special": True}
+    _, answer = running.request("POST", "/tokenize", body)
+    return list(answer["tokens"])
+
+
+def _generated(running: LlamaServer, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Return the greedy continuation, with the token that ends it."""
+    body = {
+        "prompt": list(prompt),
+        "n_predict": max_tokens,
+        "temperature": 0.0,
+        "samplers": ["temperature"],
+        "cache_prompt": False,
+        "return_tokens": True,
+    }
+    status, answer = running.request("POST", "/completion", body)
+    if status != HTTPStatus.OK:
+        raise RuntimeError(f"llama-server answered {status}: {answer}")
+    return list(answer["tokens"])
 
 
 def _text(llm: LLM, prompt: Prompt) -> str:

@@ -36,6 +36,7 @@ class StaticCache:
         self._capacity = capacity
         self._length = [0] * slots
         self._written = [0] * slots  # entries from here on are zero
+        self._unchecked = [0] * slots  # end of the entries that may be NaN or infinite
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, torch.Tensor] = {}  # by layer: exported hidden states [slots, 1, capacity, H]
@@ -55,6 +56,7 @@ class StaticCache:
         for tensors in (self._keys, self._values, self._outputs):
             tensors.clear()
         self._written = [0] * self._slots
+        self._unchecked = [0] * self._slots
         self.forget()
 
     def set_prefix_caching(self, on: bool) -> None:
@@ -73,6 +75,7 @@ class StaticCache:
         self._scopes[slot] = scope
         self._finished[slot] = prefix[:length]
         self._length[slot] = length
+        self._unchecked[slot] = self._written[slot]
         return length
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
@@ -82,7 +85,7 @@ class StaticCache:
             stop = span.start + span.end - span.begin
             if span.end > span.begin:
                 assert stop <= self._capacity, "slot overflow"
-                self._clear(span.slot, stop)
+                self._open(span.slot, stop)
         return layout
 
     def commit(self, round: Round) -> None:
@@ -90,6 +93,7 @@ class StaticCache:
         for seq, start, feed, path in zip(batch.seqs, batch.start, batch.feed, round.path, strict=True):
             base = start + len(feed)
             self._length[seq.slot] = base + len(path)
+            self._unchecked[seq.slot] = 0
             if path != tuple(range(len(path))):
                 self._compact(seq.slot, base, path)
 
@@ -207,19 +211,22 @@ class StaticCache:
         seq = self._seqs[slot]
         return self._finished[slot] if seq is None else seq.token_ids[: self._length[slot]]
 
-    def _clear(self, slot: int, stop: int) -> None:
-        """Set the written entries from `stop` on to zero.
+    def _open(self, slot: int, stop: int) -> None:
+        """Prepare a slot for a pass that writes entries up to `stop`.
 
-        Attention reads them with a mask if another sequence of the batch is longer. A masked entry has weight 0, but
-        0 * NaN is NaN.
+        Attention reads the entries after them with a mask if another sequence of the batch is longer. A masked entry
+        has weight 0, but 0 * NaN is NaN. So those of an earlier sequence, and of a pass that was not committed, are set
+        to zero. A committed pass of a sequence that goes on has finite logits, so its entries are finite.
         """
-        if stop < self._written[slot]:
+        if stop < self._unchecked[slot]:
             for tensor in self._tensors():
                 tensor[slot, :, stop : self._written[slot]] = 0
-        self._written[slot] = stop
+            self._written[slot] = stop
+        self._unchecked[slot] = stop
+        self._written[slot] = max(self._written[slot], stop)
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        # Use zeros, not empty memory, for the reason in `_clear`.
+        # Use zeros, not empty memory, for the reason in `_open`.
         heads, _, dim = like.shape
         return torch.zeros(self._slots, heads, self._capacity, dim, dtype=like.dtype, device=like.device)
 

@@ -20,7 +20,7 @@ from outrider.core import tree
 from outrider.core.config import NEVER, ONCE
 from outrider.core.types import AudioFeatures, Batch, SequenceState
 from outrider.errors import MODEL_ERRORS, NotEnoughMemory, UnsupportedModel
-from outrider.loader.check_store import CheckResult, keep_result, known_result
+from outrider.loader.check_store import CheckResult, once
 from outrider.loader.make import make_target
 from outrider.models.attention import NAME
 from outrider.models.base import ExpertCounter, Target
@@ -79,14 +79,15 @@ def _passed(target: Target, checkpoint: Checkpoint, bits: int, check: str) -> Ch
     """Return the kept result of an earlier check, or check the target."""
     if check != ONCE:
         return check_target(target, checkpoint)
-    known = known_result(checkpoint, target, bits)
-    if known is None:
+
+    def check_now() -> CheckResult:
         _log.info("checking the logits against transformers, once per checkpoint")
-        known = check_target(target, checkpoint)
-        keep_result(checkpoint, target, bits, known)
+        result = check_target(target, checkpoint)
         if isinstance(target, NativeTarget):
             checkpoint.lazy_model.release()
-    return known
+        return result
+
+    return once(checkpoint, target, bits, check_now)
 
 
 def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:

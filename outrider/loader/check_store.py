@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,25 +36,40 @@ class CheckResult:
         return f"logits checked on {self.date} against {self.against}, error {self.error:.2%} of {self.tolerance:.0%}"
 
 
-def known_result(checkpoint: Checkpoint, target: Target, bits: int) -> CheckResult | None:
-    """Return the result for a target that was made from an unchanged checkpoint by unchanged code; None: there is none.
+def once(checkpoint: Checkpoint, target: Target, bits: int, check: Callable[[], CheckResult]) -> CheckResult:
+    """Return the kept result for a target, or check it and keep the result.
 
-    `bits` are those of quantized weights, as in `make_target`.
+    A result holds for a target that was made from an unchanged checkpoint by unchanged code.
+
+    Args:
+        checkpoint: the checkpoint. The result of a model that was not loaded from files is not kept.
+        target: the target that was made from it.
+        bits: those of quantized weights, as in `make_target`.
+        check: checks the target.
     """
     if not checkpoint.folder:
-        return None  # a model that was not loaded from files
-    try:
-        found = CheckResult(**json.loads(_file(checkpoint, target, bits).read_text("utf-8")))
-    except (OSError, ValueError, TypeError):
-        found = None
-    return of_first_rank(found) if checkpoint.ranks > 1 else found
-
-
-def keep_result(checkpoint: Checkpoint, target: Target, bits: int, result: CheckResult) -> None:
-    """Keep a result. If the cache folder cannot be written, the next start checks again."""
-    if not is_first_rank() or not checkpoint.folder:
-        return
+        return check()
     file = _file(checkpoint, target, bits)
+    known = _read(file)
+    if checkpoint.ranks > 1:
+        known = of_first_rank(known)
+    if known is None:
+        known = check()
+        if is_first_rank():
+            _write(file, known)
+    return known
+
+
+def _read(file: Path) -> CheckResult | None:
+    """Return a kept result; None: there is none."""
+    try:
+        return CheckResult(**json.loads(file.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(file: Path, result: CheckResult) -> None:
+    """Keep a result. If the cache folder cannot be written, the next start checks again."""
     with suppress(OSError, OutriderError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(asdict(result)))

@@ -35,7 +35,7 @@ class SpareCache(StaticCache):
             if skip < 0 or count > skip:
                 stop = start + len(feed) + count
                 assert stop <= self.spare, "slot overflow"
-                self._clear(seq.slot, stop)
+                self._open(seq.slot, stop)
 
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the keys and values of a layer for all slots; None before its first write."""

@@ -119,7 +119,7 @@ class Efficiency:
     round_seconds: float  # seconds of a round outside of its passes
     layer_seconds: float  # overhead per layer
     allreduce_seconds: float = 0.0  # additional overhead per layer with several devices
-    draft_pass_seconds: float = 0.0  # overhead of a draft's pass: its launch, and the choice of its token
+    draft_pass_seconds: float = 0.0  # overhead of a draft's pass or a lookup: its call, the choice of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,7 +120,8 @@ DraftPassUs = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="Microseconds of overhead of a draft's pass: its launch, and the choice of its token.",
+        help="Microseconds of overhead of a draft's pass, or of ngram per round: its launch, and the choice of its"
+        " token.",
         rich_help_panel=_EFFICIENCY,
     ),
 ]
@@ -131,7 +132,7 @@ DraftUs = Annotated[
     float | None,
     typer.Option(
         help="Measured microseconds of drafting: of one pass of a draft model, head or block, or of ngram per sequence"
-        " and round. Default: the estimate, and 20 for ngram.",
+        " and round. Default: the estimate; for ngram, 20 and --draft-pass-us once a round.",
         rich_help_panel=_EFFICIENCY,
     ),
 ]

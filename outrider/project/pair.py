@@ -21,10 +21,10 @@ _MAX_BATCH = 65536  # largest batch in the search of `Pair.stops_paying`
 class Drafting:
     """The cost of a proposer."""
 
-    model: Model | None = None  # the draft model; None: drafting takes host time only
+    model: Model | None = None  # the draft model; None: a lookup, which reads no weights
     parallel: bool = False  # one pass drafts all tokens of a round; False: one pass per draft token
     host_seconds: float = 0.0  # host time per sequence and round
-    pass_seconds: float | None = None  # measured time of a pass of the draft; None: it is estimated
+    pass_seconds: float | None = None  # measured time of a pass of the draft, or a call of the lookup; None: estimated
 
 
 def head(target: Model, share: float) -> Model:
@@ -197,18 +197,19 @@ class Pair:
 
     def _draft(self, seqs: int, context: int, k: int) -> float:
         """Return the seconds of drafting in a round."""
+        if not k:
+            return 0.0
         model = self.drafting.model
-        host = seqs * self.drafting.host_seconds if k else 0.0
-        if model is None or not k:
-            return host
-        passes = 1 if self.drafting.parallel else k
-        tokens = seqs * k if self.drafting.parallel else seqs
+        host = seqs * self.drafting.host_seconds
         device = self.draft_device
         machine, efficiency = (device.machine, device.efficiency) if device else (self.machine, self.efficiency)
+        passes = 1 if self.drafting.parallel or model is None else k
         seconds = self.drafting.pass_seconds
         if seconds is None:
-            estimate = one_pass(model, machine, efficiency, tokens=tokens, seqs=seqs, context=context)
-            seconds = estimate.seconds + efficiency.draft_pass_seconds
+            seconds = efficiency.draft_pass_seconds
+            if model is not None:
+                tokens = seqs * k // passes
+                seconds += one_pass(model, machine, efficiency, tokens=tokens, seqs=seqs, context=context).seconds
         # Tokens go to the target and back. They are few bytes, so only the latency of the messages counts.
         messages = 2 * self.layout.link.latency if device and self.layout.link else 0.0
         return host + seconds * passes + messages

@@ -192,7 +192,9 @@ def find_drafting(options: ProjectOptions, target: Model) -> Drafting:
     if options.draft_bits is not None and name != "draft":
         raise OutriderError(f"--draft-bits is for a draft model, and the proposer is {name}; leave it out")
     if name == "ngram" and not argument:
-        return Drafting(host_seconds=_DEFAULT_DRAFT_US / 1e6 if pass_seconds is None else pass_seconds)
+        if pass_seconds is None:
+            return Drafting(host_seconds=_DEFAULT_DRAFT_US / 1e6)
+        return Drafting(host_seconds=pass_seconds, pass_seconds=0.0)
     if name == "draft" and argument:
         weight_bits = _DEFAULT_DRAFT_BITS if options.draft_bits is None else options.draft_bits
         model = find_model(argument, Bits(weights=weight_bits, cache=options.cache_bits))

@@ -197,8 +197,9 @@ def _case(document: dict[str, Any], case: dict[str, Any]) -> str:
         f"{1e3 * case['round_seconds']:g} ms per round",
         f"{1e6 * case['layer_seconds']:g} µs per layer",
     ]
-    if document["draft"]["model"] and document["draft"]["measured_pass_seconds"] is None:
-        parts.append(f"{1e6 * case['draft_pass_seconds']:g} µs per pass of the draft")
+    if document["draft"]["measured_pass_seconds"] is None:
+        what = "per pass of the draft" if document["draft"]["model"] else "per call of the lookup"
+        parts.append(f"{1e6 * case['draft_pass_seconds']:g} µs {what}")
     if document["machine"]["devices"] > 1:
         parts.append(f"{1e6 * case['allreduce_seconds']:g} µs per layer for all-reduces")
     free = document["free_tokens"][case["name"]]

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from outrider.core.constraint import Constraint
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.types import Completion
 from outrider.errors import OutriderError
@@ -119,7 +120,7 @@ class RequestHandler:
         template_tools = tools.descriptions() if tools and supports_tool_calls(template) else None
         with attribute_errors("messages"):
             tokens = await self._encode_chat(body, turns, template_tools)
-        await self._prepare(body, 1, params)
+        await self._prepare(body, 1, params, tools)
         return await self._respond(body, [EncodedInput(prompt=tokens)], params, request, has_tools=tools is not None)
 
     async def _encode_chat(
@@ -140,7 +141,9 @@ class RequestHandler:
         assert first_error is not None
         raise first_error
 
-    async def _prepare(self, body: SamplingFields, num_prompts: int, params: SamplingParams) -> None:
+    async def _prepare(
+        self, body: SamplingFields, num_prompts: int, params: SamplingParams, tools: Tools | None = None
+    ) -> None:
         """Check what does not depend on the tokens of the prompts, and compile the grammar."""
         if body.stream_options and not body.stream:
             raise InvalidParam("stream_options", "stream_options needs stream true; set it, or remove stream_options")
@@ -155,7 +158,17 @@ class RequestHandler:
             # Compile the grammar in a thread, because it may take seconds. Compile one at a time.
             async with self._grammar_lock:
                 with attribute_errors("constraint"):
-                    await asyncio.to_thread(self._async_llm.frontend.prepare, params.constraint)
+                    await asyncio.to_thread(self._compile, params.constraint, tools)
+
+    def _compile(self, constraint: Constraint, tools: Tools | None) -> None:
+        """Compile a constraint, which is that of the tools if there are any."""
+        compile = self._async_llm.frontend.prepare
+        try:
+            compile(constraint)
+        except OutriderError:
+            if tools:
+                tools.check_schemas(compile)
+            raise
 
     async def _respond(
         self,

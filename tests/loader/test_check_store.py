@@ -16,8 +16,7 @@ from tests.helpers import tiny
 def checks(tmp_path, monkeypatch):
     """Keep results in a folder of the test. Returns the list of checks that ran."""
     monkeypatch.setattr(check_store, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(check, "known_result", check_store.known_result)
-    monkeypatch.setattr(check, "keep_result", check_store.keep_result)
+    monkeypatch.setattr(check, "once", check_store.once)
     ran = []
     run = check.check_target
 
@@ -39,8 +38,12 @@ def _load(folder, **options):
     return LLM(folder, **settings | options).parts.loaded.check
 
 
-def test_an_unchanged_checkpoint_is_checked_once(folder, checks):
+def test_an_unchanged_checkpoint_is_checked_once(folder, checks, monkeypatch):
+    read = []  # the folders whose weights a start reads for their fingerprint
+    fingerprint = check_store.model_fingerprint
+    monkeypatch.setattr(check_store, "model_fingerprint", lambda each: read.append(each) or fingerprint(each))
     first = _load(folder)
+    assert read == [folder]
     assert first.error < first.tolerance
     assert first.against.startswith("transformers ")
     assert _load(folder) == first

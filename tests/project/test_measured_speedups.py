@@ -144,7 +144,7 @@ def test_pass_of_an_8b_model_on_an_h200():
     ],
 )
 def test_spec_bench(method, tau, k, nodes, share, measured):
-    """The leaderboard of Spec-Bench with Vicuna 7B on an A100, at its tau. The middle case is within 10%.
+    """The leaderboard of Spec-Bench with Vicuna 7B on an A100, at its tau: the cases contain each row.
 
     Tree sizes and the shares of the heads are those of the papers, rounded.
     """
@@ -154,8 +154,7 @@ def test_spec_bench(method, tau, k, nodes, share, measured):
     slow, middle, fast = (pair.point(1, 400, k).speedup for pair in cases)
     assert cases[0].acceptance.tau(k) == pytest.approx(tau)
     assert middle == pytest.approx(measured, rel=0.1)
-    assert slow <= middle <= fast <= tau
-    assert not share or slow < measured < fast
+    assert slow < measured < fast <= tau
 
 
 def test_drafting_ahead_of_a_70b_model():

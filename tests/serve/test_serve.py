@@ -10,7 +10,7 @@ import pytest
 
 from outrider.core.params import SamplingParams
 from tests.helpers.browser import browse, needs_browser
-from tests.helpers.serving import PROMPT, wait_until_idle
+from tests.helpers.serving import PROMPT, serving, wait_until_idle
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -230,3 +230,28 @@ def test_page_in_browser(server):
         page.fill("#prompt", "word " * 600)
         page.keyboard.press("Control+Enter")
         expect(page.locator("#error")).to_contain_text("shorten the prompt", timeout=20000)
+
+
+@needs_browser
+def test_pages_in_browser_with_api_keys():
+    """Both pages open without a key and ask for it. A wrong one is an error that says so."""
+    with serving(api_key=["secret"]) as (url, _):
+        with browse(url + "/docs") as (page, expect):
+            expect(page.locator("#ask")).to_be_visible()
+            page.fill("#key", "wrong")
+            page.locator("#ask button").click()
+            expect(page.locator("#error")).to_contain_text("the API key is missing or wrong")
+            expect(page.locator("#routes > details")).to_have_count(0)
+            page.fill("#key", "secret")
+            page.locator("#ask button").click()
+            expect(page.locator("#routes > details").first).to_be_visible()
+        with browse(url) as (page, expect):
+            page.fill("#prompt", "a = 1\n")
+            page.fill("#tokens", "4")
+            page.keyboard.press("Control+Enter")
+            expect(page.locator("#error")).to_contain_text("the API key is missing or wrong", timeout=20000)
+            page.fill("#key", "secret")
+            page.locator("#prompt").click()
+            expect(page.locator("#model")).to_have_text("nano", timeout=20000)
+            page.keyboard.press("Control+Enter")
+            expect(page.locator("section h2 b").first).to_contain_text("tokens/s", timeout=20000)

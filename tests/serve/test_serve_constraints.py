@@ -233,6 +233,19 @@ def test_invalid_request_is_status_400(server, case):
     assert response.json()["error"]["message"]
 
 
+def test_an_invalid_schema_of_a_tool_names_the_tool_and_the_fault(server):
+    invalid = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "not": {}}}}
+    body = {"messages": MESSAGES, "tools": [*TOOLS, invalid]}
+    response = httpx.post(server[0] + "/v1/chat/completions", json=body, timeout=60)
+    assert response.json()["error"] == {
+        "message": "tools: the parameters of function 'other': the json_schema constraint is invalid:"
+        ' Unimplemented keys: ["not"]',
+        "type": "invalid_request_error",
+        "param": "tools",
+        "code": None,
+    }
+
+
 ONE_CALL = 'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "note": "}"}}\n</tool_call>'
 TWO_CALLS = ONE_CALL + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 

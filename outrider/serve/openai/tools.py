@@ -7,6 +7,7 @@ Calls have the format of Hermes and Qwen models: {"name": ..., "arguments": ...}
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from outrider.core.constraint import STYLE, Constraint
 from outrider.core.guidance_tokenizer import ANY_SPECIAL
 from outrider.core.markers import CALL_END, CALL_START
 from outrider.core.params import InvalidParam
+from outrider.errors import OutriderError
 from outrider.serve.openai.schema import ChatRequest, Function, NamedTool
 
 # The schema of a function without arguments.
@@ -80,6 +82,18 @@ class Tools:
             rules.append(f'body_{i}: {opening} arguments_{i} "}}"')
             rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
         return Constraint.grammar("\n".join(rules))
+
+    def check_schemas(self, compile: Callable[[Constraint], object]) -> None:
+        """Compile the schema of each function on its own, to find the cause of an error in their common grammar.
+
+        Raises:
+            InvalidParam: a schema is invalid. The message names the function and the fault.
+        """
+        for function in self.functions:
+            try:
+                compile(Constraint.json_schema(function.parameters or _NO_ARGUMENTS))
+            except OutriderError as error:
+                raise InvalidParam("tools", f"tools: the parameters of function {function.name!r}: {error}") from error
 
     def descriptions(self) -> list[dict[str, Any]]:
         """Return the tools in the format of chat templates."""
