@@ -28,6 +28,7 @@ from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import is_recurrent, read_model_config
 from outrider.loader.gguf.file import is_gguf
+from outrider.loader.hub.names import shown
 from outrider.loader.tensor_parallel import check_plan
 from outrider.models.submodel import layer_stack
 from outrider.parallel.ranks import Ranks
@@ -61,7 +62,7 @@ class DraftPlacement:
         """Return JSON values."""
         estimate = self.estimate
         return {
-            "draft": self.draft,
+            "draft": shown(self.draft),
             "placement": SHARDED if self.sharded else REPLICATED,
             "ranks": self.ranks,
             "reason": self.reason,
