@@ -11,6 +11,7 @@ from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.loader.embedded import absolute_name, model_folder
 from outrider.loader.fingerprint import model_fingerprint
+from outrider.loader.hub.names import hub_name
 from outrider.parallel.ranks import is_first_rank
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.planner import Planner
@@ -149,6 +150,6 @@ def _name(expression: Expression) -> str:
     if expression.parts:
         return f"{expression.name}({','.join(map(_name, expression.parts))})"
     argument = expression.argument
-    if model := model_of(argument):
+    if (model := model_of(argument)) and hub_name(model[0]) is None:
         argument = Path(absolute_name(model[0])).name + model[1]
     return f"{expression.name}:{argument}" if argument else expression.name

@@ -19,6 +19,8 @@ from outrider.loader.hub.mistakes import explain
 from outrider.loader.hub.names import HubName
 from outrider.loader.hub.progress import DownloadProgress, SilentBar
 
+_LOGGERS = ("huggingface_hub", "httpx", "httpx2")  # the client of older and of newer releases
+
 
 @cache  # one process works with one commit of a model
 def hub_folder(name: HubName, *, weights: bool = True) -> Path:
@@ -92,11 +94,12 @@ def _existing(folder: Path) -> Path:
 
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
-    """Hide the warnings of huggingface_hub, which tries again by itself. What remains wrong is an error."""
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Hide what huggingface_hub and its HTTP client log. They try again; what stays wrong is an error."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, _LOGGERS)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
