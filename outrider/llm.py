@@ -82,7 +82,8 @@ class LLM:
         """Load the models and build the engine.
 
         Args:
-            target: folder of a decoder-only or encoder-decoder model. None: the embedded model.
+            target: a decoder-only or encoder-decoder model: its folder, a GGUF file, or a name on the Hugging Face Hub,
+                "org/name". None: the embedded model.
             config: all settings in one record, in place of `target` and `options`.
             planner: sets the number of draft tokens in place of `k`.
             options: the fields of `EngineConfig`, such as proposer="draft:DIR", k=4 or quantize="int8".

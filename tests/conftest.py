@@ -16,7 +16,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Hide the GPUs, so that the tests and the programs that they start run on the CPU everywhere."""
+    """Hide the GPUs and the Hub, so that the tests and the programs that they start run everywhere alike."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from outrider.bench.variants import Trial
 from outrider.core.stats import Stats
+from outrider.loader.embedded import model_name
 from outrider.measure.clock import DecodeSpeed
 from outrider.models.checkpoint import precision_text
 from outrider.plan import speedup
@@ -47,7 +47,7 @@ def summary(document: Mapping[str, Any]) -> str:
     arguments = document["arguments"]
     device = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} of {hardware['cores']} cores"
     sampling = f"temperature {arguments['temperature']:g}" if arguments["temperature"] else "greedy"
-    target = Path(arguments["target"]).name if arguments["target"] else "the embedded target"
+    target = model_name(arguments["target"]) if arguments["target"] else "the embedded target"
     exact = "exact" if document["exact"] else f"not exact{bound_text(document)}"
     return (
         f"{target} with {document['proposer']}, k {arguments['k']}, verifier {document['verifier']} ({exact});"

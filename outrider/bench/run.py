@@ -31,7 +31,7 @@ from outrider.measure.prompts import Prompt, read_prompts
 from outrider.native.target import NativeTarget
 from outrider.plan.planner import Planner
 from outrider.plan.store import PlanFile, restored
-from outrider.propose.expression import command_line_form
+from outrider.propose.expression import command_line_form, fetch_models
 from outrider.propose.leaves import draft_model
 from outrider.propose.registry import parse
 from outrider.system import machine
@@ -56,6 +56,7 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
     prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
     if any(prompt.category == OVERALL for prompt in prompts):
         raise OutriderError(f"a category is called {OVERALL}, which reports use for all categories; rename it")
+    fetch_models(settings.target, settings.proposer)
     planner = SwitchPlanner()
     with progress.status("loading models"):
         llm = load(settings, planner)
@@ -221,4 +222,4 @@ def _expression(llm: LLM) -> str:
 
 def _draft_folder(llm: LLM) -> Path | None:
     expression = parse(_expression(llm))
-    return Path(expression.argument).expanduser() if expression.name == "draft" else None
+    return model_folder(expression.argument) if expression.name == "draft" else None

@@ -98,7 +98,12 @@ def convert(
 
 @options.spread
 def export(
-    folder: Annotated[str, typer.Argument(metavar="DRAFT", help="Folder of a draft model or a draft head, or suffix.")],
+    folder: Annotated[
+        str,
+        typer.Argument(
+            metavar="DRAFT", help="Folder of a draft model or a draft head, its name on the Hub, or suffix."
+        ),
+    ],
     *,
     engine: Annotated[
         str,

@@ -29,7 +29,8 @@ Target = Annotated[
     str | None,
     typer.Option(
         metavar="DIR",
-        help="Folder of a language model, or a GGUF file. Default: @mini, an embedded model.",
+        help="Folder of a language model, a GGUF file, or a model of the Hugging Face Hub: org/name, org/name@revision"
+        " or org/name:Q4_K_M. Default: @mini, an embedded model.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -41,9 +42,9 @@ Proposer = Annotated[
         " group[:TOKENS], retrieval:DIR[:MIN]. A draft model or a trained head: draft:DIR, tree:DIR, cascade:DIR; with"
         " another vocabulary: draft-tokens:DIR, draft-text:DIR. The target itself: mtp, quantized:int4, exit:LAYERS,"
         " skip:A+B. Your own: pkg.module:Class. Combinations: best(A,B), merge(A,B), first(A,B), switch(A,B). See"
-        " docs/how-to/choose-a-proposer.md. Default: the embedded draft model for the embedded target; for any"
-        " other, the first of best(suffix:100000,mtp),"
-        " best(suffix:100000,quantized:int4) and ngram that fits.",
+        " docs/how-to/choose-a-proposer.md. DIR may also be a model of the Hugging Face Hub."
+        " Default: the embedded draft model for the embedded target; for any other, the first of"
+        " best(suffix:100000,mtp), best(suffix:100000,quantized:int4) and ngram that fits.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -193,12 +194,18 @@ Files = Annotated[
 ]
 Out = Annotated[str, typer.Option(metavar="DIR", help="Folder to write.", rich_help_panel=OUTPUT)]
 DraftFolder = Annotated[
-    str, typer.Argument(metavar="DIR", help="Folder of a trained draft head, in any supported format.")
+    str,
+    typer.Argument(
+        metavar="DIR", help="Folder of a trained draft head, in any supported format, or its name on the Hub."
+    ),
 ]
 HeadTarget = Annotated[
     str | None,
     typer.Option(
-        "--target", metavar="DIR", help="Folder of the model that the draft belongs to.", rich_help_panel=MODEL
+        "--target",
+        metavar="DIR",
+        help="Folder of the model that the draft belongs to, or its name on the Hugging Face Hub.",
+        rich_help_panel=MODEL,
     ),
 ]
 TargetFormat = Annotated[

@@ -30,6 +30,7 @@ from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_d
 from outrider.models.speech.source import recording_of
 from outrider.models.speech.wav import read_wav
 from outrider.parallel.ranks import current, of_first_rank
+from outrider.propose.expression import fetch_models
 
 ROWS = 16  # maximum number of completions at once
 _COULD_CHAT = "this completed plain text, and the model has a chat template; add --chat to chat with it"
@@ -37,8 +38,10 @@ _COULD_CHAT = "this completed plain text, and the model has a chat template; add
 
 def load(models: ModelOptions, **others: Any) -> LLM:
     """Load the models of the options. `others` are further fields of `EngineConfig`."""
+    config = EngineConfig(**asdict(models), **others)
+    fetch_models(config.target, config.proposer)
     with Console(stderr=True).status("loading models"):
-        return LLM(config=EngineConfig(**asdict(models), **others))
+        return LLM(config=config)
 
 
 def _encode(llm: LLM, text: str | None, options: SourceOptions) -> Prompt | None:

@@ -24,7 +24,8 @@ class EngineConfig:
     """What to load and how to run it. All values are checked when the record is made."""
 
     target: str | Path | None = None
-    """Folder of a language model, or a GGUF file. None: the embedded model."""
+    """Folder of a language model, a GGUF file, or a name on the Hugging Face Hub: "org/name", "org/name@revision" or
+    "org/name:Q4_K_M". None: the embedded model."""
     proposer: str | Callable[..., Any] | None = None
     """An expression such as "ngram" or "draft:DIR", or a callable that takes a setup and returns a proposer.
     None: the embedded draft for the embedded target. For any other, the first of "best(suffix:100000,mtp)",

@@ -36,7 +36,8 @@ class Settings:
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of a language model, or a GGUF file. Default: @mini, an embedded model.",
+            help="Folder of a language model, a GGUF file, or a model of the Hugging Face Hub: org/name,"
+            " org/name@revision or org/name:Q4_K_M. Default: @mini, an embedded model.",
             rich_help_panel=_MODEL,
         ),
     ] = None

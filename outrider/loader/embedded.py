@@ -1,10 +1,12 @@
-"""The models that are included in Outrider: targets, a draft model and draft heads."""
+"""Names of models: folders, GGUF files, included models as `@NAME`, and models of the Hugging Face Hub."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from outrider.errors import OutriderError
+from outrider.loader.gguf.file import is_gguf
+from outrider.loader.hub.names import hub_name
 
 _ASSETS = Path(__file__).parent.parent / "assets"
 
@@ -22,14 +24,15 @@ def embedded(name: str) -> Path:
     return folder
 
 
-def model_folder(name: str | Path | None) -> Path:
-    """Return the folder of a model.
+def model_folder(name: str | Path | None, *, weights: bool = True) -> Path:
+    """Return the folder of a model, or its GGUF file. A model of the Hub is downloaded if its cache lacks it.
 
     Args:
-        name: a folder, or `@NAME` for an included model; None: the included target.
+        name: a folder or a GGUF file, `@NAME` for an included model, or a name on the Hub; None: the included target.
+        weights: whether a model of the Hub needs its weights, and not only its configuration and tokenizer.
 
     Raises:
-        OutriderError: there is no included model of this name, or `name` is not a name.
+        OutriderError: there is no model of this name, it cannot be downloaded, or `name` is not a name.
     """
     if name is None:
         return embedded("mini")
@@ -38,7 +41,30 @@ def model_folder(name: str | Path | None) -> Path:
             f"target is {name!r}; give the folder of a model, or leave it out to use the included model"
         )
     text = str(name)
-    return embedded(text[1:]) if text.startswith("@") else Path(text).expanduser()
+    if text.startswith("@"):
+        return embedded(text[1:])
+    if (on_hub := hub_name(text)) is None:
+        return Path(text).expanduser()
+    from outrider.loader.hub.fetch import hub_folder  # its packages are only for names on the Hub
+
+    return hub_folder(on_hub, weights=weights)
+
+
+def absolute_name(name: str | Path | None) -> str:
+    """Return a name of a model that does not depend on the current folder. A name on the Hub stays as it is."""
+    if hub_name(name) is not None:
+        return str(name)
+    path = model_folder(name)
+    # A GGUF file may be a link to a file with another name, as in the cache of the Hub.
+    return str(path.parent.resolve() / path.name if is_gguf(path) else path.resolve())
+
+
+def model_name(name: str | Path | None) -> str:
+    """Return what to call a model: its name on the Hub, its GGUF file without the suffix, or the end of its folder."""
+    if hub_name(name) is not None:
+        return str(name)
+    path = Path(absolute_name(name))
+    return path.stem if is_gguf(path) else path.name
 
 
 def is_embedded(folder: Path) -> bool:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
-from outrider.loader.embedded import model_folder
+from outrider.loader.embedded import absolute_name, model_folder
 from outrider.loader.fingerprint import model_fingerprint
+from outrider.loader.hub.names import hub_name
 from outrider.parallel.ranks import is_first_rank
 from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.planner import Planner
-from outrider.propose.expression import folder_of
+from outrider.propose.expression import model_names, model_of
 from outrider.propose.registry import Expression, Maker, parse
 from outrider.system.atomic_files import check_writable, write_whole
 
@@ -31,12 +31,13 @@ class PlanFile:
     """
 
     def __init__(
-        self, path: str | Path, *, target: str | Path, proposer: str | Maker, quantize: str | None = None
+        self, path: str | Path, *, target: str | Path | None, proposer: str | Maker, quantize: str | None = None
     ) -> None:
         """Use the file at `path` for a target and a proposer. `quantize` is the quantization of the target."""
         self._path = Path(path).expanduser()
         self._proposer = proposer_name(proposer)
-        folders = [Path(target), *(model_folders(proposer) if isinstance(proposer, str) else ())]
+        names = [target, *(model_names(proposer) if isinstance(proposer, str) else ())]
+        folders = map(model_folder, names)
         self._models = hashlib.sha256(json.dumps([*map(model_fingerprint, folders), quantize]).encode()).hexdigest()
 
     def restore(self, planner: Planner) -> None:
@@ -129,7 +130,7 @@ def restored(
     """Open the plan file and restore the planner from it. Returns None without a path."""
     if path is None:
         return None
-    file = PlanFile(path, target=model_folder(target), proposer=proposer, quantize=quantize)
+    file = PlanFile(path, target=target, proposer=proposer, quantize=quantize)
     file.restore(planner)
     return file
 
@@ -145,23 +146,10 @@ def proposer_name(proposer: str | Maker) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def model_folders(proposer: str) -> Iterator[Path]:
-    """Yield the folders in a proposer expression: draft models and datastores."""
-    for argument in _arguments(parse(proposer)):
-        if folder := folder_of(argument):
-            yield folder[0]
-
-
 def _name(expression: Expression) -> str:
     if expression.parts:
         return f"{expression.name}({','.join(map(_name, expression.parts))})"
     argument = expression.argument
-    if folder := folder_of(argument):
-        argument = folder[0].resolve().name + folder[1]
+    if (model := model_of(argument)) and hub_name(model[0]) is None:
+        argument = Path(absolute_name(model[0])).name + model[1]
     return f"{expression.name}:{argument}" if argument else expression.name
-
-
-def _arguments(expression: Expression) -> Iterator[str]:
-    yield expression.argument
-    for part in expression.parts:
-        yield from _arguments(part)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
+from outrider.loader.embedded import model_name
 from outrider.plan.speedup import expected_tau
 from outrider.project.pair import Acceptance
 
@@ -62,9 +63,10 @@ def read_bench(file: str, *, category: str | None = None) -> Measured:
         arguments = document["arguments"]
         exact = bool(document["exact"])
         proposer = str(document["proposer"])
+        target = model_name(arguments["target"]) if arguments["target"] else "the embedded target"
         description = (
-            f"{name} of {Path(file).name}: {Path(arguments['target'] or 'the embedded target').name} with"
-            f" {proposer}, k {arguments['k']}, temperature {arguments['temperature']:g}, measured tau {tau:.2f}"
+            f"{name} of {Path(file).name}: {target} with {proposer},"
+            f" k {arguments['k']}, temperature {arguments['temperature']:g}, measured tau {tau:.2f}"
         )
     except OutriderError:
         raise

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from outrider.errors import OutriderError
-from outrider.loader.embedded import model_folder
+from outrider.loader.embedded import model_folder, model_name
 from outrider.project.equations import Attention, Experts, Model
 
 TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -45,7 +45,7 @@ def find_model(name: str, bits: Bits) -> Model:
         if not _MIN_WEIGHTS <= weights <= _MAX_WEIGHTS:
             raise OutriderError(f"{name} is not the size of a model; use a size from 1M to 100000B")
         return typical(weights, bits)
-    folder = model_folder(name)
+    folder = model_folder(name, weights=False)
     if not (folder / "config.json").is_file():
         raise OutriderError(
             f"{name} is neither a folder with a config.json nor a size; use a folder, a size such as 8B or 1.5B, or one"
@@ -59,7 +59,7 @@ def find_model(name: str, bits: Bits) -> Model:
         ) from None
     if not isinstance(settings, dict):
         raise OutriderError(f"{folder / 'config.json'} is not a JSON object; fix the file, or use a size")
-    return read_model(settings, bits, name=folder.resolve().name)
+    return read_model(settings, bits, name=model_name(name))
 
 
 def read_model(settings: Mapping[str, Any], bits: Bits, *, name: str) -> Model:

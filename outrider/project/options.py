@@ -18,7 +18,9 @@ _SEPARATE = "Prefill and decode on separate devices"
 Target = Annotated[
     str | None,
     typer.Option(
-        metavar="DIR|SIZE", help="Folder with a config.json, or a size: 8B, 70B, 30B-A3B.", rich_help_panel=_MODELS
+        metavar="DIR|SIZE",
+        help="Folder with a config.json, a name on the Hub, or a size: 8B, 70B, 30B-A3B.",
+        rich_help_panel=_MODELS,
     ),
 ]
 Proposer = Annotated[

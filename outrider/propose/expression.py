@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from outrider.loader.embedded import embedded
+from outrider.loader.embedded import absolute_name, embedded, model_folder
 from outrider.loader.gguf.file import is_gguf
-from outrider.propose.registry import COMBINATIONS, Expression, parse
+from outrider.loader.hub.names import hub_name
+from outrider.propose.registry import COMBINATIONS, Expression, Maker, parse
 
 
 def short(proposer: str) -> str:
@@ -21,20 +22,39 @@ def command_line_form(proposer: str) -> str:
 
 
 def absolute(proposer: str) -> str:
-    """Return the expression with absolute folders, which does not depend on the current folder."""
+    """Return the expression with absolute folders, which does not depend on the current folder. Names stay."""
     return _render(parse(proposer), _make_absolute)
 
 
-def folder_of(argument: str) -> tuple[Path, str] | None:
-    """Return the folder that an argument names, and the rest of the argument. None if it names no folder.
+def model_of(argument: str) -> tuple[str, str] | None:
+    """Return the folder or the name on the Hub in an argument, and the rest of it. None if there is neither.
 
     The argument of `retrieval` may end in a colon and a number after the folder.
     """
     head, colon, tail = argument.rpartition(":")
     for text, rest in ((argument, ""), (head, colon + tail)):
         if text and ((path := Path(text).expanduser()).is_dir() or (is_gguf(path) and path.is_file())):
-            return path, rest
-    return None
+            return text, rest
+    return (argument, "") if hub_name(argument) else None
+
+
+def model_names(proposer: str) -> Iterator[str]:
+    """Yield the folders and the names on the Hub in an expression: draft models and datastores."""
+    for leaf in parse(proposer).leaves():
+        if model := model_of(leaf.argument):
+            yield model[0]
+
+
+def fetch_models(target: str | Path | None, *proposers: str | Maker | None) -> None:
+    """Fetch what is on the Hub and not in its cache. Commands do so before they show a spinner in place of a bar.
+
+    Raises:
+        OutriderError: a model cannot be downloaded, or an expression is not valid.
+    """
+    model_folder(target)
+    for proposer in proposers:
+        for name in model_names(proposer) if isinstance(proposer, str) else ():
+            model_folder(name)
 
 
 def _short_argument(argument: str) -> str:
@@ -48,8 +68,8 @@ def _use_embedded_name(argument: str) -> str:
 
 
 def _make_absolute(argument: str) -> str:
-    folder = folder_of(argument)
-    return f"{folder[0].resolve()}{folder[1]}" if folder else argument
+    model = model_of(argument)
+    return f"{absolute_name(model[0])}{model[1]}" if model else argument
 
 
 def _render(expression: Expression, change: Callable[[str], str]) -> str:

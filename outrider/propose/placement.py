@@ -27,6 +27,7 @@ from outrider.core.config import REPLICATED, SHARDED
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.loader.gguf.file import is_gguf
+from outrider.loader.hub.names import shown
 from outrider.loader.load import is_recurrent
 from outrider.models.submodel import layer_stack
 from outrider.parallel.ranks import Ranks
@@ -60,7 +61,7 @@ class DraftPlacement:
         """Return JSON values."""
         estimate = self.estimate
         return {
-            "draft": self.draft,
+            "draft": shown(self.draft),
             "placement": SHARDED if self.sharded else REPLICATED,
             "ranks": self.ranks,
             "reason": self.reason,

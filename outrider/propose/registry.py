@@ -14,7 +14,7 @@ from types import MappingProxyType
 from outrider.core.params import AUTO
 from outrider.core.types import Needs
 from outrider.errors import OutriderError
-from outrider.loader.embedded import embedded
+from outrider.loader.embedded import embedded, model_folder
 from outrider.propose.base import NoProposer, Proposer, ProposerSetup, parse_count
 from outrider.propose.best import Best
 from outrider.propose.combine import First, Merge, Switch, check_parts
@@ -342,8 +342,18 @@ def _check_no_argument(name: str, argument: str) -> None:
 
 
 def _draft_type(name: str, make: Callable[[str, ProposerSetup], Proposer], *, heads: bool) -> ProposerType:
-    """Describe a proposer whose argument is the folder of a draft model, or with `heads` also of a draft head."""
-    return ProposerType(make, partial(check_draft, name=name, heads=heads), f"{name}:DIR")
+    """Describe a proposer whose argument is a draft model, or with `heads` also a draft head."""
+
+    def folder(model: str) -> str:
+        if not model:
+            raise OutriderError(f"{name} needs the folder of a draft model; write {name}:DIR")
+        return str(model_folder(model))
+
+    return ProposerType(
+        lambda model, setup: make(folder(model), setup),
+        lambda model: check_draft(folder(model), heads=heads),
+        f"{name}:DIR",
+    )
 
 
 NAMED: Mapping[str, ProposerType] = MappingProxyType(

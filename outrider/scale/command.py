@@ -13,14 +13,13 @@ import typer
 
 from outrider.core.config import EngineConfig
 from outrider.errors import OutriderError
-from outrider.loader.embedded import model_folder
+from outrider.loader.embedded import model_folder, model_name
 from outrider.loader.load import check_model
 from outrider.report.console import count_text
 from outrider.scale.application import APP, build_application
 from outrider.scale.cluster import connect
 from outrider.scale.package import import_ray, import_serve
 from outrider.scale.settings import ScaleSettings
-from outrider.serve.command import model_name
 from outrider.serve.listening import base_url, bind, check_tls
 from outrider.serve.settings import Settings
 
@@ -36,10 +35,9 @@ def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> Non
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray runs batch jobs, with less priority than a server needs
     ray, serve = import_ray(), import_serve()
-    folder = model_folder(config.target).resolve()
-    check_model(folder)
+    check_model(model_folder(config.target))
     check_tls(settings.tls_cert, settings.tls_key)
-    name = settings.served_model_name or model_name(folder)
+    name = settings.served_model_name or model_name(config.target)
     application = build_application(config, settings, scale, name=name)
     sockets = bind(settings.host, settings.port)
     port = sockets[0].getsockname()[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from signal import SIGTERM, signal
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -15,8 +14,7 @@ import typer
 from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.embedded import model_folder
-from outrider.loader.gguf.file import is_gguf
+from outrider.loader.embedded import model_name
 from outrider.parallel.ranks import Ranks
 from outrider.propose.leaves import draft_models
 from outrider.report.console import count_text
@@ -60,7 +58,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
     _check_files(settings)
     tracer = make_tracer() if settings.otel else None
     configure_logging(settings.log_format)
-    name = settings.served_model_name or model_name(model_folder(target).resolve())
+    name = settings.served_model_name or model_name(target)
     with ExitStack() as stack:
         sockets = [stack.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
         videos = load_videos(settings)  # first, because these models are small, and a mistake is reported early
@@ -140,11 +138,6 @@ def load_videos(settings: Settings) -> VideoService | None:
         max_queued=_MAX_QUEUED_VIDEOS if settings.max_queued_videos is None else settings.max_queued_videos,
         max_kept=settings.max_kept_videos or _MAX_KEPT_VIDEOS,
     )
-
-
-def model_name(model: Path) -> str:
-    """Return the name of a model's folder, or that of its GGUF file without the suffix."""
-    return model.stem if is_gguf(model) else model.name
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from outrider.heads.formats.base import Config, ImportedHead, TargetInfo, Tensor
 from outrider.heads.formats.registry import format_of
 from outrider.heads.store import KEY, OWN_FORMAT, WEIGHTS, import_head, load_module
 from outrider.loader.embedded import model_folder
+from outrider.loader.hub.names import hub_name
 from outrider.system.atomic_files import check_folder
 
 
@@ -39,7 +41,7 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
     check_folder(out, "--out")
     if path.exists() and any(path.iterdir()):
         raise OutriderError(f"{out} exists and is not empty; give a new or empty folder")
-    target_info = read_target_info(model_folder(target)) if target else None
+    target_info = find_target_info(target) if target else None
     head = checked(model_folder(folder), target_info)
     if format is None:
         config: Config = {"model_type": KEY, KEY: head.description.to_json()}
@@ -60,6 +62,22 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
         "ignored": {reason: list(names) for reason, names in head.ignored.items()},
         "description": converted.description.to_json(),
     }
+
+
+def find_target_info(target: str) -> TargetInfo:
+    """Return what is known of a target by its name. The weights of one on the Hub are fetched if a table is read.
+
+    Raises:
+        OutriderError: there is no such target.
+    """
+    info = read_target_info(model_folder(target, weights=False))
+    if hub_name(target) is None:
+        return info
+    return replace(info, name=target, head=lambda: _whole(target).head(), embedding=lambda: _whole(target).embedding())
+
+
+def _whole(target: str) -> Any:
+    return read_target_info(model_folder(target))
 
 
 def checked(folder: str | Path, target: TargetInfo | None) -> ImportedHead:

@@ -73,7 +73,7 @@ def run_index(
     paths = [Path(file).expanduser() for file in files]
     check_place(folder, force=force)
     _check_files(paths, field)
-    tokenizer = _load_tokenizer(model_folder(target))
+    tokenizer = _load_tokenizer(model_folder(target, weights=False))
     vocab = vocabulary(tokenizer)
     documents: list[Tokens] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -23,13 +23,12 @@ from outrider.heads.description import (
     Kind,
     ParallelHeads,
 )
-from outrider.heads.files import read_target_info
 from outrider.heads.formats.base import ImportedHead, TargetRequired
 from outrider.heads.formats.registry import find
 from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
 from outrider.loader.load import refuse_sources
-from outrider.tools.convert import checked
+from outrider.tools.convert import checked, find_target_info
 
 ENOUGH = 0.4  # below this agreement, a draft is loaded incorrectly or hardly trained
 _TOKENS = 32  # output tokens per prompt
@@ -87,7 +86,7 @@ def probe(folder: str | Path, target: str, *, dtype: str = "auto") -> Probe:
     agreement = stats.accepted[0] / stats.reached[0]
     checks: tuple[str, ...] = ()
     if agreement < ENOUGH:
-        checks = checklist(checked(folder, read_target_info(model_folder(target))).description)
+        checks = checklist(checked(folder, find_target_info(target)).description)
     return Probe(agreement=agreement, draft_tokens=stats.reached[0], checklist=checks)
 
 
@@ -136,7 +135,7 @@ def run_inspect(folder: str, *, target: str | None = None, as_json: bool = False
     """
     show = ProgressPrinter(Console(stderr=as_json))
     path = model_folder(folder)
-    target_info = read_target_info(model_folder(target)) if target else None
+    target_info = find_target_info(target) if target else None
     try:
         document = _show_head(checked(path, target_info), show)
     except TargetRequired as reason:

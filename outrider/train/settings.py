@@ -69,7 +69,11 @@ class Settings:
     ]
     target: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Folder of the target, or a GGUF file. Default: @mini, an embedded model."),
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the target, a GGUF file, or a model of the Hugging Face Hub: org/name. Default: @mini, an"
+            " embedded model.",
+        ),
     ] = None
     eval_data: Annotated[
         str | None,

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 from outrider.core.config import QUANTIZE_BITS
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
-from outrider.loader.embedded import model_folder
+from outrider.loader.embedded import absolute_name, model_folder
 from outrider.loader.fingerprint import model_fingerprint
-from outrider.plan.store import model_folders
-from outrider.propose.expression import absolute
+from outrider.propose.expression import absolute, model_names
 from outrider.tune.settings import Settings
 from outrider.verify.relaxed.registry import with_absolute_table
 
@@ -34,14 +33,14 @@ _log = logging.getLogger("outrider")
 def settings_dict(
     settings: Settings, *, proposer: str, k: int | str, verifier: str, draft_quantize: str | None = None
 ) -> dict[str, Any]:
-    """Return the settings to run, with absolute folders and with hashes of the models.
+    """Return the settings to run, with absolute folders or names on the Hub, and with hashes of the models.
 
     `draft_quantize` is that of the recommendation, where several were compared.
     """
     expression = absolute(proposer)
-    target = None if settings.target is None else str(model_folder(settings.target).resolve())
     # The embedded target has no folder here: it comes with the installed program.
-    folders = [*([Path(target)] if target else ()), *model_folders(expression)]
+    target = None if settings.target is None else absolute_name(settings.target)
+    names = [*([target] if target else ()), *model_names(expression)]
     return {
         "target": target,
         "proposer": expression,
@@ -51,7 +50,7 @@ def settings_dict(
         "kernels": settings.kernels,
         "quantize": settings.quantize,
         **settings.draft_settings(expression, draft_quantize),
-        "models": {str(folder): model_fingerprint(folder) for folder in folders},
+        "models": {name: model_fingerprint(model_folder(name)) for name in names},
     }
 
 
@@ -88,7 +87,7 @@ def configured(options: Options, file: str, *, given: Collection[str], min_k: in
 
 def _warn_of_other_target(file: str, tuned: str | None, used: str | None) -> None:
     """Warn if the settings of a file were measured with another target."""
-    if model_folder(tuned).resolve() != model_folder(used).resolve():
+    if absolute_name(tuned) != absolute_name(used):
         _log.warning(
             "the settings of %s were measured with %s; run outrider tune for %s to find its own",
             file,
@@ -150,23 +149,24 @@ def _is_valid(name: str, value: Any) -> bool:
 def _check_models(file: str, settings: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Check that the models to use exist and have not changed."""
     hashes = settings["models"]
-    used: list[Path] = []
+    used: list[str] = []
     if values.get("target"):
-        used.append(Path(values["target"]))
+        used.append(values["target"])
     if "proposer" in values:
-        used += [Path(folder) for folder in hashes if folder != settings["target"]]
-        used += model_folders(values["proposer"])  # existing folders only; `hashes` also names missing ones
-    for folder in dict.fromkeys(used):
+        used += [name for name in hashes if name != settings["target"]]
+        used += model_names(values["proposer"])  # existing folders only; `hashes` also names missing ones
+    for name in dict.fromkeys(used):
+        folder = model_folder(name)
         if not folder.exists():
             raise OutriderError(
-                f"{folder}, a model of {file}, is missing; give the model with --target or --proposer, or tune again"
+                f"{name}, a model of {file}, is missing; give the model with --target or --proposer, or tune again"
             )
-        if str(folder) not in hashes:
+        if name not in hashes:
             raise OutriderError(
-                f"{file} has no hash of {folder}, which may have changed since; write it again with:"
+                f"{file} has no hash of {name}, which may have changed since; write it again with:"
                 f" outrider tune --out {file}"
             )
-        if hashes[str(folder)] != model_fingerprint(folder):
+        if hashes[name] != model_fingerprint(folder):
             raise OutriderError(
-                f"{folder} has changed since {file} was written; tune again, or give --target and --proposer yourself"
+                f"{name} has changed since {file} was written; tune again, or give --target and --proposer yourself"
             )

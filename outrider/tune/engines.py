@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from shlex import quote
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +18,7 @@ from outrider.heads.description import HeadDescription, Kind
 from outrider.heads.files import read_config
 from outrider.heads.formats.registry import find
 from outrider.heads.store import KEY, import_head
+from outrider.loader.embedded import model_folder
 from outrider.propose.registry import Expression, parse
 
 _MAX_BATCH = 512  # largest batch in vLLM's table of k by batch size
@@ -57,8 +57,8 @@ def other_engines(proposer: str, k: int, *, stops: int | None) -> tuple[OtherEng
 
 def head_kind(folder: str) -> Kind | None:
     """Return the kind of the draft head of a folder, or None if it holds a whole model or nothing that can be read."""
-    path = Path(folder).expanduser()
     try:
+        path = model_folder(folder)
         config = read_config(path)
         if KEY in config:
             return HeadDescription.from_json(config[KEY]).kind
@@ -73,7 +73,7 @@ def head_kind(folder: str) -> Kind | None:
 def block_tokens(folder: str) -> int:
     """Return the draft tokens of the whole block of a draft head; 0: the head cannot be read without its target."""
     try:
-        block = import_head(folder).description.block
+        block = import_head(model_folder(folder)).description.block
     except OutriderError:
         return 0
     return block.draft_tokens if block else 0

@@ -28,7 +28,7 @@ from outrider.plan.known_costs import known_costs
 from outrider.plan.pass_cost import CostModel
 from outrider.plan.planner import FixedPlanner, Planner
 from outrider.propose.base import Proposer, ProposerSetup
-from outrider.propose.expression import short
+from outrider.propose.expression import fetch_models, short
 from outrider.propose.renew import without_outputs
 from outrider.tune.budget import MIN_BATCHES, WARMUP_TOKENS, Budget, RunTime, most_promising, plan_budget
 from outrider.tune.settings import Settings
@@ -69,6 +69,7 @@ def measure(
     with_sources = reads_sources(settings.target)
     prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
     store = TrialStore(file, settings)
+    fetch_models(settings.target, *settings.proposers)
     with progress.status("loading models"):
         engines = VariantEngines(settings)
         for draft, reason in engines.left_out.items():

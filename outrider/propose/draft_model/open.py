@@ -50,7 +50,7 @@ def draft_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """
     if is_head(folder, lambda: _head_partner(setup)):
         return HeadProposer(setup, _open_head(folder, setup))
-    opened = _open_model("draft", folder, setup)
+    opened = _open_model(folder, setup)
     if opened.same_vocabulary:
         return DraftModelProposer(setup, opened.model())
     vocabulary_map = opened.vocabulary_map()
@@ -100,24 +100,24 @@ def has_mtp(folder: str | Path) -> bool:
 
 def draft_tokens_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """Make `draft-tokens:DIR`, a draft model that drafts by tokens."""
-    return DraftModelProposer(setup, _open_model("draft-tokens", folder, setup).with_target_ids())
+    return DraftModelProposer(setup, _open_model(folder, setup).with_target_ids())
 
 
 def draft_text_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """Make `draft-text:DIR`, a draft model that drafts by text."""
-    return _open_model("draft-text", folder, setup).text_proposer()
+    return _open_model(folder, setup).text_proposer()
 
 
 def cascade_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """Make `cascade:DIR`, a draft model that drafts by tokens with n-gram lookup."""
-    return DraftModelProposer(setup, cascade(_open_model("cascade", folder, setup).with_target_ids()))
+    return DraftModelProposer(setup, cascade(_open_model(folder, setup).with_target_ids()))
 
 
 def tree_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """Make `tree:DIR`, a draft head or a draft model that drafts trees."""
     if is_head(folder, lambda: _head_partner(setup)):
         return HeadTreeProposer(setup, _open_head(folder, setup))
-    return TreeProposer(setup, _open_model("tree", folder, setup).with_target_ids())
+    return TreeProposer(setup, _open_model(folder, setup).with_target_ids())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,19 +324,16 @@ def _target_info(weights: SharedWeights, layers: int) -> TargetInfo:
     )
 
 
-def check_draft(folder: str, *, name: str, heads: bool) -> None:
+def check_draft(folder: str, *, heads: bool) -> None:
     """Check the files of a draft folder before any model is loaded.
 
     Args:
         folder: the folder of the draft.
-        name: the name of the proposer, for messages.
         heads: whether draft heads are allowed.
 
     Raises:
         OutriderError: the folder is not a draft, or does not fit this proposer.
     """
-    if not folder:
-        raise OutriderError(f"{name} needs the folder of a draft model; write {name}:DIR")
     # The target is not known yet, so assume that a head belongs to the model in its own folder.
     if not (heads and is_head(folder, lambda: _own_target_info(folder))):
         check_model(folder)
@@ -350,9 +347,9 @@ def _own_target_info(folder: str) -> TargetInfo | None:
         return None
 
 
-def _open_model(name: str, folder: str, setup: ProposerSetup) -> _OpenedModel:
-    """Load the checkpoint of a draft model. `name` is the proposer, for messages."""
-    check_draft(folder, name=name, heads=False)
+def _open_model(folder: str, setup: ProposerSetup) -> _OpenedModel:
+    """Load the checkpoint of a draft model."""
+    check_draft(folder, heads=False)
     dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}[setup.dtype]
     if _bits(setup) < FULL_BITS:
         dtype = "bfloat16"  # of what is not quantized, also for a target in float32

@@ -33,7 +33,7 @@ class Draft:
     """What a recipe writes commands about."""
 
     path: str  # of the written draft
-    target: str  # folder of the target, the name of a model on a hub, or TARGET
+    target: str  # folder of the target, the name of a model on the Hub, or TARGET
     target_gguf: str  # the target as one GGUF file
     converts_target: bool = False  # the command first writes `target_gguf` with the converter of llama.cpp
     k: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from outrider.core.params import check_draft_length
 from outrider.errors import OutriderError
@@ -21,7 +20,7 @@ class Length:
 
 
 def find_length(
-    source: Path | None,
+    draft: str | None,
     description: HeadDescription | None,
     recipe: Recipe,
     *,
@@ -37,7 +36,7 @@ def find_length(
     of k tokens, so a smaller k of Outrider's advice would change the draft there.
 
     Args:
-        source: folder of the draft; None: the proposer `suffix`.
+        draft: the draft, as the user names it; None: the proposer `suffix`.
         description: of a draft head; None for other drafts.
         recipe: how the engine runs it.
         title: the name of the engine, for messages.
@@ -52,7 +51,7 @@ def find_length(
         raise OutriderError("the number of draft tokens is needed; give one of --k N and --advice FILE")
     if batch is not None and advice is None:
         raise OutriderError("--batch chooses a k of --advice; give --advice in place of --k, or leave --batch out")
-    length = k if k is not None else tuned_k(advice or "", source, batch or 1)
+    length = k if k is not None else tuned_k(advice or "", draft, batch or 1)
     check_draft_length(length, least=1)
     most = description.max_draft_tokens if description else 0  # 0: no limit
     if most and length > most:

@@ -50,7 +50,7 @@ def run_export(
         engine: the name of the engine.
         out: an empty or new folder.
         target: the target, for the command and for formats that need its folder: a folder, `@NAME` for an included
-            model, or the name of a model on a hub.
+            model, or the name of a model on the Hub.
         k: draft tokens per round; None: take it from `advice`.
         advice: a file of `outrider tune --out`.
         batch: sequences at once, for which `advice` gives the k; None: 1.
@@ -73,7 +73,8 @@ def run_export(
     if recipe.layout == IN_TARGET:
         _check_family(chosen.title, recipe, target)
     description = head.description if head else None
-    length = find_length(source, description, recipe, title=chosen.title, k=k, advice=advice, batch=batch)
+    draft_name = folder if source else None
+    length = find_length(draft_name, description, recipe, title=chosen.title, k=k, advice=advice, batch=batch)
     written = path / (f"{_DRAFT}.gguf" if recipe.layout == GGUF else _DRAFT)
     named = find_target(target, recipe, path)
     draft = Draft(
@@ -187,7 +188,7 @@ def _check_family(title: str, recipe: Recipe, target: str | None) -> None:
     """
     if target is None:
         raise OutriderError(f"{title} reads MTP modules from the checkpoint of their target; give it with --target DIR")
-    architecture = architecture_of(model_folder(target))
+    architecture = architecture_of(model_folder(target, weights=False))
     if architecture not in recipe.families:
         raise OutriderError(
             f"{title} is not known to run MTP modules of {architecture or 'a target without architectures'}; use a"

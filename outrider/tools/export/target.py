@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.loader.embedded import is_embedded, model_folder
+from outrider.loader.hub.names import hub_name
 from outrider.tools.export.engines import TARGET, Recipe
 
 _FILE = "target.gguf"
@@ -15,7 +16,7 @@ _FILE = "target.gguf"
 class ExportedTarget:
     """What the command of an engine reads as the target."""
 
-    name: str  # an existing folder or file, the name of a model on a hub, or TARGET
+    name: str  # an existing folder or file, the name of a model on the Hub, or TARGET
     gguf: str  # the GGUF file of an engine that needs one
     converts: bool = False  # the command writes `gguf` with the converter of llama.cpp
     source: Path | None = None  # an included model that is written as `gguf`
@@ -24,9 +25,10 @@ class ExportedTarget:
 def find_target(target: str | None, recipe: Recipe, out: Path) -> ExportedTarget:
     """Return how a command names a target.
 
-    `@NAME` becomes the folder of the included model. For an engine that reads GGUF, the file is `target` itself, the
-    file `TARGET.gguf` beside its folder, or one in `out`: written at once for an included model, whose tokenizer the
-    converter of llama.cpp does not know, and by the first line of the command for other folders.
+    `@NAME` becomes the folder of the included model, and the name of a model on the Hub stays. For an engine that reads
+    GGUF, the file is `target` itself, the file `TARGET.gguf` beside its folder, or one in `out`: written at once for an
+    included model, whose tokenizer the converter of llama.cpp does not know, and by the first line of the command for
+    other folders.
 
     Args:
         target: as the user gave it.
@@ -38,6 +40,9 @@ def find_target(target: str | None, recipe: Recipe, out: Path) -> ExportedTarget
     """
     if target is None:
         return ExportedTarget(name=TARGET, gguf=f"{TARGET}.gguf")
+    on_hub = hub_name(target)
+    if on_hub is not None and on_hub.gguf is None:  # other engines fetch it themselves
+        return ExportedTarget(name=target, gguf=f"{target}.gguf")
     path = model_folder(target)
     if path.suffix == ".gguf":
         return ExportedTarget(name=str(path), gguf=str(path))

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.loader.embedded import model_folder
+from outrider.loader.embedded import absolute_name
 from outrider.tools.export.engines import SUFFIX
 
 
-def tuned_k(file: str, folder: Path | None, batch: int) -> int:
+def tuned_k(file: str, draft: str | Path | None, batch: int) -> int:
     """Return the fastest fixed k of a draft at a batch size.
 
     Args:
         file: a document of `outrider tune --out`.
-        folder: the folder of the draft; None: the proposer `suffix`.
+        draft: the draft, as the user names it; None: the proposer `suffix`.
         batch: sequences at once. The largest measured batch up to it counts, or else the smallest one.
 
     Raises:
@@ -27,12 +27,12 @@ def tuned_k(file: str, folder: Path | None, batch: int) -> int:
     cases = [
         case
         for case in document.get("cases", ())
-        if isinstance(case.get("k"), int) and _is_draft(str(case.get("proposer", "")), folder)
+        if isinstance(case.get("k"), int) and _is_draft(str(case.get("proposer", "")), draft)
     ]
     if not cases:
-        spec = f"draft:{folder}" if folder else SUFFIX
+        spec = f"draft:{draft}" if draft else SUFFIX
         raise OutriderError(
-            f"{file} has no fixed draft length of {folder or SUFFIX}; measure it with: outrider tune --proposers {spec}"
+            f"{file} has no fixed draft length of {draft or SUFFIX}; measure it with: outrider tune --proposers {spec}"
             " --k 2,4,8, or give --k"
         )
     batches = sorted({case["batch"] for case in cases})
@@ -41,13 +41,13 @@ def tuned_k(file: str, folder: Path | None, batch: int) -> int:
     return int(best["k"])
 
 
-def _is_draft(proposer: str, folder: Path | None) -> bool:
+def _is_draft(proposer: str, draft: str | Path | None) -> bool:
     name, _, argument = proposer.partition(":")
-    if folder is None:
+    if draft is None:
         return name == SUFFIX
     if name not in ("draft", "tree", "cascade") or not argument:
         return False
-    return model_folder(argument.strip('"')).resolve() == folder.resolve()
+    return absolute_name(argument.strip('"')) == absolute_name(draft)
 
 
 def _read(file: str) -> Mapping[str, Any]:
