@@ -135,8 +135,8 @@ class StaticCache:
         self, layer: int, layout: Layout, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the keys and values [heads, T, dim] of a pass. Returns those of all slots."""
-        if not self._keys:
-            self._check_memory(keys, values)
+        if values.shape[-1] and not any(each.shape[-1] for each in self._values.values()):
+            self._check_memory(keys, values)  # not for the keys of an indexer, which have no values
         if layer not in self._keys:
             self._keys[layer] = self._allocate(keys)
             self._values[layer] = self._allocate(values)

@@ -96,7 +96,15 @@ _OWN_ATTENTION = frozenset({"bloom", "falcon", "mpt"})
 _REPLACED = _OWN_ATTENTION | {"stablelm"}
 _INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers differ
 # Layer types with a KV cache.
-_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_ATTENTION_LAYERS = frozenset(
+    {
+        "chunked_attention",
+        "deepseek_sparse_attention",  # the name of indexed_attention in older versions of transformers
+        "full_attention",
+        "indexed_attention",
+        "sliding_attention",
+    }
+)
 _DEFAULT_SOURCE = 8192  # tokens, for an encoder without a limit of its own
 _DEFAULT_CONTEXT = 1 << 20  # tokens, for a model whose config has no context length
 _LOAD_ERRORS = (
