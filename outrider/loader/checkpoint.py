@@ -16,9 +16,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
     GenerationConfig,
 )
 from transformers.distributed import DistributedConfig
@@ -33,7 +30,7 @@ from outrider.loader.gguf.model import read_config as read_gguf_config
 from outrider.loader.gguf.tokenizer import load_tokenizer
 from outrider.loader.gguf.weights import GGUFWeights
 from outrider.loader.memory import check_memory, weight_bytes
-from outrider.loader.model_class import causal_model_class
+from outrider.loader.model_class import auto_class, causal_model_class
 from outrider.loader.quiet import quiet_transformers
 from outrider.loader.speech import SPEECH, read_speech_rules
 from outrider.loader.tensor_parallel import check_plan
@@ -341,7 +338,7 @@ def _check_family(config: Any) -> bool:
         raise OutriderError(f"{model_type} is not a causal language model; give a text model that generates")
     text = config.get_text_config(decoder=True)
     types = set(getattr(text, "layer_types", None) or ())
-    if model_type in _RECURRENT and (not types or types - _ATTENTION_LAYERS):
+    if {model_type, text.model_type} & _RECURRENT and (not types or types - _ATTENTION_LAYERS):
         return True
     if unsupported := sorted(types - _ATTENTION_LAYERS):
         raise _unsupported(model_type, f"layers of type {', '.join(unsupported)} are not supported yet")
@@ -374,12 +371,9 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModel:
 def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> Any:
     if not any(path.glob("*.safetensors")):
         raise OutriderError(f"{path} holds no .safetensors; write the weights there with save_pretrained")
-    model_class = AutoModelForSeq2SeqLM if _has_encoder(config) else AutoModelForCausalLM
-    if config.model_type in SPEECH:
-        model_class = AutoModelForSpeechSeq2Seq
     try:
         with quiet_transformers():
-            model, report = model_class.from_pretrained(
+            model, report = auto_class(config).from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,

@@ -51,7 +51,7 @@ class Routing:
             experts=experts,
             top=block.gate.top_k,
             ffn=ffn,
-            normalized=config.model_type == "mixtral" or bool(config.norm_topk_prob),
+            normalized=bool(getattr(config, "norm_topk_prob", True)),
             layers=frozenset(blocks),
         )
 

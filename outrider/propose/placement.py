@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from torch import distributed
-from transformers import AutoModelForCausalLM
 
 from outrider.core.config import REPLICATED, SHARDED
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import is_recurrent, read_model_config
 from outrider.loader.gguf.file import is_gguf
+from outrider.loader.model_class import auto_class
 from outrider.loader.tensor_parallel import check_plan
 from outrider.models.submodel import layer_stack
 from outrider.parallel.ranks import Ranks
@@ -176,7 +176,7 @@ def _pass_work(folder: str, dtype: torch.dtype) -> tuple[float, int, int]:
     """
     config = read_model_config(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     layers = layer_stack(model)[1]
     per_token = getattr(config.get_text_config(decoder=True), "num_experts_per_tok", None) or 0
     count = float(model.get_output_embeddings().weight.numel())

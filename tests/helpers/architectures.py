@@ -27,6 +27,7 @@ from tests.helpers.configs import (
     text_within,
 )
 from tests.helpers.further_architectures import FURTHER
+from tests.helpers.multimodal_architectures import LFM2_VL, MULTIMODAL
 
 
 def gemma3(dim: int = 8) -> PreTrainedConfig:
@@ -189,7 +190,7 @@ _ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
 if transformers.GPTJForCausalLM._supports_attention_backend:  # not before transformers 5.24
     _ATTENTION["gptj"] = gpt_config_of("GPTJConfig", rotary_dim=4)
 
-ATTENTION: Mapping[str, Callable[[], PreTrainedConfig]] = {**_ATTENTION, **FURTHER}
+ATTENTION: Mapping[str, Callable[[], PreTrainedConfig]] = {**_ATTENTION, **FURTHER, **MULTIMODAL}
 
 RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside attention layers
     "mamba": config_of("MambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64),
@@ -319,6 +320,7 @@ RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside 
         **LATENT | {"q_lora_rank": None, "v_head_dim": 8},
     ),
     "lfm2": config_of("Lfm2Config", layer_types=["conv", "full_attention"] * (LAYERS // 2), conv_L_cache=3),
+    "lfm2_vl": LFM2_VL,
     "lfm2_moe": config_of(
         "Lfm2MoeConfig",
         layer_types=["conv", "full_attention"] * (LAYERS // 2),
@@ -464,6 +466,7 @@ _WITHOUT_EXPERTS = frozenset(
         "flint",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm4v_moe",
         "glm_moe_dsa",
         "gpt_oss",
         "granitemoe",
@@ -497,6 +500,7 @@ _WITHOUT_EXPERTS = frozenset(
         "qwen3_5_moe_text",
         "qwen3_moe",
         "qwen3_next",
+        "qwen3_vl_moe",
         "sarvam_mla",
         "sarvam_moe",
         "solar_open",
