@@ -153,9 +153,13 @@ class StaticCache:
             token_bytes=self._layers * (_token_bytes(keys) + _token_bytes(values)),
             slots=self._slots,
             context=self._capacity,
-            reserve=self._reserve,
+            reserve=self._reserve + self._missing_bytes(),
             device=self.device,
         )
+
+    def _missing_bytes(self) -> int:
+        """Return the bytes that the cache still needs besides keys and values."""
+        return 0
 
     def _slots_of(self, scope: str, slot: int) -> list[int]:
         """Return the slots of a scope. `slot` comes first, because it needs no copy."""
