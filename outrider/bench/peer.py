@@ -8,14 +8,16 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from outrider.bench.variants import Trial
 from outrider.benchmarking.jobs import Job
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.gguf.file import is_gguf
+from outrider.loader.model_class import auto_class
 from outrider.loader.quiet import quiet_transformers
+from outrider.loader.transformers_checkpoint import read_transformers_config
 from outrider.measure.clock import EmitEvent, decode_speed, token_gaps
 
 
@@ -79,5 +81,6 @@ def load_peers(llm: LLM, target: Path, draft: Path | None) -> list[Peer]:
 def _load(folder: Path, llm: LLM) -> Any:
     if is_gguf(folder):
         raise OutriderError(f"{folder} does not run on transformers here; leave --peer out, or give a folder")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=llm.parts.dtype, local_files_only=True)
+    model_class = auto_class(read_transformers_config(folder))
+    model = model_class.from_pretrained(folder, dtype=llm.parts.dtype, local_files_only=True)
     return model.to(llm.parts.device).eval()

@@ -45,6 +45,29 @@ def check_cache(*, token_bytes: int, slots: int, context: int, reserve: int, dev
     )
 
 
+def check_slots(what: str, *, slot_bytes: int, slots: int, device: torch.device) -> None:
+    """Check that something of a fixed size per sequence fits into the free memory of its device.
+
+    Args:
+        what: its name, for the message.
+        slot_bytes: bytes of one sequence, in all layers.
+        slots: sequences.
+        device: where it is allocated.
+
+    Raises:
+        NotEnoughMemory: it does not fit. The message says how many sequences do.
+    """
+    free = free_bytes(device)
+    size = slot_bytes * slots
+    if free is None or size <= free:
+        return
+    room = free // slot_bytes
+    raise NotEnoughMemory(
+        f"{what} of {slots} sequences take {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB of {device} are free;"
+        f" {f'set max_num_seqs to {room}, or ' if room else ''}use a smaller model"
+    )
+
+
 def out_of_memory(error: torch.OutOfMemoryError, *, slots: int, context: int) -> NotEnoughMemory:
     """Return an error that says what to change after the device ran out of memory."""
     reason = str(error).split(". ")[0]

@@ -139,8 +139,8 @@ class StaticCache:
         self, layer: int, layout: Layout, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the keys and values [heads, T, dim] of a pass. Returns those of all slots."""
-        if not self._keys:
-            self._check_memory(keys, values)
+        if values.shape[-1] and not any(each.shape[-1] for each in self._values.values()):
+            self._check_memory(keys, values)  # not for the keys of an indexer, which have no values
         if layer not in self._keys:
             self._keys[layer] = self._allocate(keys)
             self._values[layer] = self._allocate(values)
@@ -157,9 +157,13 @@ class StaticCache:
             token_bytes=self._layers * (_token_bytes(keys) + _token_bytes(values)),
             slots=self._slots,
             context=self._capacity,
-            reserve=self._reserve,
+            reserve=self._reserve + self._missing_bytes(),
             device=self.device,
         )
+
+    def _missing_bytes(self) -> int:
+        """Return the bytes that the cache still needs besides keys and values."""
+        return 0
 
     def _slots_of(self, scope: str, slot: int) -> list[int]:
         """Return the slots of a scope. `slot` comes first, because it needs no copy."""

@@ -1,15 +1,37 @@
-"""Find the class with which transformers runs a causal language model."""
+"""Find the class with which transformers runs a language model."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+)
+
+from outrider.loader.speech import SPEECH
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that makes the model of a configuration, or loads it from a folder."""
+    if config.model_type in SPEECH:
+        return AutoModelForSpeechSeq2Seq
+    if getattr(config, "is_encoder_decoder", False):
+        return AutoModelForSeq2SeqLM
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForMultimodalLM
 
 
 def causal_model_class(config: Any) -> Any:
-    """Return the model class of a configuration; None if transformers has no causal language model for it."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return classes[0] if isinstance(classes, tuple) else classes
+    """Return the model class of a configuration; None if transformers has no causal language model for it.
+
+    The text part of a multimodal model is one.
+    """
+    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
+        if type(config) in mapping:
+            classes = mapping[type(config)]
+            return classes[0] if isinstance(classes, tuple) else classes
+    return None

@@ -16,9 +16,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
 )
 from transformers.distributed import DistributedConfig
 
@@ -26,13 +23,14 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
 from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
 from outrider.loader.facts import context_length, context_reason, end_ids, generation_settings
+from outrider.loader.folder import check_config, check_folder, check_weights, lacking, one_line
 from outrider.loader.gguf.file import is_gguf, read_gguf
 from outrider.loader.gguf.model import load_model, make_config
 from outrider.loader.gguf.model import read_config as read_gguf_config
 from outrider.loader.gguf.tokenizer import load_tokenizer
 from outrider.loader.gguf.weights import GGUFWeights
 from outrider.loader.memory import check_memory, weight_bytes
-from outrider.loader.model_class import causal_model_class
+from outrider.loader.model_class import auto_class, causal_model_class
 from outrider.loader.quiet import quiet_transformers
 from outrider.loader.speech import SPEECH, read_speech_rules
 from outrider.loader.tensor_parallel import check_plan
@@ -94,13 +92,23 @@ _OWN_ATTENTION = frozenset({"bloom", "falcon", "mpt"})
 _REPLACED = _OWN_ATTENTION | {"stablelm"}
 _INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers differ
 # Layer types with a KV cache.
-_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_ATTENTION_LAYERS = frozenset(
+    {
+        "chunked_attention",
+        "deepseek_sparse_attention",  # the name of indexed_attention in older versions of transformers
+        "full_attention",
+        "indexed_attention",
+        "sliding_attention",
+    }
+)
+_OR_UNQUANTIZED = ", or give the folder of the checkpoint before it was quantized, or a GGUF file"
 _DEFAULT_SOURCE = 8192  # tokens, for an encoder without a limit of its own
 _LOAD_ERRORS = (
     OSError,
     ValueError,
     TypeError,
-    KeyError,
+    LookupError,
+    ArithmeticError,
     AttributeError,
     ImportError,
     RuntimeError,
@@ -240,25 +248,23 @@ def has_encoder(path: Path) -> bool:
 
 def _read_config(path: Path) -> Any:
     """Return the transformers configuration of a model folder."""
-    if not path.is_dir():
-        raise OutriderError(
-            f"{path} is not a folder; give the folder that holds the model's config.json, or a GGUF file"
-        )
-    if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
-        raise OutriderError(
-            f"{path} holds a PEFT adapter and no model; merge it with merge_and_unload(), and give the folder in which"
-            " save_pretrained writes the result"
-        )
-    if not (path / "config.json").is_file():
-        raise OutriderError(f"{path} holds no config.json; give the folder of a Hugging Face model")
+    check_folder(path)
     if is_head(path):
         raise OutriderError(f"{path} is a draft head, which does not run alone; use it as draft:DIR or tree:DIR")
     try:
         model_type = json.loads((path / "config.json").read_text("utf-8")).get("model_type")
         if model_type in CONFIG_MAPPING:
-            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            check_config(path, config)
+            return config
+    except OutriderError:
+        raise
     except _LOAD_ERRORS as error:
-        raise OutriderError(f"{path / 'config.json'} cannot be read ({error}); copy the checkpoint again") from error
+        raise OutriderError(
+            f"{path / 'config.json'} cannot be read ({one_line(error)}); copy the checkpoint again"
+        ) from error
+    if model_type is None:
+        raise OutriderError(f"{path / 'config.json'} has no model_type; give the folder of a Hugging Face model")
     raise UnsupportedModel(
         f"{path / 'config.json'} has model_type {model_type!r}, which transformers {transformers.__version__} does not"
         " support; update transformers (code in checkpoints is never executed)"
@@ -280,7 +286,7 @@ def _check_family(config: Any) -> bool:
         raise OutriderError(f"{model_type} is not a causal language model; give a text model that generates")
     text = config.get_text_config(decoder=True)
     types = set(getattr(text, "layer_types", None) or ())
-    if model_type in _RECURRENT and (not types or types - _ATTENTION_LAYERS):
+    if {model_type, text.model_type} & _RECURRENT and (not types or types - _ATTENTION_LAYERS):
         return True
     if unsupported := sorted(types - _ATTENTION_LAYERS):
         raise _unsupported(model_type, f"layers of type {', '.join(unsupported)} are not supported yet")
@@ -311,14 +317,10 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModel:
 
 
 def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> Any:
-    if not any(path.glob("*.safetensors")):
-        raise OutriderError(f"{path} holds no .safetensors; write the weights there with save_pretrained")
-    model_class = AutoModelForSeq2SeqLM if _has_encoder(config) else AutoModelForCausalLM
-    if config.model_type in SPEECH:
-        model_class = AutoModelForSpeechSeq2Seq
+    check_weights(path, config)
     try:
         with quiet_transformers():
-            model, report = model_class.from_pretrained(
+            model, report = auto_class(config).from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
@@ -333,17 +335,19 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> 
     except (*_LOAD_ERRORS, SafetensorError) as error:
         if tp > 1:
             raise UnsupportedModel(
-                f"transformers cannot read the model in {path} into {tp} ranks ({error}); use --tp 1, or copy the"
-                " checkpoint again if that fails, too"
+                f"transformers cannot read the model in {path} into {tp} ranks ({one_line(error)}); use --tp 1, or copy"
+                " the checkpoint again if that fails, too"
             ) from error
         if isinstance(error, ImportError):
             raise OutriderError(
                 f"the model in {path} ({config.model_type}) needs a package that is missing ({_first_line(error)});"
-                " install it with pip"
+                f" install it with pip{_OR_UNQUANTIZED if getattr(config, 'quantization_config', None) else ''}"
             ) from error
-        raise OutriderError(f"the model in {path} cannot be read ({error}); copy the checkpoint again") from error
+        raise OutriderError(
+            f"the model in {path} cannot be read ({one_line(error)}); copy the checkpoint again"
+        ) from error
     if missing := sorted(report["missing_keys"]):
-        raise OutriderError(f"the weights in {path} lack {', '.join(missing[:3])}; copy the checkpoint again")
+        raise lacking(path, config, missing)
     if mismatched := sorted(report["mismatched_keys"]):
         name, shape, expected_shape = mismatched[0]
         raise OutriderError(

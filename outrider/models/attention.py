@@ -6,7 +6,7 @@ sequence, with a mask that shows a draft token only its ancestors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +31,17 @@ class MaskRule:
 
     rule: Callable[..., torch.Tensor]  # (sequence, head, query position, key position) -> visible
     reach: int | None  # tokens; shorter sequences are fully visible; None: all sequences are
+
+    def __getitem__(self, _index: object) -> MaskRule:
+        """Return the rule, which holds for every sequence and head. Indexers take a part of their mask."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChosenKeys:
+    """The keys that an indexer has chosen for each token, in sparse attention."""
+
+    chosen: tuple[torch.Tensor, ...]  # for each group of sequences, [R, L, S] bool
 
 
 class PositionBias(Protocol):
@@ -96,6 +107,7 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: ChosenKeys | None = None,
     **others: object,  # dropout, windows and others, which the model, the layout or the mask rule handle
 ) -> tuple[torch.Tensor, None]:
     """Write the keys and values of this layer and compute attention for each sequence.
@@ -103,14 +115,23 @@ def attend(
     Returns:
         The output [1, T, Hq, D] and no weights, as attention functions of transformers do.
     """
-    _check_inputs(kv, attention_mask, others)
+    _check_inputs(kv, attention_mask, others if isinstance(indices, ChosenKeys) else others | {"indices": indices})
     assert kv is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(kv, Fixed):
         return _attend_fixed(query, key, value, kv, scale=scale, softcap=softcap, sinks=s_aux), None
     layer = kv.layer(module)
     return attend_layer(
-        kv, layer, query, key, value, mask_rule=attention_mask, scale=scale, softcap=softcap, sinks=s_aux
+        kv,
+        layer,
+        query,
+        key,
+        value,
+        mask_rule=attention_mask,
+        scale=scale,
+        softcap=softcap,
+        sinks=s_aux,
+        chosen_keys=indices,
     ), None
 
 
@@ -126,11 +147,15 @@ def attend_layer(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     bias: PositionBias | None = None,
+    chosen_keys: ChosenKeys | None = None,
 ) -> torch.Tensor:
     """Write the keys and values of layer number `layer` and return attention for each sequence, [1, T, Hq, D]."""
     keys, values = kv.cache.write(layer, kv.layout, key[0], value[0])
     sharing = query.shape[1] // key.shape[1]
     masks = _masks(kv, mask_rule, sharing, query.dtype, bias)
+    if chosen_keys is not None:
+        chosen = [keys.repeat(1, sharing, 1)[:, None] for keys in chosen_keys.chosen]
+        masks = [_where(keys, mask, query.dtype) for keys, mask in zip(chosen, masks, strict=True)]
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     for group, mask in zip(kv.groups, masks, strict=True):
         span = group[0]
@@ -251,7 +276,7 @@ def _adjacent_groups(layout: Layout) -> list[tuple[SequenceSpan, ...]]:
     return groups
 
 
-def _check_inputs(kv: CacheReader | Fixed | None, mask_rule: object, others: dict[str, object]) -> None:
+def _check_inputs(kv: CacheReader | Fixed | None, mask_rule: object, others: Mapping[str, object]) -> None:
     """Raise for inputs that this attention would ignore."""
     if kv is None:
         raise UnsupportedModel("its layers do not pass keyword arguments to their attention")
@@ -294,6 +319,24 @@ def _masks(
     if key not in kv.masks:
         kv.masks[key] = [_mask(kv.layout, group, mask_rule, sharing, dtype, bias) for group in kv.groups]
     return kv.masks[key]
+
+
+def sequence_masks(kv: CacheReader, mask_rule: MaskRule, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return one mask [R, 1, L, S] per group, also where everything is visible."""
+    masks = _masks(kv, mask_rule, 1, dtype, None)
+    return [_zeros(kv, group, dtype) if mask is None else mask for group, mask in zip(kv.groups, masks, strict=True)]
+
+
+def _zeros(kv: CacheReader, group: tuple[SequenceSpan, ...], dtype: torch.dtype) -> torch.Tensor:
+    size = group[0].end - group[0].begin
+    stop = max(span.start for span in group) + size
+    return torch.zeros(len(group), 1, size, stop, dtype=dtype, device=kv.layout.positions.device)
+
+
+def _where(chosen: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask that hides all keys but the chosen ones, and those that `mask` hides."""
+    visible = torch.zeros((), dtype=dtype, device=chosen.device) if mask is None else mask
+    return torch.where(chosen, visible, -torch.inf)
 
 
 def _mask(

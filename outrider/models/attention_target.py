@@ -205,17 +205,22 @@ class AttentionTarget:
 
     def _allocate_cache(self) -> None:
         """Allocate a KV cache."""
-        cache_class = SpareCache if self._recorder else StaticCache
-        capacity = max(self.context, MIN_CAPACITY)
-        self._memory: StaticCache = cache_class(
+        self._memory: StaticCache = self._make_cache(
             slots=self.slots,
-            capacity=capacity,
+            capacity=max(self.context, MIN_CAPACITY),
             device=self.device,
-            layers=len(layer_stack(self._model)[1]),
+            layers=self._attention_layers(),
             reserve=_LOGIT_BYTES * MAX_TOKENS * self.vocab,
         )
         self._caches.add(self._memory)
         self.cache: Cache = self._memory
+
+    def _make_cache(self, **settings: Any) -> StaticCache:
+        return (SpareCache if self._recorder else StaticCache)(**settings)
+
+    def _attention_layers(self) -> int:
+        """Return the number of layers with keys and values, for the check of the memory."""
+        return len(layer_stack(self._model)[1])
 
     def _reset(self) -> None:
         """Reset what a copy does not share with its source."""

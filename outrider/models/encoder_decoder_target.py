@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from outrider.cache.base import MIN_CAPACITY, Cache, Layout
+from outrider.cache.base import Layout
 from outrider.core.types import Batch, Draft, Scores, SequenceState, SharedWeights
 from outrider.errors import OutriderError
 from outrider.models.attention import CacheReader
@@ -33,6 +33,7 @@ class EncoderDecoderTarget(AttentionTarget):
     be trees.
     """
 
+    _memory: EncoderDecoderCache
     _prepacks = False  # T5 reads `weight.dtype` in every pass, and a packed layer unpacks its weight for that
 
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int) -> None:
@@ -67,12 +68,8 @@ class EncoderDecoderTarget(AttentionTarget):
         decoder: torch.nn.Module = self._model.get_decoder()
         return decoder
 
-    def _allocate_cache(self) -> None:
-        self._memory: EncoderDecoderCache = EncoderDecoderCache(
-            slots=self.slots, capacity=max(self.context, MIN_CAPACITY), device=self.device
-        )
-        self._caches.add(self._memory)
-        self.cache: Cache = self._memory
+    def _make_cache(self, **settings: Any) -> EncoderDecoderCache:
+        return EncoderDecoderCache(**settings)
 
     def _encode(self, seq: SequenceState) -> None:
         """Run the encoder over the source of a sequence, if its slot does not hold that source yet.

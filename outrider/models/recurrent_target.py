@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from outrider.cache.base import MIN_CAPACITY, Cache, Layout
+from outrider.cache.base import Layout
 from outrider.models.attention import CacheReader
 from outrider.models.attention_target import AttentionTarget
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.recurrent.cache import RecurrentCache
-from outrider.models.recurrent.registry import replace_layers
+from outrider.models.recurrent.registry import LAYERS, replace_layers
+from outrider.models.submodel import layer_stack
 
 
 class RecurrentTarget(AttentionTarget):
@@ -24,17 +27,19 @@ class RecurrentTarget(AttentionTarget):
     # Copies of recurrent layers are not supported, so this is no `SelfDraftTarget`.
     make_submodel = None  # type: ignore[assignment]
     make_requantized = None  # type: ignore[assignment]
+    _memory: RecurrentCache
 
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int) -> None:
         super().__init__(checkpoint, slots=slots, context=context)
         self._memory.states.layers = replace_layers(checkpoint.model, self._memory.states)
 
-    def _allocate_cache(self) -> None:
-        self._memory: RecurrentCache = RecurrentCache(
-            slots=self.slots, capacity=max(self.context, MIN_CAPACITY), device=self.device
-        )
-        self._caches.add(self._memory)
-        self.cache: Cache = self._memory
+    def _make_cache(self, **settings: Any) -> RecurrentCache:
+        return RecurrentCache(**settings)
+
+    def _attention_layers(self) -> int:
+        """Return at most the number of attention layers: layers may share a module."""
+        names = [type(module).__name__ for module in layer_stack(self._model)[1].modules()]
+        return sum(name.endswith("Attention") and name not in LAYERS for name in names)
 
     def _forward(self, layout: Layout, reader: CacheReader) -> torch.Tensor:
         with self._memory.states.running():

@@ -51,7 +51,7 @@ class Routing:
             experts=experts,
             top=top,
             ffn=getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
-            normalized=config.model_type == "mixtral" or bool(config.norm_topk_prob),
+            normalized=bool(getattr(config, "norm_topk_prob", True)),
             layers=layers,
         )
 

@@ -64,8 +64,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "olmoe": Family(routed=True, head_norms=True, wide_norms=True),
         "phi3": Family(attention=("self_attn.qkv_proj",), mlp=("mlp.gate_up_proj",)),
         "qwen2": _LLAMA,
+        "qwen2_5_vl_text": _LLAMA,
+        "qwen2_vl_text": _LLAMA,
         "qwen3": Family(head_norms=True),
         "qwen3_moe": Family(routed=True, head_norms=True),
+        "qwen3_vl_moe_text": Family(routed=True, head_norms=True),
+        "qwen3_vl_text": Family(head_norms=True),
         "seed_oss": _LLAMA,
         "smollm3": _LLAMA,
     }

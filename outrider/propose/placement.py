@@ -177,13 +177,12 @@ def _pass_work(folder: str, dtype: torch.dtype) -> tuple[float, int, int]:
 
     These are the layers and the LM head. Of the experts, a token reads its own.
     """
-    from transformers import AutoModelForCausalLM
-
+    from outrider.loader.model_class import auto_class
     from outrider.loader.transformers_checkpoint import read_transformers_config
 
     config = read_transformers_config(Path(folder).expanduser())
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     layers = layer_stack(model)[1]
     per_token = getattr(config.get_text_config(decoder=True), "num_experts_per_tok", None) or 0
     count = float(model.get_output_embeddings().weight.numel())

@@ -11,7 +11,9 @@ from outrider.core.params import SamplingParams
 from outrider.errors import NotEnoughMemory
 from outrider.loader.check import check_target
 from outrider.loader.load import load_checkpoint
+from outrider.loader.make import make_target
 from outrider.models.attention_target import AttentionTarget
+from outrider.models.encoder_decoder.sources import Sources
 from outrider.propose.base import NoProposer
 from outrider.testing.toy_target import ToyTarget
 from tests.helpers import engines, tiny
@@ -49,8 +51,13 @@ def test_message_without_memory_for_one_sequence(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.Shelf(tmp_path_factory.mktemp("memory")).folder("llama")
+def shelf(tmp_path_factory):
+    return tiny.Shelf(tmp_path_factory.mktemp("memory"))
+
+
+@pytest.fixture
+def folder(shelf):
+    return shelf.folder("llama")
 
 
 def test_check_is_exact_and_before_the_allocation(folder, monkeypatch):
@@ -67,6 +74,63 @@ def test_check_is_exact_and_before_the_allocation(folder, monkeypatch):
             with pytest.raises(NotEnoughMemory, match="the KV cache of 4 sequences of up to 96 tokens"):
                 check_target(fresh, checkpoint)
             assert fresh.cache.bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "mamba",
+            "the recurrent states of 2 sequences take .* GB, and .* GB of cpu are free; set max_num_seqs to 1, or",
+        ),
+        ("falcon_h1", "the KV cache of 2 sequences of up to 64 tokens takes .*; set"),
+        ("t5", "the KV cache of 2 sequences of up to 64 tokens takes .*; set"),
+    ],
+)
+def test_caches_of_other_models_are_checked_as_well(name, message, shelf, monkeypatch):
+    """The memory of the whole cache is enough, and a byte less is not."""
+    target = shelf.target(name)
+    source = (7, 8, 9) if name == "t5" else ()
+    every = cache_bytes(shelf, name, source)
+    reserve = 0 if name == "mamba" else 10 * 512 * target.vocab
+    for free, fits in ((every + reserve, True), (every + reserve - 1, False)):
+        target = make_target(shelf.checkpoint(name), slots=2, context=64)
+        limit_memory(target, free, monkeypatch)
+        batch = tiny.everything([tiny.admit(target, 0, [1, 2], source)])
+        if fits:
+            target.score(batch, tree.empty(1, CPU))
+        else:
+            with pytest.raises(NotEnoughMemory, match=message):
+                target.score(batch, tree.empty(1, CPU))
+
+
+def limit_memory(target, total, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: total - target.cache.bytes())
+
+
+def cache_bytes(shelf, name, source):
+    """Return the bytes of a whole cache."""
+    target = make_target(shelf.checkpoint(name), slots=2, context=64)
+    target.score(tiny.everything([tiny.admit(target, 0, [1, 2], source)]), tree.empty(1, CPU))
+    return target.cache.bytes()
+
+
+def test_sources_that_do_not_fit_are_refused(monkeypatch):
+    """Sources of 64 positions take 8 KiB for each of 4 slots in 2 layers, and grow with the longest one."""
+    sources = Sources(4, CPU, layers=2)
+    part = torch.zeros(2, 64, 16)
+    for free in (2 * 4 * 16384 - 1, 2 * 4 * 16384):
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        sources.begin(0, 64)
+        if free % 2:
+            with pytest.raises(
+                NotEnoughMemory, match=r"of up to 64 positions of 4 sequences take .*; set max_num_seqs to 3"
+            ):
+                sources.write(0, 0, part, part)
+    for layer in range(2):
+        sources.write(layer, 0, part, part)
+    with pytest.raises(NotEnoughMemory, match=r"of up to 256 positions of 4 sequences take .*; set max_num_seqs to 1"):
+        sources.begin(1, 200)
 
 
 def test_missing_memory_in_the_load_check_names_settings(folder, monkeypatch):

@@ -27,6 +27,7 @@ from tests.helpers.configs import (
     text_within,
 )
 from tests.helpers.further_architectures import FURTHER
+from tests.helpers.multimodal_architectures import LFM2_VL, MULTIMODAL
 
 
 def gemma3(dim: int = 8) -> PreTrainedConfig:
@@ -189,7 +190,7 @@ _ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
 if transformers.GPTJForCausalLM._supports_attention_backend:  # not before transformers 5.24
     _ATTENTION["gptj"] = gpt_config_of("GPTJConfig", rotary_dim=4)
 
-ATTENTION: Mapping[str, Callable[[], PreTrainedConfig]] = {**_ATTENTION, **FURTHER}
+ATTENTION: Mapping[str, Callable[[], PreTrainedConfig]] = {**_ATTENTION, **FURTHER, **MULTIMODAL}
 
 RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside attention layers
     "mamba": config_of("MambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64),
@@ -319,6 +320,7 @@ RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside 
         **LATENT | {"q_lora_rank": None, "v_head_dim": 8},
     ),
     "lfm2": config_of("Lfm2Config", layer_types=["conv", "full_attention"] * (LAYERS // 2), conv_L_cache=3),
+    "lfm2_vl": LFM2_VL,
     "lfm2_moe": config_of(
         "Lfm2MoeConfig",
         layer_types=["conv", "full_attention"] * (LAYERS // 2),
@@ -448,19 +450,24 @@ _WITHOUT_EXPERTS = frozenset(
         "afmoe",
         "aria_text",
         "axk1",
+        "axk2",
         "bailing_hybrid",
         "beam",
         "cohere2_moe",
         "dbrx",
         "deepseek_v2",
         "deepseek_v3",
+        "deepseek_v32",
         "dots1",
+        "dots3_note_text",
         "ernie4_5_moe",
         "exaone_moe",
         "flex_olmo",
         "flint",
         "glm4_moe",
         "glm4_moe_lite",
+        "glm4v_moe",
+        "glm_moe_dsa",
         "gpt_oss",
         "granitemoe",
         "granitemoe_swa",
@@ -493,6 +500,7 @@ _WITHOUT_EXPERTS = frozenset(
         "qwen3_5_moe_text",
         "qwen3_moe",
         "qwen3_next",
+        "qwen3_vl_moe",
         "sarvam_mla",
         "sarvam_moe",
         "solar_open",
@@ -507,13 +515,18 @@ _NO_GRAPHS = frozenset(
         "longcat_flash",  # a layer has two attention modules
         "llama with dynamic rope",  # the same
         "mllama",  # a layer is skipped, so its memory is never allocated
-        # Their attention layers are replaced.
+        # Their attention layers or indexers are replaced.
+        "axk2",
         "bloom",
+        "deepseek_v32",
         "doge",
+        "dots3_note_text",
         "falcon",
         "falcon with alibi",
         "falcon with alibi and one key head",
         "falcon with grouped queries",
+        "glm_moe_dsa",
+        "hy_v4",
         "llama4_text",
         "mpt",
         "nemotron",
@@ -541,8 +554,9 @@ _FAST = frozenset(
         "longcat_flash",  # two attention modules in a layer
         "gemma3n_text",  # keys of earlier layers
         "granitemoehybrid without recurrence",
-        # Their attention layers are replaced.
+        # Their attention layers or indexers are replaced.
         "bloom",
+        "deepseek_v32",
         "doge",
         "falcon",
         "falcon with alibi",
@@ -598,7 +612,7 @@ def _architecture(name: str, kind: str, config: Callable[[], PreTrainedConfig]) 
     quantized = "LM head only" if name in _ONLY_LM_HEAD else "yes"
     if name in _WITHOUT_EXPERTS:
         quantized = "without experts"
-    if name == "dory":  # which normalizes the weights of its LM head in each pass
+    if name in ("dory", "hy_v4"):  # which normalize the weights of the LM head in each pass, or keep it in float32
         quantized = "without LM head"
     return Architecture(
         config=config,
@@ -621,7 +635,6 @@ NOT_IN_TRANSFORMERS = ("baichuan", "chatglm", "internlm2", "minicpm", "openelm",
 _UNREPLACED, _LAYERS = "cannot replace its attention", "layers of type .* are not supported yet"
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and the reason
     "gpt_neo": ({}, _UNREPLACED),
-    "deepseek_v32": ({}, _LAYERS),
     "qwen4_exp_text": ({}, _LAYERS),
     "moshi": ({}, "use different windows"),
     "led": ({}, "of encoder-decoder models only bart, .* are supported"),

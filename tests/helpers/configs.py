@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import transformers
@@ -34,7 +35,7 @@ def make_config(name: str, **settings: Any) -> PreTrainedConfig:
         "pad_token_id": None,
     }
     wanted = {key: value for key, value in (common | settings).items() if value is not ...}
-    return getattr(transformers, name)(**wanted)
+    return getattr(transformers, name)(**deepcopy(wanted))  # transformers changes rope_parameters
 
 
 def config_of(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:

@@ -23,7 +23,7 @@ from tests.helpers.configs import (
 _ROUTED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
+    "moe_intermediate_size": 32,
     "n_group": 1,
     "topk_group": 1,
 }
@@ -34,6 +34,9 @@ _LATENT_HEADS = {"num_key_value_heads": 4, **LATENT}
 _TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _ROPES = {name: {"rope_type": "default", "rope_theta": theta} for name, theta in zip(MIXED, (1e4, 1e5), strict=False)}
+# An indexer that chooses a part of the keys. Several heads make equal scores of two keys unlikely.
+_INDEXED = {"index_topk": WINDOW, "index_head_dim": 16, "index_n_heads": 8, **_LATENT_HEADS, **_ROUTED}
+_SHARED_INDEX = {"indexer_types": ["full", "shared"] * (LAYERS // 2)}
 
 
 def _dbrx() -> PreTrainedConfig:
@@ -232,5 +235,10 @@ FURTHER: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "vaultgemma": config_of(
         "VaultGemmaConfig", head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=3.0, **_SLIDING
     ),
+    "axk2": config_of("AXK2Config", gated_norm_rank=16, **_DENSE_FIRST, **_INDEXED),
+    "deepseek_v32": config_of("DeepseekV32Config", **_DENSE_FIRST, **_INDEXED),
+    "dots3_note_text": config_of("Dots3NoteTextConfig", **_INDEXED),
+    "glm_moe_dsa": config_of("GlmMoeDsaConfig", **_DENSE_FIRST, **_INDEXED, **_SHARED_INDEX),
+    "hy_v4": config_of("HYV4Config", **_DENSE_FIRST, **_INDEXED, **_SHARED_INDEX),
     "youtu": config_of("YoutuConfig", **_LATENT_HEADS),
 }

@@ -14,9 +14,6 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -29,6 +26,7 @@ from outrider.core.types import AudioFeatures, Batch, Draft, Request, SequenceSt
 from outrider.errors import UnsupportedModel
 from outrider.loader.load import load_checkpoint
 from outrider.loader.make import make_target
+from outrider.loader.model_class import auto_class
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
 from outrider.native.library import load_library
@@ -56,8 +54,7 @@ _LOUDER = {"decoder.embed": 5, "encoder_attn": 4, "conv": 4}  # factors of weigh
 def save(folder: Path, config: PreTrainedConfig, *, seed: int = 0, size: int = VOCAB) -> Path:
     """Write a random model of a configuration, and a tokenizer of `size` tokens. Each weight has an effect."""
     torch.manual_seed(seed)
-    model_class = _model_class(config)
-    model = model_class.from_config(config).eval()
+    model = auto_class(config).from_config(config).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() == 1:  # norms, biases and sinks, which start as ones and zeros
@@ -74,12 +71,6 @@ def save(folder: Path, config: PreTrainedConfig, *, seed: int = 0, size: int = V
     if model.config.model_type != config.model_type:  # transformers writes that of the text part alone
         config.save_pretrained(folder)
     return folder
-
-
-def _model_class(config: PreTrainedConfig) -> Any:
-    if config.model_type == "whisper":
-        return AutoModelForSpeechSeq2Seq
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def extractor(config: PreTrainedConfig) -> WhisperFeatureExtractor:
@@ -138,7 +129,7 @@ class Shelf:
         if name not in self._models:
             folder = self.folder(name)
             config = AutoConfig.from_pretrained(folder)
-            model_class = _model_class(config)
+            model_class = auto_class(config)
             attention = "sdpa" if config.model_type == "falcon" else "eager"  # its eager one adds the ALiBi bias twice
             model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
             self._models[name] = model.eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,7 +50,113 @@ def drop_tensor(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def change_weights(folder, change, metadata="pt"):
+    weights = change(load_file(folder / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": metadata})
+
+
+def without_head(weights):
+    return {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
+
+
+def split_weights(folder):
+    """Write the weights as two files and an index."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    places = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        part = {name: weights[name] for name in names if places[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def split_and(change):
+    def damage(folder):
+        split_weights(folder)
+        change(folder)
+
+    return damage
+
+
+def replace_by(name, text=""):
+    """Remove the weights and write another file."""
+
+    def replace(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+    return replace
+
+
+def only(name):
+    """Leave nothing but a file of this name."""
+
+    def remove(folder):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        (folder / name).write_text("{}")
+
+    return remove
+
+
+def make_folder(name):
+    def replace(folder):
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return replace
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+INDEX = "model.safetensors.index.json"
+SECOND = "model-00002-of-00002.safetensors"
+CLASSIFIER = {"architectures": ["LlamaForSequenceClassification"]}
 INVALID_FOLDERS = {
+    "no model type": (lambda f: (f / "config.json").write_text("{}"), "config.json has no model_type; give the folder"),
+    "model type is a list": (lambda f: set_config(f, model_type=["llama"]), "config.json cannot be read .*; copy the"),
+    "image model": (lambda f: set_config(f, model_type="vit"), "vit is not a causal language model; give a text model"),
+    "classifier": (
+        lambda f: set_config(f, **CLASSIFIER),
+        "a LlamaForSequenceClassification, which writes no text; giv",
+    ),
+    "embedding model": (
+        lambda f: (set_config(f, architectures=["LlamaModel"]), change_weights(f, without_head)),
+        "lack lm_head.weight, as a LlamaModel does; give a model that generates text",
+    ),
+    "no layers": (lambda f: set_config(f, num_hidden_layers=0), "config.json has num_hidden_layers 0; copy the check"),
+    "no heads": (lambda f: set_config(f, num_attention_heads=0), "config.json cannot be read .*; copy the checkpoint"),
+    "odd heads": (lambda f: set_config(f, num_attention_heads=5), "cannot be read .*not a multiple of .*; copy the ch"),
+    "end token as text": (lambda f: set_config(f, eos_token_id="</s>"), "cannot be read .*eos_token_id.*; copy the ch"),
+    "rotary settings as text": (lambda f: set_config(f, rope_parameters="linear"), "cannot be read .*rope_parameters"),
+    "unknown rotary scaling": (lambda f: set_config(f, rope_parameters={"rope_type": "zork"}), "cannot be read .*zork"),
+    "config in another encoding": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe{"), "cannot be read .*utf-8"),
+    "empty config": (
+        lambda f: (f / "config.json").write_text(""),
+        "config.json cannot be read .*; copy the checkpoint",
+    ),
+    "config is a folder": (make_folder("config.json"), "holds no config.json; give the folder of a Hugging Face model"),
+    "adapter": (only("adapter_config.json"), "a PEFT adapter and no model; merge it with merge_and_unload"),
+    "pipeline of diffusers": (only("model_index.json"), "a pipeline of diffusers .*; give the folder of a text model"),
+    "own format of a publisher": (only("params.json"), "own format; give the folder of its Hugging Face version"),
+    "only a GGUF file": (only("model.gguf"), "holds GGUF files; give the file itself, .*model.gguf"),
+    "GGUF weights": (replace_by("model.gguf"), "holds GGUF files; give the file itself, .*model.gguf"),
+    "bin weights": (replace_by("pytorch_model-1.bin"), "weights as pytorch_model-1.bin, .*; write safetens"),
+    "pth weights": (replace_by("consolidated.00.pth"), "weights as consolidated.00.pth, .*; give the folder of its"),
+    "ONNX model": (replace_by("onnx/model.onnx"), "an ONNX model, onnx/model.onnx; give the folder of the checkpoint"),
+    "MLX weights": (lambda f: set_config(f, quantization={"bits": 4}), "quantized for MLX; give the folder of the ori"),
+    "weights are a pointer": (replace_by("model.safetensors", POINTER), "is a pointer of git-lfs .*; run git lfs pull"),
+    "config is a pointer": (lambda f: (f / "config.json").write_text(POINTER), "is a pointer of git-lfs .*; run git"),
+    "tokenizer is a pointer": (lambda f: (f / "tokenizer.json").write_text(POINTER), "is a pointer of git-lfs .*; run"),
+    "missing part": (
+        split_and(lambda f: (f / SECOND).unlink()),
+        f"lacks {SECOND}, which {INDEX} names; copy the missi",
+    ),
+    "missing index": (split_and(lambda f: (f / INDEX).unlink()), f"lacks {INDEX}, which says .*; copy it as well"),
+    "broken index": (split_and(lambda f: (f / INDEX).write_text("[]")), f"{INDEX} cannot be read .*; copy the checkp"),
+    "truncated part": (split_and(lambda f: (f / SECOND).write_bytes(b"123")), "cannot be read .*; copy the checkpoint"),
+    "web page": (replace_by("model.safetensors", "<!DOCTYPE html>"), "cannot be read .*; copy the checkpoint again"),
     "no folder": (shutil.rmtree, "is not a folder; give the folder that holds the model's config.json, or a"),
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json; give the folder of a Hugging Face"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read .* copy the check"),
@@ -94,7 +201,19 @@ INVALID_FOLDERS = {
 def test_error_message_for_invalid_folder(case, folder):
     change, message = INVALID_FOLDERS[case]
     change(folder)
-    with pytest.raises(OutriderError, match=f"(?s){message}"):
+    with pytest.raises(OutriderError, match=message) as raised:
+        load_checkpoint(folder, device="cpu")
+    assert "\n" not in str(raised.value)
+
+
+def test_unreadable_folder_is_named(folder, monkeypatch):
+    def refuse(self, *_args):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(type(folder), "open", refuse)
+    with pytest.raises(
+        OutriderError, match=r"config.json cannot be read \(Permission denied\); change its permissions"
+    ):
         load_checkpoint(folder, device="cpu")
 
 
@@ -107,6 +226,16 @@ def test_missing_package_is_named(shelf, monkeypatch):
     with pytest.raises(OutriderError, match=message) as raised:
         load_checkpoint(shelf.folder("mamba2"), device="cpu")
     assert "\n" not in str(raised.value)
+
+
+def test_quantized_weights_need_a_package_or_the_original(folder, monkeypatch):
+    set_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", Mock(side_effect=ImportError("GPTQ requires optimum")))
+    message = (
+        r"missing \(GPTQ requires optimum\); install it with pip, or give the folder of .* before it was quantized"
+    )
+    with pytest.raises(OutriderError, match=message):
+        load_checkpoint(folder, device="cpu")
 
 
 @pytest.mark.parametrize(

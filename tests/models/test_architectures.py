@@ -23,8 +23,9 @@ MAX_TOKENS = 12
 TOLERANCE = 1e-4  # relative to the norm of the logits
 SLOTS = (0, 1, 3)
 NAMES = tiny.by_speed(tiny.ARCHITECTURES)
-# Hidden states cannot be exported, or transformers numbers them otherwise: layers run twice, or are skipped.
-NO_EXPORT = ("gemma3n_text", "dory", "mllama")
+# Hidden states cannot be exported, or transformers numbers them otherwise: layers run twice, are skipped, or have
+# several streams.
+NO_EXPORT = ("gemma3n_text", "dory", "hy_v4", "mllama")
 LAYERS_ONLY = ("falcon_mamba", "mamba", "mamba2", "rwkv")  # transformers leaves the embeddings out of hidden_states
 
 

@@ -6,13 +6,19 @@ from typing import Any
 
 from outrider.models.attention_layers.alibi import BloomLayer, FalconLayer, MptLayer
 from outrider.models.attention_layers.doge import DogeLayer
+from outrider.models.attention_layers.indexer import IndexerLayer
 from outrider.models.attention_layers.layer import AttentionLayer, RunningPass
 from outrider.models.attention_layers.others import KeywordLayer, Llama4Layer, NumberedLayer
 
 LAYERS: dict[str, type[AttentionLayer]] = {
+    "AXK2Indexer": IndexerLayer,
     "BloomAttention": BloomLayer,
+    "DeepseekV32Indexer": IndexerLayer,
     "DogeAttention": DogeLayer,
+    "Dots3NoteTextIndexer": IndexerLayer,
     "FalconAttention": FalconLayer,
+    "GlmMoeDsaIndexer": IndexerLayer,
+    "HYV4Indexer": IndexerLayer,
     "Llama4TextAttention": Llama4Layer,
     "MptAttention": MptLayer,
     "NemotronAttention": KeywordLayer,

@@ -15,9 +15,9 @@ class EncoderDecoderCache(StaticCache):
     prompt of a decoder is short.
     """
 
-    def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
-        self.sources = Sources(slots, device)
-        super().__init__(slots=slots, capacity=capacity, device=device)
+    def __init__(self, *, slots: int, capacity: int, device: torch.device, layers: int, reserve: int) -> None:
+        self.sources = Sources(slots, device, layers)
+        super().__init__(slots=slots, capacity=capacity, device=device, layers=layers, reserve=reserve)
 
     def forget(self) -> None:
         super().forget()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from outrider.cache.base import SequenceSpan
+from outrider.cache.memory import check_slots
 from outrider.core import tree
 
 _GROWTH = 64  # positions; the capacity is a multiple of it
@@ -18,8 +19,9 @@ class Sources:
     A source is any object: token ids, or `AudioFeatures`. The capacity grows to the longest source so far.
     """
 
-    def __init__(self, slots: int, device: torch.device) -> None:
+    def __init__(self, slots: int, device: torch.device, layers: int) -> None:
         self.device = device
+        self._layers = layers
         self._slots = slots
         self._capacity = 0
         self._sources: list[object] = [None] * slots  # None: the slot holds no source
@@ -50,7 +52,10 @@ class Sources:
         self._sources[slot] = None
         self._length[slot] = length
         if length > self._capacity:
+            held = self._capacity
             self._capacity = -(-length // _GROWTH) * _GROWTH
+            if held:
+                self._check_memory(self.bytes() // held // self._slots * (self._capacity - held))
             for tensors in (self._keys, self._values):
                 for layer, old in tensors.items():
                     tensors[layer] = self._allocate(old.shape[1], old.shape[3], old.dtype)
@@ -58,6 +63,8 @@ class Sources:
 
     def write(self, layer: int, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the keys and values [heads, S, dim] of a source in a layer."""
+        if not self._keys:
+            self._check_memory(self._layers * (keys[:, :1].nbytes + values[:, :1].nbytes) * self._capacity)
         for tensors, new in ((self._keys, keys), (self._values, values)):
             if layer not in tensors:
                 tensors[layer] = self._allocate(new.shape[0], new.shape[2], new.dtype)
@@ -89,6 +96,11 @@ class Sources:
 
     def _lengths(self, group: Sequence[SequenceSpan]) -> list[int]:
         return [self._length[span.slot] for span in group]
+
+    def _check_memory(self, slot_bytes: int) -> None:
+        """Check the memory for the keys and values of all layers, which take `slot_bytes` for each slot."""
+        what = f"the keys and values of sources of up to {self._capacity} positions"
+        check_slots(what, slot_bytes=slot_bytes, slots=self._slots, device=self.device)
 
     def _allocate(self, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(self._slots, heads, self._capacity, dim, dtype=dtype, device=self.device)

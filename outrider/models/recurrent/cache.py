@@ -20,9 +20,9 @@ class RecurrentCache(StaticCache):
     while the prompt was processed, or the state at the end of the sequence.
     """
 
-    def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, *, slots: int, capacity: int, device: torch.device, layers: int, reserve: int) -> None:
         self.states = RecurrentStates(slots)
-        super().__init__(slots=slots, capacity=capacity, device=device)
+        super().__init__(slots=slots, capacity=capacity, device=device, layers=layers, reserve=reserve)
 
     def forget(self) -> None:
         super().forget()
@@ -49,6 +49,9 @@ class RecurrentCache(StaticCache):
         if not length:
             self.states.reset(slot)
         return length
+
+    def _missing_bytes(self) -> int:
+        return self.states.missing_bytes()
 
     def _longest_prefix(self, slot: int, prefix: list[int], scope: str) -> tuple[int, int]:
         longest = 0

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from outrider.cache.base import Layout
+from outrider.cache.memory import check_slots
 from outrider.core import tree
 from outrider.core.types import Draft
 from outrider.models.recurrent.layer import RecurrentLayer, Staged, Tensors
@@ -101,13 +102,28 @@ class RecurrentStates:
         """Bytes of the states and the snapshots."""
         every = [*self._states.values()]
         every += [states for slot in self._snapshots for kept in slot.values() for states in kept.values()]
-        return sum(value.nbytes for states in every for value in states.values())
+        return sum(map(_bytes, every))
+
+    def missing_bytes(self) -> int:
+        """Bytes of the states that no pass has made yet, as if all layers had states of equal sizes."""
+        if not self._states:
+            return 0
+        made = sum(_bytes(states) for states in self._states.values())
+        return made * (len(self.layers) - len(self._states)) // len(self._states)
+
+    def _check_memory(self, fresh: Tensors) -> None:
+        """Check the memory for the states of all layers, before those of the first one are made."""
+        device = next(iter(fresh.values())).device
+        size = _bytes(fresh) * len(self.layers)
+        check_slots("the recurrent states", slot_bytes=size, slots=self._slots, device=device)
 
     # What layers call during a pass (see `StateReader`).
 
     def base(self, layer: int, fresh: Tensors) -> Tensors:
         assert self.rows is not None
         if layer not in self._states:
+            if not self._states:
+                self._check_memory(fresh)
             self._fresh[layer] = fresh
             self._states[layer] = {
                 name: value.repeat(self._slots, *[1] * (value.dim() - 1)) for name, value in fresh.items()
@@ -129,6 +145,10 @@ class RecurrentStates:
             assert self.rows is not None
             slot = self._new_snapshots.setdefault(self.rows.slots[row], {})
             slot.setdefault(position, {})[layer] = state
+
+
+def _bytes(states: Tensors) -> int:
+    return sum(value.nbytes for value in states.values())
 
 
 def _index(slots: Sequence[int]) -> slice | list[int]:
