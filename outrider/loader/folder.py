@@ -86,9 +86,9 @@ def check_config(path: Path, config: Any) -> None:
         raise OutriderError(
             f"{path / 'config.json'} describes a {heads[0]}, which writes no text; give a text model that generates"
         )
-    text = config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True).to_dict()  # an attribute may be refused that differs between layers
     for name in _SIZES:
-        if isinstance(size := getattr(text, name, None), int) and size < 1:
+        if isinstance(size := text.get(name), int) and size < 1:
             raise OutriderError(f"{path / 'config.json'} has {name} {size}; copy the checkpoint again")
 
 

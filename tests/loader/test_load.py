@@ -9,12 +9,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.load import load_checkpoint
+from outrider.loader.load import check_model, load_checkpoint
 from tests.helpers import tiny
 from tests.helpers.variants import variants
 
@@ -204,6 +204,12 @@ def test_error_message_for_invalid_folder(case, folder):
     with pytest.raises(OutriderError, match=message) as raised:
         load_checkpoint(folder, device="cpu")
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif("dots3_note" not in CONFIG_MAPPING, reason="an older transformers")
+def test_sizes_that_differ_between_layers_are_accepted(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "dots3_note"}')
+    check_model(tmp_path)
 
 
 def test_unreadable_folder_is_named(folder, monkeypatch):
