@@ -25,22 +25,25 @@ from transformers.distributed import DistributedConfig
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
-from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
+from outrider.loader.dtype import choose_dtype, stored_dtype
 from outrider.loader.embedded import model_folder
+from outrider.loader.fill import fill_model
 from outrider.loader.gguf.file import is_gguf, read_gguf
 from outrider.loader.gguf.model import end_ids, load_model, make_config
 from outrider.loader.gguf.model import read_config as read_gguf_config
 from outrider.loader.gguf.tokenizer import load_tokenizer
 from outrider.loader.gguf.weights import GGUFWeights
 from outrider.loader.memory import check_memory, weight_bytes
-from outrider.loader.model_class import causal_model_class
+from outrider.loader.model_class import causal_model_class, concrete_class
+from outrider.loader.quantized.open import open_quantized
+from outrider.loader.quantized.weights import QuantizedWeights, take_quantization
 from outrider.loader.quiet import quiet_transformers
 from outrider.loader.speech import SPEECH, read_speech_rules
 from outrider.loader.tensor_parallel import check_plan
 from outrider.loader.tokenizer import read_tokenizer
 from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint, SourceRules, WeightFormat
-from outrider.native.support import may_run
+from outrider.models.gguf_linear import BlockLinear
 from outrider.parallel.processes import local_device
 from outrider.parallel.ranks import join
 
@@ -141,12 +144,23 @@ def load_checkpoint(
     _hide_image_blocks(config)
     if tp > 1:
         check_plan(config, tp, recurrent=recurrent)
-    choice = choose_dtype(dtype, config, torch_device, kernels=kernels if tp == 1 else "torch")
-    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype) // tp, torch_device)
+    quantization = take_quantization(config)
+    if quantization is not None and tp > 1:
+        raise OutriderError(f"{path} is quantized and cannot be split over ranks; use the unquantized checkpoint")
+    choice = choose_dtype(
+        dtype, config, torch_device, kernels=kernels if tp == 1 else "torch", quantized=quantization is not None
+    )
+    weights = None
+    size = weight_bytes(path, stored_dtype(config), choice.dtype) // tp
+    if quantization is not None:
+        weights = open_quantized(path, config, quantization, choice.dtype, torch_device, kernels=kernels)
+        weights.report(choice.dtype)
+        size = weights.total_bytes()
+    check_memory(path, size, torch_device)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
     ranks = join(tp, device)
-    model = _read_model(path, config, choice.dtype, tp=tp)
+    model = _read_model(path, config, choice.dtype, tp=tp, weights=weights)
     if ranks is None:
         model = model.to(torch_device)
     else:
@@ -159,11 +173,12 @@ def load_checkpoint(
         tokenizer=tokenizer,
         context=_context(config),
         context_reason=_context_reason(config),
-        vocab=model.get_output_embeddings().weight.shape[0],
+        vocab=_vocab(model),
         end_ids=_end_ids(path, config, tokenizer),
         recurrent=recurrent,
         ranks=tp,
         source=_source_rules(path, config),
+        blocks=None if weights is None else weights.weight_format(choice.dtype),
         dtype=choice.dtype,
         folder=str(path),
         dtype_reason=choice.reason,
@@ -176,9 +191,7 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
     config = make_config(file)
     check_memory(path, file.nbytes, device)
     _check_family(config)
-    choice = choose_dtype(dtype, config, device, kernels=kernels)
-    if file.quantized and dtype == "auto" and device.type == "cpu" and kernels != "torch" and may_run(config):
-        choice = DtypeChoice(torch.bfloat16, "with quantized weights")  # of keys, values and dense weights
+    choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=file.quantized)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
     dense = torch.float32 if file.quantized else choice.dtype
@@ -209,7 +222,9 @@ def read_weights(folder: str | Path, dtype: torch.dtype) -> dict[str, torch.Tens
     path = Path(folder).expanduser()
     config = _read_config(path)
     _check_family(config)
-    return dict(_read_model(path, config, dtype).state_dict())
+    quantization = take_quantization(config)
+    weights = None if quantization is None else QuantizedWeights(path, quantization, dtype)
+    return dict(_read_model(path, config, dtype, weights=weights).state_dict())
 
 
 def check_model(folder: str | Path) -> None:
@@ -287,8 +302,12 @@ def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto",
         return
     config = _read_config(path)
     _check_family(config)
-    choice = choose_dtype(dtype, config, torch_device, kernels=kernels)
-    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype), torch_device)
+    quantization = take_quantization(config)
+    choice = choose_dtype(dtype, config, torch_device, kernels=kernels, quantized=quantization is not None)
+    size = weight_bytes(path, stored_dtype(config), choice.dtype)
+    if quantization is not None:
+        size = open_quantized(path, config, quantization, choice.dtype, torch_device, kernels=kernels).total_bytes()
+    check_memory(path, size, torch_device)
 
 
 def _read_config(path: Path) -> Any:
@@ -363,16 +382,24 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"{model_type}: {reason}; use another model, or transformers.generate for this one")
 
 
-def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> Any:
+def _read_model(
+    path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1, weights: QuantizedWeights | None = None
+) -> Any:
+    """Read the model of a folder. `weights` are those of a quantized checkpoint."""
+    if weights is not None and weights.has_blocks:
+        return fill_model(config, weights, torch.float32)
     if not any(path.glob("*.safetensors")):
         raise OutriderError(f"{path} holds no .safetensors; write the weights there with save_pretrained")
     model_class = AutoModelForSeq2SeqLM if _has_encoder(config) else AutoModelForCausalLM
     if config.model_type in SPEECH:
         model_class = AutoModelForSpeechSeq2Seq
+    if weights is not None:  # classes of transformers take weights only without a folder, which automatic ones need
+        model_class = concrete_class(model_class._model_mapping, config)
     try:
         with quiet_transformers():
             model, report = model_class.from_pretrained(
-                path,
+                path if weights is None else None,
+                state_dict=None if weights is None else dict(weights),
                 config=config,
                 dtype=dtype,
                 local_files_only=True,
@@ -404,6 +431,12 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> 
             f" {tuple(expected_shape)}; copy both from one checkpoint"
         )
     return model.eval()
+
+
+def _vocab(model: Any) -> int:
+    """Return the number of ids that have logits."""
+    head = model.get_output_embeddings()
+    return int((head.blocks if isinstance(head, BlockLinear) else head.weight).shape[0])
 
 
 def _first_line(error: Exception) -> str:

@@ -13,7 +13,8 @@ from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.cuda_recorder import CudaRecorder, Recorder
 from outrider.models.encoder_decoder_target import EncoderDecoderTarget
-from outrider.models.gguf_linear import block_types
+from outrider.models.gguf_linear import block_types, expand_blocks
+from outrider.models.group_weight import GROUP_KINDS
 from outrider.models.quantize import quantize_model
 from outrider.models.recurrent_target import RecurrentTarget
 from outrider.models.speech.target import SpeechTarget
@@ -61,7 +62,11 @@ def make_target(
             if kernels == "native":
                 raise UnsupportedModel(f"{reason}; use kernels auto") from reason
             _report_fallback(reason)
-    if types and checkpoint.dtype != torch.float32:
+    if types and GROUP_KINDS.issuperset(types):
+        _log.info("the %s weights are dequantized to %s for torch", ", ".join(types), checkpoint.dtype)
+        expand_blocks(checkpoint.model)
+        checkpoint.model.to(checkpoint.dtype)
+    elif types and checkpoint.dtype != torch.float32:
         raise UnsupportedModel(
             f"the {', '.join(types)} weights of this model run on torch in float32 only; use dtype float32"
         )

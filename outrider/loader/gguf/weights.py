@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -51,6 +52,10 @@ class GGUFWeights(Mapping[str, Weight]):
                 self._tensors[_state_name(file, tensor.name, modules)] = tensor
         if _HEAD not in self._tensors and _EMBEDDING in self._tensors:
             self._tensors[_HEAD] = self._tensors[_EMBEDDING]
+
+    @property
+    def path(self) -> Path:
+        return self._file.path
 
     def __len__(self) -> int:
         return len(self._tensors)

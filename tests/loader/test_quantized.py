@@ -1,0 +1,184 @@
+"""Quantized Hugging Face checkpoints as targets and drafts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider import LLM, OutriderError, SamplingParams
+from outrider.core import tree
+from outrider.errors import UnsupportedModel
+from outrider.loader.checkpoint import load_checkpoint, read_weights
+from outrider.models.gguf_linear import BlockLinear
+from outrider.models.group_weight import GroupWeight
+from outrider.native.blocks import can_pack_together, pack_blocks
+from tests.helpers import quantized_files as files
+from tests.helpers import tiny
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+BLOCKS = {"rows": 128, "columns": 128}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+
+def _compressed(form, kind="int", bits=4, activations=False):
+    scheme = {"weights": {"num_bits": bits, "type": kind}, "targets": ["Linear"]}
+    if activations:
+        scheme["input_activations"] = {"num_bits": 8, "type": kind, "dynamic": True}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": scheme}}
+
+
+PACKED = _compressed("pack-quantized")
+W8A8 = _compressed("int-quantized", bits=8, activations=True)
+FLOAT = _compressed("float-quantized", "float", 8, activations=True)
+# Settings, how weights are stored, and the type that the native kernels keep.
+CASES = {
+    "gptq": (GPTQ, partial(files.gptq, group=128, symmetric=True), "int4"),
+    "gptq asymmetric": (GPTQ, partial(files.gptq, group=64), "int4"),
+    "gptq desc_act": (GPTQ, partial(files.gptq, group=32, shuffled=True), "int4"),
+    "gptq without g_idx": (GPTQ, partial(files.gptq, group=64, g_idx=False), "int4"),
+    "gptq int8": (GPTQ | {"bits": 8}, partial(files.gptq, bits=8, group=-1), "int8"),
+    "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(files.gptq, version=2, group=32), "int4"),
+    "awq": (AWQ, partial(files.awq, group=128), "int4"),
+    "awq 32": (AWQ, partial(files.awq, group=32), "int4"),
+    "packed": (PACKED, partial(files.pack_quantized, group=128, dtype=torch.bfloat16), "int4"),
+    "packed asymmetric": (PACKED, partial(files.pack_quantized, group=32, symmetric=False), "int4"),
+    "packed actorder": (PACKED, partial(files.pack_quantized, group=64, shuffled=True), "int4"),
+    "packed int8": (PACKED, partial(files.pack_quantized, bits=8, group=-1), "int8"),
+    "W8A8": (W8A8, files.int_quantized, "int8"),
+    "W8A8 asymmetric": (W8A8, partial(files.int_quantized, symmetric=False), "int8"),
+    "float tensor": (FLOAT, partial(files.fp8, rows=0, columns=0, name=".weight_scale"), ""),
+    "float channel": (FLOAT, partial(files.fp8, rows=1, columns=0, name=".weight_scale"), ""),
+    "float block": (FLOAT, partial(files.fp8, **BLOCKS, name=".weight_scale"), ""),
+    "fp8": (FP8, partial(files.fp8, **BLOCKS), ""),
+    "fp8 tensor": ({"quant_method": "fp8"}, partial(files.fp8, rows=0, columns=0, name=".weight_scale"), ""),
+    "nf4": (NF4, files.nf4, ""),
+    "nf4 plain": (NF4, partial(files.nf4, nested=False), ""),
+    "bitsandbytes int8": (INT8, files.int8, "int8"),
+}
+BLOCK_CASES = [name for name, case in CASES.items() if case[2]]
+PARAMS = {"max_tokens": 12, "ignore_eos": True}
+needs_compiler = pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
+
+
+def _model(name="LlamaConfig", **settings):
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = tiny.make_config(name, **sizes | {"num_hidden_layers": 2, "initializer_range": 0.1} | settings)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn(weight.shape) if weight.dim() == 1 else 0
+    return model
+
+
+class _Shelf:
+    """Checkpoints by the names of cases, and models with their dequantized weights. Each is made once."""
+
+    def __init__(self, root):
+        self.root = root
+        self.made = {}
+
+    def __getitem__(self, case):
+        if case not in self.made:
+            settings, store, _ = CASES[case]
+            model = _model("Qwen2Config" if "qwen" in case or "awq" in case else "LlamaConfig")
+            folder = self.root / case.replace(" ", "-")
+            self.made[case] = (folder, model, files.write_quantized(folder, model, store, settings))
+        return self.made[case]
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    return _Shelf(tmp_path_factory.mktemp("quantized"))
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_float32_is_the_dequantized_model(shelf, case):
+    folder, model, values = shelf[case]
+    checkpoint = load_checkpoint(folder, dtype="float32", device="cpu")
+    state = checkpoint.model.state_dict()
+    for name, value in values.items():
+        assert torch.equal(state[name], value), name
+    assert checkpoint.blocks.bits == 32
+    assert checkpoint.model.lm_head.weight.equal(model.lm_head.weight)
+    ids = torch.randint(tiny.VOCAB, (1, 20))
+    checkpoint.model.set_attn_implementation("eager")
+    assert torch.allclose(checkpoint.model(ids).logits, model(ids).logits, atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", BLOCK_CASES)
+@torch.inference_mode()
+def test_the_kernels_hold_integers_without_loss(shelf, case):
+    folder, model, values = shelf[case]
+    kind = CASES[case][2]
+    checkpoint = load_checkpoint(folder, device="cpu")
+    assert checkpoint.dtype == torch.bfloat16
+    assert any(each.startswith(f"{kind} (from ") for each in checkpoint.blocks.types)
+    found = {name: each.blocks for name, each in checkpoint.model.named_modules() if isinstance(each, BlockLinear)}
+    assert len(found) == len(values)
+    for name, blocks in found.items():
+        assert isinstance(blocks, GroupWeight)
+        assert torch.equal(blocks.dequantize(), values[f"{name}.weight"])
+        assert torch.equal(pack_blocks([blocks]).unpack(), values[f"{name}.weight"])
+    target = tiny.make_target(checkpoint, slots=2, context=64, kernels="native")
+    assert target.kernels == f"native {kind}"
+    chance = random.Random(1)
+    seq = tiny.admit(target, 0, tiny.text(chance, 12))
+    draft = tree.chain(torch.tensor([tiny.text(chance, 3)]), (3,))
+    scores = target.score(tiny.everything([seq]), draft).logits[0]
+    expected = model(torch.tensor([list(seq.token_ids) + draft.tokens[0].tolist()])).logits[0, -4:]
+    assert ((scores - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 0.08
+    alone = target.score(tiny.everything([seq]), tree.empty(1, target.device)).logits[0]
+    assert torch.equal(alone[0], scores[0])
+
+
+@pytest.mark.parametrize("case", ["gptq desc_act", "awq", "fp8", "nf4"])
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_tokens_do_not_depend_on_drafts(shelf, case, dtype):
+    folder, model, _ = shelf[case]
+    llm = LLM(folder, proposer="ngram", device="cpu", dtype=dtype, max_model_len=64, max_num_seqs=2)
+    prompts = [[3, 4, 5, 3, 4], [7, 8, 9]]
+    drafted = [each.token_ids for each in llm.generate(prompts, SamplingParams(k=4, **PARAMS))]
+    plain = [each.token_ids for each in llm.generate(prompts, SamplingParams(k=0, **PARAMS))]
+    assert drafted == plain
+    if dtype == "float32":
+        assert [list(each) for each in plain] == [tiny.greedy(model, prompt, 12) for prompt in prompts]
+
+
+def test_a_draft_may_be_quantized(shelf):
+    folder = shelf["awq"][0]
+    llm = LLM(folder, proposer=f"draft:{folder}", k=3, device="cpu", max_model_len=64, max_num_seqs=1)
+    completion = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=16, ignore_eos=True))[0]
+    assert completion.stats.tau > 3  # the draft is the target
+
+
+@needs_compiler
+def test_matrices_with_other_orders_of_inputs_are_expanded():
+    orders = []
+    for seed in (0, 1):
+        index = torch.randperm(64, generator=torch.Generator().manual_seed(seed)) // 32
+        groups = files.quantize(torch.randn(8, 64), group=32)
+        orders.append(_group_weight(groups._replace(index=index)))
+    assert can_pack_together(orders[:1])
+    assert not can_pack_together(orders)
+    uneven = files.quantize(torch.randn(8, 64), group=32)._replace(index=torch.tensor([0] * 20 + [1] * 44))
+    assert not can_pack_together([_group_weight(uneven)])
+
+
+def _group_weight(made):
+    from outrider.models.group_weight import Groups, Layout
+
+    layout = Layout(outputs=len(made.q), inputs=made.q.shape[1], bits=4, group=32, index=made.index)
+    groups = Groups(layout=layout, values=made.q.to(torch.uint8), scale=made.scale, zero=made.zero.to(torch.int16))
+    return GroupWeight(lambda: groups, layout, 0)
