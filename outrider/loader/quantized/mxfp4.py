@@ -29,5 +29,6 @@ def _shape(parts: Parts) -> torch.Size:
 def _dense(parts: Parts) -> torch.Tensor:
     """Return the experts [experts, inputs, outputs], as transformers has them."""
     values = _VALUES[nibbles(parts["_blocks"]).int()]
-    scale = torch.ldexp(torch.ones(()), parts["_scales"].int() - 127)
+    exponent = parts["_scales"].int() - 127
+    scale = torch.ldexp(torch.ones(exponent.shape), exponent)
     return (values * scale[..., None]).flatten(2).transpose(1, 2).contiguous()
