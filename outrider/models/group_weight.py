@@ -64,21 +64,25 @@ class Groups:
     """A matrix of integers: weight = (value - zero) * scale, in float32."""
 
     layout: Layout
-    values: torch.Tensor  # [outputs, inputs] uint8
+    words: torch.Tensor  # [outputs, inputs * bits / 32] int32, with consecutive integers from the lowest bits on
     scale: torch.Tensor  # [outputs, groups] of any float dtype
     zero: torch.Tensor | None = None  # [outputs, groups] int16; None: the middle of the integers
 
     def dequantize(self) -> torch.Tensor:
         """Return the matrix [outputs, inputs] in float32."""
         zero = self.layout.middle if self.zero is None else self._by_input(self.zero)
-        return (self.values.float() - zero) * self._by_input(self.scale)
+        return (self.values().float() - zero) * self._by_input(self.scale)
+
+    def values(self) -> torch.Tensor:
+        """Return the integers [outputs, inputs] uint8."""
+        return unpack(self.words, self.layout.bits)[:, : self.layout.inputs]
 
     def select(self, rows: Any) -> Groups:
         """Return some rows of the matrix."""
         zero = None if self.zero is None else self.zero[rows]
-        values = self.values[rows]
-        layout = replace(self.layout, outputs=len(values))
-        return Groups(layout=layout, values=values, scale=self.scale[rows], zero=zero)
+        words = self.words[rows]
+        layout = replace(self.layout, outputs=len(words))
+        return Groups(layout=layout, words=words, scale=self.scale[rows], zero=zero)
 
     def zeros(self) -> torch.Tensor:
         """Return the zero points [outputs, groups]."""
@@ -91,6 +95,12 @@ class Groups:
         if self.layout.index is not None:
             return numbers.float()[:, self.layout.index]
         return numbers.float().repeat_interleave(self.layout.group, 1)[:, : self.layout.inputs]
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers [..., 32 n / bits] uint8 of words [..., n] of any integers, from the lowest bits on."""
+    values = words.contiguous().view(torch.uint8)
+    return values if bits == 8 else torch.stack([values & 15, values >> 4], -1).flatten(-2)
 
 
 class GroupWeight(BlockWeight):
@@ -144,7 +154,7 @@ def join(parts: Sequence[GroupWeight]) -> Groups:
     has_zeros = any(each.zero is not None for each in read)
     return Groups(
         layout=replace(read[0].layout, outputs=sum(each.layout.outputs for each in read)),
-        values=torch.cat([each.values for each in read]),
+        words=torch.cat([each.words for each in read]),
         scale=torch.cat([each.scale for each in read]),
         zero=torch.cat([each.zeros() for each in read]) if has_zeros else None,
     )

@@ -204,11 +204,14 @@ def _pack_groups(
     if order is not None:
         weight = weight.select(order)
     columns = layout.column_order()
-    values = weight.values if columns is None else weight.values[:, columns]
     group = layout.packed_group
-    padding = (0, -layout.inputs % GROUP, 0, -layout.outputs % PANEL)
-    values = functional.pad(values, padding)
-    groups = values.shape[1] // group
+    groups = -(-layout.inputs // GROUP) * GROUP // group
+    padding = -layout.outputs % PANEL
+    if columns is None:
+        words = weight.words if layout.bits == 8 else _spread(weight.words)
+    else:
+        words = to_words(weight.values()[:, columns], layout.bits)
+    words = functional.pad(words, (0, groups * group * layout.bits // 32 - words.shape[1], 0, padding))
     offset = layout.middle
     zero = weight.zero
     if zero is not None:
@@ -217,11 +220,11 @@ def _pack_groups(
 
     def by_group(numbers: torch.Tensor) -> torch.Tensor:
         wide = numbers.repeat_interleave(-(-layout.group // group), 1)[:, :groups]
-        padded = functional.pad(wide, (0, groups - wide.shape[1], 0, padding[-1]))
+        padded = functional.pad(wide, (0, groups - wide.shape[1], 0, padding))
         return arena.keep(to_panels(padded))
 
     return PackedBlocks(
-        words=arena.keep(to_panels(to_words(values, layout.bits))),
+        words=arena.keep(to_panels(words)),
         scale=by_group(weight.scale),
         minimum=None,
         sub_scale=None,
@@ -234,6 +237,14 @@ def _pack_groups(
         zero=None if zero is None else by_group(zero),
         order=None if columns is None else columns.to(torch.int32),
     )
+
+
+def _spread(words: torch.Tensor) -> torch.Tensor:
+    """Return words with 4-bit integers 0 4 1 5 2 6 3 7 of words that have them in order, as `to_words` does."""
+    for bits, mask in ((8, 0xFF00), (4, 0xF000F0)):
+        differing = (words ^ (words >> bits)) & mask
+        words = words ^ differing ^ (differing << bits)
+    return words
 
 
 def dequantize_blocks(kind: str, addresses: NDArray[np.uint64], columns: int) -> torch.Tensor | None:

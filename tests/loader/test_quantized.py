@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import random
 from functools import partial
 
@@ -11,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from outrider import LLM, OutriderError, SamplingParams
+from outrider import LLM, SamplingParams
 from outrider.core import tree
-from outrider.errors import UnsupportedModel
-from outrider.loader.checkpoint import load_checkpoint, read_weights
+from outrider.loader.checkpoint import load_checkpoint
 from outrider.models.gguf_linear import BlockLinear
 from outrider.models.group_weight import GroupWeight
 from outrider.native.blocks import can_pack_together, pack_blocks
@@ -180,5 +177,5 @@ def _group_weight(made):
     from outrider.models.group_weight import Groups, Layout
 
     layout = Layout(outputs=len(made.q), inputs=made.q.shape[1], bits=4, group=32, index=made.index)
-    groups = Groups(layout=layout, values=made.q.to(torch.uint8), scale=made.scale, zero=made.zero.to(torch.int16))
+    groups = Groups(layout=layout, words=files.pack(made.q, 4), scale=made.scale, zero=made.zero.to(torch.int16))
     return GroupWeight(lambda: groups, layout, 0)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.loader.quantized.format import Format, Parts, Settings, nibbles, refuse
-from outrider.models.group_weight import Groups, Layout
+from outrider.loader.quantized.format import Format, Parts, Settings, refuse
+from outrider.models.group_weight import Groups, Layout, unpack
 
 _PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight outputs in a word
 
@@ -34,9 +34,9 @@ def awq(settings: Settings) -> Format:
     def groups(parts: Parts) -> Groups:
         return Groups(
             layout=layout(parts),
-            values=_unpack(parts[".qweight"]),
+            words=_transposed(parts[".qweight"]),
             scale=parts[".scales"].T,
-            zero=_unpack(parts[".qzeros"]).to(torch.int16),
+            zero=_in_order(unpack(parts[".qzeros"], 4)).T.to(torch.int16),
         )
 
     return Format(
@@ -50,7 +50,21 @@ def awq(settings: Settings) -> Format:
     )
 
 
-def _unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Return the integers [outputs, rows] uint8 of words [rows, outputs / 8]."""
-    values = nibbles(packed).view(len(packed), -1, 8)
-    return values[:, :, _PLACES].flatten(1).T.contiguous()
+def _in_order(values: torch.Tensor) -> torch.Tensor:
+    """Return values [n, outputs] with each eight outputs in their order."""
+    return values.view(len(values), -1, 8)[:, :, _PLACES].flatten(1)
+
+
+def _transposed(packed: torch.Tensor) -> torch.Tensor:
+    """Return words of eight inputs [outputs, inputs / 8] from words of eight outputs [inputs, outputs / 8].
+
+    Squares of eight words are transposed in place: halves of words first, and then bytes and 4-bit integers.
+    """
+    inputs, count = packed.shape
+    words = packed.clone().view(inputs // 8, 8, count)
+    for bits, mask in ((16, 0xFFFF), (8, 0xFF00FF), (4, 0xF0F0F0F)):
+        first, second = words.view(inputs // 8, -1, 2, bits // 4, count).unbind(2)
+        differing = ((first >> bits) ^ second) & mask
+        second ^= differing
+        first ^= differing << bits
+    return words[:, _PLACES].permute(2, 1, 0).reshape(8 * count, inputs // 8)

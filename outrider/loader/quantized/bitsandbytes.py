@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from outrider.loader.quantized.format import Format, Parts, Settings
+from outrider.loader.quantized.format import Format, Parts, Settings, shifted
 from outrider.models.group_weight import Groups, Layout
 
 _STATES = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
@@ -65,5 +65,5 @@ def _layout(parts: Parts) -> Layout:
 
 
 def _groups(parts: Parts) -> Groups:
-    values = parts[".weight"].view(torch.uint8) ^ 128
-    return Groups(layout=_layout(parts), values=values, scale=parts[_SCALE].float()[:, None] / 127)
+    scale = parts[_SCALE].float()[:, None] / 127
+    return Groups(layout=_layout(parts), words=shifted(parts[".weight"]), scale=scale)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from outrider.loader.quantized.format import Format, Parts, Settings, by_block, integers, refuse
-from outrider.models.group_weight import Groups, Layout
+from outrider.loader.quantized.format import Format, Parts, Settings, by_block, refuse, shifted
+from outrider.models.group_weight import Groups, Layout, unpack
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _SCALE, _ZERO, _PACKED = ".weight_scale", ".weight_zero_point", ".weight_packed"
@@ -92,19 +92,14 @@ def _groups(parts: Parts) -> Groups:
     zero = parts.find(_ZERO)
     rows = (layout.outputs, scale.shape[-1] if scale.dim() > 1 else 1)
     if _PACKED in parts:
-        values = integers(parts[_PACKED], layout.bits)[:, : layout.inputs]
+        words = parts[_PACKED]
     else:
-        values = _shifted(parts[".weight"])
+        words = shifted(parts[".weight"])
     if zero is not None and zero.dtype == torch.int32:  # packed over the outputs
-        zero = integers(zero.T, layout.bits).T[: layout.outputs].to(torch.int16)
+        zero = unpack(zero.T, layout.bits).T[: layout.outputs].to(torch.int16)
     elif zero is not None:
         zero = (zero.to(torch.int16) + layout.middle).expand(rows)
-    return Groups(layout=layout, values=values, scale=scale.view(-1, rows[1]).expand(rows), zero=zero)
-
-
-def _shifted(values: torch.Tensor) -> torch.Tensor:
-    """Return int8 values plus 128, as uint8."""
-    return values.view(torch.uint8) ^ 128
+    return Groups(layout=layout, words=words, scale=scale.view(-1, rows[1]).expand(rows), zero=zero)
 
 
 def _dense(parts: Parts) -> torch.Tensor:

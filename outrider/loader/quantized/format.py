@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from outrider.errors import UnsupportedModel
 from outrider.loader.quantized.files import TensorFiles
@@ -63,15 +64,10 @@ def refuse(subject: str) -> UnsupportedModel:
     return UnsupportedModel(f"{subject} is not supported; {WAY_OUT}")
 
 
-def nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the 4-bit integers [..., 8 n] uint8 of words [..., n] int32, from the lowest bits on."""
-    values = packed.contiguous().view(torch.uint8)
-    return torch.stack([values & 15, values >> 4], -1).flatten(-2)
-
-
-def integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the integers [..., 32 n / bits] uint8 of words [..., n] int32."""
-    return nibbles(packed) if bits == 4 else packed.contiguous().view(torch.uint8)
+def shifted(values: torch.Tensor) -> torch.Tensor:
+    """Return int8 values [outputs, inputs] plus 128, in words [outputs, inputs / 4] int32."""
+    unsigned = values.view(torch.uint8) ^ 128
+    return functional.pad(unsigned, (0, -values.shape[1] % 4)).view(torch.int32)
 
 
 def by_block(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from outrider.loader.quantized.format import Format, Parts, Settings, integers, refuse
-from outrider.models.group_weight import Groups, Layout
+from outrider.loader.quantized.format import Format, Parts, Settings, refuse
+from outrider.models.group_weight import Groups, Layout, unpack
 
 _VERSIONS = {"gptq": 1, "gptq_v2": 0}  # what is added to stored zero points
 
@@ -43,9 +43,13 @@ def gptq(settings: Settings) -> Format:
 
     def groups(parts: Parts) -> Groups:
         shape = layout(parts)
-        values = integers(parts[".qweight"].T, shape.bits)
-        zero = integers(parts[".qzeros"], shape.bits).T.to(torch.int16) + _VERSIONS[version]
-        return Groups(layout=shape, values=values, scale=parts[".scales"].T, zero=_unless_middle(zero, shape.middle))
+        zero = unpack(parts[".qzeros"], shape.bits).T.to(torch.int16) + _VERSIONS[version]
+        return Groups(
+            layout=shape,
+            words=parts[".qweight"].T,
+            scale=parts[".scales"].T,
+            zero=_unless_middle(zero, shape.middle),
+        )
 
     return Format(
         name="GPTQ",

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.loader.quantized.format import Format, Parts, Settings, nibbles
+from outrider.loader.quantized.format import Format, Parts, Settings
+from outrider.models.group_weight import unpack
 
 _SIZES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _VALUES = torch.cat([_SIZES, -_SIZES])
@@ -28,7 +29,7 @@ def _shape(parts: Parts) -> torch.Size:
 
 def _dense(parts: Parts) -> torch.Tensor:
     """Return the experts [experts, inputs, outputs], as transformers has them."""
-    values = _VALUES[nibbles(parts["_blocks"]).int()]
+    values = _VALUES[unpack(parts["_blocks"], 4).int()]
     exponent = parts["_scales"].int() - 127
     scale = torch.ldexp(torch.ones(exponent.shape), exponent)
     return (values * scale[..., None]).flatten(2).transpose(1, 2).contiguous()
