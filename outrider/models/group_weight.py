@@ -103,6 +103,12 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     return values if bits == 8 else torch.stack([values & 15, values >> 4], -1).flatten(-2)
 
 
+def pack_integers(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return words of integers [outputs, inputs] uint8, as `unpack` takes them."""
+    values = values if bits == 8 else values[:, ::2] | values[:, 1::2] << 4
+    return values.contiguous().view(torch.int32)
+
+
 class GroupWeight(BlockWeight):
     """A matrix of integers in a file. It is read when it is used."""
 
@@ -154,7 +160,7 @@ def join(parts: Sequence[GroupWeight]) -> Groups:
     has_zeros = any(each.zero is not None for each in read)
     return Groups(
         layout=replace(read[0].layout, outputs=sum(each.layout.outputs for each in read)),
-        words=torch.cat([each.words for each in read]),
+        words=read[0].words if len(read) == 1 else torch.cat([each.words for each in read]),
         scale=torch.cat([each.scale for each in read]),
         zero=torch.cat([each.zeros() for each in read]) if has_zeros else None,
     )

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from outrider.models.gguf_linear import BlockWeight
-from outrider.models.group_weight import Groups, GroupWeight, can_join, join
+from outrider.models.group_weight import Groups, GroupWeight, can_join, join, pack_integers
 from outrider.native.abi import CBlockMatrix, CLinear
 from outrider.native.library import load_library
-from outrider.native.pack import GROUP, PANEL, Arena, address, from_panels, integers, to_panels, to_words
+from outrider.native.pack import GROUP, PANEL, Arena, address, from_panels, integers, to_panels
 
 _BYTE = torch.iinfo(torch.int8)
 _SUPER_BLOCK = 256  # inputs that share the half floats of a type of two levels
@@ -201,17 +201,17 @@ def _pack_groups(
     A group of the kernels is a part of a group of the matrix, and has the same scale.
     """
     layout = weight.layout
-    if order is not None:
-        weight = weight.select(order)
+    inputs, bits, group = layout.inputs, layout.bits, layout.packed_group
+    rows = torch.arange(layout.outputs) if order is None else order
+    panels = -(-layout.outputs // PANEL)
+    padded = -(-inputs // GROUP) * GROUP
     columns = layout.column_order()
-    group = layout.packed_group
-    groups = -(-layout.inputs // GROUP) * GROUP // group
-    padding = -layout.outputs % PANEL
-    if columns is None:
-        words = weight.words if layout.bits == 8 else _spread(weight.words)
-    else:
-        words = to_words(weight.values()[:, columns], layout.bits)
-    words = functional.pad(words, (0, groups * group * layout.bits // 32 - words.shape[1], 0, padding))
+    words = weight.words if columns is None else pack_integers(weight.values()[:, columns], bits)
+    words = words.contiguous()
+    addresses = (words.data_ptr() + rows.numpy() * words.stride(0) * words.itemsize).astype(np.uint64)
+    packed = arena.zeros((panels, padded * bits // 32, PANEL), torch.int32)
+    matrix = CBlockMatrix(row=addresses.ctypes.data, words=packed.data_ptr(), inputs=inputs, outputs=len(addresses))
+    load_library().code.outrider_pack_integers(ctypes.byref(matrix), bits)
     offset = layout.middle
     zero = weight.zero
     if zero is not None:
@@ -219,32 +219,24 @@ def _pack_groups(
         zero = (zero - offset).to(torch.int8)
 
     def by_group(numbers: torch.Tensor) -> torch.Tensor:
-        wide = numbers.repeat_interleave(-(-layout.group // group), 1)[:, :groups]
-        padded = functional.pad(wide, (0, groups - wide.shape[1], 0, padding))
-        return arena.keep(to_panels(padded))
+        wide = numbers[rows].repeat_interleave(-(-layout.group // group), 1)[:, : padded // group]
+        missing = (0, padded // group - wide.shape[1], 0, panels * PANEL - layout.outputs)
+        return arena.keep(to_panels(functional.pad(wide, missing)))
 
     return PackedBlocks(
-        words=arena.keep(to_panels(words)),
+        words=packed,
         scale=by_group(weight.scale),
         minimum=None,
         sub_scale=None,
         sub_minimum=None,
         bias=None if bias is None else bias.float().contiguous(),
-        shape=(layout.outputs, layout.inputs),
-        bits=layout.bits,
+        shape=(layout.outputs, inputs),
+        bits=bits,
         group=group,
         offset=offset,
         zero=None if zero is None else by_group(zero),
         order=None if columns is None else columns.to(torch.int32),
     )
-
-
-def _spread(words: torch.Tensor) -> torch.Tensor:
-    """Return words with 4-bit integers 0 4 1 5 2 6 3 7 of words that have them in order, as `to_words` does."""
-    for bits, mask in ((8, 0xFF00), (4, 0xF000F0)):
-        differing = (words ^ (words >> bits)) & mask
-        words = words ^ differing ^ (differing << bits)
-    return words
 
 
 def dequantize_blocks(kind: str, addresses: NDArray[np.uint64], columns: int) -> torch.Tensor | None:
