@@ -68,6 +68,17 @@ class Groups:
     scale: torch.Tensor  # [outputs, groups] of any float dtype
     zero: torch.Tensor | None = None  # [outputs, groups] int16; None: the middle of the integers
 
+    def __post_init__(self) -> None:
+        """Raise a ValueError if the tensors do not fit together."""
+        layout = self.layout
+        words = (layout.outputs, -(-layout.inputs * layout.bits // 32))
+        groups = (layout.outputs, -(-layout.inputs // layout.group))
+        for name, tensor, shape in (("integers", self.words, words), ("scales", self.scale, groups)):
+            if tensor.shape != shape:
+                raise ValueError(f"its {name} have the shape {tuple(tensor.shape)} and not {shape}")
+        if self.zero is not None and self.zero.shape != groups:
+            raise ValueError(f"its zero points have the shape {tuple(self.zero.shape)} and not {groups}")
+
     def dequantize(self) -> torch.Tensor:
         """Return the matrix [outputs, inputs] in float32."""
         zero = self.layout.middle if self.zero is None else self._by_input(self.zero)

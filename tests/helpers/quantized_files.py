@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
-from torch import nn
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.helpers.tiny import save_model
 
@@ -170,11 +170,19 @@ def mxfp4(experts: torch.Tensor) -> Stored:
     """Experts [E, I, O] of gpt-oss."""
     blocks = experts.transpose(1, 2).unflatten(2, (-1, 32))
     exponent = (blocks.abs().amax(-1) / 6).log2().ceil().int()
-    scale = torch.ldexp(torch.ones(()), exponent)[..., None]
+    scale = torch.ldexp(torch.ones(exponent.shape), exponent)[..., None]
     codes = ((blocks / scale)[..., None] - torch.tensor(_FP4)).abs().argmin(-1)
     packed = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
     value = (torch.tensor(_FP4)[codes] * scale).flatten(2).transpose(1, 2)
     return Stored({"_blocks": packed, "_scales": (exponent + 127).to(torch.uint8)}, value)
+
+
+class Written(NamedTuple):
+    """A quantized checkpoint."""
+
+    folder: Path
+    values: Tensors  # the dequantized weights, by their names in the checkpoint
+    model: Any  # of transformers, with the dequantized weights in float32
 
 
 def write_quantized(
@@ -183,50 +191,34 @@ def write_quantized(
     store: Callable[[torch.Tensor], Stored],
     settings: Mapping[str, Any],
     *,
-    ignore: tuple[str, ...] = ("lm_head",),
+    ignore: tuple[str, ...] = ("lm_head", "embed", ".gate.", "router"),
+    dims: int = 2,
     dtype: torch.dtype = torch.float16,
-) -> Tensors:
-    """Write a model, and give it the dequantized weights.
+) -> Written:
+    """Write a model as a quantized checkpoint.
 
     Args:
         folder: of the checkpoint.
         model: a model of transformers.
-        store: stores a matrix of a linear layer, or the experts of gpt-oss.
+        store: stores a weight.
         settings: the quantization_config.
-        ignore: parts of the names of modules that are not quantized.
+        ignore: parts of the names of weights that are not quantized.
+        dims: dimensions of weights that are quantized.
         dtype: of the other weights.
-
-    Returns:
-        The dequantized weights by name.
     """
-    tensors = {name: value.to(dtype) for name, value in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
+    save_model(folder, model.to(dtype))
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
     values: Tensors = {}
-    for prefix, weight in _matrices(model).items():
-        if any(part in prefix for part in ignore):
-            continue
-        with torch.no_grad():
-            stored = store(weight.detach().float())
-        del tensors[prefix if prefix in tensors else f"{prefix}.weight"]
+    for name in [name for name, value in tensors.items() if value.dim() == dims and not any(x in name for x in ignore)]:
+        stored = store(tensors.pop(name).float())
+        prefix = name.removesuffix(".weight")
         tensors |= {prefix + end: tensor.contiguous() for end, tensor in stored.tensors.items()}
-        values[prefix if "_blocks" in stored.tensors else f"{prefix}.weight"] = stored.value
-    model.load_state_dict(
-        {**{name: value.float() for name, value in tensors.items() if value.dtype == dtype}, **values}, strict=False
-    )
-    save_model(folder, model)
-    for file in folder.glob("*.safetensors"):
-        file.unlink()
-    save_file(tensors, folder / "model.safetensors")
+        values[name] = stored.value.contiguous()
+    dense = {name: value for name, value in tensors.items() if value.dtype == dtype and value.dim()}
+    save_file({**dense, **values}, file, {"format": "pt"})
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    save_file(tensors, file)
     config = json.loads((folder / "config.json").read_text())
-    name = str(dtype).removeprefix("torch.")
-    config |= {"quantization_config": dict(settings), "dtype": name}
-    (folder / "config.json").write_text(json.dumps(config))
-    return values
-
-
-def _matrices(model: Any) -> Tensors:
-    """Return the weights of linear layers by module, and the experts of gpt-oss by parameter."""
-    if model.config.model_type == "gpt_oss":
-        return {name: value for name, value in model.named_parameters() if ".experts." in name and value.dim() == 3}
-    return {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": dict(settings)}))
+    return Written(folder, values, reference)

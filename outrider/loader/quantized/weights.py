@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,8 +35,10 @@ _FORMATS: Mapping[str, Callable[[Settings], Format]] = MappingProxyType(
         "mxfp4": mxfp4,
     }
 )
+_DAMAGE = (RuntimeError, ValueError, LookupError, ArithmeticError, StopIteration)
 _log = logging.getLogger("outrider")
 Weight = torch.Tensor | BlockWeight
+Value = TypeVar("Value")
 
 
 def take_quantization(config: Any) -> Settings | None:
@@ -89,8 +92,8 @@ class QuantizedWeights(Mapping[str, Weight]):
         self._dense = self._files.names - stored
         # The sizes of matrices that stay as they are. All others are dequantized.
         self._layouts: dict[str, Layout] = {}
-        for name, parts in self._quantized.items() if blocks else ():
-            if (layout := form.layout(parts)) is not None and layout.packable:
+        for name in self._quantized if blocks else ():
+            if (layout := self._of(name, form.layout)) is not None and layout.packable:
                 self._layouts[name] = layout
         if not prefixes:
             raise OutriderError(
@@ -117,17 +120,24 @@ class QuantizedWeights(Mapping[str, Weight]):
         if name not in self._quantized:
             return self._files.read(name)
         layout = self._layouts.get(name)
-        parts = self._quantized[name]
+        if layout is None:
+            return self._of(name, self.format.dense).to(self._dtype)
+        groups = self.format.groups
+        assert groups is not None
+        return GroupWeight(partial(self._of, name, groups), layout, self._stored_bytes(name))
+
+    def _of(self, name: str, read: Callable[[Parts], Value]) -> Value:
+        """Read something of a quantized weight.
+
+        Raises:
+            OutriderError: its tensors do not fit together.
+        """
         try:
-            if layout is None:
-                return self.format.dense(parts).to(self._dtype)
-        except (RuntimeError, ValueError, KeyError, StopIteration) as error:
+            return read(self._quantized[name])
+        except _DAMAGE as error:
             raise OutriderError(
                 f"{name} in {self.path} is no {self.format.name} weight ({error}); copy the checkpoint again"
             ) from error
-        groups = self.format.groups
-        assert groups is not None
-        return GroupWeight(lambda: groups(parts), layout, self._stored_bytes(name))
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a weight, without making it.
@@ -135,7 +145,7 @@ class QuantizedWeights(Mapping[str, Weight]):
         Raises:
             OutriderError: the checkpoint does not have it.
         """
-        return self.format.shape(self._quantized[name]) if name in self._quantized else self._files.shape(name)
+        return self._of(name, self.format.shape) if name in self._quantized else self._files.shape(name)
 
     def _stored_bytes(self, name: str) -> int:
         """Return the bytes of a quantized weight in the files."""
