@@ -28,6 +28,7 @@ from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import is_recurrent, read_model_config
 from outrider.loader.gguf.file import is_gguf
+from outrider.loader.quantized.weights import quantization_of
 from outrider.loader.tensor_parallel import check_plan
 from outrider.models.submodel import layer_stack
 from outrider.parallel.ranks import Ranks
@@ -166,7 +167,10 @@ def _check_can_split(folder: str, ranks: int) -> None:
     """Raise an error if a draft model cannot be split, from its config."""
     if is_gguf(folder):
         raise OutriderError("a GGUF file cannot be split; give a folder of safetensors")
-    check_plan(read_model_config(folder), ranks, recurrent=is_recurrent(folder))
+    config = read_model_config(folder)
+    if quantization_of(config) is not None:
+        raise OutriderError("a quantized checkpoint cannot be split; give the unquantized one")
+    check_plan(config, ranks, recurrent=is_recurrent(folder))
 
 
 def _pass_work(folder: str, dtype: torch.dtype) -> tuple[float, int, int]:

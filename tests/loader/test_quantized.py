@@ -14,12 +14,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from outrider import LLM, OutriderError, SamplingParams
+from outrider.bench.pass_work import flops_per_token
 from outrider.core import tree
+from outrider.engine.default_proposer import can_draft_for_itself
 from outrider.errors import UnsupportedModel
 from outrider.loader.checkpoint import load_checkpoint, read_weights
 from outrider.models.gguf_linear import BlockLinear
 from outrider.models.group_weight import Groups, GroupWeight, Layout
 from outrider.native.blocks import can_pack_together, pack_blocks
+from outrider.propose.placement import _check_can_split
+from outrider.train.model.draft_model import load_trainable
+from outrider.train.run import Training
+from outrider.train.settings import Settings
 from tests.helpers import quantized_files as files
 from tests.helpers import tiny
 
@@ -282,3 +288,29 @@ def test_experts_are_dequantized(tmp_path, name, settings, store, dims):
     expected = written.model.state_dict()
     assert not [key for key in expected if not torch.equal(state[key], expected[key])]
     assert read_weights(written.folder, torch.bfloat16).keys() == state.keys()
+
+
+def test_commands_see_the_dequantized_model(shelf, tmp_path):
+    written = shelf["awq"]
+    written.model.save_pretrained(tmp_path)
+    assert flops_per_token(written.folder) == flops_per_token(tmp_path)
+    trainable = load_trainable(written.folder, torch.device("cpu")).model
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(trainable.state_dict()[name], written.values[name])
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "ab" * count}) + "\n" for count in range(1, 9)))
+    target = str(written.folder)
+    settings = Settings(out=str(tmp_path / "out"), data=[str(data)], target=target, train_target=0.3)
+    with pytest.raises(OutriderError, match="keeps its quantized ones; use the folder of the unquantized model"):
+        Training("mtp", settings)
+    with pytest.raises(OutriderError, match="a quantized checkpoint cannot be split"):
+        _check_can_split(str(written.folder), 2)
+
+
+@needs_compiler
+def test_a_copy_of_4_bits_drafts_for_wider_weights(shelf):
+    for case, wider in (("awq", False), ("gptq", False), ("packed", False), ("W8A8", True), ("fp8", True)):
+        folder = shelf[case].folder
+        assert can_draft_for_itself(folder, device="cpu", kernels="auto", quantize=None) is wider
+    llm = LLM(folder.parent / "W8A8", proposer="quantized:int4", device="cpu", max_model_len=64, max_num_seqs=1)
+    assert llm.generate([[5, 6, 7]], SamplingParams(**PARAMS))[0].stats.tau > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from outrider.errors import OutriderError
 
+_INDEX = "model.safetensors.index.json"
 _FIX = "copy the checkpoint again"
 _SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}  # bytes; others are in the name
 
@@ -28,10 +30,7 @@ class TensorFiles:
         self.folder = folder
         self._stack = ExitStack()
         self._file: dict[str, Any] = {}
-        paths = sorted(folder.glob("*.safetensors"))
-        if not paths:
-            raise OutriderError(f"{folder} holds no .safetensors; write the weights there with save_pretrained")
-        for path in paths:
+        for path in _paths(folder):
             try:
                 file = self._stack.enter_context(safe_open(path, "pt"))
             except (SafetensorError, OSError) as error:
@@ -68,6 +67,21 @@ class TensorFiles:
         if name not in self._file:
             raise OutriderError(f"the weights in {self.folder} lack {name}; {_FIX}")
         return self._file[name]
+
+
+def _paths(folder: Path) -> list[Path]:
+    """Return the files of a folder that its index names: others may hold the weights in another layout."""
+    try:
+        index = json.loads((folder / _INDEX).read_text("utf-8"))
+        return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    except FileNotFoundError:
+        single = folder / "model.safetensors"
+        paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    except (ValueError, LookupError) as error:
+        raise OutriderError(f"{folder / _INDEX} cannot be read ({error}); {_FIX}") from error
+    if not paths:
+        raise OutriderError(f"{folder} holds no .safetensors; write the weights there with save_pretrained")
+    return paths
 
 
 def _item_bytes(kind: str) -> int:

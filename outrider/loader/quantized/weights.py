@@ -41,16 +41,32 @@ Weight = torch.Tensor | BlockWeight
 Value = TypeVar("Value")
 
 
-def take_quantization(config: Any) -> Settings | None:
-    """Return how a checkpoint is quantized, from its configuration; None: it is not.
+def quantization_of(config: Any) -> Settings | None:
+    """Return how a checkpoint is quantized, from its configuration; None: it is not."""
+    for each in (config, config.get_text_config(decoder=True)):
+        if settings := getattr(each, "quantization_config", None):
+            return settings if isinstance(settings, Mapping) else dict(settings.to_dict())
+    return None
 
-    The entry is removed, so that transformers makes a model without packages for quantized weights.
+
+def take_quantization(config: Any) -> Settings | None:
+    """Return what `quantization_of` does, and remove it.
+
+    Transformers then makes a model of dense layers, without packages for quantized weights.
     """
-    found = [each.__dict__.pop("quantization_config", None) for each in (config, config.get_text_config(decoder=True))]
-    settings = next(filter(None, found), None)
-    if settings is None or isinstance(settings, Mapping):
-        return settings
-    return dict(settings.to_dict())
+    settings = quantization_of(config)
+    for each in (config, config.get_text_config(decoder=True)):
+        each.__dict__.pop("quantization_config", None)
+    return settings
+
+
+def integer_bits(config: Any) -> int:
+    """Return the least bits of integers that the native kernels keep, from a configuration; 16: there are none."""
+    settings = quantization_of(config) or {}
+    groups = (settings.get("config_groups") or {}).values()
+    weights = [each["weights"] for each in groups if (each.get("weights") or {}).get("type") == "int"]
+    bits = [settings.get("bits"), settings.get("w_bit"), *(each.get("num_bits") for each in weights)]
+    return min((each for each in bits if each), default=8 if settings.get("load_in_8bit") else 16)
 
 
 def find_format(settings: Settings) -> Format:
