@@ -29,12 +29,6 @@ class Weights(Protocol):
     def __getitem__(self, name: str) -> Weight: ...
 
 
-def empty_model(config: Any, dtype: torch.dtype) -> Any:
-    """Return a model without memory for its weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
-
-
 def fill_model(config: Any, weights: Weights, dtype: torch.dtype, *, factors: torch.Tensor | None = None) -> Any:
     """Make a decoder-only model. Quantized matrices stay in their blocks.
 
@@ -47,7 +41,8 @@ def fill_model(config: Any, weights: Weights, dtype: torch.dtype, *, factors: to
     Raises:
         OutriderError: a weight is missing, or has the wrong shape.
     """
-    model = empty_model(config, dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
     for prefix, module in list(model.named_modules()):
         for key, weight in list(module._parameters.items()):
             if weight is not None and prefix != "lm_head":

@@ -11,14 +11,16 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.bench.pass_work import flops_per_token
 from outrider.core import tree
 from outrider.engine.default_proposer import can_draft_for_itself
 from outrider.errors import UnsupportedModel
-from outrider.loader.checkpoint import load_checkpoint, read_weights
+from outrider.loader import checkpoint as checkpoint_module
+from outrider.loader.checkpoint import check_fits, load_checkpoint, read_weights
+from outrider.models.attention import NAME
 from outrider.models.gguf_linear import BlockLinear
 from outrider.models.group_weight import Groups, GroupWeight, Layout
 from outrider.native.blocks import can_pack_together, pack_blocks
@@ -314,3 +316,17 @@ def test_a_copy_of_4_bits_drafts_for_wider_weights(shelf):
         assert can_draft_for_itself(folder, device="cpu", kernels="auto", quantize=None) is wider
     llm = LLM(folder.parent / "W8A8", proposer="quantized:int4", device="cpu", max_model_len=64, max_num_seqs=1)
     assert llm.generate([[5, 6, 7]], SamplingParams(**PARAMS))[0].stats.tau > 1
+
+
+@needs_compiler
+def test_memory_is_that_of_the_blocks(shelf, monkeypatch):
+    """A command may ask before a model has been loaded, and so before the attention is registered."""
+    monkeypatch.delitem(AttentionInterface._global_mapping, NAME, raising=False)
+    asked = []
+    monkeypatch.setattr(checkpoint_module, "check_memory", lambda path, size, device: asked.append(size))
+    for dtype in ("auto", "bfloat16", "float32"):
+        check_fits(shelf["awq"].folder, dtype=dtype, device="cpu")
+    tables = 2 * tiny.VOCAB * 128
+    weights = sum(value.numel() for value in shelf["awq"].values.values())
+    assert asked[0] == asked[1] < 2 * tables + 5 / 8 * weights
+    assert asked[2] > 4 * (tables / 2 + weights)

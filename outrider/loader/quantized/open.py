@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from outrider.loader.fill import empty_model
 from outrider.loader.quantized.weights import QuantizedWeights
 from outrider.native.support import FAMILIES, may_run
 
@@ -48,5 +48,6 @@ def _takes_blocks(config: Any) -> bool:
 
 def _names(config: Any) -> set[str]:
     """Return the names of the weights of a model that a checkpoint must have."""
-    names = set(empty_model(config, torch.float32).state_dict())
+    with torch.device("meta"):
+        names = set(AutoModelForCausalLM.from_config(config).state_dict())
     return names - {"lm_head.weight"} if config.tie_word_embeddings else names
