@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import safe_open
+import torch
 
 from outrider.llm import LLM
 from outrider.loader.gguf.file import is_gguf, read_gguf
 from outrider.loader.load import read_model_config
+from outrider.loader.quantized.files import TensorFiles
+from outrider.loader.quantized.weights import QuantizedWeights, quantization_of
 from outrider.models.base import ExpertCounter, SelfDraftTarget
 from outrider.models.encoder_decoder_target import EncoderDecoderTarget
 from outrider.models.prepack import can_prepack
@@ -61,14 +64,22 @@ def flops_per_token(folder: Path) -> float:
     embedding_weights, tied = _embedding(folder)
     count, active = _experts(folder)
     weights = 0.0
-    if is_gguf(folder):
-        weights = sum(prod(tensor.shape) for tensor in read_gguf(folder).tensors.values())
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                share = active / count if count and ".experts." in name else 1.0
-                weights += share * prod(tensors.get_slice(name).get_shape())
+    for name, shape in _shapes(folder).items():
+        share = active / count if count and ".experts." in name else 1.0
+        weights += share * prod(shape)
     return 2.0 * (weights - (0 if tied else embedding_weights))
+
+
+def _shapes(folder: Path) -> dict[str, Sequence[int]]:
+    """Return the shapes of all weights by name. Quantized weights have those of the dequantized ones."""
+    if is_gguf(folder):
+        return {name: tensor.shape for name, tensor in read_gguf(folder).tensors.items()}
+    quantization = quantization_of(read_model_config(folder))
+    if quantization is None:
+        files = TensorFiles(folder)
+        return {name: files.shape(name) for name in files.names}
+    weights = QuantizedWeights(folder, quantization, torch.float32)
+    return {name: weights.shape(name) for name in weights}
 
 
 def _experts(folder: Path) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from outrider.errors import OutriderError
 from outrider.loader.embedded import embedded, model_folder
 from outrider.loader.gguf.file import is_gguf, read_gguf
 from outrider.loader.load import choose_device, read_model_config
+from outrider.loader.quantized.weights import integer_bits
 from outrider.native.support import may_run
 from outrider.propose.draft_model.open import has_mtp
 from outrider.system.machine import free_memory
@@ -16,6 +17,7 @@ _WIDE_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})  # types of GGUF files w
 # Free memory that a target with a quantized copy of itself needs, as a multiple of the size of its files: the weights
 # while they are loaded and packed, the copy with 4 bits, and some room for KV caches.
 _MEMORY_FACTOR = 3
+_COPY_BITS = 4
 _LOOKUP = "suffix:100000"  # keeps 100,000 tokens of past outputs, which is about 12 MB
 
 
@@ -51,7 +53,8 @@ def can_draft_for_itself(folder: Path, *, device: str, kernels: str, quantize: s
     try:
         if is_gguf(folder) and not set(read_gguf(folder).types) <= _WIDE_TYPES:
             return False
-        return may_run(read_model_config(folder))
+        config = read_model_config(folder)
+        return may_run(config) and integer_bits(config) > _COPY_BITS
     except OutriderError:  # loading the target gives the reason
         return False
 

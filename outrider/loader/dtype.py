@@ -36,7 +36,7 @@ def gguf_dtype(file: GGUFFile) -> torch.dtype:
     return _GGUF_DTYPES.get(kinds[0], torch.float32) if len(kinds) == 1 else torch.float32
 
 
-def choose_dtype(name: str, config: Any, device: torch.device, *, kernels: str) -> DtypeChoice:
+def choose_dtype(name: str, config: Any, device: torch.device, *, kernels: str, quantized: bool = False) -> DtypeChoice:
     """Choose the fastest type that keeps the precision of the checkpoint.
 
     Args:
@@ -44,6 +44,7 @@ def choose_dtype(name: str, config: Any, device: torch.device, *, kernels: str) 
         config: the configuration of the model, with the type of its weights.
         device: where the model runs.
         kernels: auto, native or torch.
+        quantized: whether the weights of the checkpoint are quantized.
 
     Raises:
         OutriderError: the name is unknown.
@@ -53,6 +54,8 @@ def choose_dtype(name: str, config: Any, device: torch.device, *, kernels: str) 
             raise OutriderError(f"dtype {name!r} is unknown; use auto, {', '.join(_DTYPES)}")
         return DtypeChoice(_DTYPES[name], "as asked for")
     own = stored_dtype(config)
+    if quantized and device.type == "cpu" and kernels != "torch" and may_run(config):
+        return DtypeChoice(torch.bfloat16, "with quantized weights")  # of keys, values and dense weights
     as_stored = DtypeChoice(own, "as the checkpoint is stored")
     if device.type != "cpu" or own == torch.float32:
         return as_stored

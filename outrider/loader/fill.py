@@ -27,20 +27,26 @@ def fill_model(
         factors: divisors of the rotary frequencies [R / 2]; None: there are none.
         widen: whether dense matrices keep their type, too. Parts of them are converted to `dtype` when they are used,
             so the model takes little memory.
+
+    Raises:
+        OutriderError: a weight is missing, or has the wrong shape.
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+    head = f"{_HEAD}.weight" if config.tie_word_embeddings else None
+    weights.check({name: weight.shape for name, weight in model.state_dict().items() if name != head})
     filler = _Filler(model, weights, dtype, widen=widen)
     for prefix, module in list(model.named_modules()):
         for key, weight in list(module._parameters.items()):
             if weight is not None and prefix != _HEAD:
                 filler.fill(prefix, key)
-    if not config.tie_word_embeddings:
-        filler.fill(_HEAD, "weight")
-    else:
+    if config.tie_word_embeddings:
         filler.tie_head()
+    else:
+        for key in [key for key, weight in model.lm_head._parameters.items() if weight is not None]:
+            filler.fill(_HEAD, key)
     _restore_buffers(model, factors)
     return model.eval()
 

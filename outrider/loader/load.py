@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
-from outrider.loader.dtype import DtypeChoice, choose_dtype, gguf_dtype, stored_dtype
+from outrider.loader.dtype import choose_dtype, gguf_dtype, stored_dtype
 from outrider.loader.embedded import model_folder
 from outrider.loader.facts import context_length, context_reason, end_ids
+from outrider.loader.folder import check_folder, check_weights
 from outrider.loader.gguf.architectures import architecture_of, settings_of
 from outrider.loader.gguf.file import GGUFFile, is_gguf, read_gguf
 from outrider.loader.gguf.tokenizer import load_tokenizer
@@ -60,9 +61,11 @@ def load_checkpoint(
 
 def _open_folder(path: Path, dtype: str) -> Checkpoint | None:
     """Open a folder for the native kernels; None: they do not run it, or transformers must read it."""
+    check_folder(path)
     config = read_native_config(path)
     if config is None or not may_run(config):
         return None
+    check_weights(path, config)
     device = torch.device("cpu")
     choice = choose_dtype(dtype, config, device, kernels="native")
     if choice.dtype not in _NATIVE_DTYPES:
@@ -108,9 +111,7 @@ def _open_gguf(path: Path, dtype: str) -> Checkpoint | None:
     if config is None or not may_run(config):
         return None
     device = torch.device("cpu")
-    choice = choose_dtype(dtype, config, device, kernels="native")
-    if file.quantized and dtype == "auto":
-        choice = DtypeChoice(torch.bfloat16, "with quantized weights")  # of keys, values and dense weights
+    choice = choose_dtype(dtype, config, device, kernels="native", quantized=file.quantized)
     if choice.dtype not in _NATIVE_DTYPES:
         return None
     check_memory(path, file.nbytes, device)
@@ -139,6 +140,7 @@ def _open_gguf(path: Path, dtype: str) -> Checkpoint | None:
         end_ids=file.end_ids(),
         recurrent=False,
         blocks=WeightFormat(tuple(file.types), file.bits) if file.quantized else None,
+        block_types=weights.types,
         dtype=choice.dtype,
         folder=str(path),
         dtype_reason=choice.reason,
@@ -251,8 +253,10 @@ def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto",
     if is_gguf(path):
         check_memory(path, path.stat().st_size if path.is_file() else 0, place)
         return
-    check_model(path)
-    config = read_model_config(path)
+    config = read_native_config(path)
+    if config is None:
+        _transformers().check_fits(path, dtype, place, kernels=kernels)
+        return
     choice = choose_dtype(dtype, config, place, kernels=kernels)
     check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype), place)
 

@@ -10,6 +10,8 @@ import torch
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
+from outrider.models.gguf_linear import expand_blocks
+from outrider.models.group_weight import GROUP_KINDS
 from outrider.native.library import MissingKernels
 from outrider.native.target import NativeTarget
 
@@ -54,7 +56,11 @@ def make_target(
             if kernels == "native":
                 raise UnsupportedModel(f"{reason}; use kernels auto") from reason
             _report_fallback(reason)
-    if types and checkpoint.dtype != torch.float32:
+    if types and GROUP_KINDS.issuperset(types):
+        _log.info("the %s weights are dequantized to %s for torch", ", ".join(types), checkpoint.dtype)
+        expand_blocks(checkpoint.model)
+        checkpoint.model.to(checkpoint.dtype)
+    elif types and checkpoint.dtype != torch.float32:
         raise UnsupportedModel(
             f"the {', '.join(types)} weights of this model run on torch in float32 only; use dtype float32"
         )

@@ -30,8 +30,13 @@ def causal_model_class(config: Any) -> Any:
 
     The text part of a multimodal model is one.
     """
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
-        if type(config) in mapping:
-            classes = mapping[type(config)]
-            return classes[0] if isinstance(classes, tuple) else classes
-    return None
+    causal = concrete_class(MODEL_FOR_CAUSAL_LM_MAPPING, config)
+    return causal or concrete_class(MODEL_FOR_MULTIMODAL_LM_MAPPING, config)
+
+
+def concrete_class(mapping: Any, config: Any) -> Any:
+    """Return the class of a configuration in a mapping of transformers; None if it has none."""
+    if type(config) not in mapping:
+        return None
+    classes = mapping[type(config)]
+    return classes[0] if isinstance(classes, tuple) else classes

@@ -119,6 +119,8 @@ def make_model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
         return None
     if any(type(settings.get(name)) is not int or settings[name] < 1 for name in _SIZES):
         return None
+    if not all(str(name).endswith("ForCausalLM") for name in settings.get("architectures") or ()):
+        return None
     common: Settings = {"hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
     given = {name: value for name, value in settings.items() if name not in ("rope_scaling", "torch_dtype")}
     config = ModelConfig(**{**common, **_DEFAULTS[model_type], **given})
@@ -209,7 +211,10 @@ def _rope(config: ModelConfig, rope: Settings, theta: float | None) -> Settings:
 
 
 def _is_sound(config: ModelConfig) -> bool:
-    """Return whether lists have an entry for each layer."""
+    """Return whether lists have an entry for each layer, and the tokens that end a text are ids."""
+    ends = config.eos_token_id
+    if not all(isinstance(each, int) for each in (ends if isinstance(ends, list) else [ends or 0])):
+        return False
     layer_types = getattr(config, "layer_types", None)
     lists = (layer_types, getattr(config, "no_rope_layers", None))
     return all(each is None or len(each) == config.num_hidden_layers for each in lists) and (

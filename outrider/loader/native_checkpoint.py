@@ -30,8 +30,9 @@ _LENGTH_BYTES = 8  # of the number before the header of a safetensors file
 class FolderWeights(Weights):
     """The weights in the safetensors of a model folder, which are mapped into memory."""
 
-    def __init__(self, tensors: Mapping[str, MappedTensor], dtype: torch.dtype) -> None:
-        """Refer to tensors, by their names in the `state_dict` of transformers. Values have the type `dtype`."""
+    def __init__(self, path: Path, tensors: Mapping[str, MappedTensor], dtype: torch.dtype) -> None:
+        """Refer to tensors of a folder, by their names in transformers. Values have the type `dtype`."""
+        self.path = path
         self._tensors = tensors
         self._dtype = dtype
 
@@ -71,7 +72,7 @@ def open_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Folde
     found = {name: tensor for name, tensor in tensors.items() if name in expected and tensor.kind in _DTYPES}
     if len(found) < len(expected) or any(found[name].shape != shape for name, shape in expected.items()):
         return None
-    return FolderWeights({name: found[name] for name in expected}, dtype)
+    return FolderWeights(folder, {name: found[name] for name in expected}, dtype)
 
 
 def _files(folder: Path) -> list[Path]:

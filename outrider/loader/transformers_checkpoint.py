@@ -21,8 +21,9 @@ from transformers.distributed import DistributedConfig
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
-from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
+from outrider.loader.dtype import choose_dtype, stored_dtype
 from outrider.loader.facts import context_length, context_reason, end_ids, generation_settings
+from outrider.loader.fill import fill_model
 from outrider.loader.folder import check_config, check_folder, check_weights, lacking, one_line
 from outrider.loader.gguf.file import is_gguf, read_gguf
 from outrider.loader.gguf.model import load_model, make_config
@@ -30,14 +31,16 @@ from outrider.loader.gguf.model import read_config as read_gguf_config
 from outrider.loader.gguf.tokenizer import load_tokenizer
 from outrider.loader.gguf.weights import GGUFWeights
 from outrider.loader.memory import check_memory, weight_bytes
-from outrider.loader.model_class import auto_class, causal_model_class
+from outrider.loader.model_class import auto_class, causal_model_class, concrete_class
+from outrider.loader.quantized.open import open_quantized
+from outrider.loader.quantized.weights import QuantizedWeights, take_quantization
 from outrider.loader.quiet import quiet_transformers
 from outrider.loader.speech import SPEECH, read_speech_rules
 from outrider.loader.tensor_parallel import check_plan
 from outrider.loader.tokenizer import read_tokenizer
 from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint, LazyModel, SourceRules, WeightFormat
-from outrider.native.support import may_run
+from outrider.models.gguf_linear import BlockLinear
 from outrider.parallel.ranks import join
 
 # Architectures with recurrent layers that the tests show to be exact.
@@ -101,7 +104,6 @@ _ATTENTION_LAYERS = frozenset(
         "sliding_attention",
     }
 )
-_OR_UNQUANTIZED = ", or give the folder of the checkpoint before it was quantized, or a GGUF file"
 _DEFAULT_SOURCE = 8192  # tokens, for an encoder without a limit of its own
 _LOAD_ERRORS = (
     OSError,
@@ -132,13 +134,24 @@ def load_folder(path: Path, dtype: str, device: torch.device, *, kernels: str, t
     _hide_image_blocks(config)
     if tp > 1:
         check_plan(config, tp, recurrent=recurrent)
-    choice = choose_dtype(dtype, config, device, kernels=kernels if tp == 1 else "torch")
-    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype) // tp, device)
+    quantization = take_quantization(config)
+    if quantization is not None and tp > 1:
+        raise OutriderError(f"{path} is quantized and cannot be split over ranks; use the unquantized checkpoint")
+    choice = choose_dtype(
+        dtype, config, device, kernels=kernels if tp == 1 else "torch", quantized=quantization is not None
+    )
+    weights = None
+    size = weight_bytes(path, stored_dtype(config), choice.dtype) // tp
+    if quantization is not None:
+        weights = open_quantized(path, config, quantization, choice.dtype, device, kernels=kernels)
+        weights.report(choice.dtype)
+        size = weights.total_bytes()
+    check_memory(path, size, device)
     _register_attention()
     ranks = join(tp, device_name)
 
     def make() -> Any:
-        model = _read_model(path, config, choice.dtype, tp=tp)
+        model = _read_model(path, config, choice.dtype, tp=tp, weights=weights)
         if ranks is None:
             model = model.to(device)
         for weight in model.parameters():
@@ -156,11 +169,13 @@ def load_folder(path: Path, dtype: str, device: torch.device, *, kernels: str, t
         tokenizer=tokenizer,
         context=context_length(config),
         context_reason=context_reason(config),
-        vocab=model.get_output_embeddings().weight.shape[0],
+        vocab=_vocab(model),
         end_ids=end_ids(path, config, tokenizer),
         recurrent=recurrent,
         ranks=tp,
         source=_source_rules(path, config),
+        blocks=None if weights is None else weights.weight_format(choice.dtype),
+        block_types=() if weights is None else weights.types,
         dtype=choice.dtype,
         folder=str(path),
         dtype_reason=choice.reason,
@@ -174,12 +189,11 @@ def load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Che
     config = make_config(file)
     check_memory(path, file.nbytes, device)
     _check_family(config)
-    choice = choose_dtype(dtype, config, device, kernels=kernels)
-    if file.quantized and dtype == "auto" and device.type == "cpu" and kernels != "torch" and may_run(config):
-        choice = DtypeChoice(torch.bfloat16, "with quantized weights")  # of keys, values and dense weights
+    choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=file.quantized)
     _register_attention()
     dense = torch.float32 if file.quantized else choice.dtype
-    lazy_model = LazyModel(lambda: load_model(file, config, GGUFWeights(file, config, dense), dense).to(device))
+    weights = GGUFWeights(file, config, dense)
+    lazy_model = LazyModel(lambda: load_model(file, config, weights, dense).to(device))
     lazy_model.get()
     return Checkpoint(
         lazy_model=lazy_model,
@@ -191,6 +205,7 @@ def load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Che
         end_ids=file.end_ids(),
         recurrent=False,
         blocks=WeightFormat(tuple(file.types), file.bits) if file.quantized else None,
+        block_types=weights.types,
         dtype=choice.dtype,
         folder=str(path),
         dtype_reason=choice.reason,
@@ -221,7 +236,9 @@ def read_weights(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """
     config = _read_config(path)
     _check_family(config)
-    return dict(_read_model(path, config, dtype).state_dict())
+    quantization = take_quantization(config)
+    weights = None if quantization is None else QuantizedWeights(path, quantization, dtype)
+    return dict(_read_model(path, config, dtype, weights=weights).state_dict())
 
 
 def read_transformers_config(path: Path) -> Any:
@@ -232,6 +249,18 @@ def read_transformers_config(path: Path) -> Any:
         UnsupportedModel: transformers does not support the architecture.
     """
     return read_gguf_config(path) if is_gguf(path) else _read_config(path)
+
+
+def check_fits(path: Path, dtype: str, device: torch.device, *, kernels: str) -> None:
+    """Check that the model of a folder fits into the free memory. Errors are those of `load.check_fits`."""
+    config = _read_config(path)
+    _check_family(config)
+    quantization = take_quantization(config)
+    choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=quantization is not None)
+    size = weight_bytes(path, stored_dtype(config), choice.dtype)
+    if quantization is not None:
+        size = open_quantized(path, config, quantization, choice.dtype, device, kernels=kernels).total_bytes()
+    check_memory(path, size, device)
 
 
 def has_recurrent_layers(path: Path) -> bool:
@@ -316,12 +345,21 @@ def _unsupported(model_type: str, reason: str) -> UnsupportedModel:
     return UnsupportedModel(f"{model_type}: {reason}; use another model, or transformers.generate for this one")
 
 
-def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> Any:
+def _read_model(
+    path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1, weights: QuantizedWeights | None = None
+) -> Any:
+    """Read the model of a folder. `weights` are those of a quantized checkpoint."""
+    if weights is not None and weights.has_blocks:
+        return fill_model(config, weights, torch.float32)
     check_weights(path, config)
+    model_class = auto_class(config)
+    if weights is not None:  # classes of transformers take weights only without a folder, which automatic ones need
+        model_class = concrete_class(model_class._model_mapping, config)
     try:
         with quiet_transformers():
-            model, report = auto_class(config).from_pretrained(
-                path,
+            model, report = model_class.from_pretrained(
+                path if weights is None else None,
+                state_dict=None if weights is None else dict(weights),
                 config=config,
                 dtype=dtype,
                 local_files_only=True,
@@ -341,7 +379,7 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> 
         if isinstance(error, ImportError):
             raise OutriderError(
                 f"the model in {path} ({config.model_type}) needs a package that is missing ({_first_line(error)});"
-                f" install it with pip{_OR_UNQUANTIZED if getattr(config, 'quantization_config', None) else ''}"
+                " install it with pip"
             ) from error
         raise OutriderError(
             f"the model in {path} cannot be read ({one_line(error)}); copy the checkpoint again"
@@ -355,6 +393,12 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1) -> 
             f" {tuple(expected_shape)}; copy both from one checkpoint"
         )
     return model.eval()
+
+
+def _vocab(model: Any) -> int:
+    """Return the number of ids that have logits."""
+    head = model.get_output_embeddings()
+    return int((head.blocks if isinstance(head, BlockLinear) else head.weight).shape[0])
 
 
 def _first_line(error: Exception) -> str:

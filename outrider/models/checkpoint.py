@@ -122,7 +122,8 @@ class Checkpoint:
     context_reason: str = ""  # why the context is not longer, if it is not the model's own limit
     ranks: int = 1  # of tensor parallelism; the weights of this process are its part
     dtype_reason: str = ""  # why it was chosen, such as "as the checkpoint is stored"
-    blocks: WeightFormat | None = None  # of the file, if its weights are in quantized blocks
+    blocks: WeightFormat | None = None  # of the file, if its weights are quantized
+    block_types: tuple[str, ...] = ()  # of weights in quantized blocks, such as Q4_K or int4
     weights: Weights | None = None  # for the native kernels; None: those of the model
 
     @property
@@ -133,15 +134,10 @@ class Checkpoint:
     def with_model(self, model: Any, dtype: torch.dtype | None = None) -> Checkpoint:
         """Return a checkpoint whose weights are those of a model of transformers, in its dtype."""
         made = LazyModel.of(model)
-        return replace(self, lazy_model=made, weights=None, blocks=None, dtype=dtype or self.dtype)
+        return replace(self, lazy_model=made, weights=None, blocks=None, block_types=(), dtype=dtype or self.dtype)
 
     def tied_weights(self) -> Mapping[str, str]:
         """Return pairs of names that one weight has."""
         if self.weights is None:
             return getattr(self.model, "all_tied_weights_keys", {})
         return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
-
-    @property
-    def block_types(self) -> tuple[str, ...]:
-        """The GGUF types of weights in blocks."""
-        return () if self.blocks is None else self.blocks.types

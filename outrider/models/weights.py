@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +23,28 @@ class Weights(Mapping[str, Weight]):
     A value is made when it is accessed.
     """
 
+    path: Path  # of the file or folder
+
     @abstractmethod
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a weight, without making it."""
 
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Check that there are these weights, in these shapes.
+
+        Raises:
+            OutriderError: a weight is missing, or has another shape.
+        """
+        for name, shape in shapes.items():
+            if tuple(found := self.shape(name)) != tuple(shape):
+                raise OutriderError(
+                    f"{name} in {self.path} is {tuple(found)} and should be {tuple(shape)}; download or convert it"
+                    " again"
+                )
+
     @property
     def types(self) -> tuple[str, ...]:
-        """The GGUF types of weights in blocks, sorted."""
+        """The types of weights in blocks, sorted."""
         return ()
 
     def release(self, name: str) -> None:

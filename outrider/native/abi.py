@@ -27,8 +27,9 @@ class CLinear(ctypes.Structure):
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "scale", "minimum", "sub_scale", "sub_minimum", "bias")),
-        *((name, ctypes.c_int32) for name in ("inputs", "outputs", "bits", "group", "offset")),
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "minimum", "sub_scale", "sub_minimum")),
+        *((name, ctypes.c_void_p) for name in ("zero", "order", "bias")),
+        *((name, ctypes.c_int32) for name in ("inputs", "outputs", "bits", "group", "offset", "number")),
     )
 
 

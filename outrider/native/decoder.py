@@ -19,7 +19,7 @@ from outrider.models.gguf_linear import BlockWeight, use_dequantizer
 from outrider.models.submodel import layer_stack, refuse_weight_update
 from outrider.models.weights import Weight, Weights, check_weights, tied_weight
 from outrider.native.abi import CLayer, CLinear, CModel
-from outrider.native.blocks import PackedBlocks, can_pack, dequantize_blocks, pack_blocks
+from outrider.native.blocks import PackedBlocks, can_pack_together, dequantize_blocks, pack_blocks
 from outrider.native.calls import Passes
 from outrider.native.dimensions import Dimensions
 from outrider.native.experts import PackedExperts, pack_experts
@@ -59,7 +59,8 @@ def _dense(weight: Weight) -> torch.Tensor:
 def _expand(packed: PackedWeight | PackedBlocks, dtype: torch.dtype) -> torch.Tensor:
     """Return a packed weight as a matrix [outputs, inputs]. Only some panels at a time are unpacked to float32."""
     matrix = torch.empty(packed.shape, dtype=dtype)
-    values = {field.name: getattr(packed, field.name) for field in fields(packed) if field.name != "bias"}
+    names = {field.name for field in fields(packed)} - {"bias", "order"}
+    values = {name: getattr(packed, name) for name in names}
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     for i, rows in enumerate(torch.split(matrix, _PANELS_AT_ONCE * PANEL)):
         panels = slice(i * _PANELS_AT_ONCE, (i + 1) * _PANELS_AT_ONCE)
@@ -197,8 +198,8 @@ class Decoder(Passes):
             raise OutriderError("a draft model with a reduced vocabulary takes no new weights; load it again")
         if self.types:
             raise OutriderError(
-                f"a GGUF target keeps its {', '.join(self.types)} weights and takes no new ones; use the folder of the"
-                " Hugging Face model"
+                f"this target keeps its {', '.join(self.types)} weights and takes no new ones; use the folder of the"
+                " unquantized model"
             )
         check_weights(weights, self._shapes)
         new = {name: value.detach() for name, value in weights.items()}
@@ -357,7 +358,7 @@ class Decoder(Passes):
 
     def _pack_table(self, table: Weight) -> PackedBlocks | None:
         """Return the embedding table in blocks, or None if it is dense."""
-        if not isinstance(table, BlockWeight) or not can_pack(table.kind):
+        if not isinstance(table, BlockWeight) or not can_pack_together([table]):
             return None
         head = self._packed_head
         if self._tied and isinstance(head, PackedBlocks):
@@ -375,7 +376,7 @@ class Decoder(Passes):
         gate_up = name.endswith("gate_up")
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
         types = {weight.kind for weight in blocks}
-        if len(blocks) == len(weights) and len(types) == 1 and can_pack(min(types)):
+        if len(blocks) == len(weights) and can_pack_together(blocks):
             order = _interleaved_rows(sum(block.shape[0] for block in blocks) // 2) if gate_up else None
             return pack_blocks(blocks, bias, order=order, arena=self._arena)
         if blocks:

@@ -101,6 +101,8 @@ def _declare_functions(code: ctypes.CDLL) -> None:
     code.outrider_target_probs.restype = None
     code.outrider_pack_blocks.argtypes = (ctypes.c_char_p, pointer)
     code.outrider_pack_blocks.restype = None
+    code.outrider_pack_integers.argtypes = (pointer, ctypes.c_int)
+    code.outrider_pack_integers.restype = None
     code.outrider_dequantize.argtypes = (ctypes.c_char_p, pointer)
     code.outrider_dequantize.restype = None
     code.outrider_suffix_open.argtypes = ()

@@ -29,6 +29,7 @@ from outrider.errors import OutriderError
 from outrider.loader.gguf.file import is_gguf
 from outrider.loader.hub.names import shown
 from outrider.loader.load import is_recurrent
+from outrider.loader.quantized.weights import quantization_of
 from outrider.models.submodel import layer_stack
 from outrider.parallel.ranks import Ranks
 
@@ -169,7 +170,10 @@ def _check_can_split(folder: str, ranks: int) -> None:
     from outrider.loader.tensor_parallel import check_plan
     from outrider.loader.transformers_checkpoint import read_transformers_config
 
-    check_plan(read_transformers_config(Path(folder).expanduser()), ranks, recurrent=is_recurrent(folder))
+    config = read_transformers_config(Path(folder).expanduser())
+    if quantization_of(config) is not None:
+        raise OutriderError("a quantized checkpoint cannot be split; give the unquantized one")
+    check_plan(config, ranks, recurrent=is_recurrent(folder))
 
 
 def _pass_work(folder: str, dtype: torch.dtype) -> tuple[float, int, int]:

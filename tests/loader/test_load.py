@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -232,16 +231,6 @@ def test_missing_package_is_named(shelf, monkeypatch):
     with pytest.raises(OutriderError, match=message) as raised:
         load_checkpoint(shelf.folder("mamba2"), device="cpu")
     assert "\n" not in str(raised.value)
-
-
-def test_quantized_weights_need_a_package_or_the_original(folder, monkeypatch):
-    set_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", Mock(side_effect=ImportError("GPTQ requires optimum")))
-    message = (
-        r"missing \(GPTQ requires optimum\); install it with pip, or give the folder of .* before it was quantized"
-    )
-    with pytest.raises(OutriderError, match=message):
-        load_checkpoint(folder, device="cpu")
 
 
 @pytest.mark.parametrize(

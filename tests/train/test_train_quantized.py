@@ -133,7 +133,7 @@ def test_tied_blocks_are_one_trainable_weight(tied):
 
 def test_target_in_blocks_cannot_be_trained(file, data, tmp_path):
     settings = Settings(out=str(tmp_path), data=[data], target=str(file), train_target=0.3)
-    with pytest.raises(OutriderError, match="keeps its quantized ones; use the folder of the Hugging Face model"):
+    with pytest.raises(OutriderError, match="keeps its quantized ones; use the folder of the unquantized model"):
         Training("mtp", settings)
 
 

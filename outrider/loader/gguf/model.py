@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 
 from outrider.loader.dtype import gguf_dtype
 from outrider.loader.fill import fill_model
@@ -45,7 +45,4 @@ def load_model(file: GGUFFile, config: Any, weights: GGUFWeights, dtype: torch.d
     Raises:
         OutriderError: a tensor is missing, or has the wrong shape.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    weights.check({name: weight.shape for name, weight in model.state_dict().items()})
     return fill_model(config, weights, dtype, factors=file.rotary_factors(), widen=widen)

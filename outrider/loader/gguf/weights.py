@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -41,6 +41,7 @@ class GGUFWeights(Weights):
             UnsupportedModel: the file has a tensor that its architecture does not use.
         """
         self._file = file
+        self.path = file.path
         self._architecture = architecture_of(file)
         self._dtype = dtype
         self._heads = (config.num_attention_heads, config.num_key_value_heads)
@@ -81,18 +82,6 @@ class GGUFWeights(Weights):
         if name not in self._tensors:
             raise OutriderError(f"{self._file.path} has no tensor {_tensor_name(self._architecture, name)}; {_FIX}")
         return torch.Size(self._tensors[name].shape)
-
-    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Check that the file has these weights, in these shapes.
-
-        Raises:
-            OutriderError: a weight is missing, or has another shape.
-        """
-        for name, shape in shapes.items():
-            if tuple(found := self.shape(name)) != tuple(shape):
-                raise OutriderError(
-                    f"{name} in {self._file.path} is {tuple(found)} and should be {tuple(shape)}; {_FIX}"
-                )
 
     @property
     def types(self) -> tuple[str, ...]:

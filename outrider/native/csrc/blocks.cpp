@@ -4,6 +4,7 @@
 // of the block times a small integer of the group. The layout of each type is that of ggml-quants.h of llama.cpp.
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "layout.h"
 #include "linear.h"
@@ -221,6 +222,33 @@ void dequantize(const BlockMatrix& matrix) {
   for (int output = 0; output < matrix.outputs; output++) dequantize_row<Type>(matrix, output);
 }
 
+// Return a word with the 4-bit integers 0 4 1 5 2 6 3 7 of one that has them in order.
+inline uint32_t spread(uint32_t word) {
+  for (const auto& [bits, mask] : {std::pair{8, 0xff00u}, std::pair{4, 0xf000f0u}}) {
+    const uint32_t differing = (word ^ (word >> bits)) & mask;
+    word ^= differing ^ (differing << bits);
+  }
+  return word;
+}
+
+// Pack rows of integers of 8 or 4 bits. A row is words, which have the integers from the lowest bits on.
+void pack_integers(const BlockMatrix& matrix, int bits) {
+  const int words = padded(matrix.inputs) * bits / 32, filled = (matrix.inputs * bits + 31) / 32;
+#pragma omp parallel for schedule(static)
+  for (int panel = 0; panel < (matrix.outputs + kPanel - 1) / kPanel; panel++) {
+    int32_t* to = matrix.words + size_t(panel) * words * kPanel;
+    const int rows = std::min(kPanel, matrix.outputs - panel * kPanel);
+    for (int r = 0; r < rows; r++) {
+      const uint8_t* from = matrix.row[panel * kPanel + r];
+      for (int w = 0; w < filled; w++) {
+        uint32_t word;
+        std::memcpy(&word, from + 4 * w, 4);
+        to[size_t(w) * kPanel + r] = int32_t(bits == 4 ? spread(word) : word);
+      }
+    }
+  }
+}
+
 struct Reader {
   const char* name;
   int32_t bits, group, offset, has_minimum, two_levels;
@@ -252,6 +280,8 @@ using namespace outrider;
 OUTRIDER_LAYOUT(BlockMatrix, row, words, scale, minimum, sub_scale, sub_minimum, dense, inputs, outputs)
 
 extern "C" void outrider_pack_blocks(const char* name, const BlockMatrix* matrix) { find_reader(name).pack(*matrix); }
+
+extern "C" void outrider_pack_integers(const BlockMatrix* matrix, int bits) { pack_integers(*matrix, bits); }
 
 extern "C" void outrider_dequantize(const char* name, const BlockMatrix* matrix) {
   find_reader(name).dequantize(*matrix);

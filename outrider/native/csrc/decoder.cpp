@@ -104,7 +104,8 @@ struct Chain {
 };
 }
 
-OUTRIDER_LAYOUT(Linear, weight, scale, minimum, sub_scale, sub_minimum, bias, inputs, outputs, bits, group, offset)
+OUTRIDER_LAYOUT(Linear, weight, scale, minimum, sub_scale, sub_minimum, zero, order, bias, inputs, outputs, bits, group,
+                offset, number)
 OUTRIDER_LAYOUT(Layer, qkv, out, gate_up, down, value, router, attention_norm, mlp_norm, attention_post_norm,
                 mlp_post_norm, query_norm, key_norm, window, wide_norms, rotary, top, normalized)
 OUTRIDER_LAYOUT(Pool, entries, table, layers, reach, bits)

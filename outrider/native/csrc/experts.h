@@ -81,8 +81,10 @@ inline Linear expert_layer(const Linear& all, int expert, int outputs) {
   const size_t groups = panels * (all.inputs / all.group) * kPanel;
   Linear layer = all;
   layer.weight = static_cast<const int32_t*>(all.weight) + panels * (all.inputs * all.bits / 32) * kPanel;
-  if (all.scale) layer.scale = all.scale + groups;
-  if (all.minimum) layer.minimum = all.minimum + groups;
+  const size_t number_size = all.number == kFloat ? 4 : 2;
+  if (all.scale) layer.scale = static_cast<const char*>(all.scale) + groups * number_size;
+  if (all.minimum) layer.minimum = static_cast<const char*>(all.minimum) + groups * number_size;
+  if (all.zero) layer.zero = all.zero + groups;
   layer.outputs = outputs;
   return layer;
 }

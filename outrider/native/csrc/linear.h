@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <utility>
+#include <vector>
 
 #include "matrix.h"
 #include "simd.h"
@@ -25,20 +26,24 @@ constexpr int kLine = 16;           // words of a cache line
 // Words of inputs after which the other outputs of the panel are computed, while the panel is still in the cache.
 constexpr int kRun = 64;
 
-// A quantized weight is (q - offset) * scale + minimum. q has 8 or 4 bits; scale and minimum are those of its group.
-//
-// Groups of 64 have bfloat16 scales and minima. Groups of 32 and 16 are GGUF blocks, whose scales and minima are half
-// floats. In formats with two levels, each is the half float of 256 inputs times a small integer of the group.
+// The type of scales and minima. Half floats are those of GGUF blocks and of many other quantized checkpoints.
+enum Number : int32_t { kBfloat16, kHalf, kFloat };
+
+// A quantized weight is (q - offset - zero) * scale + minimum. q has 8 or 4 bits; the others are those of its group. In
+// formats with two levels, scale and minimum are a half float of 256 inputs times a small integer of the group.
 struct Linear {
   const void* weight;         // [outputs / 32][inputs * bits / 32][32] of 32 bits
-  const uint16_t* scale;      // [outputs / 32][inputs / group, or / 256 with two levels][32]; null for 32 and 16 bits
-  const uint16_t* minimum;    // the same, or null
+  const void* scale;          // [outputs / 32][inputs / group, or / 256 with two levels][32]; null for 32 and 16 bits
+  const void* minimum;        // the same, or null
   const int8_t* sub_scale;    // [outputs / 32][inputs / group][32] with two levels, else null
   const int8_t* sub_minimum;  // the same, or null
+  const int8_t* zero;         // [outputs / 32][inputs / group][32], or null: all are 0
+  const int32_t* order;       // [inputs] the input of each column of the weight, or null: they are in order
   const float* bias;          // [outputs] or null
   int32_t inputs, outputs;
   int32_t bits;               // 32: float; 16: pairs of bfloat16; 8; 4
   int32_t group, offset;
+  int32_t number;             // the `Number` of scale and minimum
 };
 
 // Input rows in the format of a linear layer: float, bfloat16, or bytes with a scale and a sum for each group. If the
@@ -99,8 +104,17 @@ inline void pack_group(const float* x, int32_t* row, int begin, const Linear& la
   for (int i = 0; i < layer.group; i++) total += values[i];
 }
 
+// Return x [size] in the order of the columns of a layer, in memory of this thread.
+inline const float* ordered(const float* x, int size, const int32_t* order) {
+  thread_local std::vector<float> out;
+  out.resize(size);
+  for (int i = 0; i < size; i++) out[i] = x[order[i]];
+  return out.data();
+}
+
 // Convert x [size] into row r, for a linear layer.
 inline void pack_row(const Rows& rows, int r, const float* x, int size, const Linear& layer) {
+  if (layer.order) x = ordered(x, size, layer.order);
   if (layer.bits == 32) return copy_row<float>(rows, r, x, size);
   if (layer.bits == 16) return copy_row<InputBfloat16>(rows, r, x, size);
   int32_t* row = rows.words + size_t(r) * rows.stride;
@@ -170,13 +184,19 @@ inline void tile_words(const Linear& layer, int panel, const Rows& x, int r, Flo
   copy_sums(sums, acc);
 }
 
+// Return the numbers from index `at` on for the outputs of one register.
+inline FloatReg numbers(const void* value, int32_t number, size_t at) {
+  if (number == kFloat) return load_reg(static_cast<const float*>(value) + at);
+  const uint16_t* half = static_cast<const uint16_t*>(value) + at;
+  return number == kHalf ? half_to_float_reg(half) : to_float_reg(half);
+}
+
 // Return scales or minima of group `g` for the outputs of one register, which begin at `lane` in the panel. `g` counts
 // the groups of the panels before as well.
 template <int Group>
-inline FloatReg group_values(const uint16_t* value, const int8_t* sub_value, size_t g, int lane) {
-  if (Group == kGroup) return to_float_reg(value + g * kPanel + lane);
-  if (!sub_value) return half_to_float_reg(value + g * kPanel + lane);
-  const FloatReg super = half_to_float_reg(value + g * Group / kSuperBlock * kPanel + lane);
+inline FloatReg group_values(const void* value, int32_t number, const int8_t* sub_value, size_t g, int lane) {
+  if (!sub_value) return numbers(value, number, g * kPanel + lane);
+  const FloatReg super = numbers(value, kHalf, g * Group / kSuperBlock * kPanel + lane);
   return super * byte_to_float_reg(sub_value + g * kPanel + lane);
 }
 
@@ -228,16 +248,20 @@ inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Flo
       for (int m = 0; m < M; m++)
         for (int p = 0; p < regs_per_step; p++)
           group_sum[m][p] = IntReg{} - layer.offset * x.total[size_t(r + m) * x.groups + g];
+      for (int p = 0; layer.zero && p < regs_per_step; p++) {
+        const int8_t* zeros = layer.zero + (first_group + g) * kPanel + (i * regs_per_step + p) * kRegLanes;
+        for (int m = 0; m < M; m++) group_sum[m][p] -= byte_to_int_reg(zeros) * x.total[size_t(r + m) * x.groups + g];
+      }
       const int32_t* inputs = x.words + size_t(r) * x.stride + g * steps * byte_words(Bits);
       add_bytes<M, regs_per_step, Bits, steps>(group_sum, w + i * regs_per_step * kRegLanes, inputs, x.stride);
       for (int p = 0; p < regs_per_step; p++) {
         const int lane = (i * regs_per_step + p) * kRegLanes;
-        const FloatReg scales = group_values<Group>(layer.scale, layer.sub_scale, first_group + g, lane);
+        const FloatReg scales = group_values<Group>(layer.scale, layer.number, layer.sub_scale, first_group + g, lane);
         for (int m = 0; m < M; m++)
           sums[i][m][p] +=
               __builtin_convertvector(group_sum[m][p], FloatReg) * (scales * x.scale[size_t(r + m) * x.groups + g]);
         if (!layer.minimum) continue;
-        const FloatReg minima = group_values<Group>(layer.minimum, layer.sub_minimum, first_group + g, lane);
+        const FloatReg minima = group_values<Group>(layer.minimum, layer.number, layer.sub_minimum, first_group + g, lane);
         for (int m = 0; m < M; m++) {
           const size_t at = size_t(r + m) * x.groups + g;
           sums[i][m][p] += minima * (x.scale[at] * float(x.total[at]));
@@ -346,11 +370,13 @@ void apply(Team& team, const Linear& layer, const Rows& x, int rows, float* out,
   team.share((layer.outputs + kPanel - 1) / kPanel, work, panels_per_step(layer, rows));
 }
 
-// Return the scale or minimum of one output in GGUF blocks.
-inline float group_value(const Linear& layer, const uint16_t* value, const int8_t* sub_value, size_t g, int lane) {
-  if (layer.group == kGroup) return to_float(value[g * kPanel + lane]);
-  if (!sub_value) return half_to_float(value[g * kPanel + lane]);
-  return half_to_float(value[g * layer.group / kSuperBlock * kPanel + lane]) * sub_value[g * kPanel + lane];
+// Return the scale or minimum of one output.
+inline float group_value(const Linear& layer, const void* value, const int8_t* sub_value, size_t g, int lane) {
+  const size_t at = (sub_value ? g * layer.group / kSuperBlock : g) * kPanel + lane;
+  const float sub = sub_value ? sub_value[g * kPanel + lane] : 1.0f;
+  if (layer.number == kFloat) return static_cast<const float*>(value)[at] * sub;
+  const uint16_t half = static_cast<const uint16_t*>(value)[at];
+  return (layer.number == kHalf ? half_to_float(half) : to_float(half)) * sub;
 }
 
 // Write the first `size` entries of a row of a quantized weight as floats.
@@ -365,8 +391,10 @@ inline void read_row(const Linear& layer, int row, int size, float* out) {
     const uint32_t word = uint32_t(words[size_t(i * layer.bits / 32) * kPanel + lane]);
     const int shift = i % 4 * 8 + (layer.bits == 4 ? i / 4 % 2 * 4 : 0);
     const int q = int(word >> shift & (layer.bits == 8 ? 255u : 15u));
-    out[i] = float(q - layer.offset) * group_value(layer, layer.scale, layer.sub_scale, g, lane);
-    if (layer.minimum) out[i] += group_value(layer, layer.minimum, layer.sub_minimum, g, lane);
+    const int zero = layer.offset + (layer.zero ? layer.zero[g * kPanel + lane] : 0);
+    float& value = out[layer.order ? layer.order[i] : i];
+    value = float(q - zero) * group_value(layer, layer.scale, layer.sub_scale, g, lane);
+    if (layer.minimum) value += group_value(layer, layer.minimum, layer.sub_minimum, g, lane);
   }
 }
 

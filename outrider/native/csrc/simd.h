@@ -139,6 +139,13 @@ inline IntReg to_nearest(FloatReg value) {
 #endif
 }
 
+inline IntReg byte_to_int_reg(const int8_t* from) {
+  typedef int8_t Bytes __attribute__((vector_size(kRegLanes)));
+  Bytes raw;
+  std::memcpy(&raw, from, sizeof raw);
+  return __builtin_convertvector(raw, IntReg);
+}
+
 inline FloatReg byte_to_float_reg(const int8_t* from) {
   typedef int8_t Bytes __attribute__((vector_size(kRegLanes)));
   Bytes raw;

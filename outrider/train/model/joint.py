@@ -21,6 +21,8 @@ from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
 from outrider.loader.gguf.file import is_gguf, read_gguf
+from outrider.loader.load import read_model_config
+from outrider.loader.quantized.weights import quantization_of
 from outrider.models.submodel import shared_weights
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.train.data.sample import Sample
@@ -59,10 +61,10 @@ class JointTrainee(HeadTrainee):
             raise OutriderError(
                 f"loss {LENGTH} is about sampled draft tokens, and --train-target trains on given texts; use ce"
             )
-        if is_gguf(settings.target) and read_gguf(Path(settings.target)).quantized:
+        if _is_quantized(Path(settings.target)):
             raise OutriderError(
                 f"--train-target changes the weights of the target, and {settings.target} keeps its quantized ones; use"
-                " the folder of the Hugging Face model, or leave --train-target out"
+                " the folder of the unquantized model, or leave --train-target out"
             )
         self._checkpoint = load_trainable(Path(settings.target), setup.device)
         self._draft_weight = settings.train_target
@@ -131,3 +133,9 @@ class DatasetCollator:
         target_probs[next_ids >= 0] = functional.one_hot(next_ids[next_ids >= 0], len(self._ids)).float()
         no_states = torch.empty(*loss_mask.shape, 0, 0, device=device)
         return TrainingBatch(tokens=tokens, aux_states=no_states, loss_mask=loss_mask, target_probs=target_probs)
+
+
+def _is_quantized(target: Path) -> bool:
+    if is_gguf(target):
+        return read_gguf(target).quantized
+    return quantization_of(read_model_config(target)) is not None

@@ -1,0 +1,1 @@
+"""Read quantized Hugging Face checkpoints from safetensors."""
