@@ -175,14 +175,14 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
     file = read_gguf(path)
     config = make_config(file)
     check_memory(path, file.nbytes, device)
-    _check_family(config)
+    recurrent = _check_family(config)
     choice = choose_dtype(dtype, config, device, kernels=kernels)
     if file.quantized and dtype == "auto" and device.type == "cpu" and kernels != "torch" and may_run(config):
         choice = DtypeChoice(torch.bfloat16, "with quantized weights")  # of keys, values and dense weights
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
     dense = torch.float32 if file.quantized else choice.dtype
-    model = load_model(file, config, GGUFWeights(file, config, dense), dense)
+    model = load_model(file, config, GGUFWeights(file, config, dense), dense, _attention(config))
     return Checkpoint(
         model=model.to(device),
         tokenizer=load_tokenizer(file),
@@ -190,7 +190,7 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
         context_reason=_context_reason(config),
         vocab=config.vocab_size,
         end_ids=end_ids(file),
-        recurrent=False,
+        recurrent=recurrent,
         blocks=WeightFormat(tuple(file.types), file.bits) if file.quantized else None,
         dtype=choice.dtype,
         folder=str(path),
@@ -229,8 +229,7 @@ def is_recurrent(folder: str | Path) -> bool:
         OutriderError: the folder is not a causal language model.
         UnsupportedModel: the architecture is not supported.
     """
-    path = Path(folder).expanduser()
-    return False if is_gguf(path) else _check_family(_read_config(path))
+    return _check_family(read_model_config(folder))
 
 
 def reads_sources(target: str | Path | None) -> bool:

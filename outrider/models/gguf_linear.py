@@ -94,8 +94,8 @@ def use_dequantizer(dequantizer: Dequantizer) -> None:
 
 def block_types(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the GGUF types of a model's weights in blocks, sorted."""
-    modules = (module for module in model.modules() if isinstance(module, BlockLinear | BlockEmbedding))
-    return tuple(sorted({module.blocks.kind for module in modules}))
+    kinds = "+".join(module.blocks.kind for module in model.modules() if hasattr(module, "blocks"))
+    return tuple(sorted(set(filter(None, kinds.split("+")))))
 
 
 class BlockLinear(nn.Module):
@@ -123,10 +123,11 @@ class BlockLinear(nn.Module):
 class BlockEmbedding(nn.Module):
     """An embedding table in blocks."""
 
-    def __init__(self, blocks: BlockWeight, dtype: torch.dtype) -> None:
+    def __init__(self, blocks: BlockWeight, dtype: torch.dtype, *, scale: float = 1.0) -> None:
         super().__init__()
         self.blocks = blocks
         self.dtype = dtype
+        self.scale = scale
         self.num_embeddings, self.embedding_dim = blocks.shape
 
     @property
@@ -136,7 +137,7 @@ class BlockEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self.blocks.dequantize(ids.reshape(-1).cpu().numpy())
-        return rows.to(self.dtype).view(*ids.shape, -1)
+        return rows.to(self.dtype).view(*ids.shape, -1) * self.scale
 
 
 def expand_blocks(model: nn.Module) -> None:

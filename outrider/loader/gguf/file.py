@@ -170,6 +170,16 @@ class GGUFFile:
             raise OutriderError(f"{self.path} has no field {key}; convert the model again")
         return value
 
+    def floats(self, name: str) -> list[float]:
+        """Return the values of a tensor of type F32.
+
+        Raises:
+            OutriderError: there is none.
+        """
+        if name not in self.tensors:
+            raise OutriderError(f"{self.path} has no tensor {name}; {_FIX}, or convert the model again")
+        return list(map(float, self.tensors[name].data.view(np.float32)))
+
     @property
     def types(self) -> list[str]:
         """The names of the types of its matrices."""

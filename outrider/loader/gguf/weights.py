@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from outrider.errors import OutriderError, UnsupportedModel
-from outrider.loader.gguf.architectures import Architecture, architecture_of
+from outrider.loader.gguf.architectures import architecture_of, num_layers
 from outrider.loader.gguf.file import GGUFFile, Tensor
+from outrider.loader.gguf.schema import FOLDER, Source
 from outrider.models.gguf_linear import BlockWeight
+from outrider.models.gguf_made import ExpertWeight, MadeWeight
 
-Weight = torch.Tensor | BlockWeight
+Weight = torch.Tensor | BlockWeight | MadeWeight | ExpertWeight
 _FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
 ROTARY_FACTORS = "rope_freqs.weight"
-_ROTARY = (ROTARY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
-_TOP: Mapping[str, str] = MappingProxyType(
-    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-)
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROTARY = frozenset({ROTARY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"})
+_EMBEDDING, _HEAD = "token_embd.weight", "lm_head.weight"
 _FIX = "download or convert it again"
 
 
@@ -41,36 +42,47 @@ class GGUFWeights(Mapping[str, Weight]):
             UnsupportedModel: the file has a tensor that its architecture does not use.
         """
         self._file = file
+        self._config = config
         self._architecture = architecture_of(file)
         self._dtype = dtype
-        self._heads = (config.num_attention_heads, config.num_key_value_heads)
-        modules = {tensor: module for module, tensor in self._architecture.layer.items()}
-        self._tensors: dict[str, Tensor] = {}
-        for tensor in file.tensors.values():
-            if tensor.name not in _ROTARY:
-                self._tensors[_state_name(file, tensor.name, modules)] = tensor
-        if _HEAD not in self._tensors and _EMBEDDING in self._tensors:
-            self._tensors[_HEAD] = self._tensors[_EMBEDDING]
+        layers = num_layers(file)
+        self._sources = dict(self._architecture.sources(file, layers))
+        if _HEAD not in self._sources and _EMBEDDING in file.tensors:
+            self._sources[_HEAD] = Source((_EMBEDDING,))
+        used = {tensor for source in self._sources.values() for tensor in source.tensors} | _ROTARY
+        for name in file.tensors:
+            if name not in used and not predicts(name, layers):
+                raise UnsupportedModel(
+                    f"{file.path} has tensors that its architecture does not use, such as {name}; {FOLDER}"
+                )
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._sources)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._sources)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors
+        return name in self._sources
 
     def __getitem__(self, name: str) -> Weight:
-        tensor = self._tensors[name]
-        module, _, _ = name.rpartition(".")
-        if tensor.kind in _FLOATS:
-            value = torch.frombuffer(tensor.data, dtype=_FLOATS[tensor.kind]).view(tensor.shape)
-            if self._architecture.norms_plus_one and module.endswith("norm"):
-                value = value.float() - 1
-            return self._ordered(module, value.to(self._dtype))
-        blocks = tensor.data.reshape(tensor.shape[0], -1)
-        return self._ordered(module, BlockWeight(blocks, tensor.kind, tensor.shape[-1], release=tensor.release))
+        source = self._sources[name]
+        values = [self._value(self._file.tensors[tensor]) for tensor in source.tensors]
+        if source.experts:
+            return self._expert_weight(source, values)
+        if source.make is not None:
+            return self._made(source, values)
+        (value,) = values
+        if source.rows is not None:
+            order = source.rows(self._config, value.shape[0])
+            value = value.reordered(order) if isinstance(value, BlockWeight) else value[order]
+        if isinstance(value, BlockWeight):
+            return value
+        module = name.removesuffix(".weight")
+        if self._architecture.norms_plus_one and module != name and module.endswith("norm"):
+            plain = module.endswith("linear_attn.norm")
+            value = value if plain else value.float() - 1
+        return value.to(self._dtype)
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a weight.
@@ -78,44 +90,46 @@ class GGUFWeights(Mapping[str, Weight]):
         Raises:
             OutriderError: the file does not have it.
         """
-        if name not in self._tensors:
-            raise OutriderError(f"{self._file.path} has no tensor {_tensor_name(self._architecture, name)}; {_FIX}")
-        return torch.Size(self._tensors[name].shape)
+        if name not in self._sources:
+            raise OutriderError(f"{self._file.path} has no tensor {self._architecture.tensor_of(name)}; {_FIX}")
+        source = self._sources[name]
+        tensors = [self._file.tensors[tensor] for tensor in source.tensors]
+        if source.make is None:
+            return torch.Size(tensors[0].shape)
+        parts = [torch.empty(tensor.shape[source.experts :], device="meta") for tensor in tensors]
+        made = source.make(self._config, *parts).shape
+        return torch.Size([*tensors[0].shape[: source.experts], *made])
 
-    def _ordered(self, module: str, value: Weight) -> Weight:
-        """Return a weight with its rows as transformers orders them."""
-        part = module.rpartition(".")[2]
-        if not self._architecture.permuted or part not in ("q_proj", "k_proj"):
-            return value
-        order = _rotary_order(value.shape[0], self._heads[part == "k_proj"])
-        return value.reordered(order) if isinstance(value, BlockWeight) else value[order]
+    def _value(self, tensor: Tensor) -> torch.Tensor | BlockWeight:
+        """Return a tensor. One in blocks has two dimensions: all but the last one are rows."""
+        if tensor.kind in _FLOATS:
+            return torch.frombuffer(tensor.data, dtype=_FLOATS[tensor.kind]).view(tensor.shape)
+        blocks = tensor.data.reshape(prod(tensor.shape[:-1]), -1)
+        return BlockWeight(blocks, tensor.kind, tensor.shape[-1], release=tensor.release)
 
+    def _expert_weight(self, source: Source, values: list[torch.Tensor | BlockWeight]) -> Weight:
+        make = partial(source.make or _only, self._config)
+        if any(isinstance(value, BlockWeight) for value in values):
+            shapes = [self._file.tensors[tensor].shape for tensor in source.tensors]
+            return ExpertWeight(values, shapes, make)
+        dense = [value for value in values if isinstance(value, torch.Tensor)]
+        experts = [make(*parts).to(self._dtype) for parts in zip(*dense, strict=True)]
+        return torch.stack(experts)
 
-def _state_name(file: GGUFFile, tensor: str, modules: Mapping[str, str]) -> str:
-    """Return the name in transformers of a tensor, such as blk.0.attn_q.weight."""
-    stem, _, suffix = tensor.rpartition(".")
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{suffix}"
-    block, _, part = stem.partition(".")
-    number, _, part = part.partition(".")
-    if block != "blk" or part not in modules:
-        raise UnsupportedModel(
-            f"{file.path} has tensors that its architecture does not use, such as {tensor};"
-            " use the folder of the Hugging Face model"
-        )
-    return f"model.layers.{number}.{modules[part]}.{suffix}"
-
-
-def _tensor_name(architecture: Architecture, name: str) -> str:
-    """Return the name of the tensor of a weight of transformers."""
-    module, _, suffix = name.rpartition(".")
-    for stem, top in _TOP.items():
-        if module == top:
-            return f"{stem}.{suffix}"
-    _, _, number, part = module.split(".", 3)
-    return f"blk.{number}.{architecture.layer[part]}.{suffix}"
+    def _made(self, source: Source, values: list[torch.Tensor | BlockWeight]) -> Weight:
+        make = partial(source.make or _only, self._config)
+        dense = [value for value in values if isinstance(value, torch.Tensor)]
+        if len(dense) == len(values):
+            return make(*dense).to(self._dtype).contiguous()
+        return MadeWeight(values, [self._file.tensors[tensor].shape for tensor in source.tensors], make)
 
 
-def _rotary_order(rows: int, heads: int) -> torch.Tensor:
-    """Return the row in a GGUF file of each row of q or k in transformers, which has halves instead of pairs."""
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+def _only(_config: Any, value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def predicts(tensor: str, layers: int) -> bool:
+    """Return whether a tensor belongs to a layer that predicts further tokens, after the `layers` of the model."""
+    block, _, rest = tensor.partition(".")
+    number, _, _ = rest.partition(".")
+    return block == "blk" and number.isdecimal() and int(number) >= layers
