@@ -27,7 +27,7 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
 from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
 from outrider.loader.embedded import model_folder
-from outrider.loader.gguf.file import is_gguf, read_gguf
+from outrider.loader.gguf.file import FLOATS, is_gguf, read_gguf
 from outrider.loader.gguf.model import end_ids, load_model, make_config
 from outrider.loader.gguf.model import read_config as read_gguf_config
 from outrider.loader.gguf.tokenizer import load_tokenizer
@@ -40,6 +40,7 @@ from outrider.loader.tensor_parallel import check_plan
 from outrider.loader.tokenizer import read_tokenizer
 from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint, SourceRules, WeightFormat
+from outrider.native.blocks import can_pack
 from outrider.native.support import may_run
 from outrider.parallel.processes import local_device
 from outrider.parallel.ranks import join
@@ -177,12 +178,14 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
     check_memory(path, file.nbytes, device)
     recurrent = _check_family(config)
     choice = choose_dtype(dtype, config, device, kernels=kernels)
-    if file.quantized and dtype == "auto" and device.type == "cpu" and kernels != "torch" and may_run(config):
+    dense = torch.float32 if file.quantized else choice.dtype
+    weights = GGUFWeights(file, config, dense)
+    native = device.type == "cpu" and kernels != "torch" and may_run(config) and all(kind in FLOATS or can_pack(kind) for kind in weights.expert_types)
+    if file.quantized and dtype == "auto" and native:
         choice = DtypeChoice(torch.bfloat16, "with quantized weights")  # of keys, values and dense weights
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
-    dense = torch.float32 if file.quantized else choice.dtype
-    model = load_model(file, config, GGUFWeights(file, config, dense), dense, _attention(config))
+    model = load_model(file, config, weights, dense, _attention(config))
     return Checkpoint(
         model=model.to(device),
         tokenizer=load_tokenizer(file),

@@ -65,6 +65,8 @@ def make_target(
         raise UnsupportedModel(
             f"the {', '.join(types)} weights of this model run on torch in float32 only; use dtype float32"
         )
+    if types and kernels == "auto":
+        _log.warning("torch dequantizes the %s weights of this model in each pass, which is slow", ", ".join(types))
     if bits < 16:
         quantize_model(checkpoint.model, bits)
     if checkpoint.source is not None:

@@ -59,8 +59,19 @@ class MadeWeight:
 class ExpertWeight(MadeWeight):
     """The matrices [E, ...] of all experts of a layer. Each is made of one matrix of every part [E, ...]."""
 
-    def __init__(self, parts: Sequence[Part], shapes: Sequence[Sequence[int]], make: Make) -> None:
+    def __init__(
+        self, parts: Sequence[Part], shapes: Sequence[Sequence[int]], make: Make, *, stacked: bool = False
+    ) -> None:
+        """Refer to `parts`.
+
+        Args:
+            parts: as in `MadeWeight`.
+            shapes: the same.
+            make: returns the matrix of an expert from its dequantized parts.
+            stacked: whether `make` puts the parts one above the other.
+        """
         super().__init__(parts, [shape[1:] for shape in shapes], make)
+        self.stacked = stacked
         self.experts = int(shapes[0][0])
         self.shape = torch.Size([self.experts, *self.shape])
 

@@ -16,19 +16,20 @@ from outrider.cache.paged import PagedCache
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight, block_types, use_dequantizer
+from outrider.models.gguf_made import BlockExperts, ExpertWeight
 from outrider.models.submodel import layer_stack, refuse_weight_update
 from outrider.models.weights import check_weights, tied_weight
 from outrider.native.abi import CLayer, CLinear, CModel
 from outrider.native.blocks import PackedBlocks, can_pack, dequantize_blocks, pack_blocks
 from outrider.native.calls import Passes
 from outrider.native.dimensions import Dimensions
-from outrider.native.experts import PackedExperts, pack_experts
+from outrider.native.experts import PackedExperts, pack_expert_blocks, pack_experts
 from outrider.native.library import Library
 from outrider.native.pack import FLOAT_DTYPES, PANEL, Arena, PackedWeight, Refill, address, interleave, pack, separate
 
 _HEAD = "lm_head"
 _PANELS_AT_ONCE = 128  # panels of a table that are expanded to float32 at once
-Weight = torch.Tensor | BlockWeight
+Weight = torch.Tensor | BlockWeight | ExpertWeight
 Packed = PackedWeight | PackedBlocks
 _log = logging.getLogger("outrider")
 _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
@@ -45,6 +46,8 @@ def _weights(model: Any, body: str) -> dict[str, Weight]:
     for name, module in model.named_modules():
         if isinstance(module, BlockLinear | BlockEmbedding):
             weights[f"{name}.weight"] = module.blocks
+        elif isinstance(module, BlockExperts):
+            weights[name] = module.blocks
     return {name: value for name, value in weights.items() if name.startswith((f"{body}.", f"{_HEAD}."))}
 
 
@@ -385,6 +388,8 @@ class Decoder(Passes):
         An older value of the same name is overwritten, so that its memory is used again.
         """
         weights = [state[_weight_name(part)] for part in parts]
+        if isinstance(weights[0], ExpertWeight):
+            return pack_expert_blocks(weights[0], gated=name.endswith("gate_up"), arena=self._arena)
         biases = [bias for part in parts if isinstance(bias := state.get(f"{part}.bias"), torch.Tensor)]
         bias = torch.cat(biases) if biases else None
         gate_up = name.endswith("gate_up")

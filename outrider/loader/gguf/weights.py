@@ -13,7 +13,7 @@ import torch
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.loader.gguf.architectures import architecture_of, num_layers
 from outrider.loader.gguf.file import GGUFFile, Tensor
-from outrider.loader.gguf.schema import FOLDER, Source
+from outrider.loader.gguf.schema import FOLDER, Source, stacked
 from outrider.models.gguf_linear import BlockWeight
 from outrider.models.gguf_made import ExpertWeight, MadeWeight
 
@@ -100,6 +100,12 @@ class GGUFWeights(Mapping[str, Weight]):
         made = source.make(self._config, *parts).shape
         return torch.Size([*tensors[0].shape[: source.experts], *made])
 
+    @property
+    def expert_types(self) -> set[str]:
+        """The types of the experts."""
+        names = (name for source in self._sources.values() if source.experts for name in source.tensors)
+        return {self._file.tensors[name].kind for name in names}
+
     def _value(self, tensor: Tensor) -> torch.Tensor | BlockWeight:
         """Return a tensor. One in blocks has two dimensions: all but the last one are rows."""
         if tensor.kind in _FLOATS:
@@ -111,7 +117,7 @@ class GGUFWeights(Mapping[str, Weight]):
         make = partial(source.make or _only, self._config)
         if any(isinstance(value, BlockWeight) for value in values):
             shapes = [self._file.tensors[tensor].shape for tensor in source.tensors]
-            return ExpertWeight(values, shapes, make)
+            return ExpertWeight(values, shapes, make, stacked=source.make is stacked)
         dense = [value for value in values if isinstance(value, torch.Tensor)]
         experts = [make(*parts).to(self._dtype) for parts in zip(*dense, strict=True)]
         return torch.stack(experts)

@@ -79,10 +79,13 @@ inline void choose_experts(const float* logits, int experts, int top, bool norma
 inline Linear expert_layer(const Linear& all, int expert, int outputs) {
   const size_t panels = size_t(expert) * ((outputs + kPanel - 1) / kPanel);
   const size_t groups = panels * (all.inputs / all.group) * kPanel;
+  const size_t scales = all.sub_scale ? panels * (all.inputs / kSuperBlock) * kPanel : groups;
   Linear layer = all;
   layer.weight = static_cast<const int32_t*>(all.weight) + panels * (all.inputs * all.bits / 32) * kPanel;
-  if (all.scale) layer.scale = all.scale + groups;
-  if (all.minimum) layer.minimum = all.minimum + groups;
+  if (all.scale) layer.scale = all.scale + scales;
+  if (all.minimum) layer.minimum = all.minimum + scales;
+  if (all.sub_scale) layer.sub_scale = all.sub_scale + groups;
+  if (all.sub_minimum) layer.sub_minimum = all.sub_minimum + groups;
   layer.outputs = outputs;
   return layer;
 }
