@@ -27,6 +27,7 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
 from outrider.loader.dtype import DtypeChoice, choose_dtype, stored_dtype
 from outrider.loader.embedded import model_folder
+from outrider.loader.gguf import heads as _heads  # noqa: F401  # lets GGUF files be read as draft heads
 from outrider.loader.gguf.file import FLOATS, is_gguf, read_gguf
 from outrider.loader.gguf.model import end_ids, load_model, make_config
 from outrider.loader.gguf.model import read_config as read_gguf_config

@@ -82,6 +82,7 @@ _BLOCK_TYPES: Mapping[int, BlockType] = MappingProxyType(
         21: BlockType("IQ3_S", 256, 110),
         22: BlockType("IQ2_S", 256, 82),
         23: BlockType("IQ4_XS", 256, 136),
+        27: BlockType("I64", 1, 8),
         29: BlockType("IQ1_M", 256, 56),
         30: BlockType("BF16", 1, 2),
         34: BlockType("TQ1_0", 256, 54),

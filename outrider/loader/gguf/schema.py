@@ -97,7 +97,12 @@ class Architecture:
     longrope: bool = False  # whether the rotary factors of the file are settings of the model
 
     def sources(self, file: GGUFFile, layers: int) -> Iterator[tuple[str, Source]]:
-        """Yield the name of each weight in transformers that the file has, and its source with full names."""
+        """Yield the name of each weight in transformers that the file has, and its source with full names.
+
+        Args:
+            file: the file.
+            layers: the number of its first blocks that are listed.
+        """
         for name, choice in self.top.items():
             yield from _present(file, name, choice, "")
         for i in range(layers):

@@ -13,13 +13,13 @@ import torch
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.loader.gguf.architectures import architecture_of, num_layers
 from outrider.loader.gguf.file import GGUFFile, Tensor
-from outrider.loader.gguf.schema import FOLDER, Source, stacked
+from outrider.loader.gguf.schema import FOLDER, Architecture, Source, stacked
 from outrider.models.gguf_linear import BlockWeight
 from outrider.models.gguf_made import ExpertWeight, MadeWeight
 
 Weight = torch.Tensor | BlockWeight | MadeWeight | ExpertWeight
-_FLOATS: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
+    {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 )
 ROTARY_FACTORS = "rope_freqs.weight"
 _ROTARY = frozenset({ROTARY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"})
@@ -30,28 +30,38 @@ _FIX = "download or convert it again"
 class GGUFWeights(Mapping[str, Weight]):
     """The weights of a file. A value is made when it is accessed; quantized matrices stay in the blocks of the file."""
 
-    def __init__(self, file: GGUFFile, config: Any, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        file: GGUFFile,
+        config: Any,
+        dtype: torch.dtype,
+        *,
+        architecture: Architecture | None = None,
+        layers: int | None = None,
+    ) -> None:
         """List the weights.
 
         Args:
             file: the file.
             config: the configuration of its model.
             dtype: the type of all weights that are not in quantized blocks.
+            architecture: how the file describes them; None: as a model.
+            layers: the number of its blocks to list; None: those of the model.
 
         Raises:
             UnsupportedModel: the file has a tensor that its architecture does not use.
         """
         self._file = file
         self._config = config
-        self._architecture = architecture_of(file)
+        self._architecture = architecture or architecture_of(file)
         self._dtype = dtype
-        layers = num_layers(file)
+        layers = layers or num_layers(file)
         self._sources = dict(self._architecture.sources(file, layers))
         if _HEAD not in self._sources and _EMBEDDING in file.tensors:
             self._sources[_HEAD] = Source((_EMBEDDING,))
         used = {tensor for source in self._sources.values() for tensor in source.tensors} | _ROTARY
         for name in file.tensors:
-            if name not in used and not predicts(name, layers):
+            if name not in used and not _is_later(name, layers):
                 raise UnsupportedModel(
                     f"{file.path} has tensors that its architecture does not use, such as {name}; {FOLDER}"
                 )
@@ -108,8 +118,8 @@ class GGUFWeights(Mapping[str, Weight]):
 
     def _value(self, tensor: Tensor) -> torch.Tensor | BlockWeight:
         """Return a tensor. One in blocks has two dimensions: all but the last one are rows."""
-        if tensor.kind in _FLOATS:
-            return torch.frombuffer(tensor.data, dtype=_FLOATS[tensor.kind]).view(tensor.shape)
+        if tensor.kind in _PLAIN:
+            return torch.frombuffer(tensor.data, dtype=_PLAIN[tensor.kind]).view(tensor.shape)
         blocks = tensor.data.reshape(prod(tensor.shape[:-1]), -1)
         return BlockWeight(blocks, tensor.kind, tensor.shape[-1], release=tensor.release)
 
@@ -126,7 +136,8 @@ class GGUFWeights(Mapping[str, Weight]):
         make = partial(source.make or _only, self._config)
         dense = [value for value in values if isinstance(value, torch.Tensor)]
         if len(dense) == len(values):
-            return make(*dense).to(self._dtype).contiguous()
+            made = make(*dense)
+            return (made.to(self._dtype) if made.is_floating_point() else made).contiguous()
         return MadeWeight(values, [self._file.tensors[tensor].shape for tensor in source.tensors], make)
 
 
@@ -134,8 +145,8 @@ def _only(_config: Any, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def predicts(tensor: str, layers: int) -> bool:
-    """Return whether a tensor belongs to a layer that predicts further tokens, after the `layers` of the model."""
+def _is_later(tensor: str, layers: int) -> bool:
+    """Return whether a tensor belongs to a block after the first `layers`: it predicts further tokens."""
     block, _, rest = tensor.partition(".")
     number, _, _ = rest.partition(".")
     return block == "blk" and number.isdecimal() and int(number) >= layers
