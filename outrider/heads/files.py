@@ -29,7 +29,7 @@ _READ_ERRORS = (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError
 
 
 def use_gguf_reader(reader: Callable[[Path], Unpacked]) -> None:
-    """Let GGUF files be read by a function that returns the config.json and the tensors of the folder they stand for."""
+    """Let a function read GGUF files: it returns the config.json and the tensors of the folder that each stands for."""
     global _read_gguf
     _read_gguf = reader
 

@@ -181,7 +181,12 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Ch
     choice = choose_dtype(dtype, config, device, kernels=kernels)
     dense = torch.float32 if file.quantized else choice.dtype
     weights = GGUFWeights(file, config, dense)
-    native = device.type == "cpu" and kernels != "torch" and may_run(config) and all(kind in FLOATS or can_pack(kind) for kind in weights.expert_types)
+    native = (
+        device.type == "cpu"
+        and kernels != "torch"
+        and may_run(config)
+        and all(kind in FLOATS or can_pack(kind) for kind in weights.expert_types)
+    )
     if file.quantized and dtype == "auto" and native:
         choice = DtypeChoice(torch.bfloat16, "with quantized weights")  # of keys, values and dense weights
     AttentionInterface.register(NAME, attend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,21 @@ def _gguf() -> Any:
     except ImportError as error:
         raise OutriderError('quantized GGUF files need the package gguf; run pip install "outrider[gguf]"') from error
     return gguf
+
+
+class Blocks(Protocol):
+    """A matrix [rows, columns] that is dequantized when it is used."""
+
+    kind: str  # of the blocks; several types are joined by +
+    shape: torch.Size
+
+    def release(self) -> None:
+        """Free the memory of the blocks, which are read from the file again when they are used."""
+        ...
+
+    def dequantize(self, rows: Any = ...) -> torch.Tensor:
+        """Return rows of the matrix in float32, exactly."""
+        ...
 
 
 class BlockWeight:
@@ -94,14 +109,15 @@ def use_dequantizer(dequantizer: Dequantizer) -> None:
 
 def block_types(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the GGUF types of a model's weights in blocks, sorted."""
-    kinds = "+".join(module.blocks.kind for module in model.modules() if hasattr(module, "blocks"))
+    blocks = (module.blocks for module in model.modules() if hasattr(module, "blocks"))
+    kinds = "+".join(str(getattr(each, "kind", "")) for each in blocks)
     return tuple(sorted(set(filter(None, kinds.split("+")))))
 
 
 class BlockLinear(nn.Module):
     """A linear layer with a weight in blocks."""
 
-    def __init__(self, blocks: BlockWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, blocks: Blocks, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.blocks = blocks
         self.dtype = dtype
@@ -114,7 +130,8 @@ class BlockLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # A part of the rows is dequantized at a time: an LM head may have more values than fit into the memory.
-        parts = (slice(begin, begin + _ROWS) for begin in range(0, self.blocks.shape[0], _ROWS))
+        size = _ROWS if isinstance(self.blocks, BlockWeight) else self.blocks.shape[0]
+        parts = (slice(begin, begin + size) for begin in range(0, self.blocks.shape[0], size))
         out = torch.cat([functional.linear(x, self.blocks.dequantize(rows).to(self.dtype)) for rows in parts], -1)
         self.blocks.release()
         return out if self.bias is None else out + self.bias
@@ -123,7 +140,7 @@ class BlockLinear(nn.Module):
 class BlockEmbedding(nn.Module):
     """An embedding table in blocks."""
 
-    def __init__(self, blocks: BlockWeight, dtype: torch.dtype, *, scale: float = 1.0) -> None:
+    def __init__(self, blocks: Blocks, dtype: torch.dtype, *, scale: float = 1.0) -> None:
         super().__init__()
         self.blocks = blocks
         self.dtype = dtype
@@ -142,7 +159,7 @@ class BlockEmbedding(nn.Module):
 
 def expand_blocks(model: nn.Module) -> None:
     """Replace modules with weights in blocks by dense ones, to train or save the model. Tied weights stay tied."""
-    weights: dict[BlockWeight, nn.Parameter] = {}
+    weights: dict[Blocks, nn.Parameter] = {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, BlockLinear | BlockEmbedding):
             continue

@@ -106,7 +106,7 @@ class BlockExperts(nn.Module):
 
 
 class DenseInputExperts(nn.Module):
-    """The experts of Llama 4, which has a row of inputs for each pair of token and expert: zeros if it is not chosen."""
+    """The experts of Llama 4, with a row of inputs for each token and expert: zeros where it is not chosen."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()

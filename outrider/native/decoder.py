@@ -15,7 +15,7 @@ import torch
 from outrider.cache.paged import PagedCache
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
-from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight, block_types, use_dequantizer
+from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, Blocks, BlockWeight, block_types, use_dequantizer
 from outrider.models.gguf_made import BlockExperts, ExpertWeight
 from outrider.models.submodel import layer_stack, refuse_weight_update
 from outrider.models.weights import check_weights, tied_weight
@@ -29,7 +29,7 @@ from outrider.native.pack import FLOAT_DTYPES, PANEL, Arena, PackedWeight, Refil
 
 _HEAD = "lm_head"
 _PANELS_AT_ONCE = 128  # panels of a table that are expanded to float32 at once
-Weight = torch.Tensor | BlockWeight | ExpertWeight
+Weight = torch.Tensor | Blocks
 Packed = PackedWeight | PackedBlocks
 _log = logging.getLogger("outrider")
 _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"

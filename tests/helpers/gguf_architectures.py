@@ -22,8 +22,8 @@ _TENSORS = {
     "attn_q": "self_attn.q_proj mixer.q_proj",
     "attn_k": "self_attn.k_proj mixer.k_proj",
     "attn_v": "self_attn.v_proj mixer.v_proj",
-    "attn_output": "self_attn.o_proj self_attn.out_proj self_attn.dense mixer.o_proj self_attention.dense attention.dense"
-    " attn.c_proj",
+    "attn_output": "self_attn.o_proj self_attn.out_proj self_attn.dense mixer.o_proj self_attention.dense"
+    " attention.dense attn.c_proj",
     "attn_q_norm": "self_attn.q_norm self_attn.q_layernorm self_attn.query_layernorm",
     "attn_k_norm": "self_attn.k_norm self_attn.k_layernorm self_attn.key_layernorm",
     "attn_gate": "self_attn.gate_proj",
@@ -246,7 +246,9 @@ _LINEAR: dict[str, Change] = {
 _TILED: dict[str, Change] = {
     "A_log": _only("ssm_a", lambda config, weight: _tiled(config, -weight.exp())),
     "dt_bias": _only("ssm_dt.bias", _tiled),
-    "conv1d.weight": _only("ssm_conv1d.weight", lambda config, weight: _tiled(config, weight.squeeze(1), 0, _keys(config))),
+    "conv1d.weight": _only(
+        "ssm_conv1d.weight", lambda config, weight: _tiled(config, weight.squeeze(1), 0, _keys(config))
+    ),
     "in_proj_qkv.weight": _only("attn_qkv.weight", lambda config, weight: _tiled(config, weight, 0, _keys(config))),
     "in_proj_z.weight": _only("attn_gate.weight", _tiled),
     "in_proj_a.weight": _only("ssm_alpha.weight", _tiled),
@@ -438,9 +440,7 @@ WRITTEN: dict[str, Written] = {
         fields=lambda config: {**_hybrid_heads(config), "attention.layer_norm_rms_epsilon": config.norm_eps},
         changes={"conv.conv.weight": _only("shortconv.conv.weight", lambda config, weight: weight.squeeze(1))},
     ),
-    "mamba": Written(
-        name="mamba", fields=lambda config: {"ssm.inner_size": config.intermediate_size}, changes=_STATE
-    ),
+    "mamba": Written(name="mamba", fields=lambda config: {"ssm.inner_size": config.intermediate_size}, changes=_STATE),
     "falcon_mamba": Written(
         name="mamba",
         fields=lambda config: {"ssm.inner_size": config.intermediate_size, "ssm.dt_b_c_rms": True},
@@ -507,12 +507,20 @@ def writable_model(name: str, **settings: Any) -> Any:
     return model
 
 
-def write_architecture(path: Path, model: Any, kind: str = "F32") -> Path:
-    """Write a model of one of `WRITTEN`. Experts and matrices of whole blocks have a type, such as Q8_0."""
+def write_architecture(
+    path: Path, model: Any, kind: str = "F32", *, module: Mapping[str, torch.Tensor] | None = None
+) -> Path:
+    """Write a model of one of `WRITTEN`. Experts and matrices of whole blocks have a type, such as Q8_0.
+
+    `module` has the tensors of a last block, which predicts further tokens, by their names in it.
+    """
     config = model.config.get_text_config(decoder=True)
     written = WRITTEN[config.model_type]
     writer = gguf.GGUFWriter(path, written.name)
-    for name, value in (_common(config) | dict(written.fields(config))).items():
+    fields = _common(config) | dict(written.fields(config))
+    if module:
+        fields |= {"block_count": config.num_hidden_layers + 1, "nextn_predict_layers": 1}
+    for name, value in fields.items():
         _add_field(writer, f"{written.name}.{name}", value)
     add_tokenizer(writer, "default")
     stacks: dict[str, list[torch.Tensor]] = {}
@@ -524,6 +532,8 @@ def write_architecture(path: Path, model: Any, kind: str = "F32") -> Path:
             continue
         for name, values in _tensors(config, written, key, weight.float()):
             add_values(writer, name, values.contiguous().numpy(), kind if _blocked(name, values) else "F32")
+    for name, weight in (module or {}).items():
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.{name}", weight.numpy())
     for name, matrices in stacks.items():
         writer.add_tensor(f"{name}.weight", torch.stack(matrices).numpy())
     if written.name == "gemma4":

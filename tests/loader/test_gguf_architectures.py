@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outrider.core import tree
+from outrider.errors import UnsupportedModel
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.models.gguf_linear import block_types
 from outrider.models.gguf_made import BlockExperts
@@ -17,7 +18,18 @@ from tests.helpers.variants import variants
 
 FAST = (
     *("mixtral", "qwen3_moe", "granitemoeshared", "gpt_oss", "deepseek_v3", "llama4_text", "afmoe", "gemma3n_text"),
-    *("gemma4_text", "phi", "glm4", "falcon", "bloom", "gpt2", "qwen3_next", "qwen3_5_text", "lfm2_moe", "falcon_mamba"),
+    *(
+        "gemma4_text",
+        "phi",
+        "glm4",
+        "falcon",
+        "bloom",
+        "gpt2",
+        "qwen3_next",
+        "qwen3_5_text",
+        "lfm2_moe",
+        "falcon_mamba",
+    ),
     *("falcon_h1", "nemotron_h", "jamba"),
 )
 _SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
@@ -70,3 +82,12 @@ def test_the_kernels_multiply_experts_in_blocks(tmp_path):
     model.set_attn_implementation("eager")
     expected = model(torch.tensor([list(seq.token_ids)])).logits[0, -1:]
     assert (scores - expected).norm() / expected.norm() < 0.08
+
+
+def test_a_tensor_that_the_model_does_not_use_is_named(tmp_path):
+    """llama.cpp reads it where it exists, so the model would be another one."""
+    model = writable_model("seed_oss")
+    model.model.layers[1].mlp.down_proj.bias = torch.nn.Parameter(torch.zeros(32))
+    path = write_architecture(tmp_path / "model.gguf", model)
+    with pytest.raises(UnsupportedModel, match=r"does not use, such as blk\.1\.ffn_down\.bias; use the folder"):
+        load_checkpoint(path)

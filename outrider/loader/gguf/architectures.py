@@ -24,6 +24,7 @@ _FIELDS: Mapping[str, Any] = MappingProxyType(
         "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     }
 )
+DRAFTS = ("eagle3", "dflash")  # draft heads
 _TOKENS = ("bos_token_id", "eos_token_id")
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({**MIXTURES, **DENSE, **HYBRIDS})
 
@@ -34,11 +35,12 @@ def architecture_of(file: GGUFFile) -> Architecture:
     Raises:
         UnsupportedModel: it is not supported.
     """
+    if file.architecture in DRAFTS:
+        raise UnsupportedModel(f"{file.path} is a draft head, which does not run alone; use it as draft:{file.path}")
     found = ARCHITECTURES.get(file.architecture)
     if found is None:
         raise UnsupportedModel(
-            f"{file.path} is a GGUF file of the architecture {file.architecture!r}; supported are"
-            f" {', '.join(ARCHITECTURES)}; {FOLDER}"
+            f"{file.path} is a GGUF file of the architecture {file.architecture!r}, which is not supported; {FOLDER}"
         )
     return found
 
@@ -52,7 +54,7 @@ def settings_of(file: GGUFFile) -> Settings:
     """
     architecture = architecture_of(file)
     settings: Settings = {"model_type": architecture.model_type, "num_hidden_layers": num_layers(file)}
-    for name, key in (_FIELDS | architecture.fields).items():
+    for name, key in {**_FIELDS, **architecture.fields}.items():
         if key is not None:
             settings[name] = file.size(key) if isinstance(key, str) else file.size(*key)
     settings["vocab_size"] = _embedding(file).shape[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -45,6 +45,7 @@ _SHARED_INPUTS: Layout = {  # of Gemma's embeddings for each layer
     "per_layer_projection": module("proj"),
     "post_per_layer_input_norm": module("post_norm"),
 }
+_SHARED_KEYS = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")  # of layers that read those of others
 _SHARED_TOP: Layout = {
     **TOP,
     "model.embed_tokens_per_layer": module("per_layer_token_embd"),
@@ -102,7 +103,7 @@ def _gemma3(file: GGUFFile, common: Settings) -> Settings:
     return _gemma_scale(file, common) | windows(6, two_ropes=True)(file, common)
 
 
-def windows(period: int, *, two_ropes: bool = False) -> Any:
+def windows(period: int, *, two_ropes: bool = False) -> Callable[[GGUFFile, Settings], Settings]:
     """Return the function that reads the sliding windows of layers, of which each `period`-th has none.
 
     With `two_ropes`, layers with and without a window have rotary embeddings of their own.
@@ -115,11 +116,10 @@ def windows(period: int, *, two_ropes: bool = False) -> Any:
             "layer_types": layer_types(file, common["num_hidden_layers"], period),
         }
         if two_ropes:
-            local = {"rope_type": "default", "rope_theta": file.size("rope.freq_base_swa", 10000.0)}
-            settings["rope_parameters"] = {
-                "full_attention": common["rope_parameters"],
-                "sliding_attention": local,
-            }
+            full = common["rope_parameters"]
+            default = 10000.0 if file.architecture.startswith("gemma") else full["rope_theta"]
+            local = {"rope_type": "default", "rope_theta": file.size("rope.freq_base_swa", default)}
+            settings["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
         return settings
 
     return read
@@ -133,11 +133,11 @@ def _gemma_scale(file: GGUFFile, common: Settings) -> Settings:
 
 
 def _gemma3n(file: GGUFFile, common: Settings) -> Settings:
-    normal = torch.distributions.Normal(0.0, 1.0)
-    scales = file.size("activation_sparsity_scale")
+    scales = torch.tensor(file.size("activation_sparsity_scale"))
+    shares = torch.special.ndtr(scales)  # of a normal distribution
     lengths = common["intermediate_size"]
     return windows(5, two_ropes=True)(file, common) | {
-        "activation_sparsity_pattern": [round(float(normal.cdf(torch.tensor(scale))), 6) for scale in scales],
+        "activation_sparsity_pattern": [round(share, 6) for share in shares.tolist()],
         "intermediate_size": lengths if isinstance(lengths, list) else [lengths] * common["num_hidden_layers"],
         "vocab_size_per_layer_input": common["vocab_size"],
         "laurel_rank": file.tensors["blk.0.laurel_l.weight"].shape[0],
@@ -178,10 +178,7 @@ def _gemma4(file: GGUFFile, common: Settings) -> Settings:
 def _olmo2(file: GGUFFile, common: Settings) -> Settings:
     if not file.size("attention.sliding_window", 0):
         return {}
-    settings = windows(4, two_ropes=True)(file, common)
-    theta = file.size("rope.freq_base_swa", common["rope_parameters"]["rope_theta"])
-    settings["rope_parameters"]["sliding_attention"]["rope_theta"] = theta
-    return settings | {"model_type": "olmo3"}
+    return windows(4, two_ropes=True)(file, common) | {"model_type": "olmo3"}
 
 
 def _mistral3(file: GGUFFile, common: Settings) -> Settings:
@@ -206,7 +203,7 @@ def _falcon_rows(config: Any, rows: int) -> torch.Tensor:
     keys = config.num_kv_heads
     queries = config.num_attention_heads // keys
     numbers = torch.arange(rows)
-    parts = numbers.split([rows * each // (queries + 2) for each in (queries, 1, 1)])
+    parts = torch.split(numbers, [rows * each // (queries + 2) for each in (queries, 1, 1)])
     grouped = [part.view(keys, -1) for part in parts]
     return torch.cat(grouped, 1).flatten()
 
@@ -288,8 +285,8 @@ _FALCON_TOP: Layout = {
 }
 DENSE: Mapping[str, Architecture] = MappingProxyType(
     {
-        "mistral": Architecture(model_type="mistral", layer=LAYER | PERMUTED),
-        "mistral3": Architecture(model_type="ministral3", layer=LAYER | PERMUTED, settings=_mistral3),
+        "mistral": Architecture(model_type="mistral", layer={**LAYER, **PERMUTED}),
+        "mistral3": Architecture(model_type="ministral3", layer={**LAYER, **PERMUTED}, settings=_mistral3),
         "qwen2": Architecture(model_type="qwen2"),
         "qwen3": Architecture(model_type="qwen3"),
         "phi2": Architecture(
@@ -318,6 +315,7 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
                 "num_kv_shared_layers": "attention.shared_kv_layers",
             },
             layer=_GEMMA3N_LAYER,
+            spare=_SHARED_KEYS,
             top={
                 **_SHARED_TOP,
                 **_altup("model.altup_projections", "altup_proj"),
@@ -332,13 +330,14 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
                 "num_kv_shared_layers": "attention.shared_kv_layers",
             },
             layer=_GEMMA4_LAYER,
+            spare=_SHARED_KEYS,
             top=_SHARED_TOP,
             settings=_gemma4,
         ),
         "granite": Architecture(
             model_type="granite",
             fields=SCALES,
-            layer=LAYER | PERMUTED,
+            layer={**LAYER, **PERMUTED},
             settings=lambda file, common: biases(file, common) | attention_scale(file, common),
         ),
         "glm4": Architecture(
@@ -353,7 +352,7 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
         "olmo": Architecture(
             model_type="olmo",
             fields={"rms_norm_eps": None, "clip_qkv": ("attention.clamp_kqv", 0.0)},
-            layer=LAYER | PERMUTED,
+            layer={**LAYER, **PERMUTED},
         ),
         "olmo2": Architecture(
             model_type="olmo2", layer=renamed(_POST_NORMS, pre_feedforward_layernorm=None), settings=_olmo2
@@ -451,12 +450,15 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
         "seed_oss": Architecture(
             model_type="seed_oss",
             layer=renamed(LAYER, post_attention_layernorm="post_attention_norm"),
-            settings=biases,
+            settings=lambda file, common: {
+                **biases(file, common),
+                "attention_out_bias": has(file, "attn_output.bias"),
+            },
         ),
-        "arcee": Architecture(model_type="arcee", layer=_PLAIN_MLP | PERMUTED),
+        "arcee": Architecture(model_type="arcee", layer={**_PLAIN_MLP, **PERMUTED}),
         "ernie4_5": Architecture(
             model_type="ernie4_5", settings=lambda file, common: {"use_bias": has(file, "attn_q.bias")}
         ),
-        "smollm3": Architecture(model_type="smollm3", layer=LAYER | PERMUTED),
+        "smollm3": Architecture(model_type="smollm3", layer={**LAYER, **PERMUTED}),
     }
 )

@@ -29,9 +29,7 @@ _QWEN_NAMES: Mapping[str, str] = MappingProxyType(
         "embed_tokens": "embed_tokens",
     }
 )
-_MODULE: Layout = {
-    name: module(f"nextn.{name.replace('shared_head.', 'shared_head_')}") for name in _QWEN_NAMES
-}
+_MODULE: Layout = {name: module(f"nextn.{name.replace('shared_head.', 'shared_head_')}") for name in _QWEN_NAMES}
 # Tensors of layers that modules may not have: experts, and latent attention.
 _STRANGE = ("ffn_gate_inp.weight", "attn_kv_a_mqa.weight")
 _TABLES: Layout = {

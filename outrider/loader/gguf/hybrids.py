@@ -100,8 +100,8 @@ def _conv_types(file: GGUFFile, common: Settings, tensor: str, recurrent: str) -
 def _by_key_head(config: Any, count: int) -> torch.Tensor:
     """Return the place in a file of each value head, which transformers has together for each key head."""
     heads = torch.arange(config.linear_num_value_heads)
-    order = heads.view(-1, config.linear_num_key_heads).T.flatten()
-    size = count // config.linear_num_value_heads
+    order: torch.Tensor = heads.view(-1, config.linear_num_key_heads).T.flatten()
+    size = count // len(heads)
     return (order[:, None] * size + torch.arange(size)).flatten()
 
 
@@ -130,7 +130,7 @@ def _value_heads(config: Any, values: torch.Tensor) -> torch.Tensor:
 def _qkvz(config: Any, qkv: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """Return queries, keys, values and gates as one matrix, in which they are together for each key head."""
     keys = config.linear_num_key_heads * config.linear_key_head_dim
-    parts = (*qkv.split([keys, keys, len(qkv) - 2 * keys]), gate)
+    parts = (*torch.split(qkv, [keys, keys, len(qkv) - 2 * keys]), gate)
     return torch.cat([part.view(config.linear_num_key_heads, -1, qkv.shape[1]) for part in parts], 1).flatten(0, 1)
 
 
@@ -205,7 +205,7 @@ _LFM2_LAYER: Layout = {
     "feed_forward.experts.gate_up_proj": experts("ffn_gate_exps", "ffn_up_exps"),
     "feed_forward.experts.down_proj": experts("ffn_down_exps"),
 }
-_LFM2_TOP = (renamed(TOP, model__norm=None, model__embedding_norm="token_embd_norm"),)
+_LFM2_TOP = renamed(TOP, model__norm=None, model__embedding_norm="token_embd_norm")
 _SSM = {
     "conv_kernel": "ssm.conv_kernel",
     "state_size": "ssm.state_size",
@@ -364,7 +364,7 @@ HYBRIDS: Mapping[str, Architecture] = MappingProxyType(
                 "conv_L_cache": "shortconv.l_cache",
             },
             layer=_LFM2_LAYER,
-            top=_LFM2_TOP[0],
+            top=_LFM2_TOP,
             settings=_lfm2,
         ),
         "lfm2moe": Architecture(
@@ -378,7 +378,7 @@ HYBRIDS: Mapping[str, Architecture] = MappingProxyType(
                 **EXPERT_SIZE,
             },
             layer=_LFM2_LAYER,
-            top=_LFM2_TOP[0],
+            top=_LFM2_TOP,
             settings=_lfm2,
         ),
         "mamba": Architecture(

@@ -28,7 +28,11 @@ from outrider.loader.gguf.schema import (
 _SIGMOID = 2  # a gating function
 _GATE_UP = (experts("ffn_gate_exps", "ffn_up_exps"), experts("ffn_gate_up_exps"))
 _DOWN = experts("ffn_down_exps")
-_ROUTED: Layout = {"mlp.gate": module("ffn_gate_inp"), "mlp.experts.gate_up_proj": _GATE_UP, "mlp.experts.down_proj": _DOWN}
+_ROUTED: Layout = {
+    "mlp.gate": module("ffn_gate_inp"),
+    "mlp.experts.gate_up_proj": _GATE_UP,
+    "mlp.experts.down_proj": _DOWN,
+}
 _SHARED: Layout = gated_mlp("mlp.shared_experts", "_shexp")
 _CORRECTION: Layout = {"mlp.gate.e_score_correction_bias": Source(("exp_probs_b.bias",))}
 _DEEPSEEK: Layout = {**LAYER, **_ROUTED, **_SHARED, **_CORRECTION}
@@ -87,13 +91,12 @@ def _gpt_oss(file: GGUFFile, common: Settings) -> Settings:
 
 
 def _alternating(_config: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return gate and up matrices [F, H] with alternating rows, transposed; of biases [E, F], alternating columns."""
-    if gate.dim() == 2 and up.shape == gate.shape:
-        return torch.stack([gate, up], 1).flatten(0, 1).T
-    raise ValueError("gate and up differ in shape")
+    """Return gate and up matrices [F, H] as one matrix [H, 2 F] whose columns alternate."""
+    return torch.stack([gate, up], 1).flatten(0, 1).T
 
 
 def _alternating_biases(_config: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the biases [E, F] of gate and up as [E, 2 F]."""
     return torch.stack([gate, up], -1).flatten(1)
 
 
@@ -260,9 +263,7 @@ MIXTURES: Mapping[str, Architecture] = MappingProxyType(
             layer=_MLA,
             settings=_deepseek,
         ),
-        "llama4": Architecture(
-            model_type="llama4_text", fields=LOCAL_EXPERTS, layer=_LLAMA4_LAYER, settings=_llama4
-        ),
+        "llama4": Architecture(model_type="llama4_text", fields=LOCAL_EXPERTS, layer=_LLAMA4_LAYER, settings=_llama4),
         "ernie4_5-moe": Architecture(
             model_type="ernie4_5_moe",
             fields={"moe_num_experts": "expert_count", "moe_k": "expert_used_count", **EXPERT_SIZE},
@@ -331,4 +332,3 @@ MIXTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
     }
 )
-

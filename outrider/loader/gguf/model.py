@@ -69,6 +69,7 @@ def load_model(
 
     Raises:
         OutriderError: a tensor is missing, or has the wrong shape.
+        UnsupportedModel: the model does not use a tensor.
     """
     if file.quantized:  # other functions read all experts at once
         attention = {**attention, "experts_implementation": "eager"}
@@ -77,6 +78,7 @@ def load_model(
     _restore_buffers(model, file)
     head = model.get_output_embeddings()
     persistent = model.state_dict().keys()
+    weights.check_used(persistent)
     for prefix, module in list(model.named_modules()):
         for key, weight in [*module._parameters.items(), *module._buffers.items()]:
             name = f"{prefix}.{key}"
@@ -95,7 +97,7 @@ def _checked(file: GGUFFile, weights: GGUFWeights, name: str, shape: torch.Size)
     return weights[name]
 
 
-def _fill(model: nn.Module, prefix: str, key: str, value: Weight, dtype: torch.dtype) -> None:
+def _fill(model: Any, prefix: str, key: str, value: Weight, dtype: torch.dtype) -> None:
     module = model.get_submodule(prefix)
     if isinstance(value, ExpertWeight):
         del module._parameters[key]
@@ -116,8 +118,8 @@ def _fill(model: nn.Module, prefix: str, key: str, value: Weight, dtype: torch.d
             return
         _log.info("%s.%s: weights of type %s are expanded to %s", prefix, key, value.kind, dtype)
         value = value.dequantize()
-    if key in module._buffers:
-        module._buffers[key] = value.to(dtype).view(module._buffers[key].shape)
+    if (buffer := module._buffers.get(key)) is not None:
+        module._buffers[key] = value.to(dtype).view(buffer.shape)
     else:
         setattr(module, key, nn.Parameter(value.to(dtype), requires_grad=False))
 

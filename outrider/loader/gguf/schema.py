@@ -71,7 +71,7 @@ TOP: Layout = _modules({"model.embed_tokens": "token_embd", "model.norm": "outpu
 
 
 def renamed(layout: Layout, **names: str | None) -> Layout:
-    """Return a layout with other modules: each name, whose dots are written as __, has the tensor; None: it has none."""
+    """Return a layout with other tensors of some modules, whose dots are written as __; None: without the module."""
     changed = dict(layout)
     for name, tensor in names.items():
         key = name.replace("__", ".")
@@ -94,7 +94,7 @@ class Architecture:
     layers: str = "model.layers"  # the module with the layers
     norms_plus_one: bool = False  # whether the weights of the norms are those of transformers plus one
     partial_rotary: bool = False  # whether a part of each head may be rotated
-    longrope: bool = False  # whether the rotary factors of the file are settings of the model
+    spare: tuple[str, ...] = ()  # modules of layers that files have and some layers of the model have not
 
     def sources(self, file: GGUFFile, layers: int) -> Iterator[tuple[str, Source]]:
         """Yield the name of each weight in transformers that the file has, and its source with full names.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from math import prod
 from types import MappingProxyType
@@ -62,9 +62,7 @@ class GGUFWeights(Mapping[str, Weight]):
         used = {tensor for source in self._sources.values() for tensor in source.tensors} | _ROTARY
         for name in file.tensors:
             if name not in used and not _is_later(name, layers):
-                raise UnsupportedModel(
-                    f"{file.path} has tensors that its architecture does not use, such as {name}; {FOLDER}"
-                )
+                raise self._unused(name)
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -93,6 +91,23 @@ class GGUFWeights(Mapping[str, Weight]):
             plain = module.endswith("linear_attn.norm")
             value = value if plain else value.float() - 1
         return value.to(self._dtype)
+
+    def check_used(self, names: Collection[str]) -> None:
+        """Check that a model with the weights `names` uses all tensors.
+
+        Raises:
+            UnsupportedModel: it does not.
+        """
+        spare = tuple(f".{name}.weight" for name in self._architecture.spare)
+        used = {tensor for name in names if name in self._sources for tensor in self._sources[name].tensors}
+        for name, source in self._sources.items():
+            if not used.issuperset(source.tensors) and not (spare and name.endswith(spare)):
+                raise self._unused(source.tensors[0])
+
+    def _unused(self, tensor: str) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"{self._file.path} has tensors that its architecture does not use, such as {tensor}; {FOLDER}"
+        )
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a weight.
