@@ -222,13 +222,14 @@ def read_weights(folder: str | Path, dtype: torch.dtype) -> dict[str, torch.Tens
 
 
 def check_model(folder: str | Path) -> None:
-    """Check that a folder or file is a model that can be loaded, from its config.
+    """Check that a folder is a model that can be loaded, from its config. A GGUF file is checked when it is loaded.
 
     Raises:
         OutriderError: the folder is not a causal language model.
         UnsupportedModel: the architecture is not supported.
     """
-    is_recurrent(folder)
+    if not is_gguf(folder):
+        is_recurrent(folder)
 
 
 def is_recurrent(folder: str | Path) -> bool:

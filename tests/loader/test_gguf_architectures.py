@@ -10,7 +10,7 @@ import torch
 from outrider.core import tree
 from outrider.errors import UnsupportedModel
 from outrider.loader.checkpoint import load_checkpoint
-from outrider.models.gguf_linear import block_types
+from outrider.models.gguf_linear import BlockLinear, block_types
 from outrider.models.gguf_made import BlockExperts
 from tests.helpers import tiny
 from tests.helpers.gguf_architectures import WRITTEN, writable_model, write_architecture
@@ -67,6 +67,26 @@ def test_experts_stay_in_blocks(tmp_path, name):
     ids = torch.randint(tiny.VOCAB, (1, 6))
     outputs = [each(ids).logits[0] for each in (loaded, model)]
     assert torch.nn.functional.cosine_similarity(*outputs).median() > 0.98  # rounding may change an expert
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "made"),
+    [
+        ("deepseek_v3", {"kv_lora_rank": 32, "qk_nope_head_dim": 32}, "self_attn.kv_b_proj"),
+        ("qwen3_next", {}, "linear_attn.in_proj_qkvz"),
+        ("qwen3_5_text", {}, "linear_attn.out_proj"),
+        ("granitemoeshared", {"shared_intermediate_size": 32}, "shared_mlp.input_linear"),
+        ("bloom", {"n_head": 4}, "self_attention.query_key_value"),
+    ],
+)
+def test_matrices_with_another_layout_stay_in_blocks(tmp_path, name, settings, made):
+    model = writable_model(name, hidden_size=64, **settings)
+    loaded = load_checkpoint(write_architecture(tmp_path / "model.gguf", model, "Q8_0"), kernels="torch").model
+    weights = model.state_dict()
+    found = {key: module for key, module in loaded.named_modules() if isinstance(module, BlockLinear)}
+    assert any(key.endswith(made) for key in found)
+    for key, module in found.items():
+        assert torch.allclose(module.weight, weights[f"{key}.weight"], atol=0.02), key
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
