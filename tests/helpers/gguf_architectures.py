@@ -17,73 +17,6 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.architectures import EVERY
 from tests.helpers.gguf_files import add_tokenizer, add_values
 
-# The names of tensors, and of modules in transformers that have them.
-_TENSORS = {
-    "attn_q": "self_attn.q_proj mixer.q_proj",
-    "attn_k": "self_attn.k_proj mixer.k_proj",
-    "attn_v": "self_attn.v_proj mixer.v_proj",
-    "attn_output": "self_attn.o_proj self_attn.out_proj self_attn.dense mixer.o_proj self_attention.dense"
-    " attention.dense attn.c_proj",
-    "attn_q_norm": "self_attn.q_norm self_attn.q_layernorm self_attn.query_layernorm",
-    "attn_k_norm": "self_attn.k_norm self_attn.k_layernorm self_attn.key_layernorm",
-    "attn_gate": "self_attn.gate_proj",
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_qkv": "self_attention.query_key_value attention.query_key_value attn.c_attn",
-    "attn_norm": "input_layernorm norm operator_norm ln_1 ln_mlp",
-    "attn_norm_2": "ln_attn",
-    "ffn_norm": "post_attention_layernorm ffn_norm ln_2 pre_feedforward_layernorm pre_mlp_layernorm pre_ff_layernorm",
-    "post_attention_norm": "post_self_attn_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm post_mlp_layernorm",
-    "ffn_gate": "mlp.gate_proj feed_forward.gate_proj feed_forward.w1",
-    "ffn_up": "mlp.up_proj feed_forward.up_proj feed_forward.w3 mlp.fc1 mlp.c_fc mlp.gate_up_proj mlp.dense_h_to_4h"
-    " mixer.up_proj",
-    "ffn_down": "mlp.down_proj feed_forward.down_proj feed_forward.w2 mlp.fc2 mlp.c_proj mlp.dense_4h_to_h"
-    " mixer.down_proj",
-    "ffn_gate_inp": "mlp.gate mlp.router mlp.router.gate mlp.gate.wg block_sparse_moe.router feed_forward.router"
-    " feed_forward.gate mixer.gate router.proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_down_shexp": "shared_mlp.output_linear",
-    "exp_probs_b": "e_score_correction_bias expert_bias",
-    "ssm_in": "mixer.in_proj mamba.in_proj",
-    "ssm_x": "mixer.x_proj mamba.x_proj",
-    "ssm_dt": "mixer.dt_proj mamba.dt_proj",
-    "ssm_out": "mixer.out_proj mamba.out_proj linear_attn.out_proj",
-    "ssm_dt_norm": "mamba.dt_layernorm",
-    "ssm_b_norm": "mamba.b_layernorm",
-    "ssm_c_norm": "mamba.c_layernorm",
-    "ssm_norm": "linear_attn.norm mixer.norm mamba.norm",
-    "ssm_conv1d": "mixer.conv1d mamba.conv1d linear_attn.conv1d",
-    "ssm_ba": "linear_attn.in_proj_ba",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "shortconv.conv": "conv.conv",
-    "shortconv.in_proj": "conv.in_proj",
-    "shortconv.out_proj": "conv.out_proj",
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-    "laurel_l": "laurel.linear_left",
-    "laurel_r": "laurel.linear_right",
-    "laurel_post_norm": "laurel.post_laurel_norm",
-    "altup_correct_coef": "altup.correction_coefs",
-    "altup_predict_coef": "altup.prediction_coefs",
-    "altup_router": "altup.modality_router",
-    "altup_router_norm": "altup.router_norm",
-}
-_TOP = {
-    "token_embd": "embed_tokens word_embeddings wte embed_in embeddings",
-    "output_norm": "model.norm final_layernorm ln_f final_layer_norm norm_f",
-    "token_embd_norm": "embedding_norm word_embeddings_layernorm",
-    "position_embd": "wpe",
-    "output": "lm_head",
-    "per_layer_token_embd": "embed_tokens_per_layer",
-    "per_layer_model_proj": "per_layer_model_projection",
-    "per_layer_proj_norm": "per_layer_projection_norm",
-}
 _FIELDS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps norm_epsilon",
@@ -115,11 +48,6 @@ _FIELDS = {
 }
 
 
-def _inverse(table: Mapping[str, str]) -> dict[str, str]:
-    return {name: tensor for tensor, names in table.items() for name in names.split()}
-
-
-_PARTS, _TOPS = _inverse(_TENSORS), _inverse(_TOP)
 Tensors = Iterator[tuple[str, torch.Tensor]]
 Change = Callable[[Any, torch.Tensor], Mapping[str, torch.Tensor]]
 
@@ -130,7 +58,6 @@ class Written:
 
     name: str
     fields: Callable[[Any], Mapping[str, Any]] = lambda config: {}  # beyond those that follow from the settings
-    tensors: Mapping[str, str] = field(default_factory=dict)  # names of modules that differ from other architectures
     changes: Mapping[str, Change] = field(default_factory=dict)  # of weights whose name ends so
     norms_plus_one: bool = False
     permuted: bool = False
@@ -256,7 +183,6 @@ _TILED: dict[str, Change] = {
     "linear_attn.out_proj.weight": _only("ssm_out.weight", lambda config, weight: _tiled(config, weight, 1)),
 }
 _ALTUP: dict[str, Change] = {"correct_output_scale": lambda config, weight: {"altup_correct_scale.weight": weight}}
-_POST = {"post_attention_layernorm": "post_attention_norm"}
 _GPT2: dict[str, Change] = {
     "attn.c_attn.weight": _only("attn_qkv.weight", _transposed),
     "attn.c_proj.weight": _only("attn_output.weight", _transposed),
@@ -349,7 +275,7 @@ def _next(config: Any) -> dict[str, Any]:
     return {"ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads}
 
 
-_NEXT: dict[str, Any] = {"fields": _next, "norms_plus_one": True, "tensors": _POST}
+_NEXT: dict[str, Any] = {"fields": _next, "norms_plus_one": True}
 # By model_type in transformers.
 WRITTEN: dict[str, Written] = {
     "mixtral": Written(name="llama", permuted=True),
@@ -361,10 +287,9 @@ WRITTEN: dict[str, Written] = {
     "gpt_oss": Written(
         name="gpt-oss",
         fields=lambda config: {"expert_feed_forward_length": config.intermediate_size},
-        tensors=_POST,
         changes=_ALTERNATING,
     ),
-    "glm4_moe": Written(name="glm4moe", tensors=_POST),
+    "glm4_moe": Written(name="glm4moe"),
     "deepseek_v2": Written(name="deepseek2", fields=_latent),
     "deepseek_v3": Written(name="deepseek2", fields=_latent),
     "llama4_text": Written(
@@ -379,18 +304,17 @@ WRITTEN: dict[str, Written] = {
     "ernie4_5_moe": Written(name="ernie4_5-moe"),
     "dots1": Written(name="dots1"),
     "exaone_moe": Written(name="exaone-moe", fields=_windows),
-    "afmoe": Written(name="afmoe", tensors=_POST),
+    "afmoe": Written(name="afmoe"),
     "minimax_m2": Written(
         name="minimax-m2", fields=lambda config: {"expert_feed_forward_length": config.intermediate_size}
     ),
     "hunyuan_v1_moe": Written(name="hunyuan-moe"),
     "mellum": Written(name="mellum", fields=_two_ropes),
     "phi": Written(name="phi2", fields=lambda config: {"feed_forward_length": 4 * config.hidden_size}),
-    "gemma3n_text": Written(name="gemma3n", fields=_gemma3n, tensors=_POST, changes=_ALTUP),
+    "gemma3n_text": Written(name="gemma3n", fields=_gemma3n, changes=_ALTUP),
     "gemma4_text": Written(
         name="gemma4",
         fields=_gemma4,
-        tensors=_POST,
         changes={"layer_scalar": lambda config, weight: {"layer_output_scale.weight": weight}},
     ),
     "glm4": Written(name="glm4"),
@@ -406,8 +330,8 @@ WRITTEN: dict[str, Written] = {
         permuted=True,
     ),
     "olmo": Written(name="olmo", fields=lambda config: {"attention.clamp_kqv": config.clip_qkv}, permuted=True),
-    "olmo3": Written(name="olmo2", fields=_two_ropes, tensors=_POST),
-    "exaone4": Written(name="exaone4", fields=_windows, tensors=_POST),
+    "olmo3": Written(name="olmo2", fields=_two_ropes),
+    "exaone4": Written(name="exaone4", fields=_windows),
     "starcoder2": Written(name="starcoder2"),
     "stablelm": Written(name="stablelm"),
     "falcon": Written(name="falcon", changes={"query_key_value.weight": _falcon}),
@@ -429,7 +353,7 @@ WRITTEN: dict[str, Written] = {
     "cohere": Written(name="command-r"),
     "cohere2": Written(name="cohere2", fields=_windows),
     "hunyuan_v1_dense": Written(name="hunyuan-dense"),
-    "seed_oss": Written(name="seed_oss", tensors=_POST),
+    "seed_oss": Written(name="seed_oss"),
     "arcee": Written(name="arcee", permuted=True),
     "ernie4_5": Written(name="ernie4_5"),
     "qwen3_next": Written(name="qwen3next", changes=_LINEAR, **_NEXT),
@@ -523,6 +447,10 @@ def write_architecture(
     for name, value in fields.items():
         _add_field(writer, f"{written.name}.{name}", value)
     add_tokenizer(writer, "default")
+    architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(
+        architectures.get(written.name, gguf.MODEL_ARCH.QWEN3MOE), config.num_hidden_layers
+    )
     stacks: dict[str, list[torch.Tensor]] = {}
     for key, weight in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -530,7 +458,7 @@ def write_architecture(
         if (stack := re.search(r"altup_(projections|unembed_projections)\.\d", key)) is not None:
             stacks.setdefault({"p": "altup_proj", "u": "altup_unembd_proj"}[stack[1][0]], []).append(weight)
             continue
-        for name, values in _tensors(config, written, key, weight.float()):
+        for name, values in _tensors(config, written, names, key, weight.float()):
             add_values(writer, name, values.contiguous().numpy(), kind if _blocked(name, values) else "F32")
     for name, weight in (module or {}).items():
         writer.add_tensor(f"blk.{config.num_hidden_layers}.{name}", weight.numpy())
@@ -606,31 +534,23 @@ def _add_field(writer: Any, name: str, value: Any) -> None:
         writer.add_uint32(name, value)
 
 
-def _tensors(config: Any, written: Written, key: str, weight: torch.Tensor) -> Tensors:
-    """Yield the tensors of a weight."""
-    layer = re.match(r"(?:\w+\.)?(?:layers|h)\.(\d+)\.(.+)", key)
-    if layer is None:
-        module, _, suffix = key.rpartition(".")
-        tensor = next(tensor for name, tensor in _TOPS.items() if f".{module}".endswith(f".{name}"))
-        if written.name == "lfm2" or written.name == "lfm2moe":
-            tensor = tensor.replace("output_norm", "token_embd_norm")
-        yield f"{tensor}.{suffix}", weight + written.norms_plus_one * (tensor.endswith("norm") and suffix == "weight")
-        return
-    number, part = layer.groups()
-    changes = _EXPERTS | dict(written.changes)
-    for end, change in changes.items():
-        if part.endswith(end) and (end != "experts.up_proj" or "shared" not in part):
-            yield from ((f"blk.{number}.{name}", values) for name, values in change(config, weight).items())
+def _tensors(config: Any, written: Written, names: Any, key: str, weight: torch.Tensor) -> Tensors:
+    """Yield the tensors of a weight. `names` are those of the package gguf."""
+    if (layer := re.match(r"(?:\w+\.)?(?:layers|h)\.(\d+)\.(.+)", key)) is not None:
+        number, part = layer.groups()
+        for end, change in (_EXPERTS | dict(written.changes)).items():
+            if part.endswith(end) and (end != "experts.up_proj" or "shared" not in part):
+                yield from ((f"blk.{number}.{name}", values) for name, values in change(config, weight).items())
+                return
+        if part.endswith(("e_score_correction_bias", "expert_bias")):
+            yield f"blk.{number}.exp_probs_b.bias", weight
             return
-    module, _, suffix = part.rpartition(".")
-    if suffix in ("e_score_correction_bias", "expert_bias"):
-        module, suffix = suffix, "bias"
-    shared = re.search(r"shared_(?:experts?|mlp)\.(gate|up|down)_proj", part)
-    names = _PARTS | dict(written.tensors)
-    tensor = f"ffn_{shared[1]}_shexp" if shared else names[module]
-    if written.permuted and tensor in ("attn_q", "attn_k"):
-        heads = config.num_attention_heads if tensor == "attn_q" else config.num_key_value_heads
+    module, _, suffix = key.rpartition(".")
+    # Some names in checkpoints are not those of the modules.
+    aliases = (module, module.replace("model.", "backbone.", 1), module.removeprefix("transformer."), f"{module}.layer")
+    tensor = next(filter(None, map(names.get_name, aliases)), "output")
+    if written.permuted and tensor.endswith(("attn_q", "attn_k")):
+        heads = config.num_attention_heads if tensor.endswith("attn_q") else config.num_key_value_heads
         weight = weight.view(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-    if written.norms_plus_one and tensor.endswith("norm") and tensor != "ssm_norm" and suffix == "weight":
-        weight = weight + 1
-    yield f"blk.{number}.{tensor}.{suffix}", weight
+    is_norm = tensor.endswith("norm") and not tensor.endswith("ssm_norm") and suffix == "weight"
+    yield f"{tensor}.{suffix}", weight + (written.norms_plus_one and is_norm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -108,13 +109,7 @@ def _model(file: GGUFFile) -> Unpacked:
     later = range(layers, file.size("block_count"))
     known = not any(f"blk.{i}.{tensor}" in file.tensors for i in later for tensor in _STRANGE)
     own = architecture_of(file)
-    architecture = Architecture(
-        model_type=own.model_type,
-        layer={**own.layer, **_MODULE},
-        top=own.top,
-        layers=own.layers,
-        norms_plus_one=own.norms_plus_one,
-    )
+    architecture = replace(own, layer={**own.layer, **_MODULE})
     config = SimpleNamespace(**settings)
     listed = layers + len(later) * known
     weights = GGUFWeights(file, config, torch.float32, architecture=architecture, layers=listed)
