@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,20 @@ _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # Each of these files has all tensors of its folder.
 _COMPLETE_FILES = ("model.safetensors", "medusa_lm_head.safetensors")
 _PICKLE_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+Unpacked = tuple[dict[str, Any], Mapping[str, torch.Tensor]]
+_read_gguf: Callable[[Path], Unpacked] | None = None
 _READ_ERRORS = (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+
+
+def use_gguf_reader(reader: Callable[[Path], Unpacked]) -> None:
+    """Let a function read GGUF files: it returns the config.json and the tensors of the folder that each stands for."""
+    global _read_gguf
+    _read_gguf = reader
+
+
+def _unpacked(path: Path) -> Unpacked | None:
+    """Return the contents of a GGUF file; None for a folder."""
+    return _read_gguf(path) if _read_gguf is not None and path.suffix == ".gguf" else None
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
@@ -37,9 +50,16 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         """
         self._folder = folder
         self._unpickled: dict[Path, dict[str, torch.Tensor]] = {}
+        self._unpacked: Mapping[str, torch.Tensor] | None = None
+        if (unpacked := _unpacked(folder)) is not None:
+            self._unpacked = unpacked[1]
+            self._file_of = dict.fromkeys(self._unpacked, folder)
+            return
         self._file_of = self._read_index() or {name: file for file in self._files() for name in self._names(file)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if self._unpacked is not None:
+            return self._unpacked[name]
         file = self._file_of[name]
         if file.suffix != ".safetensors":
             return self._unpickle(file)[name]
@@ -108,11 +128,13 @@ def _translate_errors(file: Path) -> Iterator[None]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of a folder.
+    """Return the config.json of a folder, or that of the folder for which a GGUF file stands.
 
     Raises:
         OutriderError: it is missing or damaged.
     """
+    if (unpacked := _unpacked(folder)) is not None:
+        return unpacked[0]
     file = folder / "config.json"
     if not folder.is_dir():
         raise OutriderError(f"{folder} is not a folder; give the folder with the config.json of the draft head")

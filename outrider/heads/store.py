@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,10 +54,8 @@ def is_head(folder: str | Path, target: Callable[[], TargetInfo | None] | None =
     """
     path = Path(folder).expanduser()
     try:
-        config = json.loads((path / "config.json").read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    if not isinstance(config, dict):
+        config = read_config(path)
+    except OutriderError:
         return False
     if KEY in config:
         return True

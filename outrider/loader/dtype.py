@@ -31,9 +31,12 @@ def stored_dtype(config: Any) -> torch.dtype:
 
 
 def gguf_dtype(file: GGUFFile) -> torch.dtype:
-    """Return the type of all matrices of a GGUF file; float32 if they have several, or quantized blocks."""
-    kinds = file.types
-    return _GGUF_DTYPES.get(kinds[0], torch.float32) if len(kinds) == 1 else torch.float32
+    """Return the type of the matrices of a GGUF file but a few in float32, such as routers.
+
+    It is float32 if they have several types, or quantized blocks.
+    """
+    kinds = set(file.types) - {"F32"}
+    return _GGUF_DTYPES.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
 
 
 def choose_dtype(name: str, config: Any, device: torch.device, *, kernels: str, quantized: bool = False) -> DtypeChoice:

@@ -12,7 +12,8 @@ from outrider.loader.dtype import choose_dtype, gguf_dtype, stored_dtype
 from outrider.loader.embedded import model_folder
 from outrider.loader.facts import context_length, context_reason, end_ids
 from outrider.loader.folder import check_folder, check_weights
-from outrider.loader.gguf.architectures import architecture_of, settings_of
+from outrider.loader.gguf import heads as _heads  # noqa: F401  # lets GGUF files be read as draft heads
+from outrider.loader.gguf.architectures import settings_of
 from outrider.loader.gguf.file import GGUFFile, is_gguf, read_gguf
 from outrider.loader.gguf.tokenizer import load_tokenizer
 from outrider.loader.gguf.weights import GGUFWeights
@@ -117,7 +118,9 @@ def _open_gguf(path: Path, dtype: str) -> Checkpoint | None:
     check_memory(path, file.nbytes, device)
     dense = torch.float32 if file.quantized else choice.dtype
     weights = GGUFWeights(file, config, dense)
-    weights.check(weight_shapes(config))
+    shapes = weight_shapes(config)
+    weights.check(shapes)
+    weights.check_used(shapes)
 
     def make() -> Any:
         from outrider.loader.gguf.model import load_model, make_config
@@ -156,7 +159,7 @@ def gguf_config(file: GGUFFile) -> ModelConfig | None:
         UnsupportedModel: the architecture or its rotary embedding is not supported.
     """
     try:
-        config = make_model_config({"model_type": architecture_of(file).model_type, **settings_of(file)})
+        config = make_model_config(settings_of(file))
     except (TypeError, ValueError, KeyError):
         return None
     if config is not None:
@@ -192,13 +195,14 @@ def read_model_config(folder: str | Path) -> Any:
 
 
 def check_model(folder: str | Path) -> None:
-    """Check that a folder or file is a model that can be loaded, from its config.
+    """Check that a folder is a model that can be loaded, from its config. A GGUF file is checked when it is loaded.
 
     Raises:
         OutriderError: the folder is not a causal language model.
         UnsupportedModel: the architecture is not supported.
     """
-    is_recurrent(folder)
+    if not is_gguf(folder):
+        is_recurrent(folder)
 
 
 def is_recurrent(folder: str | Path) -> bool:
@@ -209,9 +213,8 @@ def is_recurrent(folder: str | Path) -> bool:
         UnsupportedModel: the architecture is not supported.
     """
     path = Path(folder).expanduser()
-    if is_gguf(path) or read_native_config(path) is not None:
-        return False
-    return bool(_transformers().has_recurrent_layers(path))
+    config = gguf_config(read_gguf(path)) if is_gguf(path) else read_native_config(path)
+    return config is None and bool(_transformers().has_recurrent_layers(path))
 
 
 def reads_sources(target: str | Path | None) -> bool:

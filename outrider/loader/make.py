@@ -64,6 +64,8 @@ def make_target(
         raise UnsupportedModel(
             f"the {', '.join(types)} weights of this model run on torch in float32 only; use dtype float32"
         )
+    if types and kernels == "auto" and not GROUP_KINDS.issuperset(types):
+        _log.warning("torch dequantizes the %s weights of this model in each pass, which is slow", ", ".join(types))
     from outrider.loader.make_torch import make_torch_target
 
     return make_torch_target(checkpoint, slots=slots, context=context, bits=bits, record=kernels == "auto")

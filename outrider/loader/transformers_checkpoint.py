@@ -25,7 +25,7 @@ from outrider.loader.dtype import choose_dtype, stored_dtype
 from outrider.loader.facts import context_length, context_reason, end_ids, generation_settings
 from outrider.loader.fill import fill_model
 from outrider.loader.folder import check_config, check_folder, check_weights, lacking, one_line
-from outrider.loader.gguf.file import is_gguf, read_gguf
+from outrider.loader.gguf.file import FLOATS, is_gguf, read_gguf
 from outrider.loader.gguf.model import load_model, make_config
 from outrider.loader.gguf.model import read_config as read_gguf_config
 from outrider.loader.gguf.tokenizer import load_tokenizer
@@ -41,6 +41,7 @@ from outrider.loader.tokenizer import read_tokenizer
 from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint, LazyModel, SourceRules, WeightFormat
 from outrider.models.gguf_linear import BlockLinear
+from outrider.native.blocks import can_pack
 from outrider.parallel.ranks import join
 
 # Architectures with recurrent layers that the tests show to be exact.
@@ -188,12 +189,13 @@ def load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Che
     file = read_gguf(path)
     config = make_config(file)
     check_memory(path, file.nbytes, device)
-    _check_family(config)
-    choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=file.quantized)
-    _register_attention()
+    recurrent = _check_family(config)
+    choice = choose_dtype(dtype, config, device, kernels=kernels)
     dense = torch.float32 if file.quantized else choice.dtype
     weights = GGUFWeights(file, config, dense)
-    lazy_model = LazyModel(lambda: load_model(file, config, weights, dense).to(device))
+    if all(kind in FLOATS or can_pack(kind) for kind in weights.expert_types):
+        choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=file.quantized)
+    lazy_model = LazyModel(lambda: load_model(file, config, weights, dense, _attention(config)).to(device))
     lazy_model.get()
     return Checkpoint(
         lazy_model=lazy_model,
@@ -203,7 +205,7 @@ def load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Che
         context_reason=context_reason(config),
         vocab=config.vocab_size,
         end_ids=file.end_ids(),
-        recurrent=False,
+        recurrent=recurrent,
         blocks=WeightFormat(tuple(file.types), file.bits) if file.quantized else None,
         block_types=weights.types,
         dtype=choice.dtype,
@@ -265,7 +267,7 @@ def check_fits(path: Path, dtype: str, device: torch.device, *, kernels: str) ->
 
 def has_recurrent_layers(path: Path) -> bool:
     """Return whether the model of a folder has recurrent layers. Errors are those of `is_recurrent`."""
-    return _check_family(_read_config(path))
+    return _check_family(read_transformers_config(path))
 
 
 def has_encoder(path: Path) -> bool:

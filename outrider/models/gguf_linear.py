@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,21 @@ def _gguf() -> Any:
     except ImportError as error:
         raise OutriderError('quantized GGUF files need the package gguf; run pip install "outrider[gguf]"') from error
     return gguf
+
+
+class Blocks(Protocol):
+    """A matrix [rows, columns] that is dequantized when it is used."""
+
+    kind: str  # of the blocks; several types are joined by +
+    shape: torch.Size
+
+    def release(self) -> None:
+        """Free the memory of the blocks, which are read from the file again when they are used."""
+        ...
+
+    def dequantize(self, rows: Any = ...) -> torch.Tensor:
+        """Return rows of the matrix in float32, exactly."""
+        ...
 
 
 class BlockWeight:
@@ -82,6 +97,8 @@ class BlockWeight:
 class DenseWeight:
     """A dense matrix [rows, columns] whose rows are converted to float32 when they are used."""
 
+    kind = ""
+
     def __init__(self, values: torch.Tensor, *, release: Callable[[], None]) -> None:
         """Refer to a matrix. `release` frees its memory until it is used again."""
         self.values = values
@@ -109,7 +126,7 @@ def use_dequantizer(dequantizer: Dequantizer) -> None:
 class BlockLinear(nn.Module):
     """A linear layer with a weight in blocks."""
 
-    def __init__(self, blocks: BlockWeight | DenseWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, blocks: Blocks, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.blocks = blocks
         self.dtype = dtype
@@ -122,7 +139,8 @@ class BlockLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # A part of the rows is dequantized at a time: an LM head may have more values than fit into the memory.
-        parts = (slice(begin, begin + _ROWS) for begin in range(0, self.blocks.shape[0], _ROWS))
+        size = _ROWS if isinstance(self.blocks, BlockWeight | DenseWeight) else self.blocks.shape[0]
+        parts = (slice(begin, begin + size) for begin in range(0, self.blocks.shape[0], size))
         out = torch.cat([functional.linear(x, self.blocks.dequantize(rows).to(self.dtype)) for rows in parts], -1)
         self.blocks.release()
         return out if self.bias is None else out + self.bias
@@ -131,10 +149,11 @@ class BlockLinear(nn.Module):
 class BlockEmbedding(nn.Module):
     """An embedding table in blocks."""
 
-    def __init__(self, blocks: BlockWeight | DenseWeight, dtype: torch.dtype) -> None:
+    def __init__(self, blocks: Blocks, dtype: torch.dtype, *, scale: float = 1.0) -> None:
         super().__init__()
         self.blocks = blocks
         self.dtype = dtype
+        self.scale = scale
         self.num_embeddings, self.embedding_dim = blocks.shape
 
     @property
@@ -144,12 +163,12 @@ class BlockEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self.blocks.dequantize(ids.reshape(-1).cpu().numpy())
-        return rows.to(self.dtype).view(*ids.shape, -1)
+        return rows.to(self.dtype).view(*ids.shape, -1) * self.scale
 
 
 def expand_blocks(model: nn.Module) -> None:
     """Replace modules with weights in blocks by dense ones, to train or save the model. Tied weights stay tied."""
-    weights: dict[BlockWeight | DenseWeight, nn.Parameter] = {}
+    weights: dict[Blocks, nn.Parameter] = {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, BlockLinear | BlockEmbedding):
             continue

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
-from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight
+from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, Blocks, DenseWeight
+from outrider.models.gguf_made import BlockExperts
 
-Weight = torch.Tensor | BlockWeight
+Weight = torch.Tensor | Blocks
 
 _PEFT_PARTS = (".lora_", ".base_layer.", ".modules_to_save.", ".original_module.")  # of names in a state_dict
 
@@ -57,8 +58,11 @@ class ModelWeights(Weights):
     def __init__(self, model: Any) -> None:
         self._values: dict[str, Weight] = {name: value.detach() for name, value in model.state_dict().items()}
         for name, module in model.named_modules():
-            if isinstance(module, BlockLinear | BlockEmbedding) and isinstance(module.blocks, BlockWeight):
-                self._values[f"{name}.weight"] = module.blocks
+            if isinstance(module, BlockLinear | BlockEmbedding):
+                blocks = module.blocks
+                self._values[f"{name}.weight"] = blocks.values if isinstance(blocks, DenseWeight) else blocks
+            elif isinstance(module, BlockExperts):
+                self._values[name] = module.blocks
 
     def __getitem__(self, name: str) -> Weight:
         return self._values[name]
@@ -74,7 +78,8 @@ class ModelWeights(Weights):
 
     @property
     def types(self) -> tuple[str, ...]:
-        return tuple(sorted({value.kind for value in self._values.values() if isinstance(value, BlockWeight)}))
+        kinds = (value.kind for value in self._values.values() if not isinstance(value, torch.Tensor))
+        return tuple(sorted({part for kind in kinds for part in kind.split("+")}))
 
 
 def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:

@@ -16,13 +16,14 @@ from outrider.cache.paged import PagedCache
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.models.gguf_linear import BlockWeight, use_dequantizer
+from outrider.models.gguf_made import ExpertWeight
 from outrider.models.submodel import layer_stack, refuse_weight_update
 from outrider.models.weights import Weight, Weights, check_weights, tied_weight
 from outrider.native.abi import CLayer, CLinear, CModel
 from outrider.native.blocks import PackedBlocks, can_pack_together, dequantize_blocks, pack_blocks
 from outrider.native.calls import Passes
 from outrider.native.dimensions import Dimensions
-from outrider.native.experts import PackedExperts, pack_experts
+from outrider.native.experts import PackedExperts, pack_expert_blocks, pack_experts
 from outrider.native.library import Library
 from outrider.native.pack import FLOAT_DTYPES, PANEL, Arena, PackedWeight, Refill, address, interleave, pack, separate
 
@@ -371,6 +372,8 @@ class Decoder(Passes):
         An older value of the same name is overwritten, so that its memory is used again.
         """
         weights = [state[_weight_name(part)] for part in parts]
+        if isinstance(weights[0], ExpertWeight):
+            return pack_expert_blocks(weights[0], gated=name.endswith("gate_up"), arena=self._arena)
         biases = [bias for part in parts if isinstance(bias := state.get(f"{part}.bias"), torch.Tensor)]
         bias = torch.cat(biases) if biases else None
         gate_up = name.endswith("gate_up")

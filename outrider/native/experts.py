@@ -9,7 +9,10 @@ import torch
 from torch.nn import functional
 
 from outrider.errors import UnsupportedModel
+from outrider.models.gguf_linear import BlockWeight
+from outrider.models.gguf_made import ExpertWeight
 from outrider.native.abi import CLinear
+from outrider.native.blocks import PackedBlocks, can_pack, pack_blocks
 from outrider.native.pack import PANEL, Arena, PackedWeight, Refill, interleave, pack, separate
 from outrider.native.support import FAMILIES
 
@@ -71,7 +74,7 @@ class PackedExperts:
     The outputs of each expert are padded to whole panels.
     """
 
-    packed: PackedWeight
+    packed: PackedWeight | PackedBlocks
     shape: tuple[int, int, int]  # without padding
     gated: bool  # whether gate and up outputs are interleaved
 
@@ -108,3 +111,27 @@ def pack_experts(weight: torch.Tensor, *, gated: bool, bits: int, arena: Arena |
     else:
         rows = functional.pad(weight, (0, 0, 0, -outputs % PANEL)).flatten(0, 1)
     return PackedExperts(packed=pack(rows, bits=bits, arena=arena), shape=(experts, outputs, inputs), gated=gated)
+
+
+def pack_expert_blocks(weight: ExpertWeight, *, gated: bool, arena: Arena) -> PackedExperts:
+    """Pack the weights of all experts of a layer, which stay in GGUF blocks. The arguments are those of `pack_experts`.
+
+    Raises:
+        UnsupportedModel: the kernels do not multiply these blocks.
+    """
+    experts, outputs, inputs = weight.shape
+    blocks = [part for part in weight.parts if isinstance(part, BlockWeight)]
+    kinds = {block.kind for block in blocks}
+    aligned = outputs % PANEL == 0
+    if not (weight.stacked and aligned and len(blocks) == len(weight.parts) and kinds and can_pack(weight.kind)):
+        raise UnsupportedModel(f"the native kernels do not multiply experts of type {weight.kind}")
+    rows = []
+    first = 0
+    for block in blocks:
+        rows.append(torch.arange(first, first + len(block.data)).view(experts, -1))
+        first += len(block.data)
+    order = torch.cat(rows, 1)[:, :, None]
+    if gated:
+        order = torch.stack([interleave(*expert.chunk(2)) for expert in order])
+    packed = pack_blocks(blocks, order=order.flatten(), arena=arena)
+    return PackedExperts(packed=packed, shape=(experts, outputs, inputs), gated=gated)

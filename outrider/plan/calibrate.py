@@ -96,6 +96,7 @@ class PassTimes:
         while (shape := self._next(left)) is not None:
             left -= self._time(shape)
 
+    @torch.inference_mode()
     def check(self, tokens: int) -> float:
         """Measure a pass over one sequence again, and return the ratio to its known time."""
         known = self.known[_Shape(tokens, 1)].sample.seconds

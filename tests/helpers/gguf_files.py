@@ -68,7 +68,7 @@ def write_gguf(
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if tokens:
-        _add_tokenizer(writer, rule)
+        add_tokenizer(writer, rule)
     add(writer)
     table = gguf.get_tensor_name_map(_architecture(name), config.num_hidden_layers)
     for key, weight in model.state_dict().items():
@@ -76,7 +76,7 @@ def write_gguf(
             continue
         module, _, suffix = key.rpartition(".")
         tensor = f"{table.get_name(module)}.{suffix}"
-        _add(writer, tensor, _reordered(config, module, weight), _kind(tensor, weight, kind, kinds or {}))
+        add_values(writer, tensor, _reordered(config, module, weight), _kind(tensor, weight, kind, kinds or {}))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -105,7 +105,7 @@ def _reordered(config: Any, module: str, weight: torch.Tensor) -> np.ndarray:
     return values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
 
 
-def _add(writer: Any, name: str, values: np.ndarray, kind: str) -> None:
+def add_values(writer: Any, name: str, values: np.ndarray, kind: str) -> None:
     type_ = gguf.GGMLQuantizationType[kind]
     if kind in ("Q4_K", "Q6_K"):  # the package gguf reads them and does not write them
         writer.add_tensor(name, random_blocks(kind, *values.shape), raw_dtype=type_)
@@ -128,7 +128,7 @@ def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> np.nda
     return data.reshape(outputs, -1)
 
 
-def _add_tokenizer(writer: Any, rule: str) -> None:
+def add_tokenizer(writer: Any, rule: str) -> None:
     """Tokens of single bytes, but the last one, which a merge makes."""
     words = tokenizer().get_vocab()
     names = sorted(words, key=words.__getitem__)

@@ -153,6 +153,12 @@ def test_tokenizer_template_and_end_tokens(file):
         ("tekken", ["it", "'s", " ", "1", "2", "3", "4", " a", "  ", " b", "\n\n"]),
         ("gpt-4o", ["it's", " ", "123", "4", " a", "  ", " b", "\n\n"]),
         ("deepseek-v3", ["it", "'s", " ", "123", "4", " a", "  ", " b", "\n\n"]),
+        ("deepseek-llm", ["it", "'", "s", " ", "1234", " a", "  ", " b", "\n", "\n"]),
+        ("deepseek-coder", ["it", "'", "s", " ", "1", "2", "3", "4", " a", "  ", " b", "\n", "\n"]),
+        ("falcon", ["it", "'", "s", " ", "123", "4", " a", "  ", " b", "\n\n"]),
+        ("bloom", ["it's", " 1234", " a", "  ", " b", "\n\n"]),
+        ("kimi-k2", ["it's", " ", "123", "4", " a", "  ", " b", "\n\n"]),
+        ("afmoe", ["it", "'s", " ", "1", "234", " a", "  ", " b", "\n\n"]),
     ],
 )
 def test_text_is_split_by_the_rule_of_the_file(tmp_path, rule, pieces):
@@ -166,8 +172,8 @@ def test_text_is_split_by_the_rule_of_the_file(tmp_path, rule, pieces):
 
 
 def test_an_unknown_rule_is_refused(tmp_path):
-    path = write_gguf(tmp_path / "model.gguf", _model(), rule="poro-chat")
-    with pytest.raises(UnsupportedModel, match="splits text by the rule 'poro-chat'; supported are default"):
+    path = write_gguf(tmp_path / "model.gguf", _model(), rule="rule-of-2030")
+    with pytest.raises(UnsupportedModel, match="splits text by the rule 'rule-of-2030'; supported are default"):
         load_checkpoint(path)
 
 

@@ -178,3 +178,14 @@ def test_calibration_table_shows_the_experts():
     assert "tokens target per token experts" in text
     assert "4 4510.55 1127.64 6.6" in text
     assert "One more adds 500.000 ms" in text
+
+
+def test_known_times_are_checked_outside_inference_mode(tmp_path):
+    """A cache that a pass in inference mode has allocated cannot be changed outside of it."""
+    folder = tiny.save(tmp_path / "model", tiny.make_config("LlamaConfig"))
+    checkpoint = load_checkpoint(folder, dtype="float32", device="cpu")
+    times = calibrate.PassTimes(make_target(checkpoint, slots=1, context=64, kernels="torch"))
+    times.measure(0.0)
+    tokens = max(shape.tokens for shape in times.known)
+    assert times.check(min(shape.tokens for shape in times.known)) > 0
+    assert times.check(tokens) > 0

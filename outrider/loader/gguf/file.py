@@ -85,6 +85,7 @@ _BLOCK_TYPES: Mapping[int, BlockType] = MappingProxyType(
         21: BlockType("IQ3_S", 256, 110),
         22: BlockType("IQ2_S", 256, 82),
         23: BlockType("IQ4_XS", 256, 136),
+        27: BlockType("I64", 1, 8),
         29: BlockType("IQ1_M", 256, 56),
         30: BlockType("BF16", 1, 2),
         34: BlockType("TQ1_0", 256, 54),
@@ -162,8 +163,17 @@ class GGUFFile:
 
     def rotary_factors(self) -> list[float] | None:
         """Return the divisors of the rotary frequencies [R / 2]; None: there are none."""
-        tensor = self.tensors.get(ROTARY_FACTORS)
-        return None if tensor is None else list(map(float, tensor.data.view(np.float32)))
+        return self.floats(ROTARY_FACTORS) if ROTARY_FACTORS in self.tensors else None
+
+    def floats(self, name: str) -> list[float]:
+        """Return the values of a tensor of type F32.
+
+        Raises:
+            OutriderError: there is none.
+        """
+        if name not in self.tensors:
+            raise OutriderError(f"{self.path} has no tensor {name}; {_FIX}, or convert the model again")
+        return list(map(float, self.tensors[name].data.view(np.float32)))
 
     @property
     def types(self) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,9 +12,12 @@ from transformers import CONFIG_MAPPING
 
 from outrider.loader.dtype import gguf_dtype
 from outrider.loader.fill import fill_model
-from outrider.loader.gguf.architectures import architecture_of, settings_of
+from outrider.loader.gguf.architectures import settings_of
 from outrider.loader.gguf.file import GGUFFile, read_gguf
 from outrider.loader.gguf.weights import GGUFWeights
+from outrider.models.attention import NAME
+
+_ATTENTION: Mapping[str, str] = MappingProxyType({"attn_implementation": NAME})
 
 
 def read_config(path: Path) -> Any:
@@ -28,11 +33,19 @@ def read_config(path: Path) -> Any:
 def make_config(file: GGUFFile) -> Any:
     """Return the configuration of transformers of an open file. Errors are those of `read_config`."""
     settings = settings_of(file)
-    kind = architecture_of(file).model_type
+    kind = settings.pop("model_type")
     return CONFIG_MAPPING[kind](**settings, dtype=gguf_dtype(file))
 
 
-def load_model(file: GGUFFile, config: Any, weights: GGUFWeights, dtype: torch.dtype, *, widen: bool = False) -> Any:
+def load_model(
+    file: GGUFFile,
+    config: Any,
+    weights: GGUFWeights,
+    dtype: torch.dtype,
+    attention: Mapping[str, str] = _ATTENTION,
+    *,
+    widen: bool = False,
+) -> Any:
     """Make the model. Quantized matrices stay in their blocks.
 
     Args:
@@ -40,9 +53,22 @@ def load_model(file: GGUFFile, config: Any, weights: GGUFWeights, dtype: torch.d
         config: its configuration.
         weights: its weights.
         dtype: the type of all weights that are not in quantized blocks.
+        attention: the arguments that choose the attention of the model.
         widen: as in `fill_model`.
 
     Raises:
         OutriderError: a tensor is missing, or has the wrong shape.
+        UnsupportedModel: the model does not use a tensor.
     """
-    return fill_model(config, weights, dtype, factors=file.rotary_factors(), widen=widen)
+    if file.quantized:  # other functions read all experts at once
+        attention = {**attention, "experts_implementation": "eager"}
+    factors = None if file.architecture == "gemma4" else file.rotary_factors()
+    model = fill_model(config, weights, dtype, attention, factors=factors, widen=widen)
+    weights.check_used(model.state_dict().keys() | _names_of_blocks(model))
+    return model
+
+
+def _names_of_blocks(model: Any) -> set[str]:
+    """Return the names of the weights that stay in blocks."""
+    names = {name for name, module in model.named_modules() if hasattr(module, "blocks")}
+    return names | {f"{name}.weight" for name in names}

@@ -26,7 +26,7 @@ _NAMED: Mapping[str, str] = MappingProxyType(
     }
 )
 _SPACE = "▁"  # in the vocabulary of SentencePiece
-_KINDS = ("gpt2", "llama")  # byte-level BPE, and BPE of SentencePiece
+_KINDS = ("gpt2", "llama", "gemma4")  # byte-level BPE, and BPE of SentencePiece
 Merges = list[tuple[str, str]]
 
 
@@ -112,7 +112,7 @@ def _split_rule(file: GGUFFile) -> SplitRule:
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str]) -> Tokenizer:
-    gemma = file.architecture.startswith("gemma")
+    gemma = file.architecture.startswith("gemma") or file.field("tokenizer.ggml.model") == "gemma4"
     if gemma:  # runs of spaces are stored as spaces
         tokens[:] = [_SPACE * len(token) if token.isspace() and " " in token else token for token in tokens]
     vocab = _vocab(tokens)
@@ -168,7 +168,7 @@ def _add_tokens(backend: Tokenizer, tokens: list[str], types: Iterable[int]) -> 
 def _post_processor(file: GGUFFile, backend: Tokenizer, bos: str | None) -> Any:
     """Return what adds the begin-of-text token, if the file wants it."""
     kind = file.field("tokenizer.ggml.model")
-    default = kind == "llama" or _split_rule(file).bos
+    default = kind != "gpt2" or _split_rule(file).bos
     if bos is None or not file.field("tokenizer.ggml.add_bos_token", default):
         return processors.Sequence([])
     begin = (bos, backend.token_to_id(bos))
