@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 
 from outrider.llm import LLM
-from outrider.loader.gguf.file import is_gguf, read_gguf
+from outrider.loader.gguf.file import read_gguf
 from outrider.loader.load import read_model_config
+from outrider.loader.paths import is_gguf
 from outrider.loader.quantized.files import TensorFiles
 from outrider.loader.quantized.weights import QuantizedWeights, quantization_of
 from outrider.models.base import ExpertCounter, SelfDraftTarget

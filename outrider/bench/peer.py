@@ -14,8 +14,8 @@ from outrider.bench.variants import Trial
 from outrider.benchmarking.jobs import Job
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.gguf.file import is_gguf
 from outrider.loader.model_class import auto_class
+from outrider.loader.paths import is_gguf
 from outrider.loader.quiet import quiet_transformers
 from outrider.loader.transformers_checkpoint import read_transformers_config
 from outrider.measure.clock import EmitEvent, decode_speed, token_gaps

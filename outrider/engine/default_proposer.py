@@ -6,8 +6,9 @@ from pathlib import Path
 
 from outrider.errors import OutriderError
 from outrider.loader.embedded import embedded, model_folder
-from outrider.loader.gguf.file import is_gguf, read_gguf
+from outrider.loader.gguf.file import read_gguf
 from outrider.loader.load import choose_device, read_model_config
+from outrider.loader.paths import is_gguf
 from outrider.loader.quantized.weights import integer_bits
 from outrider.native.support import may_run
 from outrider.propose.draft_model.open import has_mtp

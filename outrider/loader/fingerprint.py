@@ -6,7 +6,8 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-from outrider.loader.gguf.file import is_gguf, parts_of
+from outrider.loader.gguf.file import parts_of
+from outrider.loader.paths import is_gguf
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _SUFFIXES = (".json", ".safetensors", ".bin", ".gguf")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
+from outrider.loader.embedded import check_is_folder
 
 INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
@@ -38,10 +39,7 @@ def check_folder(path: Path) -> None:
     Raises:
         OutriderError: it is no model folder. The message says what it is.
     """
-    if not path.is_dir():
-        raise OutriderError(
-            f"{path} is not a folder; give the folder that holds the model's config.json, or a GGUF file"
-        )
+    check_is_folder(path)
     files = list(_readable(path))
     if path / "config.json" in files:
         return

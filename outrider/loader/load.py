@@ -14,12 +14,13 @@ from outrider.loader.facts import context_length, context_reason, end_ids
 from outrider.loader.folder import check_folder, check_weights
 from outrider.loader.gguf import heads as _heads  # noqa: F401  # lets GGUF files be read as draft heads
 from outrider.loader.gguf.architectures import settings_of
-from outrider.loader.gguf.file import GGUFFile, is_gguf, read_gguf
+from outrider.loader.gguf.file import GGUFFile, read_gguf
 from outrider.loader.gguf.tokenizer import load_tokenizer
 from outrider.loader.gguf.weights import GGUFWeights
 from outrider.loader.memory import check_memory, weight_bytes
 from outrider.loader.model_config import ModelConfig, make_model_config, read_native_config
 from outrider.loader.native_checkpoint import open_weights, weight_shapes
+from outrider.loader.paths import is_gguf
 from outrider.loader.tokenizer import read_tokenizer
 from outrider.models.checkpoint import Checkpoint, LazyModel, WeightFormat
 from outrider.native.support import may_run

@@ -25,13 +25,14 @@ from outrider.loader.dtype import choose_dtype, stored_dtype
 from outrider.loader.facts import context_length, context_reason, end_ids, generation_settings
 from outrider.loader.fill import fill_model
 from outrider.loader.folder import check_config, check_folder, check_weights, lacking, one_line
-from outrider.loader.gguf.file import FLOATS, is_gguf, read_gguf
+from outrider.loader.gguf.file import FLOATS, read_gguf
 from outrider.loader.gguf.model import load_model, make_config
 from outrider.loader.gguf.model import read_config as read_gguf_config
 from outrider.loader.gguf.tokenizer import load_tokenizer
 from outrider.loader.gguf.weights import GGUFWeights
 from outrider.loader.memory import check_memory, weight_bytes
 from outrider.loader.model_class import auto_class, causal_model_class, concrete_class
+from outrider.loader.paths import is_gguf
 from outrider.loader.quantized.open import open_quantized
 from outrider.loader.quantized.weights import QuantizedWeights, take_quantization
 from outrider.loader.quiet import quiet_transformers

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from outrider.loader.embedded import absolute_name, embedded, model_folder
-from outrider.loader.gguf.file import is_gguf
 from outrider.loader.hub.names import hub_name
+from outrider.loader.paths import is_gguf
 from outrider.propose.registry import COMBINATIONS, Expression, Maker, parse
 
 

@@ -26,9 +26,9 @@ from torch import distributed
 from outrider.core.config import REPLICATED, SHARDED
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
-from outrider.loader.gguf.file import is_gguf
 from outrider.loader.hub.names import shown
 from outrider.loader.load import is_recurrent
+from outrider.loader.paths import is_gguf
 from outrider.loader.quantized.weights import quantization_of
 from outrider.models.submodel import layer_stack
 from outrider.parallel.ranks import Ranks

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.loader.mapped_tensor import MappedTensor
 
-SUFFIX = ".gguf"
 FLOATS = ("F32", "F16", "BF16")
 ROTARY_FACTORS = "rope_freqs.weight"
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -199,11 +198,6 @@ class GGUFFile:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.data.nbytes for tensor in self.tensors.values())
-
-
-def is_gguf(path: str | Path) -> bool:
-    """Return whether a path names a GGUF file."""
-    return Path(path).suffix.lower() == SUFFIX
 
 
 def parts_of(path: Path) -> list[Path]:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.loader.gguf.file import is_gguf, parts_of
+from outrider.loader.gguf.file import parts_of
 from outrider.loader.hub.names import HubName
+from outrider.loader.paths import is_gguf
 
 CONFIG = "config.json"
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.loader.gguf.file import is_gguf
+from outrider.loader.paths import is_gguf
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^\s:@]+))?(?::(?P<gguf>[^\s:@]+))?", flags=re.ASCII)
 

@@ -20,8 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
-from outrider.loader.gguf.file import is_gguf, read_gguf
+from outrider.loader.gguf.file import read_gguf
 from outrider.loader.load import read_model_config
+from outrider.loader.paths import is_gguf
 from outrider.loader.quantized.weights import quantization_of
 from outrider.models.submodel import shared_weights
 from outrider.propose.base import Proposer, ProposerSetup

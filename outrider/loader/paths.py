@@ -1,0 +1,12 @@
+"""Tell paths of models apart by their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+GGUF_SUFFIX = ".gguf"
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Return whether a path names a GGUF file."""
+    return Path(path).suffix.lower() == GGUF_SUFFIX
