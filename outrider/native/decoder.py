@@ -26,6 +26,7 @@ from outrider.native.dimensions import Dimensions
 from outrider.native.experts import PackedExperts, pack_expert_blocks, pack_experts
 from outrider.native.library import Library
 from outrider.native.pack import FLOAT_DTYPES, PANEL, Arena, PackedWeight, Refill, address, interleave, pack, separate
+from outrider.native.rows import can_pack_rows, pack_rows
 
 _HEAD = "lm_head"
 _PANELS_AT_ONCE = 128  # panels of a table that are expanded to float32 at once
@@ -115,6 +116,8 @@ class Decoder(Passes):
         self._packed: dict[str, Packed | PackedExperts] = {}
         for name, parts in self._groups().items():
             self._packed[name] = self._pack(name, parts, weights)
+            for part in parts:
+                weights.release(_weight_name(part))
         self.dtype = FLOAT_DTYPES[32 if bits == 32 else 16]  # of the embedding, keys and values
         table = weights[self._embedding_name]
         self._table = self._pack_table(table)  # the embedding, if it is in blocks
@@ -390,14 +393,17 @@ class Decoder(Passes):
         arena = Refill(packed_weight) if isinstance(packed_weight, PackedWeight) else self._arena
         if ".experts." in parts[0]:
             return pack_experts(dense[0], gated=gate_up, bits=self._bits, arena=arena)
-        weight = torch.cat(dense)
-        if gate_up:
-            weight = interleave(*weight.chunk(2))
         bits = self._bits
         if name == _HEAD:
             bits = self._head_bits
         elif name.endswith("router"):
             bits = 32  # with rounded weights, tokens would choose other experts
+        if can_pack_rows(dense, bits):
+            order = _interleaved_rows(sum(map(len, dense)) // 2) if gate_up else None
+            return pack_rows(dense, bias, bits=bits, order=order, arena=arena)
+        weight = torch.cat(dense)
+        if gate_up:
+            weight = interleave(*weight.chunk(2))
         return pack(weight, bias, bits=bits, arena=arena)
 
     def _unpacked(self, name: str, parts: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -70,6 +70,10 @@ class Refill:
         """Copy a tensor over the next one of the old value, which has its shape."""
         return self._memory.pop(0).copy_(tensor)
 
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the next tensor of the old value, which has this shape. What is not overwritten is zero already."""
+        return self._memory.pop(0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:

@@ -231,6 +231,8 @@ inline uint32_t spread(uint32_t word) {
   return word;
 }
 
+constexpr int kWordTile = 32;  // words of a row that are packed at a time
+
 // Pack rows of integers of 8 or 4 bits. A row is words, which have the integers from the lowest bits on.
 void pack_integers(const BlockMatrix& matrix, int bits) {
   const int words = padded(matrix.inputs) * bits / 32, filled = (matrix.inputs * bits + 31) / 32;
@@ -238,12 +240,15 @@ void pack_integers(const BlockMatrix& matrix, int bits) {
   for (int panel = 0; panel < (matrix.outputs + kPanel - 1) / kPanel; panel++) {
     int32_t* to = matrix.words + size_t(panel) * words * kPanel;
     const int rows = std::min(kPanel, matrix.outputs - panel * kPanel);
-    for (int r = 0; r < rows; r++) {
-      const uint8_t* from = matrix.row[panel * kPanel + r];
-      for (int w = 0; w < filled; w++) {
-        uint32_t word;
-        std::memcpy(&word, from + 4 * w, 4);
-        to[size_t(w) * kPanel + r] = int32_t(bits == 4 ? spread(word) : word);
+    for (int begin = 0; begin < filled; begin += kWordTile) {  // a tile of all rows fits into the first-level cache
+      const int end = std::min(begin + kWordTile, filled);
+      for (int r = 0; r < rows; r++) {
+        const uint8_t* from = matrix.row[panel * kPanel + r];
+        for (int w = begin; w < end; w++) {
+          uint32_t word;
+          std::memcpy(&word, from + 4 * w, 4);
+          to[size_t(w) * kPanel + r] = int32_t(bits == 4 ? spread(word) : word);
+        }
       }
     }
   }
