@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from huggingface_hub import constants, get_cached_repo_tree, hf_hub_download, snapshot_download
-from huggingface_hub.errors import CachedRepoTreeNotFoundError
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_download, snapshot_download
+from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.hf_api import RepoFile
 from rich.filesize import decimal
 
 from outrider.errors import OutriderError
@@ -55,7 +56,12 @@ def _fetch(name: HubName, weights: bool) -> Path:
         )
     )
     sizes = _listing(name, folder)
-    files = gguf_files(name, sizes) if name.gguf else weight_files(name, folder, sizes)
+    try:
+        files = gguf_files(name, sizes) if name.gguf else weight_files(name, folder, sizes)
+    except OutriderError:
+        if name.gguf or None not in sizes.values():
+            raise
+        raise LocalEntryNotFoundError("the cache is incomplete") from None
     missing = {file: sizes.get(file) for file in files if not (folder / file).is_file()}
     if missing and (weights or name.gguf):
         _download(name, folder.name, missing)
@@ -65,11 +71,17 @@ def _fetch(name: HubName, weights: bool) -> Path:
 def _listing(name: HubName, folder: Path) -> Mapping[str, int | None]:
     """Return the files of a commit with their sizes in bytes.
 
-    Other programs may have filled the cache without the list. Then these are the files that are there.
+    Other programs may have filled the cache without the list, or it cannot be written there. Without the Hub, these are
+    then the files that are there, and no size is known.
     """
     try:
         return {file.path: file.size for file in get_cached_repo_tree(name.repo, revision=folder.name)}
     except CachedRepoTreeNotFoundError:
+        pass
+    try:
+        entries = HfApi().list_repo_tree(name.repo, recursive=True, revision=folder.name)
+        return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
+    except Exception:  # of the HTTP client: the Hub cannot be reached
         return {str(file.relative_to(folder)): None for file in folder.rglob("*") if file.is_file()}
 
 

@@ -38,6 +38,7 @@ SMALL_FILES = (
     "*.spm",
     "*.jinja",
     "chat_template.json",
+    "calibration.json",  # of models for videos
     _INDEX,
     "draft_vocab.safetensors",
     "mask_embedding.pt",  # never unpickled; a head that has it is refused
