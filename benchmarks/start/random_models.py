@@ -10,6 +10,7 @@ that of Llama 3, since a loader reads all of them.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -190,10 +191,12 @@ def write_folder(folder: Path, size: Size) -> None:
         shapes |= {f"{name}mlp.{each}_proj": (size.ffn, size.hidden) for each in ("gate", "up")}
         shapes[f"{name}mlp.down_proj"] = (size.hidden, size.ffn)
         norms += [f"{name}input_layernorm", f"{name}post_attention_layernorm"]
-    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    noise = torch.empty(1 << 22, dtype=torch.bfloat16).normal_(std=_STD)  # repeated, since random numbers take minutes
     weights = {f"{norm}.weight": torch.ones(size.hidden, dtype=torch.bfloat16) for norm in norms}
     for name, shape in shapes.items():
-        weights[f"{name}.weight"] = torch.empty(shape, dtype=torch.bfloat16).normal_(std=_STD, generator=generator)
+        count = math.prod(shape)
+        weights[f"{name}.weight"] = noise.repeat(-(-count // len(noise)))[:count].view(shape).clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
