@@ -89,7 +89,7 @@ class LazyModel:
 
     def reference(self) -> Any:
         """Return a model to compare the target with."""
-        if self._make_reference is None or self._changes:
+        if self._make_reference is None or self._changes or self._model is not None:  # it may have been changed
             return self.get()
         return self._make_reference()
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from outrider.core.params import SamplingParams
 from tests.field.models import KERNELS, make_pair, token_ids
@@ -73,6 +74,4 @@ def test_a_short_common_prefix_is_reused(windowed, kernels):
 
 def pair_model(pair):
     """The target in transformers."""
-    return tiny.AutoModelForCausalLM.from_pretrained(
-        pair.folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return AutoModelForCausalLM.from_pretrained(pair.folder, dtype=torch.float32, attn_implementation="eager").eval()

@@ -32,7 +32,7 @@ ROLLOUTS = [rollout(prompt, length) for length in (5, 1, 8) for prompt in PROMPT
 def model_of(name):
     torch.manual_seed(0)
     config = ARCHITECTURES[name]()
-    model = tiny._model_class(config).from_config(config).float().eval()
+    model = tiny.auto_class(config).from_config(config).float().eval()
     model.set_attn_implementation("eager" if name in ("gemma2", "gpt_oss") else "sdpa")
     return model
 

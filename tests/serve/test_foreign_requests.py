@@ -10,7 +10,7 @@ import pytest
 
 from outrider.serve.openai.base import unused_fields
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest
-from tests.helpers.serving import serving
+from tests.helpers.serving import serving, wait_until
 
 USER = {"role": "user", "content": "What is 1 + 1?"}
 HEADER = "x-outrider-unused-fields"
@@ -80,6 +80,7 @@ def test_fields_without_effect_are_listed(server, caplog):
     assert HEADER not in plain.headers
     with caplog.at_level(logging.INFO, logger="outrider.serve.requests"):
         response = chat(server, **IGNORED)
+        wait_until(lambda: caplog.records)  # the line is logged after the answer is sent
     assert response.json()["choices"] == plain.json()["choices"]
     assert set(response.headers[HEADER].split(", ")) == set(IGNORED)
     assert set(caplog.records[-1].fields["unused_fields"].split(",")) == set(IGNORED)
