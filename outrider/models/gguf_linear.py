@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from outrider.errors import OutriderError
 
-_ROWS = 8192  # rows that are dequantized at a time
+_VALUES = 1 << 20  # values that are dequantized at a time
 
 
 def _gguf() -> Any:
@@ -139,9 +139,10 @@ class BlockLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # A part of the rows is dequantized at a time: an LM head may have more values than fit into the memory.
-        size = _ROWS if isinstance(self.blocks, BlockWeight | DenseWeight) else self.blocks.shape[0]
-        parts = (slice(begin, begin + size) for begin in range(0, self.blocks.shape[0], size))
-        out = torch.cat([functional.linear(x, self.blocks.dequantize(rows).to(self.dtype)) for rows in parts], -1)
+        rows, columns = self.blocks.shape
+        size = max(_VALUES // columns, 1) if isinstance(self.blocks, BlockWeight | DenseWeight) else rows
+        parts = (slice(begin, begin + size) for begin in range(0, rows, size))
+        out = torch.cat([functional.linear(x, self.blocks.dequantize(part).to(self.dtype)) for part in parts], -1)
         self.blocks.release()
         return out if self.bias is None else out + self.bias
 
