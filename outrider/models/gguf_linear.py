@@ -141,8 +141,11 @@ class BlockLinear(nn.Module):
         # A part of the rows is dequantized at a time: an LM head may have more values than fit into the memory.
         rows, columns = self.blocks.shape
         size = max(_VALUES // columns, 1) if isinstance(self.blocks, BlockWeight | DenseWeight) else rows
-        parts = (slice(begin, begin + size) for begin in range(0, rows, size))
-        out = torch.cat([functional.linear(x, self.blocks.dequantize(part).to(self.dtype)) for part in parts], -1)
+        # Outputs that stay between freed parts would keep the allocator from using their memory again.
+        out = x.new_empty(*x.shape[:-1], rows)
+        for begin in range(0, rows, size):
+            part = slice(begin, begin + size)
+            out[..., part] = functional.linear(x, self.blocks.dequantize(part).to(self.dtype))
         self.blocks.release()
         return out if self.bias is None else out + self.bias
 
