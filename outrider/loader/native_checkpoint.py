@@ -95,11 +95,11 @@ def _read(path: Path) -> dict[str, MappedTensor]:
 
 
 def _mapped(name: str, entry: Mapping[str, Any], data: mmap.mmap, start: int) -> MappedTensor:
-    """Return a tensor. A ValueError says that the file is too short, or that its size is not that of its shape."""
+    """Return a tensor. A ValueError says that it has another size than its shape, or no aligned address."""
     begin, end = (start + offset for offset in entry["data_offsets"])
     kind, shape = str(entry["dtype"]), tuple(entry["shape"])
-    if kind in _DTYPES and end - begin != prod(shape) * _DTYPES[kind].itemsize:
-        raise ValueError(f"{name} has {end - begin} bytes")
+    if kind in _DTYPES and (begin % _DTYPES[kind].itemsize or end - begin != prod(shape) * _DTYPES[kind].itemsize):
+        raise ValueError(f"{name} has {end - begin} bytes at {begin}")
     values = np.frombuffer(data, np.uint8, end - begin, begin)
     return MappedTensor(name=name, kind=kind, shape=shape, data=values, file=data, begin=begin)
 
