@@ -28,6 +28,7 @@ from outrider.cli.tune_options import MeasureOptions
 from outrider.errors import OutriderError
 from outrider.fleet.options import FleetOptions
 from outrider.fleet.options import check_given as check_fleet_given
+from outrider.loader.embedded import check_present
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_figures, parse_real, parse_whole
 from outrider.project.options import ProjectOptions
@@ -106,6 +107,7 @@ def run(
     """
     params = replace(sampling.params(unlimited=chat.chat), constraint=form.constraint())
     given = read_source(source)
+    _check_present(models, config)
     from outrider.cli.output import Output
     from outrider.cli.ranks import joined
     from outrider.cli.run import ROWS, converse, load
@@ -135,6 +137,7 @@ def bench(
 
     Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
     """
+    _check_present(models, config)
     from outrider.bench import command
     from outrider.cli.ranks import joined
 
@@ -157,6 +160,7 @@ def serve(
     ctx: typer.Context, *, models: options.ModelOptions, config: options.Config = None, settings: ServeSettings
 ) -> None:
     """Serve OpenAI's API over HTTP."""
+    _check_present(models, config)
     from outrider.cli.ranks import joined
     from outrider.cli.run import load
     from outrider.serve.command import serve
@@ -193,6 +197,7 @@ def scale(
 
     Needs pip install "outrider\\[ray]".
     """
+    _check_present(models, config)
     from outrider.core.config import EngineConfig
     from outrider.scale.command import scale
 
@@ -227,6 +232,12 @@ def _limits(settings: ServeSettings) -> dict[str, Any]:
         "cache_gb": settings.cache_gb,
         "prefix_caching": settings.prefix_caching,
     }
+
+
+def _check_present(models: options.EngineOptions, config: str | None) -> None:
+    """Report a missing target before packages are imported, which takes seconds. `config` may name another one."""
+    if config is None:
+        check_present(models.target)
 
 
 def _merge(

@@ -16,7 +16,6 @@ from outrider.core.config import ONCE
 from outrider.core.params import AUTO
 from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
-from outrider.loader.embedded import check_present
 from outrider.propose.options import DraftPlacement, DraftQuantize, DraftWindow
 
 MODEL, MEASURE, OUTPUT = "Models", "Measuring", "Output"  # panels of the help
@@ -268,9 +267,6 @@ class EngineOptions:
     plan: Plan = None
     tp: TensorParallel = 1
     draft_placement: DraftPlacement = AUTO
-
-    def __post_init__(self) -> None:
-        check_present(self.target)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

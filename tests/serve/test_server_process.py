@@ -56,7 +56,7 @@ def test_errors_of_bind_and_listen(monkeypatch):
             listen([second], "127.0.0.1")
         with pytest.raises(OutriderError, match=in_use):
             bind("127.0.0.1", port)
-        started = CliRunner().invoke(cli, ["serve", "--port", str(port), "--target", "nowhere"])
+        started = CliRunner().invoke(cli, ["serve", "--port", str(port), "--target", "@nano"])
         assert started.exit_code == 2
         assert "is in use" in started.stderr  # the port is bound before the target is loaded
     for host in ("192.0.2.1", "a" * 70):
