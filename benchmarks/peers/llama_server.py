@@ -69,6 +69,18 @@ class LlamaServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def greedy_request(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    """Return the body of a request for a greedy completion of token ids."""
+    return {
+        "prompt": list(prompt),
+        "n_predict": max_tokens,
+        "temperature": 0.0,
+        "samplers": ["temperature"],
+        "cache_prompt": False,
+        "return_tokens": True,
+    }
+
+
 class _Connection(http.client.HTTPConnection):
     """HTTP over a Unix socket."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import worker
-from llama_server import LlamaServer, ServerError
+from llama_server import LlamaServer, ServerError, greedy_request
 from worker import LLAMACPP_TYPES, NGRAM_SIZE, PEER_MODES, Arguments, Mode, PeerError, Run
 
 _PROGRAM = "llama-server"
@@ -41,15 +41,8 @@ class LlamaCpp:
             raise PeerError(str(error)) from error
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
-        request = {
-            "prompt": list(prompt),
-            "n_predict": max_tokens,
-            "temperature": 0.0,
-            "samplers": ["temperature"],
-            "cache_prompt": False,
-            "return_tokens": True,
-            "ignore_eos": self._ignore_eos,  # the server then never chooses an end-of-text token
-        }
+        request = greedy_request(prompt, max_tokens)
+        request["ignore_eos"] = self._ignore_eos  # the server then never chooses an end-of-text token
         status, answer = self._server.request("POST", "/completion", request)
         if status != http.client.OK:
             raise PeerError(f"{_PROGRAM} answered {status}: {answer.get('error', {}).get('message', '')}")

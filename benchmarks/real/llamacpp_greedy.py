@@ -31,7 +31,7 @@ from outrider.core.types import Batch, SequenceState
 from outrider.measure.prompts import Prompt, read_prompts
 
 sys.path.append(str(Path(__file__).parents[1] / "peers"))
-from llama_server import LlamaServer
+from llama_server import LlamaServer, greedy_request
 
 TYPES = "Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ4_NL IQ4_XS"
 _NEAR_TIE = 0.2  # standard deviations of the logits; a smaller margin is explained by rounding
@@ -115,15 +115,7 @@ def _tokenized(running: LlamaServer, text: str) -> list[int]:
 
 def _generated(running: LlamaServer, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Return the greedy continuation, with the token that ends it."""
-    body = {
-        "prompt": list(prompt),
-        "n_predict": max_tokens,
-        "temperature": 0.0,
-        "samplers": ["temperature"],
-        "cache_prompt": False,
-        "return_tokens": True,
-    }
-    status, answer = running.request("POST", "/completion", body)
+    status, answer = running.request("POST", "/completion", greedy_request(prompt, max_tokens))
     if status != HTTPStatus.OK:
         raise RuntimeError(f"llama-server answered {status}: {answer}")
     return list(answer["tokens"])

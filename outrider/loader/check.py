@@ -61,10 +61,11 @@ def make_checked_target(
             native kernels have quantized it in their own format.
     """
     target = make_target(checkpoint, slots=slots, context=context, kernels=kernels, bits=bits)
-    if check == NEVER:
-        return CheckedTarget(target, None)
     try:
-        return CheckedTarget(target, _passed(target, checkpoint, bits, check))
+        passed = None if check == NEVER else _passed(target, checkpoint, bits, check)
+        if isinstance(target, NativeTarget):
+            checkpoint.lazy_model.release()  # the kernels have packed its weights
+        return CheckedTarget(target, passed)
     except UnsupportedModel as reason:
         if kernels != "auto" or not isinstance(target, NativeTarget):
             raise
@@ -82,10 +83,7 @@ def _passed(target: Target, checkpoint: Checkpoint, bits: int, check: str) -> Ch
 
     def check_now() -> CheckResult:
         _log.info("checking the logits against transformers, once per checkpoint")
-        result = check_target(target, checkpoint)
-        if isinstance(target, NativeTarget):
-            checkpoint.lazy_model.release()
-        return result
+        return check_target(target, checkpoint)
 
     return once(checkpoint, target, bits, check_now)
 

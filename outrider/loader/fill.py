@@ -17,15 +17,21 @@ from outrider.models.gguf_made import BlockExperts, DenseInputExperts, ExpertWei
 from outrider.models.weights import Weight, Weights
 from outrider.native.support import FAMILIES
 
-_ATTENTION: Mapping[str, str] = MappingProxyType({"attn_implementation": NAME})
+OWN_ATTENTION: Mapping[str, str] = MappingProxyType({"attn_implementation": NAME})
 _log = logging.getLogger("outrider")
+
+
+def register_attention() -> None:
+    """Let models of transformers use the attention over Outrider's caches."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, receive_mask_rule)
 
 
 def fill_model(
     config: Any,
     weights: Weights,
     dtype: torch.dtype,
-    attention: Mapping[str, str] = _ATTENTION,
+    attention: Mapping[str, str] = OWN_ATTENTION,
     *,
     factors: list[float] | None = None,
     widen: bool = False,
@@ -44,8 +50,7 @@ def fill_model(
     Raises:
         OutriderError: a weight is missing, or has the wrong shape.
     """
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, receive_mask_rule)
+    register_attention()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
     _restore_buffers(model, factors)

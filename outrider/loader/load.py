@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,15 @@ from outrider.loader.facts import context_length, context_reason, end_ids
 from outrider.loader.folder import check_folder, check_weights
 from outrider.loader.gguf import heads as _heads  # noqa: F401  # lets GGUF files be read as draft heads
 from outrider.loader.gguf.architectures import settings_of
+from outrider.loader.gguf.checkpoint import gguf_checkpoint
 from outrider.loader.gguf.file import GGUFFile, read_gguf
-from outrider.loader.gguf.tokenizer import load_tokenizer
 from outrider.loader.gguf.weights import GGUFWeights
 from outrider.loader.memory import check_memory, weight_bytes
 from outrider.loader.model_config import ModelConfig, make_model_config, read_native_config
 from outrider.loader.native_checkpoint import open_weights, weight_shapes
 from outrider.loader.paths import is_gguf
 from outrider.loader.tokenizer import read_tokenizer
-from outrider.models.checkpoint import Checkpoint, LazyModel, WeightFormat
+from outrider.models.checkpoint import Checkpoint, LazyModel
 from outrider.native.support import may_run
 from outrider.parallel.processes import local_device
 
@@ -133,23 +134,8 @@ def _open_gguf(path: Path, dtype: str) -> Checkpoint | None:
 
         return load_model(file, make_config(file), weights, torch.float32, widen=True)
 
-    return Checkpoint(
-        lazy_model=LazyModel(make, make_reference),
-        config=config,
-        weights=weights,
-        tokenizer=load_tokenizer(file),
-        context=context_length(config),
-        context_reason=context_reason(config),
-        vocab=config.vocab_size,
-        end_ids=file.end_ids(),
-        recurrent=False,
-        blocks=WeightFormat(tuple(file.types), file.bits) if file.quantized else None,
-        block_types=weights.types,
-        dtype=choice.dtype,
-        folder=str(path),
-        dtype_reason=choice.reason,
-        device=device,
-    )
+    checkpoint = gguf_checkpoint(file, config, LazyModel(make, make_reference), weights, choice, device)
+    return replace(checkpoint, weights=weights)
 
 
 def gguf_config(file: GGUFFile) -> ModelConfig | None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from outrider.loader.folder import INDEX
 from outrider.loader.mapped_tensor import MappedTensor
 from outrider.loader.model_config import ModelConfig
 from outrider.models.weights import Weights
@@ -22,7 +23,6 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 )
-_INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _LENGTH_BYTES = 8  # of the number before the header of a safetensors file
 
@@ -79,7 +79,7 @@ def _files(folder: Path) -> list[Path]:
     """Return the files with weights, in the order in which transformers looks for them."""
     if (folder / _WHOLE).is_file():
         return [folder / _WHOLE]
-    index = json.loads((folder / _INDEX).read_text("utf-8"))
+    index = json.loads((folder / INDEX).read_text("utf-8"))
     return [folder / name for name in sorted(set(index["weight_map"].values()))]
 
 

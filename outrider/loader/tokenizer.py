@@ -34,7 +34,8 @@ def _read_full(path: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         _restore_rules(tokenizer, path / "tokenizer.json")
-        spell_markers(tokenizer)
+        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+            tokenizer._tokenizer = _with_text_markers(backend)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         # What transformers says of a missing file has several lines, and names packages that would not help.
         missing = not (path / "tokenizer.json").exists()
@@ -53,15 +54,12 @@ def _open_fast(path: Path) -> FastTokenizer | None:
     """
     try:
         settings = json.loads((path / "tokenizer_config.json").read_text("utf-8"))
-        description = json.loads((path / "tokenizer.json").read_text("utf-8"))
+        backend = Tokenizer.from_file(str(path / "tokenizer.json"))
         named = _named(path, settings)
         template = _template(path, settings)
-        if named is None or not _is_plain(settings, description, named):
+        if named is None or not _is_plain(settings, backend, named):
             return None
-        if _has_special_markers(description):
-            backend = Tokenizer.from_str(json.dumps(_with_text_markers(description)))
-        else:
-            backend = Tokenizer.from_file(str(path / "tokenizer.json"))
+        backend = _with_text_markers(backend)
     except Exception:  # the tokenizers library raises bare Exceptions; transformers gives the reason
         return None
     if settings.keys() & {"add_bos_token", "add_eos_token"}:
@@ -91,15 +89,15 @@ def _template(path: Path, settings: Mapping[str, Any]) -> str | None:
     return template
 
 
-def _is_plain(settings: Mapping[str, Any], description: Mapping[str, Any], named: Mapping[str, str]) -> bool:
+def _is_plain(settings: Mapping[str, Any], backend: Tokenizer, named: Mapping[str, str]) -> bool:
     """Return whether tokenizer.json says everything, so that transformers would add nothing to it."""
-    added = {token["content"]: token for token in description["added_tokens"]}
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     extra = [*_extra_tokens(settings), *(str(each["content"]) for each in _listed(settings))]
     known = all(token in added for token in (*named.values(), *extra))
-    special = all(added[token]["special"] for token in named.values() if token in added)
+    special = all(added[token].special for token in named.values() if token in added)
     clean = settings.get("clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output")
     unusual = clean or settings.get("split_special_tokens") or settings.get("fix_mistral_regex")
-    return known and special and not unusual and description["model"].get("type") == "BPE"
+    return known and special and not unusual and isinstance(backend.model, BPE)
 
 
 def _extra_tokens(settings: Mapping[str, Any]) -> list[str]:
@@ -127,21 +125,19 @@ def _post_processor(backend: Tokenizer, settings: Mapping[str, Any], named: Mapp
     )
 
 
-def _has_special_markers(description: Mapping[str, Any]) -> bool:
-    return any(token["special"] and token["content"] in (CALL_START, CALL_END) for token in description["added_tokens"])
-
-
-def _with_text_markers(description: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the description of a tokenizer in which the markers of function calls are text.
+def _with_text_markers(backend: Tokenizer) -> Tokenizer:
+    """Return a tokenizer in which the markers of function calls are text.
 
     Special tokens are left out of decoded text, and constraints cannot spell them. So calls could neither be found nor
     forced.
     """
-    tokens = [
-        token | {"special": token["special"] and token["content"] not in (CALL_START, CALL_END)}
-        for token in description["added_tokens"]
-    ]
-    return {**description, "added_tokens": tokens}
+    added = backend.get_added_tokens_decoder().values()
+    if not any(token.special and token.content in (CALL_START, CALL_END) for token in added):
+        return backend
+    description = json.loads(backend.to_str())
+    for token in description["added_tokens"]:
+        token["special"] = token["special"] and token["content"] not in (CALL_START, CALL_END)
+    return Tokenizer.from_str(json.dumps(description))
 
 
 def _restore_rules(tokenizer: Any, file: Path) -> None:
@@ -162,16 +158,9 @@ def _restore_rules(tokenizer: Any, file: Path) -> None:
     for rule in _RULES:
         setattr(backend, rule, getattr(published, rule))
     model = backend.model
-    if isinstance(model, BPE) and description["model"].get("type") == "BPE":
+    if isinstance(model, BPE) and isinstance(backend.model, BPE):
         for option in _BPE_OPTIONS:
             setattr(model, option, bool(description["model"].get(option)))
-
-
-def spell_markers(tokenizer: Any) -> None:
-    """Let the markers of function calls be text where a tokenizer of transformers has them as special tokens."""
-    description = json.loads(tokenizer.backend_tokenizer.to_str())
-    if _has_special_markers(description):
-        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(_with_text_markers(description)))
 
 
 def _model(tokenizer: Any) -> Any:

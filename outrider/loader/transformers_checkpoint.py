@@ -13,8 +13,6 @@ from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
-    AttentionInterface,
-    AttentionMaskInterface,
     AutoConfig,
 )
 from transformers.distributed import DistributedConfig
@@ -23,12 +21,12 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
 from outrider.loader.dtype import choose_dtype, stored_dtype
 from outrider.loader.facts import context_length, context_reason, end_ids, generation_settings
-from outrider.loader.fill import fill_model
+from outrider.loader.fill import fill_model, register_attention
 from outrider.loader.folder import check_config, check_folder, check_weights, lacking, one_line
+from outrider.loader.gguf.checkpoint import gguf_checkpoint
 from outrider.loader.gguf.file import FLOATS, read_gguf
 from outrider.loader.gguf.model import load_model, make_config
 from outrider.loader.gguf.model import read_config as read_gguf_config
-from outrider.loader.gguf.tokenizer import load_tokenizer
 from outrider.loader.gguf.weights import GGUFWeights
 from outrider.loader.memory import check_memory, weight_bytes
 from outrider.loader.model_class import auto_class, causal_model_class, concrete_class
@@ -39,8 +37,8 @@ from outrider.loader.quiet import quiet_transformers
 from outrider.loader.speech import SPEECH, read_speech_rules
 from outrider.loader.tensor_parallel import check_plan
 from outrider.loader.tokenizer import read_tokenizer
-from outrider.models.attention import NAME, attend, receive_mask_rule
-from outrider.models.checkpoint import Checkpoint, LazyModel, SourceRules, WeightFormat
+from outrider.models.attention import NAME
+from outrider.models.checkpoint import Checkpoint, LazyModel, SourceRules
 from outrider.models.gguf_linear import BlockLinear
 from outrider.native.blocks import can_pack
 from outrider.parallel.ranks import join
@@ -149,16 +147,12 @@ def load_folder(path: Path, dtype: str, device: torch.device, *, kernels: str, t
         weights.report(choice.dtype)
         size = weights.total_bytes()
     check_memory(path, size, device)
-    _register_attention()
+    register_attention()
     ranks = join(tp, device_name)
 
     def make() -> Any:
         model = _read_model(path, config, choice.dtype, tp=tp, weights=weights)
-        if ranks is None:
-            model = model.to(device)
-        for weight in model.parameters():
-            weight.requires_grad_(False)
-        return model
+        return (model if ranks is not None else model.to(device)).requires_grad_(False)
 
     lazy_model = LazyModel(make)
     model = lazy_model.get()
@@ -198,36 +192,13 @@ def load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Che
         choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=file.quantized)
     lazy_model = LazyModel(lambda: load_model(file, config, weights, dense, _attention(config)).to(device))
     lazy_model.get()
-    return Checkpoint(
-        lazy_model=lazy_model,
-        config=config,
-        tokenizer=load_tokenizer(file),
-        context=context_length(config),
-        context_reason=context_reason(config),
-        vocab=config.vocab_size,
-        end_ids=file.end_ids(),
-        recurrent=recurrent,
-        blocks=WeightFormat(tuple(file.types), file.bits) if file.quantized else None,
-        block_types=weights.types,
-        dtype=choice.dtype,
-        folder=str(path),
-        dtype_reason=choice.reason,
-        device=device,
-    )
+    return gguf_checkpoint(file, config, lazy_model, weights, choice, device, recurrent=recurrent)
 
 
 def read_model(path: Path, dtype: torch.dtype) -> Any:
     """Return the model of a folder on the CPU, without gradients. Errors are those of `read_weights`."""
-    _register_attention()
-    model = _read_model(path, read_transformers_config(path), dtype)
-    for weight in model.parameters():
-        weight.requires_grad_(False)
-    return model
-
-
-def _register_attention() -> None:
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, receive_mask_rule)
+    register_attention()
+    return _read_model(path, read_transformers_config(path), dtype).requires_grad_(False)
 
 
 def read_weights(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:

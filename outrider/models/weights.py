@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
-from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, Blocks, DenseWeight
+from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, Blocks
 from outrider.models.gguf_made import BlockExperts
 
 Weight = torch.Tensor | Blocks
@@ -59,8 +59,7 @@ class ModelWeights(Weights):
         self._values: dict[str, Weight] = {name: value.detach() for name, value in model.state_dict().items()}
         for name, module in model.named_modules():
             if isinstance(module, BlockLinear | BlockEmbedding):
-                blocks = module.blocks
-                self._values[f"{name}.weight"] = blocks.values if isinstance(blocks, DenseWeight) else blocks
+                self._values[f"{name}.weight"] = module.blocks
             elif isinstance(module, BlockExperts):
                 self._values[name] = module.blocks
 

@@ -180,6 +180,11 @@ def _lfm2(file: GGUFFile, common: Settings) -> Settings:
     return _conv_types(file, common, "shortconv.in_proj.weight", "conv") | {"block_auto_adjust_ff_dim": False}
 
 
+_LFM2_FIELDS = {
+    "rms_norm_eps": None,
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "conv_L_cache": "shortconv.l_cache",
+}
 _LFM2_LAYER: Layout = {
     **renamed(
         ATTENTION,
@@ -358,11 +363,7 @@ HYBRIDS: Mapping[str, Architecture] = MappingProxyType(
         ),
         "lfm2": Architecture(
             model_type="lfm2",
-            fields={
-                "rms_norm_eps": None,
-                "norm_eps": "attention.layer_norm_rms_epsilon",
-                "conv_L_cache": "shortconv.l_cache",
-            },
+            fields=_LFM2_FIELDS,
             layer=_LFM2_LAYER,
             top=_LFM2_TOP,
             settings=_lfm2,
@@ -370,9 +371,7 @@ HYBRIDS: Mapping[str, Architecture] = MappingProxyType(
         "lfm2moe": Architecture(
             model_type="lfm2_moe",
             fields={
-                "rms_norm_eps": None,
-                "norm_eps": "attention.layer_norm_rms_epsilon",
-                "conv_L_cache": "shortconv.l_cache",
+                **_LFM2_FIELDS,
                 "num_dense_layers": "leading_dense_block_count",
                 **NUM_EXPERTS,
                 **EXPERT_SIZE,

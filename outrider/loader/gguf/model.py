@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING
 
 from outrider.loader.dtype import gguf_dtype
-from outrider.loader.fill import fill_model
+from outrider.loader.fill import OWN_ATTENTION, fill_model
 from outrider.loader.gguf.architectures import settings_of
 from outrider.loader.gguf.file import GGUFFile, read_gguf
 from outrider.loader.gguf.weights import GGUFWeights
-from outrider.models.attention import NAME
-
-_ATTENTION: Mapping[str, str] = MappingProxyType({"attn_implementation": NAME})
 
 
 def read_config(path: Path) -> Any:
@@ -42,7 +38,7 @@ def load_model(
     config: Any,
     weights: GGUFWeights,
     dtype: torch.dtype,
-    attention: Mapping[str, str] = _ATTENTION,
+    attention: Mapping[str, str] = OWN_ATTENTION,
     *,
     widen: bool = False,
 ) -> Any:

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from outrider.errors import OutriderError
+from outrider.loader.folder import INDEX
 
-_INDEX = "model.safetensors.index.json"
 _FIX = "copy the checkpoint again"
 _SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}  # bytes; others are in the name
 
@@ -72,13 +72,13 @@ class TensorFiles:
 def _paths(folder: Path) -> list[Path]:
     """Return the files of a folder that its index names: others may hold the weights in another layout."""
     try:
-        index = json.loads((folder / _INDEX).read_text("utf-8"))
+        index = json.loads((folder / INDEX).read_text("utf-8"))
         return [folder / name for name in sorted(set(index["weight_map"].values()))]
     except FileNotFoundError:
         single = folder / "model.safetensors"
         paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     except (ValueError, LookupError) as error:
-        raise OutriderError(f"{folder / _INDEX} cannot be read ({error}); {_FIX}") from error
+        raise OutriderError(f"{folder / INDEX} cannot be read ({error}); {_FIX}") from error
     if not paths:
         raise OutriderError(f"{folder} holds no .safetensors; write the weights there with save_pretrained")
     return paths
