@@ -56,7 +56,7 @@ class FastTokenizer:
         return getattr(self.full, name)
 
     def __deepcopy__(self, memo: object) -> FastTokenizer:
-        return self
+        return self  # threads may share it
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))

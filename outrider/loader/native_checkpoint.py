@@ -58,7 +58,7 @@ def open_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Folde
 
     Returns:
         The weights; None if a file is damaged, or a tensor is missing, or has another shape or type than expected.
-        transformers may read such a folder, or says what is wrong with it.
+        Then transformers reads the folder, or says what is wrong with it.
     """
     try:
         tensors = {name: tensor for file in _files(folder) for name, tensor in _read(file).items()}
