@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, SamplingParams
 from outrider.core import tree
 from outrider.core.config import EngineConfig
+from outrider.core.prompts import read_prompts
 from outrider.core.types import Batch, SequenceState
 from outrider.engine.build import load_target
-from outrider.loader.embedded import model_folder
-from outrider.measure.prompts import read_prompts
-from outrider.native.target import NativeTarget
+from outrider.models.loader.embedded import model_folder
+from outrider.models.native.target import NativeTarget
 
 _CONTEXT = 512
 _CACHED = 128  # tokens in the caches while passes are timed

@@ -39,14 +39,14 @@ from rich.table import Table
 from outrider.core import tree
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
+from outrider.core.prompts import read_prompts
+from outrider.core.target import SelfDraftTarget
 from outrider.core.types import Batch, SequenceState
+from outrider.drafting.propose.draft_model.window import find_window
+from outrider.drafting.propose.leaves import draft_model
 from outrider.engine.build import LoadedTarget, build_engine, load_target
 from outrider.llm import LLM
-from outrider.measure.prompts import read_prompts
-from outrider.models.base import SelfDraftTarget
-from outrider.propose.draft_model.window import find_window
-from outrider.propose.leaves import draft_model
-from outrider.system import machine
+from outrider.runtime import machine
 from outrider.train.data.prompts import encode_prompt
 
 app = typer.Typer(add_completion=False, help=__doc__)

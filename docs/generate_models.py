@@ -28,7 +28,7 @@ from transformers import (  # noqa: E402
 
 from outrider.errors import OutriderError, UnsupportedModel  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
-from outrider.loader.load import check_model  # noqa: E402
+from outrider.models.loader.load import check_model  # noqa: E402
 from tests.helpers import tiny  # noqa: E402
 from tests.helpers.architectures import Architecture  # noqa: E402
 
@@ -49,11 +49,11 @@ by token, and the logits of each branch of a token tree are those of the branch 
 
 | Column | Yes means | Test |
 |---|---|---|
-| Chains | greedy text with chains of draft tokens equals transformers | `tests/models/test_architectures.py`, \
+| Chains | greedy text with chains of draft tokens equals transformers | `tests/models/torch/test_architectures.py`, \
 `test_encoder_decoder.py`, `test_speech.py` |
 | Trees | scores of trees equal those of each branch alone | the same |
 | Batches | sequences of different lengths run in one pass | the same |
-| Prefixes | requests share the cache of a common prefix | `tests/models/test_support.py` |
+| Prefixes | requests share the cache of a common prefix | `tests/models/torch/test_support.py` |
 | `--quantize int8` | all large linear layers are quantized on torch | the same |
 | Native | the native CPU kernels run it; they quantize experts as well | the same |
 | CUDA graphs | a pass has a fixed shape and never waits for the host, which is tested without a GPU | the same, and \

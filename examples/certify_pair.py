@@ -3,7 +3,7 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from outrider.audit.run import run_audit
+from outrider.lab.audit.run import run_audit
 
 with TemporaryDirectory() as folder:
     prompts = Path(folder) / "prompts.jsonl"

@@ -3,9 +3,9 @@
 import torch
 
 from outrider import SamplingParams
-from outrider.loader.embedded import embedded
-from outrider.loader.load import load_checkpoint
-from outrider.rl import RolloutEngine
+from outrider.models.loader.embedded import embedded
+from outrider.models.loader.load import load_checkpoint
+from outrider.train.rl import RolloutEngine
 
 engine = RolloutEngine.load(embedded("nano"), proposer="group", k=4, dtype="float32", max_model_len=128)
 params = SamplingParams(temperature=1.0, max_tokens=16)

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from outrider import LLM, SamplingParams
-from outrider.loader.embedded import embedded
+from outrider.models.loader.embedded import embedded
 from outrider.train.run import Training
 from outrider.train.settings import Settings
 

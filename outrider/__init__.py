@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from outrider.core.stats import Stats
     from outrider.core.types import Completion, FinishReason, TokenLogprobs
     from outrider.llm import LLM, Chunk
-    from outrider.models.speech.wav import Recording
-    from outrider.transcription.run import transcribe
-    from outrider.transcription.transcript import Segment, Transcript
+    from outrider.models.torch.speech.wav import Recording
+    from outrider.serve.speech.run import transcribe
+    from outrider.serve.speech.transcript import Segment, Transcript
 
 __all__ = [
     "Chunk",
@@ -57,10 +57,10 @@ _MODULES = {  # the module of each public name
     "SamplingParams": "outrider.core.params",
     "Stats": "outrider.core.stats",
     "TokenLogprobs": "outrider.core.types",
-    "Recording": "outrider.models.speech.wav",
-    "Segment": "outrider.transcription.transcript",
-    "Transcript": "outrider.transcription.transcript",
-    "transcribe": "outrider.transcription.run",
+    "Recording": "outrider.models.torch.speech.wav",
+    "Segment": "outrider.serve.speech.transcript",
+    "Transcript": "outrider.serve.speech.transcript",
+    "transcribe": "outrider.serve.speech.run",
 }
 
 

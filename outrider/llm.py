@@ -19,21 +19,21 @@ from outrider.core.constraint import Constraint
 from outrider.core.grammar import Grammar, Grammars
 from outrider.core.noise import derive_seed
 from outrider.core.params import InvalidParam, SamplingParams
+from outrider.core.planner import Planner
+from outrider.core.prompts import chat_tokens, text_tokens
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
 from outrider.core.types import AudioFeatures, Completion, FinishReason, Request, SequenceState, SpeechOutput
+from outrider.drafting.plan.store import PlanFile, check_plan, restored
 from outrider.engine.build import EngineParts, build
 from outrider.engine.engine import Engine
 from outrider.engine.weights import EngineWeights, NewWeights
 from outrider.errors import OutriderError
-from outrider.measure.prompts import chat_tokens, text_tokens
-from outrider.models.speech.rules import SpeechRules
-from outrider.models.speech.source import audio_features
-from outrider.models.speech.wav import Recording
-from outrider.parallel.ranks import of_first_rank
-from outrider.plan.planner import Planner
-from outrider.plan.store import PlanFile, check_plan, restored
-from outrider.system.machine import use_threads
+from outrider.models.torch.speech.rules import SpeechRules
+from outrider.models.torch.speech.source import audio_features
+from outrider.models.torch.speech.wav import Recording
+from outrider.runtime.machine import use_threads
+from outrider.runtime.ranks import of_first_rank
 
 Prompt = str | Sequence[int]
 # Text or token ids. For a speech model: the path of a WAV file, the samples of a recording, or its features.

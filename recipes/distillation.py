@@ -10,8 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from outrider.core.params import SamplingParams
+from outrider.core.prompts import read_prompts
 from outrider.llm import LLM
-from outrider.measure.prompts import read_prompts
 from outrider.train.data.prompts import encode_prompt
 from outrider.train.loss.chunked import chunked_loss
 from recipes.family.train import lr_factor

@@ -56,7 +56,10 @@ def pytest_runtest_setup():
 @pytest.fixture(scope="session", autouse=True)
 def given_costs():
     """Give planners fixed costs: measuring takes seconds for each model, width and context."""
-    from outrider.plan.pass_cost import CostModel, PassCost  # here, so that collecting tests does not import it
+    from outrider.drafting.plan.pass_cost import (  # here, so that collecting tests does not import it
+        CostModel,
+        PassCost,
+    )
 
     # As of the embedded models on one core: a pass over a few tokens costs little more than a pass over one.
     columns = (1, 8, 16, 64, 512)
@@ -74,15 +77,15 @@ def given_costs():
 def no_kept_checks():
     """Check each model that a test loads: tests change the code that is checked."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.loader.check.once", lambda checkpoint, target, bits, check: check())
+        patch.setattr("outrider.models.loader.check.once", lambda checkpoint, target, bits, check: check())
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def known_references():
     """Let transformers compute the reference of an embedded model once: it takes half of the time to load the model."""
-    from outrider.loader import check
-    from outrider.loader.embedded import embedded
+    from outrider.models.loader import check
+    from outrider.models.loader.embedded import embedded
 
     compute = check._reference
     folders = {str(embedded(name)) for name in ("mini", "nano")}
@@ -107,8 +110,8 @@ def known_references():
 def quick_rates():
     """Measure the rates of the machine with a small buffer and small matrices: no test checks their values."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.bench.rates._BUFFER", 1 << 20)
-        patch.setattr("outrider.bench.rates._MATRIX", (64, 64))
+        patch.setattr("outrider.lab.bench.rates._BUFFER", 1 << 20)
+        patch.setattr("outrider.lab.bench.rates._MATRIX", (64, 64))
         yield
 
 
@@ -123,7 +126,7 @@ def short_evaluations():
 @pytest.fixture
 def measured_costs(monkeypatch):
     """Measure the costs of passes, as outside the tests."""
-    from outrider.plan.known_costs import known_costs
+    from outrider.drafting.plan.known_costs import known_costs
 
     monkeypatch.setattr("outrider.engine.build.known_costs", known_costs)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from outrider import LLM, OutriderError, SamplingParams
+from outrider.core.planner import FixedPlanner
 from outrider.core.types import FinishReason
-from outrider.loader.embedded import embedded
-from outrider.loader.load import load_checkpoint
-from outrider.plan.planner import FixedPlanner
+from outrider.models.loader.embedded import embedded
+from outrider.models.loader.load import load_checkpoint
 
 CODE = "<|endoftext|>import os\nimport sys\n\n\ndef main():\n    parser ="
 TASK = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -354,7 +354,7 @@ def test_what_is_no_constraint_cannot_be_prepared(llm):
     ],
 )
 def test_bad_arguments_are_told_before_anything_is_loaded(arguments, fix, monkeypatch):
-    monkeypatch.setattr("outrider.loader.load.open_weights", lambda *args: pytest.fail("it was loaded"))
+    monkeypatch.setattr("outrider.models.loader.load.open_weights", lambda *args: pytest.fail("it was loaded"))
     with pytest.raises(OutriderError, match=fix):
         LLM(**arguments)
 

@@ -46,7 +46,7 @@ import typer
 from pair import Setup, conditions, prepare, warm_up
 
 from outrider import OutriderError
-from outrider.loader.embedded import embedded
+from outrider.models.loader.embedded import embedded
 
 _LIMIT = 540.0  # seconds of the whole run
 

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import OutriderError
-from outrider.measure.prompts import read_prompts
-from outrider.system import machine
+from outrider.core.prompts import read_prompts
+from outrider.runtime import machine
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

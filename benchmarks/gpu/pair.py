@@ -19,16 +19,16 @@ from inflate.files import inflate_folder
 from inflate.model import PRESETS, Dims
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.bench.pass_work import bytes_per_pass
-from outrider.bench.peer import load_peers
-from outrider.bench.variants import OutriderRunner, SwitchPlanner, Variant
-from outrider.benchmarking.jobs import Job, encode_prompt
 from outrider.core import tree
+from outrider.core.prompts import read_prompts
+from outrider.core.target import Target
 from outrider.core.types import Batch, Request, SequenceState
-from outrider.measure.prompts import read_prompts
-from outrider.models.base import Target
-from outrider.propose.draft_model.chain import DraftModelProposer
-from outrider.system import machine
+from outrider.drafting.propose.draft_model.chain import DraftModelProposer
+from outrider.lab.bench.pass_work import bytes_per_pass
+from outrider.lab.bench.peer import load_peers
+from outrider.lab.bench.variants import OutriderRunner, SwitchPlanner, Variant
+from outrider.lab.common.jobs import Job, encode_prompt
+from outrider.runtime import machine
 
 _DIMS_LIKE = {  # of target and draft; 8b: Llama 3 with its vocabulary
     "8b": tuple(replace(PRESETS[name], vocab=128256, untie=True) for name in ("8b", "1b")),

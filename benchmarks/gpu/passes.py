@@ -11,9 +11,9 @@ import torch
 from pair import Setup, pass_over, seconds_of
 from torch.profiler import ProfilerActivity, profile
 
-from outrider.bench.pass_work import cache_bytes_per_token
-from outrider.bench.rates import read_bandwidth
-from outrider.models.attention import Fixed, attend, has_grouped_kernel
+from outrider.lab.bench.pass_work import cache_bytes_per_token
+from outrider.lab.bench.rates import read_bandwidth
+from outrider.models.torch.attention import Fixed, attend, has_grouped_kernel
 
 _ROWS = (2, 3, 5, 8, 16, 32, 64)  # rows of a product
 _CACHED = {"cuda": (2048, 8192, 32768, 131072), "cpu": (64, 256)}  # entries of the cache, by device

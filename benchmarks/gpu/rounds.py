@@ -15,14 +15,14 @@ import torch
 from pair import Setup, batch_of, pass_over, seconds_of
 
 from outrider import LLM
-from outrider.bench.variants import OutriderRunner, SwitchPlanner, Variant
-from outrider.benchmarking.jobs import Job
 from outrider.core.config import EngineConfig
+from outrider.core.planner import FixedPlanner, Planner
+from outrider.core.proposer import Proposer
 from outrider.core.types import Batch, Draft, Needs, Request, Round
 from outrider.engine.build import assemble, auto_planner, build_engine
-from outrider.heads.store import make_module, write_head
-from outrider.plan.planner import FixedPlanner, Planner
-from outrider.propose.base import Proposer
+from outrider.lab.bench.variants import OutriderRunner, SwitchPlanner, Variant
+from outrider.lab.common.jobs import Job
+from outrider.models.heads.store import make_module, write_head
 from outrider.train.model.presets import Sizes, describe
 
 _LENGTHS = (1, 2, 4, 8)  # draft lengths of the split

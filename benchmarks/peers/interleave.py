@@ -34,7 +34,7 @@ from worker import (
 )
 
 from outrider.errors import OutriderError
-from outrider.system import machine
+from outrider.runtime import machine
 
 ENGINES = ("outrider", "transformers", "openvino", "vllm", "llamacpp", "llamacpp_python")
 _OPTIONS = {"k": draft_tokens, "dtype": Precision}  # options that can be set for a single contestant, and their types

@@ -241,7 +241,7 @@ def _answer(run: Run, tokenizer: Any) -> dict[str, Any]:
 def read_texts(file: Path | None, target: Path, *, limit: int | None) -> list[tuple[str, str]]:
     """Return category and text of each prompt. The target's chat template turns a conversation into text."""
     sys.path.append(str(_REPOSITORY))  # the Python of an engine does not have Outrider
-    from outrider.measure.prompts import read_prompts
+    from outrider.core.prompts import read_prompts
 
     prompts = read_prompts(file, limit=limit)
     if all(prompt.prompt for prompt in prompts):

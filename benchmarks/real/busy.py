@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from outrider import LLM, SamplingParams
-from outrider.system import machine
+from outrider.runtime import machine
 
 _WEIGHTS = {0: 1024, 10: 110}  # of the scheduler, by niceness
 _PROMPT = (5, 6, 7, 8)

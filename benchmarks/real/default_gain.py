@@ -21,11 +21,11 @@ import typer
 
 from outrider import LLM, SamplingParams
 from outrider.core.config import EngineConfig
+from outrider.core.planner import FixedPlanner
+from outrider.core.prompts import Prompt, read_prompts
+from outrider.drafting.propose.registry import find_proposer
 from outrider.engine.build import assemble, make_setup
-from outrider.measure.prompts import Prompt, read_prompts
-from outrider.plan.planner import FixedPlanner
-from outrider.propose.registry import find_proposer
-from outrider.system.machine import commit, hardware, versions
+from outrider.runtime.machine import commit, hardware, versions
 
 
 def main(

@@ -27,8 +27,8 @@ import typer
 
 from outrider import LLM, SamplingParams
 from outrider.core import tree
+from outrider.core.prompts import Prompt, read_prompts
 from outrider.core.types import Batch, SequenceState
-from outrider.measure.prompts import Prompt, read_prompts
 
 sys.path.append(str(Path(__file__).parents[1] / "peers"))
 from llama_server import LlamaServer, greedy_request

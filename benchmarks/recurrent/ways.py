@@ -3,7 +3,7 @@
     python benchmarks/recurrent/ways.py
 
 A round is one pass over E staged tokens and a commit of all but the last one. The time is the CPU time of the fastest
-of several rounds, in turns. The chosen way is that of `outrider.models.recurrent`.
+of several rounds, in turns. The chosen way is that of `outrider.models.torch.recurrent`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from outrider.models.recurrent import delta_rule, state_space
-from outrider.models.recurrent.layer import Staged
-from outrider.models.recurrent.rows import Rows, chain_rows
-from outrider.models.recurrent.staging import keeps_states
+from outrider.models.torch.recurrent import delta_rule, state_space
+from outrider.models.torch.recurrent.layer import Staged
+from outrider.models.torch.recurrent.rows import Rows, chain_rows
+from outrider.models.torch.recurrent.staging import keeps_states
 
 ROUNDS = 30
 # By name: sequences, heads, and the two sizes of a state matrix.

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import SamplingParams
-from outrider.loader.embedded import embedded
-from outrider.rl import GRPO, GRPOSettings, Problem, Rollout, RolloutEngine, StepReport
+from outrider.models.loader.embedded import embedded
 from outrider.train.model.draft_model import load_trainable
+from outrider.train.rl import GRPO, GRPOSettings, Problem, Rollout, RolloutEngine, StepReport
 from recipes.arithmetic.word_problems import reward, word_problems
 
 _IMPORTANCE_CAP = 2.0

@@ -24,16 +24,16 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import SamplingParams
+from outrider.core.planner import FixedPlanner
 from outrider.core.stats import Stats, StatsAccumulator
 from outrider.core.types import Batch, Draft
-from outrider.loader.embedded import embedded
-from outrider.plan.known_costs import known_costs
-from outrider.plan.pass_cost import CostModel
-from outrider.plan.planner import FixedPlanner
-from outrider.plan.speedup import expected_tau
-from outrider.propose.leaves import draft_models
-from outrider.rl import RolloutBatch, RolloutEngine
-from outrider.rl.report import by_phase
+from outrider.drafting.plan.known_costs import known_costs
+from outrider.drafting.plan.pass_cost import CostModel
+from outrider.drafting.plan.speedup import expected_tau
+from outrider.drafting.propose.leaves import draft_models
+from outrider.models.loader.embedded import embedded
+from outrider.train.rl import RolloutBatch, RolloutEngine
+from outrider.train.rl.report import by_phase
 from recipes.arithmetic.word_problems import word_problems
 
 _CACHED = 64.0  # tokens in the KV cache, for the cost of a pass

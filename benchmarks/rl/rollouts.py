@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import SamplingParams
-from outrider.benchmarking.jobs import encode_prompt
-from outrider.loader.embedded import embedded
-from outrider.measure.prompts import read_prompts
-from outrider.rl import RolloutBatch, RolloutEngine
+from outrider.core.prompts import read_prompts
+from outrider.lab.common.jobs import encode_prompt
+from outrider.models.loader.embedded import embedded
+from outrider.train.rl import RolloutBatch, RolloutEngine
 
 _DEFAULT = "none;group;suffix:100000;quantized:int4"
 

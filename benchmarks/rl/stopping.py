@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import SamplingParams
-from outrider.loader.embedded import embedded
-from outrider.rl import Problem, Rollout, RolloutEngine
+from outrider.models.loader.embedded import embedded
+from outrider.train.rl import Problem, Rollout, RolloutEngine
 from recipes.arithmetic.word_problems import reward, word_problems
 
 _EVERY = 4  # tokens between two looks at a rollout

@@ -24,9 +24,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.loader.embedded import embedded
-from outrider.rl import GRPO, DraftTraining, GRPOSettings, RolloutBatch, RolloutEngine, StepReport
+from outrider.models.loader.embedded import embedded
 from outrider.train.model.draft_model import load_trainable
+from outrider.train.rl import GRPO, DraftTraining, GRPOSettings, RolloutBatch, RolloutEngine, StepReport
 from recipes.arithmetic.word_problems import reward, word_problems
 
 _TRAINED = "+train"

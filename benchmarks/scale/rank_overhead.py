@@ -77,7 +77,7 @@ def start(asked: argparse.Namespace, tp: int) -> dict[str, float]:
 def measure(asked: argparse.Namespace) -> None:
     """Print the CPU and wall-clock seconds of this process."""
     from outrider import LLM, SamplingParams
-    from outrider.parallel.ranks import current
+    from outrider.runtime.ranks import current
 
     llm = LLM(asked.target, proposer="none", k=0, kernels="torch", dtype="float32", tp=asked.tp, threads=1)
     params = SamplingParams(temperature=0.0, max_tokens=asked.tokens, ignore_eos=True)

@@ -3,7 +3,7 @@
 python benchmarks/server/fleet.py --out costs.json
 python benchmarks/server/fleet.py --target DIR --draft DIR2 --k 4 --rounds 5
 
-1. Passes of target and draft are measured on this machine (`outrider.plan.calibrate`), in CPU time.
+1. Passes of target and draft are measured on this machine (`outrider.drafting.plan.calibrate`), in CPU time.
 2. `outrider serve` runs on one thread. At 2, 8 and 32 streams its work outside of passes is measured: seconds per
    round, round with draft tokens, sequence of a round, chunk of a stream, and request. The acceptance by position comes
    from these runs, too.
@@ -39,21 +39,21 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import Server, served
 
-import outrider.plan.calibrate
-from outrider.fleet.arrivals import Arrival
-from outrider.fleet.costs import ServerCosts
-from outrider.fleet.replica import PUBLISH_SECONDS, ReplicaSettings
-from outrider.fleet.simulation import Fleet, Result
-from outrider.fleet.speculation import AcceptanceRates, fixed, off
+import outrider.drafting.plan.calibrate
+from outrider.core.prompts import Prompt, read_prompts
+from outrider.drafting.plan.calibrate import measure_pass
+from outrider.drafting.plan.pass_cost import CostModel, PassCost
+from outrider.drafting.propose.leaves import draft_models
+from outrider.lab.loadgen.client import run_load
+from outrider.lab.loadgen.settings import Settings
 from outrider.llm import LLM
-from outrider.loader.embedded import embedded
-from outrider.loadgen.client import run_load
-from outrider.loadgen.settings import Settings
-from outrider.measure.prompts import Prompt, read_prompts
-from outrider.plan.calibrate import measure_pass
-from outrider.plan.pass_cost import CostModel, PassCost
-from outrider.propose.leaves import draft_models
-from outrider.system.machine import commit, hardware, versions
+from outrider.models.loader.embedded import embedded
+from outrider.runtime.machine import commit, hardware, versions
+from outrider.scale.fleet.arrivals import Arrival
+from outrider.scale.fleet.costs import ServerCosts
+from outrider.scale.fleet.replica import PUBLISH_SECONDS, ReplicaSettings
+from outrider.scale.fleet.simulation import Fleet, Result
+from outrider.scale.fleet.speculation import AcceptanceRates, fixed, off
 
 _CONTEXT = 512
 
@@ -172,7 +172,7 @@ def append(file: Path | None, line: dict[str, Any]) -> None:
 
 def measure_passes(target: str, draft: str, *, slots: int) -> CostModel:
     """Measure the passes in CPU time, because other programs interrupt those that take long."""
-    outrider.plan.calibrate.perf_counter = time.process_time
+    outrider.drafting.plan.calibrate.perf_counter = time.process_time
     llm = LLM(target, proposer=f"draft:{draft}", k=1, threads=1, max_num_seqs=slots, max_model_len=_CONTEXT)
     models = (llm.parts.target, draft_models(llm.parts.proposer)[0])
     target, drafter = map(measure_pass, models)

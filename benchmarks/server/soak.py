@@ -29,13 +29,13 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import Server, served
 
-from outrider.loadgen.client import connect
-from outrider.loadgen.command import percentiles
-from outrider.loadgen.response import RequestResult
-from outrider.loadgen.settings import Settings
-from outrider.loadgen.workload import PlannedRequest, plan_requests
-from outrider.measure.prompts import read_prompts
-from outrider.system.machine import commit, hardware, versions
+from outrider.core.prompts import read_prompts
+from outrider.lab.loadgen.client import connect
+from outrider.lab.loadgen.command import percentiles
+from outrider.lab.loadgen.response import RequestResult
+from outrider.lab.loadgen.settings import Settings
+from outrider.lab.loadgen.workload import PlannedRequest, plan_requests
+from outrider.runtime.machine import commit, hardware, versions
 
 _MEMORY_INTERVAL = 2.0  # seconds between two measurements of the server's memory
 _IDLE_GAUGES = (  # must be the same before and after the test

@@ -37,12 +37,12 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import Server, served
 
-from outrider.loadgen.client import run_load
-from outrider.loadgen.command import percentiles
-from outrider.loadgen.settings import Settings
-from outrider.loadgen.workload import plan_requests
-from outrider.measure.prompts import Prompt, read_prompts
-from outrider.system.machine import commit, hardware, versions
+from outrider.core.prompts import Prompt, read_prompts
+from outrider.lab.loadgen.client import run_load
+from outrider.lab.loadgen.command import percentiles
+from outrider.lab.loadgen.settings import Settings
+from outrider.lab.loadgen.workload import plan_requests
+from outrider.runtime.machine import commit, hardware, versions
 
 AUTO, PLAIN, BARE, BARE_PLAIN = "auto", "plain", "bare", "bare plain"
 _BARE_VARIANTS = {AUTO: BARE, PLAIN: BARE_PLAIN}  # the engine variant to which a server variant is compared

@@ -34,9 +34,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.native.library import cache_folder, load_library
-from outrider.report.console import new_table
-from outrider.system.machine import commit, hardware, versions
+from outrider.models.native.library import cache_folder, load_library
+from outrider.runtime.machine import commit, hardware, versions
+from outrider.runtime.report.console import new_table
 
 sys.path.append(str(Path(__file__).parents[1] / "peers"))
 from llama_server import LlamaServer

@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 
 from outrider._version import __version__
-from outrider.audit.server.settings import ServerOptions, check_given
 from outrider.cli import drafts, options
 from outrider.cli.audit_options import AuditOptions
 from outrider.cli.bench_options import BenchOptions, check_calibration
@@ -26,19 +25,20 @@ from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.source import SourceOptions, read_source
 from outrider.cli.tune_options import MeasureOptions
 from outrider.errors import OutriderError
-from outrider.fleet.options import FleetOptions
-from outrider.fleet.options import check_given as check_fleet_given
-from outrider.loader.embedded import check_present
-from outrider.loadgen.settings import Settings as LoadSettings
-from outrider.measure.number_lists import parse_figures, parse_real, parse_whole
-from outrider.project.options import ProjectOptions
-from outrider.report.console import INTERRUPTED, print_document
-from outrider.scale.settings import ScaleSettings
+from outrider.lab.audit.server.settings import ServerOptions, check_given
+from outrider.lab.common.number_lists import parse_figures, parse_real, parse_whole
+from outrider.lab.loadgen.settings import Settings as LoadSettings
+from outrider.lab.tune.options import TuneOptions
+from outrider.lab.tune.server.settings import ServerOptions as TuneServer
+from outrider.lab.tune.server.settings import check_given as check_tune_given
+from outrider.models.loader.embedded import check_present
+from outrider.runtime.atomic_files import check_writable
+from outrider.runtime.report.console import INTERRUPTED, print_document
+from outrider.scale.estimate.options import ProjectOptions
+from outrider.scale.fleet.options import FleetOptions
+from outrider.scale.fleet.options import check_given as check_fleet_given
+from outrider.scale.ray.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
-from outrider.system.atomic_files import check_writable
-from outrider.tune.options import TuneOptions
-from outrider.tune.server.settings import ServerOptions as TuneServer
-from outrider.tune.server.settings import check_given as check_tune_given
 
 _WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
 # Fields of an engine's configuration that are options of `outrider serve`.
@@ -138,8 +138,8 @@ def bench(
     Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
     """
     _check_present(models, config)
-    from outrider.bench import command
     from outrider.cli.ranks import joined
+    from outrider.lab.bench import command
 
     models, others = _merge(ctx, models, config, min_k=1)
     if others:
@@ -199,7 +199,7 @@ def scale(
     """
     _check_present(models, config)
     from outrider.core.config import EngineConfig
-    from outrider.scale.command import scale
+    from outrider.scale.ray.command import scale
 
     models, others = _merge(ctx, models, config)
     settings = replace(settings, **{name: others.pop(name) for name in _SERVER_LIMITS if name in others})
@@ -217,7 +217,7 @@ def load(*, settings: LoadSettings, as_json: options.BenchJson = False) -> None:
 
     The exit code is 1 if all requests to a server fail.
     """
-    from outrider.loadgen import command
+    from outrider.lab.loadgen import command
 
     if not command.load(settings, as_json=as_json):
         raise typer.Exit(1)
@@ -275,11 +275,11 @@ def audit(
     check_given(server.server, _given(ctx))
     with joined(asked.tp, asked.device):
         if server.server is None:
-            from outrider.audit.run import run_audit
+            from outrider.lab.audit.run import run_audit
 
             report = run_audit(**asked.for_pair(), console=console)
         else:
-            from outrider.audit.server.run import run_server_audit
+            from outrider.lab.audit.server.run import run_server_audit
 
             report = run_server_audit(options=server, **asked.for_server(), console=console)
         if as_json:
@@ -295,8 +295,8 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
 
     Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
     """
-    from outrider.project.run import ParsedLists, run_project
-    from outrider.project.table import show
+    from outrider.scale.estimate.run import ParsedLists, run_project
+    from outrider.scale.estimate.table import show
 
     shares = ("bandwidth_share", "arithmetic_share", "exposed", "round_ms", "layer_us", "draft_pass_us", "allreduce_us")
     given = {name: getattr(asked, name) for name in shares}
@@ -321,8 +321,8 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
 @partial(options.spread, environment=False)  # they describe other machines than this one
 def fleet(ctx: typer.Context, *, asked: FleetOptions, as_json: options.BenchJson = False) -> None:
     """Simulate a fleet of servers: arrivals, routing, continuous batching, and speculation by load."""
-    from outrider.fleet.command import run_fleet
-    from outrider.fleet.report import show
+    from outrider.scale.fleet.command import run_fleet
+    from outrider.scale.fleet.report import show
 
     check_fleet_given(asked, _given(ctx))
 
@@ -354,8 +354,8 @@ def tune(
     if server.server is not None:
         _tune_server(server, asked, measured, as_json=as_json)
         return
-    from outrider.tune.run import run_tune, write
-    from outrider.tune.table import show
+    from outrider.lab.tune.run import run_tune, write
+    from outrider.lab.tune.table import show
 
     settings = measured.settings(target, asked)
     if asked.out:
@@ -372,7 +372,7 @@ def tune(
 
 def _tune_server(server: TuneServer, asked: TuneOptions, measured: MeasureOptions, *, as_json: bool) -> None:
     """Measure a running server."""
-    from outrider.tune.server.run import run_server_tune, show
+    from outrider.lab.tune.server.run import run_server_tune, show
 
     temperatures = parse_real("--temperature", asked.temperature)
     if len(temperatures) > 1:

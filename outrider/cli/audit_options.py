@@ -21,7 +21,7 @@ from outrider.cli.options import (
     Verifier,
 )
 from outrider.core.params import AUTO
-from outrider.propose.options import DraftPlacement, DraftQuantize, DraftWindow
+from outrider.drafting.propose.options import DraftPlacement, DraftQuantize, DraftWindow
 
 # There is no `--k auto`: every test needs rounds with the same draft length.
 DraftLength = Annotated[

@@ -19,10 +19,10 @@ from outrider.cli.options import (
 )
 from outrider.cli.sampling_options import SAMPLING
 from outrider.errors import OutriderError
-from outrider.measure.number_lists import parse_real, parse_whole, sweep_values
+from outrider.lab.common.number_lists import parse_real, parse_whole, sweep_values
 
 if TYPE_CHECKING:
-    from outrider.bench.settings import Settings
+    from outrider.lab.bench.settings import Settings
 
 # Options that have no effect with --calibrate.
 _NOT_FOR_CALIBRATION = (
@@ -115,7 +115,7 @@ class BenchOptions:
         Raises:
             OutriderError: a value is not valid.
         """
-        from outrider.bench import settings
+        from outrider.lab.bench import settings
 
         batches = parse_whole("--batch", self.batch)
         temperatures = parse_real("--temperature", self.temperature)

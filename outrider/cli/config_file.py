@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from outrider.core.config import EngineConfig
 from outrider.errors import OutriderError
-from outrider.tune.config import configured
+from outrider.lab.tune.config import configured
 
 Options = TypeVar("Options")
 

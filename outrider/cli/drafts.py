@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 
 from outrider.cli import options
-from outrider.fit.settings import Settings as FitSettings
-from outrider.report.console import print_document
-from outrider.scale.train_settings import RayWorkers
+from outrider.lab.fit.settings import Settings as FitSettings
+from outrider.runtime.report.console import print_document
+from outrider.scale.ray.train_settings import RayWorkers
 from outrider.train.settings import Settings as TrainSettings
 
 
@@ -56,7 +56,7 @@ def train(
     The same command resumes an interrupted training. Prints the result, then one JSON document as the last line if the
     output is not a terminal or with --json.
     """
-    from outrider.scale.training import train_on_ray
+    from outrider.scale.ray.training import train_on_ray
     from outrider.train import command
 
     if workers.ray_workers is None:
@@ -73,7 +73,7 @@ def fit(*, settings: FitSettings, as_json: options.BenchJson = False) -> None:
     fit; Ctrl-C keeps the best so far. Prints a table, then one JSON document as the last line if the output is not a
     terminal or with --json. The exit code is 1 if a test of the certificate fails.
     """
-    from outrider.fit import command
+    from outrider.lab.fit import command
 
     command.fit(settings, as_json=as_json)
 

@@ -15,8 +15,8 @@ from outrider.cli.sampling_options import SAMPLING
 from outrider.core.config import ONCE
 from outrider.core.params import AUTO
 from outrider.core.text import is_utf8
+from outrider.drafting.propose.options import DraftPlacement, DraftQuantize, DraftWindow
 from outrider.errors import OutriderError
-from outrider.propose.options import DraftPlacement, DraftQuantize, DraftWindow
 
 MODEL, MEASURE, OUTPUT = "Models", "Measuring", "Output"  # panels of the help
 

@@ -20,14 +20,14 @@ from outrider.core.stats import Stats
 from outrider.core.text import TextStream
 from outrider.core.token_text import SingleTokens
 from outrider.core.types import Completion, FinishReason, TokenLogprobs
+from outrider.drafting.plan.store import proposer_name
 from outrider.engine.build import EngineParts
+from outrider.lab.common.clock import DecodeSpeed
 from outrider.llm import LLM
-from outrider.measure.clock import DecodeSpeed
-from outrider.plan.store import proposer_name
-from outrider.report.console import count_text
-from outrider.system import machine
-from outrider.transcription.formats import to_verbose_document
-from outrider.transcription.transcript import Transcript
+from outrider.runtime import machine
+from outrider.runtime.report.console import count_text
+from outrider.serve.speech.formats import to_verbose_document
+from outrider.serve.speech.transcript import Transcript
 
 _DRAFT, _TARGET = Style(color="cyan"), Style(color="yellow", bold=True)
 

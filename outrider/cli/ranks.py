@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import typer
 
 from outrider.errors import OutriderError
-from outrider.parallel.processes import rank, world_size
-from outrider.parallel.ranks import RankError, Ranks, is_network_error, join
+from outrider.runtime.processes import rank, world_size
+from outrider.runtime.ranks import RankError, Ranks, is_network_error, join
 
 
 @contextmanager

@@ -24,13 +24,13 @@ from outrider.cli.transcribe import needs_transcript, print_transcript, refuse_t
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.text import is_utf8
+from outrider.drafting.propose.expression import fetch_models
 from outrider.errors import OutriderError
+from outrider.lab.common.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, with_times
 from outrider.llm import LLM, Prompt, Source
-from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, with_times
-from outrider.models.speech.source import recording_of
-from outrider.models.speech.wav import read_wav
-from outrider.parallel.ranks import current, of_first_rank
-from outrider.propose.expression import fetch_models
+from outrider.models.torch.speech.source import recording_of
+from outrider.models.torch.speech.wav import read_wav
+from outrider.runtime.ranks import current, of_first_rank
 
 ROWS = 16  # maximum number of completions at once
 _COULD_CHAT = "this completed plain text, and the model has a chat template; add --chat to chat with it"

@@ -10,15 +10,15 @@ from outrider.cli.output import Outcome, Output
 from outrider.cli.source import SourceOptions
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
+from outrider.lab.common.clock import DecodeSpeed, with_times
 from outrider.llm import LLM
-from outrider.measure.clock import DecodeSpeed, with_times
-from outrider.models.speech.rules import SpeechRules
-from outrider.models.speech.source import too_long
-from outrider.models.speech.wav import Recording
-from outrider.transcription.formats import FORMATS, WITH_SEGMENTS, to_document, to_srt, to_verbose_document, to_vtt
-from outrider.transcription.options import TranscriptionOptions
-from outrider.transcription.run import open_session, run_sessions
-from outrider.transcription.transcript import Transcript
+from outrider.models.torch.speech.rules import SpeechRules
+from outrider.models.torch.speech.source import too_long
+from outrider.models.torch.speech.wav import Recording
+from outrider.serve.speech.formats import FORMATS, WITH_SEGMENTS, to_document, to_srt, to_verbose_document, to_vtt
+from outrider.serve.speech.options import TranscriptionOptions
+from outrider.serve.speech.run import open_session, run_sessions
+from outrider.serve.speech.transcript import Transcript
 
 
 def with_default_length(llm: LLM, params: SamplingParams) -> SamplingParams:

@@ -18,12 +18,12 @@ from outrider.cli.options import (
     Threads,
     Verifier,
 )
-from outrider.measure.number_lists import parse_real, parse_whole
-from outrider.propose.options import DraftQuantize, DraftWindow
-from outrider.tune.options import TuneOptions
+from outrider.drafting.propose.options import DraftQuantize, DraftWindow
+from outrider.lab.common.number_lists import parse_real, parse_whole
+from outrider.lab.tune.options import TuneOptions
 
 if TYPE_CHECKING:
-    from outrider.tune.settings import Settings
+    from outrider.lab.tune.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class MeasureOptions:
         Raises:
             OutriderError: a value is not valid.
         """
-        from outrider.tune.settings import Settings, default_proposers, read_ks, read_proposers
+        from outrider.lab.tune.settings import Settings, default_proposers, read_ks, read_proposers
 
         if asked.proposers is None:
             proposers = default_proposers(target, device=self.device, kernels=self.kernels, quantize=self.quantize)

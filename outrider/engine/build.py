@@ -11,35 +11,21 @@ from typing import Any
 
 import torch
 
-from outrider.cache.base import Cache, CacheConfig, CacheUsage
+from outrider.core.cache import Cache, CacheConfig, CacheUsage
 from outrider.core.config import EngineConfig
 from outrider.core.grammar import remove_time_limit
+from outrider.core.planner import FixedPlanner, Planner
+from outrider.core.proposer import NoProposer, Proposer, ProposerSetup
+from outrider.core.target import Target
 from outrider.core.types import Draw
-from outrider.engine.default_proposer import default_proposer
-from outrider.engine.engine import Engine
-from outrider.engine.prefill_budget import PrefillBudget
-from outrider.engine.scheduler import Scheduler
-from outrider.engine.verifiers import find_verifier, fitting_verifiers, verifier_for
-from outrider.errors import OutriderError
-from outrider.loader.check import make_checked_target
-from outrider.loader.check_store import CheckResult
-from outrider.loader.embedded import model_folder
-from outrider.loader.load import load_checkpoint
-from outrider.models.base import Target
-from outrider.models.checkpoint import Checkpoint, Precision, SourceRules, WeightFormat
-from outrider.native.rules import fastest_verifier
-from outrider.native.sampling import fastest_sampling
-from outrider.parallel.ranks import current, join
-from outrider.plan.cost_planner import CostPlanner
-from outrider.plan.known_costs import known_costs
-from outrider.plan.pass_cost import CostModel
-from outrider.plan.planner import FixedPlanner, Planner
-from outrider.propose.base import NoProposer, Proposer, ProposerSetup
-from outrider.propose.combine import Switch
-from outrider.propose.isolate import IsolatedProposer, isolate
-from outrider.propose.leaves import draft_model, draft_models, model_sources
-from outrider.propose.placement import DraftPlacement
-from outrider.propose.registry import (
+from outrider.drafting.plan.cost_planner import CostPlanner
+from outrider.drafting.plan.known_costs import known_costs
+from outrider.drafting.plan.pass_cost import CostModel
+from outrider.drafting.propose.combine import Switch
+from outrider.drafting.propose.isolate import IsolatedProposer, isolate
+from outrider.drafting.propose.leaves import draft_model, draft_models, model_sources
+from outrider.drafting.propose.placement import DraftPlacement
+from outrider.drafting.propose.registry import (
     Maker,
     alternatives,
     check_draft_settings,
@@ -47,7 +33,21 @@ from outrider.propose.registry import (
     find_proposer,
     own_proposer,
 )
-from outrider.system.machine import free_memory
+from outrider.engine.default_proposer import default_proposer
+from outrider.engine.engine import Engine
+from outrider.engine.prefill_budget import PrefillBudget
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.verifiers import find_verifier, fitting_verifiers, verifier_for
+from outrider.errors import OutriderError
+from outrider.models.loader.check import make_checked_target
+from outrider.models.loader.check_store import CheckResult
+from outrider.models.loader.embedded import model_folder
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.native.rules import fastest_verifier
+from outrider.models.native.sampling import fastest_sampling
+from outrider.models.torch.checkpoint import Checkpoint, Precision, SourceRules, WeightFormat
+from outrider.runtime.machine import free_memory
+from outrider.runtime.ranks import current, join
 from outrider.verify.rules import Verifier
 
 _MAX_DEFAULT_CONTEXT = 8192  # largest default of max_model_len

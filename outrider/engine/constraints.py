@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, DraftKind, Packed, Round, Scores, SequenceState
+from outrider.drafting.propose.tree_builder import TreeBuilder, depths
 from outrider.errors import OutriderError
-from outrider.propose.tree_builder import TreeBuilder, depths
 from outrider.verify.sampling import has_finite_max
 
 MAX_FORCED = 32  # most tokens that a grammar adds to the draft of a sequence

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from outrider.drafting.propose.draft_model.open import has_mtp
 from outrider.errors import OutriderError
-from outrider.loader.embedded import embedded, model_folder
-from outrider.loader.gguf.file import read_gguf
-from outrider.loader.load import choose_device, read_model_config
-from outrider.loader.paths import is_gguf
-from outrider.loader.quantized.weights import integer_bits
-from outrider.native.support import may_run
-from outrider.propose.draft_model.open import has_mtp
-from outrider.system.machine import free_memory
+from outrider.models.loader.embedded import embedded, model_folder
+from outrider.models.loader.gguf.file import read_gguf
+from outrider.models.loader.load import choose_device, read_model_config
+from outrider.models.loader.paths import is_gguf
+from outrider.models.loader.quantized.weights import integer_bits
+from outrider.models.native.support import may_run
+from outrider.runtime.machine import free_memory
 
 _WIDE_TYPES = frozenset({"F32", "F16", "BF16", "Q8_0"})  # types of GGUF files with at least 8 bits
 # Free memory that a target with a quantized copy of itself needs, as a multiple of the size of its files: the weights

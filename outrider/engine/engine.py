@@ -8,10 +8,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from outrider.cache.base import CacheUsage, prompts_that_fit
-from outrider.cache.memory import out_of_memory
 from outrider.core import tree
+from outrider.core.cache import CacheUsage, prompts_that_fit
+from outrider.core.planner import Planner
+from outrider.core.proposer import Proposer, check_budget
 from outrider.core.stats import Stats
+from outrider.core.target import ExpertCounter, Target
 from outrider.core.text import TextStream
 from outrider.core.types import Batch, Draft, FinishReason, Request, Round, SequenceState
 from outrider.engine.accounting import Accounting, RoundSeconds
@@ -21,11 +23,9 @@ from outrider.engine.readback import read_greedy, read_verdict
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.stopwatch import Span, Stopwatch, find_stopwatch
 from outrider.errors import NotEnoughMemory, OutriderError
-from outrider.models.base import ExpertCounter, Target
-from outrider.native.rules import fastest_verifier
-from outrider.parallel.ranks import Ranks
-from outrider.plan.planner import Planner
-from outrider.propose.base import Proposer, check_budget
+from outrider.models.cache.memory import out_of_memory
+from outrider.models.native.rules import fastest_verifier
+from outrider.runtime.ranks import Ranks
 from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import (
     BatchSampling,

@@ -6,7 +6,7 @@ import heapq
 from bisect import insort
 from operator import attrgetter
 
-from outrider.cache.base import Cache
+from outrider.core.cache import Cache
 from outrider.core.text import TextStream
 from outrider.core.types import Batch, FinishReason, Request, Round, SequenceState
 from outrider.engine.prefill_budget import PrefillBudget

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from outrider.core.target import Target, WeightSharer
 from outrider.core.types import Draw
+from outrider.drafting.propose.registry import (
+    CHAINS,
+    COMBINATIONS,
+    NAMED,
+    SAMPLING_PROPOSERS,
+    Maker,
+    check_proposer,
+    parse,
+)
 from outrider.errors import OutriderError
-from outrider.models.base import Target, WeightSharer
-from outrider.propose.registry import CHAINS, COMBINATIONS, NAMED, SAMPLING_PROPOSERS, Maker, check_proposer, parse
 from outrider.verify.lossy import LOSSY
 from outrider.verify.relaxed.registry import RELAXED, is_relaxed, relaxed_verifier
 from outrider.verify.rules import EXACT, TargetFacts, Verifier

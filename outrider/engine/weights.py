@@ -11,20 +11,20 @@ from pathlib import Path
 
 import torch
 
-from outrider.cache.paged import PagedCache
-from outrider.cache.shared import SharedCache
-from outrider.cache.static import StaticCache
+from outrider.core.proposer import WeightFollower
+from outrider.core.target import SleepingTarget, WeightSharer
+from outrider.drafting.propose.leaves import draft_models, leaves
+from outrider.drafting.propose.vocabulary.wrapped_target import unwrapped
 from outrider.engine.build import EngineParts
 from outrider.engine.verifiers import verifier_for
 from outrider.errors import OutriderError
-from outrider.heads.targets.base import HeadRunner
-from outrider.loader.load import read_weights
-from outrider.models.base import SleepingTarget, WeightSharer
-from outrider.models.checkpoint import Checkpoint
-from outrider.models.weights import finite_weights
-from outrider.propose.base import WeightFollower
-from outrider.propose.leaves import draft_models, leaves
-from outrider.propose.vocabulary.wrapped_target import unwrapped
+from outrider.models.cache.paged import PagedCache
+from outrider.models.cache.shared import SharedCache
+from outrider.models.cache.static import StaticCache
+from outrider.models.heads.targets.base import HeadRunner
+from outrider.models.loader.load import read_weights
+from outrider.models.torch.checkpoint import Checkpoint
+from outrider.models.torch.weights import finite_weights
 from outrider.verify.relaxed.registry import reads_embedding
 
 NewWeights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path

@@ -1,1 +1,1 @@
-"""Targets on torch: the Target protocol and the Hugging Face backend."""
+"""What computes: models on torch, native kernels, KV caches, draft heads, and the loader."""

@@ -15,7 +15,6 @@ from outrider._version import __version__
 from outrider.errors import OutriderError
 from outrider.serve.api_keys import all_keys
 from outrider.serve.async_llm import AsyncLLM
-from outrider.serve.audio.routes import add_audio_routes, add_missing_audio_routes
 from outrider.serve.handler import RequestHandler
 from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from outrider.serve.monitoring.metrics import EngineMetrics, exposition
@@ -26,6 +25,7 @@ from outrider.serve.openai.missing_routes import add_missing_routes
 from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from outrider.serve.settings import Settings
+from outrider.serve.speech.routes import add_audio_routes, add_missing_audio_routes
 from outrider.serve.videos.routes import add_missing_video_routes, add_video_routes
 from outrider.serve.videos.service import VideoService
 from outrider.serve.weight_routes import add_weight_routes, weight_root

@@ -18,7 +18,7 @@ from outrider.core.types import Request, Round, SequenceState, SpeechOutput
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
 from outrider.llm import LLM, EncodedSource
-from outrider.parallel.ranks import is_network_error
+from outrider.runtime.ranks import is_network_error
 from outrider.serve.monitoring.drift import Drift
 from outrider.serve.monitoring.latency import LatencyMetrics
 from outrider.serve.monitoring.tracing import Tracer

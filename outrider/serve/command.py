@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from outrider.drafting.propose.leaves import draft_models
 from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.embedded import model_name
-from outrider.parallel.ranks import Ranks
-from outrider.propose.leaves import draft_models
-from outrider.report.console import count_text
+from outrider.models.loader.embedded import model_name
+from outrider.runtime.ranks import Ranks
+from outrider.runtime.report.console import count_text
 from outrider.serve.api_keys import read_keys
 from outrider.serve.listening import base_url, bind, check_tls, listen
 from outrider.serve.ranks import Leader

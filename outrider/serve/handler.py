@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from outrider.core.constraint import Constraint
+from outrider.core.conversation import InvalidMessage
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.types import Completion
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.measure.chat_template import InvalidMessage
 from outrider.serve.async_llm import AsyncLLM, QueueFull
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.base import unused_fields
@@ -27,10 +27,10 @@ from outrider.serve.openai.schema import ChatRequest, CompletionRequest, Samplin
 from outrider.serve.openai.tools import Tools, supports_tool_calls
 from outrider.serve.prompt_encoder import EncodedInput, PromptEncoder
 from outrider.serve.settings import Settings
+from outrider.serve.speech.session import Session
+from outrider.serve.speech.transcript import Transcript
 from outrider.serve.stream.request_stream import RequestStream, StreamChunk, StreamContent
 from outrider.serve.stream.smoothing import smooth_chunks
-from outrider.transcription.session import Session
-from outrider.transcription.transcript import Transcript
 
 Respond = Callable[[list[Completion]], Response]
 _QUEUE_CHECK_INTERVAL = 0.05  # seconds

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from outrider.core.params import InvalidParam
 from outrider.core.types import SpeechOutput
 from outrider.llm import LLM, EncodedSource, Prompt
-from outrider.models.speech.audio import Audio, hear
-from outrider.models.speech.wav import read_wav
-from outrider.transcription.session import speech_rules
+from outrider.models.torch.speech.audio import Audio, hear
+from outrider.models.torch.speech.wav import read_wav
+from outrider.serve.speech.session import speech_rules
 
 _LONG_PROMPT = 20_000  # characters; encoding them takes some milliseconds
 _Tokens = tuple[int, ...]
@@ -65,7 +65,7 @@ class PromptEncoder:
         return encoded
 
     async def hear(self, data: bytes, name: str, *, timestamps: bool) -> Audio:
-        """Return the features of a WAV file, for a speech model. See `outrider.models.speech.audio.hear`.
+        """Return the features of a WAV file, for a speech model. See `outrider.models.torch.speech.audio.hear`.
 
         Raises:
             OutriderError: it is no WAV file, or does not fit the model.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from outrider.core.types import Request
 from outrider.llm import LLM
-from outrider.parallel.ranks import Ranks
+from outrider.runtime.ranks import Ranks
 
 _STOP = -1.0
 

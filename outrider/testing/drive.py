@@ -11,8 +11,8 @@ import torch
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
+from outrider.core.proposer import Proposer
 from outrider.core.types import Batch, Draft, DraftKind, Request, Round, Scores, SequenceState
-from outrider.propose.base import Proposer
 from outrider.testing.toy_target import ToyTarget
 
 _PROMPT_TOKENS = 5  # length of a prompt of `FuzzedRun`

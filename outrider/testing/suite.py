@@ -14,9 +14,9 @@ import torch
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
+from outrider.core.proposer import Proposer, ProposerSetup
+from outrider.core.target import Target
 from outrider.core.types import Batch, DraftKind, Draw, Scores, SequenceState
-from outrider.models.base import Target
-from outrider.propose.base import Proposer, ProposerSetup
 from outrider.testing.drive import (
     FuzzedRun,
     append,

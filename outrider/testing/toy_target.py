@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from outrider.cache.base import Layout, UnboundedCache, lay_out
 from outrider.core import tree
+from outrider.core.cache import Layout, UnboundedCache, lay_out
 from outrider.core.params import SamplingParams
+from outrider.core.target import Target, draft_by_scores
 from outrider.core.types import Batch, Draft, DraftChains, Round, Scores, SequenceState, StopRule
-from outrider.models.base import Target, draft_by_scores
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 
 

@@ -10,14 +10,14 @@ import torch
 from rich.console import Console
 
 from outrider.errors import OutriderError
-from outrider.heads.description import HeadDescription
-from outrider.heads.files import read_target_info, write_folder
-from outrider.heads.formats.base import Config, ImportedHead, TargetInfo, Tensors
-from outrider.heads.formats.registry import format_of
-from outrider.heads.store import KEY, OWN_FORMAT, WEIGHTS, import_head, load_module
-from outrider.loader.embedded import model_folder
-from outrider.loader.hub.names import hub_name
-from outrider.system.atomic_files import check_folder
+from outrider.models.heads.description import HeadDescription
+from outrider.models.heads.files import read_target_info, write_folder
+from outrider.models.heads.formats.base import Config, ImportedHead, TargetInfo, Tensors
+from outrider.models.heads.formats.registry import format_of
+from outrider.models.heads.store import KEY, OWN_FORMAT, WEIGHTS, import_head, load_module
+from outrider.models.loader.embedded import model_folder
+from outrider.models.loader.hub.names import hub_name
+from outrider.runtime.atomic_files import check_folder
 
 
 def run_convert(folder: str, *, to: str, out: str, target: str | None, console: Console) -> dict[str, Any]:

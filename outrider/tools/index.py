@@ -20,11 +20,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
-from outrider.errors import OutriderError
-from outrider.loader.embedded import model_folder
-from outrider.loader.tokenizer import read_tokenizer
-from outrider.measure.prompts import chat_text, is_message, read_json
-from outrider.propose.lookup.datastore import (
+from outrider.core.prompts import chat_text, is_message, read_json
+from outrider.drafting.propose.lookup.datastore import (
     HEADER,
     MOST_TOKENS,
     SUFFIXES,
@@ -38,7 +35,10 @@ from outrider.propose.lookup.datastore import (
     sort_suffixes,
     vocabulary,
 )
-from outrider.system.atomic_files import check_folder
+from outrider.errors import OutriderError
+from outrider.models.loader.embedded import model_folder
+from outrider.models.loader.tokenizer import read_tokenizer
+from outrider.runtime.atomic_files import check_folder
 
 FIELDS = ("text", "prompt", "messages")  # fields of a JSON line; the first one that exists is used
 _LINES = (".jsonl", ".ndjson")  # suffixes of files with JSON lines

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
-from outrider.heads.description import (
+from outrider.llm import LLM
+from outrider.models.heads.description import (
     Body,
     DraftBlock,
     Feedback,
@@ -23,11 +24,10 @@ from outrider.heads.description import (
     Kind,
     ParallelHeads,
 )
-from outrider.heads.formats.base import ImportedHead, TargetRequired
-from outrider.heads.formats.registry import find
-from outrider.llm import LLM
-from outrider.loader.embedded import model_folder
-from outrider.loader.load import refuse_sources
+from outrider.models.heads.formats.base import ImportedHead, TargetRequired
+from outrider.models.heads.formats.registry import find
+from outrider.models.loader.embedded import model_folder
+from outrider.models.loader.load import refuse_sources
 from outrider.tools.convert import checked, find_target_info
 
 ENOUGH = 0.4  # below this agreement, a draft is loaded incorrectly or hardly trained

@@ -15,14 +15,14 @@ from time import perf_counter
 
 import torch
 
-from outrider.benchmarking.jobs import encode_prompt
 from outrider.core import tree
 from outrider.core.params import SamplingParams
+from outrider.core.prompts import Prompt, by_category
+from outrider.core.target import SelfDraftTarget, Target
 from outrider.core.types import Batch, SequenceState
 from outrider.errors import OutriderError
+from outrider.lab.common.jobs import encode_prompt
 from outrider.llm import LLM
-from outrider.measure.prompts import Prompt, by_category
-from outrider.models.base import SelfDraftTarget, Target
 
 _MAX_K = 8  # largest draft length
 _BREADTH = 4  # number of layers that each step tries to remove
@@ -64,7 +64,7 @@ class Timing:
     verify: float  # a pass with k draft tokens
 
     def speedup(self, figures: Figures) -> float:
-        """tau * plain / (k * draft + verify); see `outrider.plan.speedup.speedup`."""
+        """tau * plain / (k * draft + verify); see `outrider.drafting.plan.speedup.speedup`."""
         return figures.tau * self.plain / (figures.k * self.draft + self.verify)
 
 

@@ -9,11 +9,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from outrider.core.prompts import read_prompts
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.measure.prompts import read_prompts
-from outrider.report.console import count_text
-from outrider.system import machine
+from outrider.runtime import machine
+from outrider.runtime.report.console import count_text
 from outrider.tools.layer_search import Figures, LayerSearch, Timing, generate_texts, measure, split_prompts
 
 

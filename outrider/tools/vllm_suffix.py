@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.drafting.propose.lookup.suffix_history import History
+from outrider.drafting.propose.lookup.suffix_text import SuffixIndex, suffix_index_factory
+from outrider.drafting.propose.lookup.suffix_tree import ShareCalibration, SuffixDraft
+from outrider.drafting.propose.tree_builder import TreeBuilder
 from outrider.errors import OutriderError
-from outrider.propose.lookup.suffix_history import History
-from outrider.propose.lookup.suffix_text import SuffixIndex, suffix_index_factory
-from outrider.propose.lookup.suffix_tree import ShareCalibration, SuffixDraft
-from outrider.propose.tree_builder import TreeBuilder
 
 _HISTORY = "outrider_suffix_history"  # key of vLLM's --additional-config
 _NODES_PER_TOKEN = 4  # nodes of the tree for each token of the longest chain

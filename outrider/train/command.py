@@ -9,9 +9,9 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from outrider.parallel.processes import rank
-from outrider.report.console import Document, print_document
-from outrider.report.page import check_report, write_report
+from outrider.runtime.processes import rank
+from outrider.runtime.report.console import Document, print_document
+from outrider.runtime.report.page import check_report, write_report
 from outrider.train.report.html import page
 from outrider.train.report.table import show
 from outrider.train.run import Training

@@ -8,12 +8,12 @@ from typing import Any
 
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
+from outrider.core.planner import FixedPlanner
+from outrider.core.proposer import Proposer
 from outrider.core.stats import Stats
 from outrider.core.types import Request
 from outrider.engine.build import EngineParts, assemble
 from outrider.llm import EncodedPrompt
-from outrider.plan.planner import FixedPlanner
-from outrider.propose.base import Proposer
 from outrider.train.model.trainee import DraftTrainee
 from outrider.verify.rules import EXACT
 

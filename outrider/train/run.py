@@ -16,20 +16,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.core.noise import derive_seed
+from outrider.core.prompts import Prompt
+from outrider.drafting.plan.known_costs import known_costs
+from outrider.drafting.plan.pass_cost import CostModel
+from outrider.drafting.propose.leaves import draft_model
+from outrider.drafting.propose.registry import check_proposer
 from outrider.errors import OutriderError
 from outrider.llm import LLM, EncodedPrompt
-from outrider.loader.embedded import model_folder
-from outrider.loader.fingerprint import model_fingerprint
-from outrider.loader.load import reads_sources
-from outrider.measure.prompts import Prompt
-from outrider.parallel.processes import rank, world_size
-from outrider.plan.known_costs import known_costs
-from outrider.plan.pass_cost import CostModel
-from outrider.propose.leaves import draft_model
-from outrider.propose.registry import check_proposer
-from outrider.system import machine
-from outrider.system.atomic_files import check_folder
-from outrider.system.heap import Heap
+from outrider.models.loader.embedded import model_folder
+from outrider.models.loader.fingerprint import model_fingerprint
+from outrider.models.loader.load import reads_sources
+from outrider.runtime import machine
+from outrider.runtime.atomic_files import check_folder
+from outrider.runtime.heap import Heap
+from outrider.runtime.processes import rank, world_size
 from outrider.train.budget import TimeBudget
 from outrider.train.data.answers import AnswerGenerator, AnswerParams
 from outrider.train.data.batches import Collator

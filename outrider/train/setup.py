@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.core.config import EngineConfig
+from outrider.core.planner import FixedPlanner
+from outrider.core.proposer import ProposerSetup
+from outrider.core.target import WeightSharer
 from outrider.core.types import SharedWeights
+from outrider.drafting.propose.registry import find_proposer
 from outrider.engine.build import EngineParts, build
 from outrider.errors import OutriderError
-from outrider.loader.load import reads_sources
-from outrider.models.base import WeightSharer
-from outrider.parallel.processes import local_device
-from outrider.plan.planner import FixedPlanner
-from outrider.propose.base import ProposerSetup
-from outrider.propose.registry import find_proposer
+from outrider.models.loader.load import reads_sources
+from outrider.runtime.processes import local_device
 from outrider.train.data.answers import Recorder
 from outrider.train.model.joint import JointTrainee
 from outrider.train.model.presets import KV_SHARING

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.errors import OutriderError
-from outrider.heads.files import replace_tensors
-from outrider.parallel.processes import world_size
+from outrider.models.heads.files import replace_tensors
+from outrider.runtime.processes import world_size
 from outrider.train.distributed import all_reduce_sum
 from outrider.train.loss.chunked import chunked_loss
 from outrider.train.loss.losses import LENGTH, length_loss

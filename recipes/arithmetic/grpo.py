@@ -14,9 +14,9 @@ from typing import Annotated
 import torch
 import typer
 
-from outrider.loader.embedded import embedded
-from outrider.rl import GRPO, GRPOSettings, RolloutEngine
+from outrider.models.loader.embedded import embedded
 from outrider.train.model.draft_model import load_trainable
+from outrider.train.rl import GRPO, GRPOSettings, RolloutEngine
 from recipes.arithmetic.problems import accuracy, as_problems, pairs_below, reward, split
 
 

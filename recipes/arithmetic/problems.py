@@ -6,7 +6,7 @@ import random
 import re
 
 from outrider import SamplingParams
-from outrider.rl import Problem, Rollout, RolloutEngine
+from outrider.train.rl import Problem, Rollout, RolloutEngine
 
 
 def question(a: int, b: int) -> str:

@@ -15,9 +15,9 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from outrider.loader.embedded import embedded
-from outrider.rl import RolloutEngine, TRLRollouts
+from outrider.models.loader.embedded import embedded
 from outrider.train.model.draft_model import load_trainable
+from outrider.train.rl import RolloutEngine, TRLRollouts
 from recipes.arithmetic.problems import accuracy, as_problems, is_right, pairs_below, question, split
 
 

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable
 
-from outrider.rl import Problem, Rollout, RolloutEngine
+from outrider.train.rl import Problem, Rollout, RolloutEngine
 
 _NAMES = ("Anna", "Ben", "Cara", "Dev", "Ella", "Finn", "Gita", "Ivan", "Julia", "Omar", "Tara", "Yuri")
 _THINGS = ("apples", "books", "cards", "coins", "marbles", "pens", "photos", "shells", "stamps", "stickers")

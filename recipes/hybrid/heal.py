@@ -14,8 +14,8 @@ import torch
 import typer
 from rich.console import Console
 
-from outrider.heads.modules.autoregressive import AutoregressiveHead
-from outrider.heads.store import read_head
+from outrider.models.heads.modules.autoregressive import AutoregressiveHead
+from outrider.models.heads.store import read_head
 from outrider.train.run import Training
 from outrider.train.settings import Settings
 from recipes.family.train import say

@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional
 from transformers import BambaConfig, BambaForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from outrider.heads.config import ConfigReader
-from outrider.heads.formats.llama import read_body
-from outrider.heads.modules.autoregressive import AutoregressiveHead
-from outrider.heads.modules.layers import Attention
+from outrider.models.heads.config import ConfigReader
+from outrider.models.heads.formats.llama import read_body
+from outrider.models.heads.modules.autoregressive import AutoregressiveHead
+from outrider.models.heads.modules.layers import Attention
 from outrider.train.model.presets import Sizes, describe
 
 _COPIED = {"self_attn": "self_attn", "mlp": "feed_forward"}  # modules of a layer, Llama's name first

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoTokenizer, BambaForCausalLM, LlamaForCausalLM
 
-from outrider.heads.formats.registry import format_of
-from outrider.heads.modules.autoregressive import AutoregressiveHead
-from outrider.heads.store import import_head
-from outrider.loader.embedded import model_folder
+from outrider.models.heads.formats.registry import format_of
+from outrider.models.heads.modules.autoregressive import AutoregressiveHead
+from outrider.models.heads.store import import_head
+from outrider.models.loader.embedded import model_folder
 from recipes.distillation import answer_prompts, cut_rows, divergence, random_batches, set_lr, timed_steps, update
 from recipes.family.train import say
 from recipes.hybrid.model import make_hybrid, make_mtp, mtp_logits

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from outrider.project.equations import loaded_experts
+from outrider.scale.estimate.equations import loaded_experts
 
 _WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16)  # adjacent tokens whose distinct experts are counted
 

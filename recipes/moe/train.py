@@ -15,7 +15,7 @@ import typer
 from torch.nn import functional
 from transformers import AutoTokenizer, LlamaForCausalLM, MixtralForCausalLM
 
-from outrider.loader.embedded import model_folder
+from outrider.models.loader.embedded import model_folder
 from recipes.distillation import answer_prompts, cut_rows, divergence, random_batches, set_lr, timed_steps, update
 from recipes.family.train import save, say
 from recipes.moe.model import make_moe, mlp_inputs

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.measure.prompts import read_prompts
+from outrider.core.prompts import read_prompts
 from tests.helpers.tiny import VOCAB, make_config, save
 
 MODELS = Path(__file__).parents[2] / "outrider" / "assets"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.heads.files import read_target_info
-from outrider.heads.store import import_head, write_head
-from outrider.loader.embedded import embedded
+from outrider.models.heads.files import read_target_info
+from outrider.models.heads.store import import_head, write_head
+from outrider.models.loader.embedded import embedded
 from tests.helpers.heads import cases, random_draft
 from tests.helpers.metrics_server import recorded, serving, vllm_metrics
 from tests.helpers.scripts import run_script

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.loader.embedded import embedded
+from outrider.models.loader.embedded import embedded
 from tests.helpers.scripts import run_script
 
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"

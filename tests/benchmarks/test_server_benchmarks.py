@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.loader.embedded import embedded
+from outrider.models.loader.embedded import embedded
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "server"
 OPTIONS = [

@@ -27,8 +27,8 @@ from outrider.cli.run import converse
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.source import SourceOptions
 from outrider.llm import LLM
-from outrider.loader.embedded import embedded
-from outrider.report.console import print_document
+from outrider.models.loader.embedded import embedded
+from outrider.runtime.report.console import print_document
 
 CODE = "<|endoftext|>import os\nimport sys\n"
 QUESTION = "What is 17 + 25?"
@@ -348,7 +348,7 @@ def test_audit_command(monkeypatch, passed, code):
         received.update(rest, target=target, proposer=proposer)
         return {"passed": passed}
 
-    monkeypatch.setattr("outrider.audit.run.run_audit", stub)
+    monkeypatch.setattr("outrider.lab.audit.run.run_audit", stub)
     words = ["--k", "3", "--samples", "200", "--proposer", "ngram", "--kernels", "torch", "--quantize", "int4"]
     result = invoke("audit", "--json", *words)
     assert result.exit_code == code

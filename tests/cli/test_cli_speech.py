@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from outrider.cli.app import app
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
-from outrider.transcription.formats import to_srt, to_verbose_document, to_vtt
-from outrider.transcription.run import transcribe
+from outrider.serve.speech.formats import to_srt, to_verbose_document, to_vtt
+from outrider.serve.speech.run import transcribe
 from tests.helpers import tiny
 from tests.helpers.speech import MULTILINGUAL, recording, save_whisper, save_with_timestamps, write_wav
 

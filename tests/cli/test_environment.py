@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
-from outrider.loader.embedded import embedded
+from outrider.models.loader.embedded import embedded
 
 NANO = str(embedded("nano"))
 ESTIMATES = ("project", "fleet")  # they describe other machines than this one

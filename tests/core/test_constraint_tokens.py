@@ -14,12 +14,12 @@ from outrider.core.constraint import Constraint
 from outrider.core.grammar import Grammars, _failure
 from outrider.core.guidance_tokenizer import GuidanceTokenizer
 from outrider.core.params import SamplingParams
+from outrider.core.proposer import NoProposer
 from outrider.core.token_text import SingleTokens, token_text
 from outrider.core.types import Request
+from outrider.drafting.propose.draft_model.chain import DraftModelProposer
+from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.errors import Fault, OutriderError
-from outrider.propose.base import NoProposer
-from outrider.propose.draft_model.chain import DraftModelProposer
-from outrider.propose.lookup.ngram import NgramProposer
 from outrider.testing import ToyTarget
 from tests.helpers.engines import make_engine
 from tests.helpers.published_tokenizers import small_tokenizer

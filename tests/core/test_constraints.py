@@ -12,24 +12,24 @@ import pytest
 import torch
 
 from outrider import LLM
-from outrider.audit.statistics import g_test
 from outrider.core import tree
 from outrider.core.constraint import Constraint, Kind
 from outrider.core.grammar import Grammars, Matcher
 from outrider.core.params import SamplingParams
+from outrider.core.planner import FixedPlanner
+from outrider.core.proposer import NoProposer
 from outrider.core.stats import Stats
 from outrider.core.types import FinishReason
+from outrider.drafting.propose.combine import Merge
+from outrider.drafting.propose.draft_model.chain import DraftModelProposer
+from outrider.drafting.propose.draft_model.tree import TreeProposer
+from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.engine.constraints import apply_constraints
 from outrider.errors import OutriderError
-from outrider.loader.embedded import embedded
-from outrider.loader.load import load_checkpoint
-from outrider.loader.make import make_target
-from outrider.plan.planner import FixedPlanner
-from outrider.propose.base import NoProposer
-from outrider.propose.combine import Merge
-from outrider.propose.draft_model.chain import DraftModelProposer
-from outrider.propose.draft_model.tree import TreeProposer
-from outrider.propose.lookup.ngram import NgramProposer
+from outrider.lab.audit.statistics import g_test
+from outrider.models.loader.embedded import embedded
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.loader.make import make_target
 from outrider.testing import ToyTarget
 from outrider.verify.rules import EXACT
 from tests.helpers import grammar_cases, tiny

@@ -12,14 +12,14 @@ from outrider.core import tree
 from outrider.core.noise import PositionNoise
 from outrider.core.params import SamplingParams
 from outrider.core.types import Draft, DraftKind, Packed, Request, Scores, SequenceState
-from outrider.loader.embedded import embedded
-from outrider.loader.load import load_checkpoint
-from outrider.loader.make import make_target
-from outrider.native.rules import fastest_verifier
-from outrider.propose.combine import First, Merge
-from outrider.propose.draft_model.chain import DraftModelProposer
-from outrider.propose.draft_model.tree import TreeProposer
-from outrider.propose.lookup.ngram import NgramProposer
+from outrider.drafting.propose.combine import First, Merge
+from outrider.drafting.propose.draft_model.chain import DraftModelProposer
+from outrider.drafting.propose.draft_model.tree import TreeProposer
+from outrider.drafting.propose.lookup.ngram import NgramProposer
+from outrider.models.loader.embedded import embedded
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.loader.make import make_target
+from outrider.models.native.rules import fastest_verifier
 from outrider.testing.drive import random_tree
 from outrider.verify.lossy import LOSSY
 from outrider.verify.rules import EXACT

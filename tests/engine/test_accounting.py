@@ -6,8 +6,8 @@ import pytest
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Request
+from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.llm import LLM
-from outrider.propose.lookup.ngram import NgramProposer
 from outrider.testing.toy_target import ToyTarget
 from tests.helpers.engines import make_engine, run, tightened
 

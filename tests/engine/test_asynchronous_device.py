@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from outrider.core.params import SamplingParams
+from outrider.core.proposer import ProposerSetup
 from outrider.core.types import Request
+from outrider.drafting.plan.cost_planner import CostPlanner
+from outrider.drafting.plan.pass_cost import CostModel, PassCost
 from outrider.engine import engine as engine_module
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.stopwatch import CudaStopwatch, HostStopwatch, Span, find_stopwatch
-from outrider.plan.cost_planner import CostPlanner
-from outrider.plan.pass_cost import CostModel, PassCost
-from outrider.propose.base import ProposerSetup
 from outrider.verify.rules import EXACT
 from tests.helpers.async_device import AsyncDevice, AsyncDraftModel, AsyncTarget, EventStopwatch, LaunchStopwatch
 

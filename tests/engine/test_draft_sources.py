@@ -6,9 +6,9 @@ import pytest
 
 from outrider.core.constraint import Constraint
 from outrider.core.params import SamplingParams
+from outrider.drafting.propose.registry import draft_sources
 from outrider.llm import LLM
-from outrider.loader.embedded import embedded
-from outrider.propose.registry import draft_sources
+from outrider.models.loader.embedded import embedded
 from outrider.serve.stream.drafts import drafts_of
 
 PROMPT = "a = 1\nb = 1\nc = 1\nd = 1\n"

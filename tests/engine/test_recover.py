@@ -8,13 +8,13 @@ import pytest
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import FinishReason, Request
-from outrider.propose.lookup.ngram import NgramProposer
+from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.testing import ToyTarget
 from outrider.testing.toy_target import ToyCache
 from outrider.verify.rules import EXACT
-from tests.cache.test_replay import toy_prompts
 from tests.helpers.conformance import EVERY
 from tests.helpers.engines import make_engine, outputs, run
+from tests.models.cache.test_replay import toy_prompts
 
 COUNT, LIMIT, FAILING = 6, 24, 2
 PROPOSER_NAMES = (

@@ -10,16 +10,16 @@ from safetensors.torch import save_file
 
 from outrider import LLM, SamplingParams
 from outrider.core.bound import BinDistance, GroupExact, TotalVariation
+from outrider.core.proposer import NoProposer
 from outrider.core.stats import Stats
+from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
-from outrider.propose.base import NoProposer
-from outrider.propose.draft_model.chain import DraftModelProposer
-from outrider.rl.rollout import RolloutEngine
+from outrider.lab.tune.config import settings_dict
+from outrider.lab.tune.settings import Settings
 from outrider.serve.openai.responses import usage
 from outrider.testing import ToyTarget
-from outrider.tune.config import settings_dict
-from outrider.tune.settings import Settings
+from outrider.train.rl.rollout import RolloutEngine
 from outrider.verify.relaxed.registry import RELAXED, relaxed_verifier, with_absolute_table
 from outrider.verify.rules import TargetFacts
 from tests.helpers import tiny

@@ -11,10 +11,10 @@ import pytest
 
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
+from outrider.core.planner import Planner
 from outrider.core.types import Completion
 from outrider.engine.build import LoadedTarget, build_engine, load_target
 from outrider.llm import LLM
-from outrider.plan.planner import Planner
 from tests.helpers import tiny
 
 # A draft that is the target itself has all its tokens accepted, and a random one almost none.

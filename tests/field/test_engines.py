@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
-from outrider.heads.store import make_module, write_head
 from outrider.llm import LLM
+from outrider.models.heads.store import make_module, write_head
 from outrider.train.model.presets import Sizes, describe
 from tests.field.models import GREEDY, PROMPTS, llama, token_ids
 from tests.helpers import tiny

@@ -10,8 +10,8 @@ import gguf
 import pytest
 
 from outrider.errors import UnsupportedModel
-from outrider.loader.gguf.file import read_gguf
-from outrider.loader.gguf.tokenizer import load_tokenizer
+from outrider.models.loader.gguf.file import read_gguf
+from outrider.models.loader.gguf.tokenizer import load_tokenizer
 from tests.helpers.published_tokenizers import PUBLISHED, Small, small_tokenizer
 
 # The rule that the published files name in `tokenizer.ggml.pre`, and the architecture.
@@ -103,7 +103,7 @@ def test_begin_of_text_is_added_where_the_file_says_so(tmp_path, name):
 
 def test_a_template_with_begin_of_text_does_not_double_it(tmp_path):
     """nobodywho PR #328: both the template and the tokenizer wrote the begin-of-text token."""
-    from outrider.measure.prompts import chat_tokens
+    from outrider.core.prompts import chat_tokens
 
     small = small_tokenizer("Llama-3.2-1B")
     path = write_tokenizer(tmp_path / "t.gguf", small, "llama-bpe", "llama")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.core.params import SamplingParams
-from outrider.plan.planner import FixedPlanner
+from outrider.core.planner import FixedPlanner
 from tests.field.models import BOTH, EVERY, GREEDY, KERNELS, PROMPTS, make_pair, token_ids
 from tests.helpers import tiny
 

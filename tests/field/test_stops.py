@@ -14,7 +14,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import FinishReason
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.gguf.file import GGUFFile
+from outrider.models.loader.gguf.file import GGUFFile
 from tests.field.models import BOTH, EVERY, IDS, LETTERS, PROMPTS, make_pair, token_ids
 from tests.helpers.serving import metric_values, serving
 

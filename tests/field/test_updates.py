@@ -8,7 +8,7 @@ import torch
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.load import load_checkpoint
+from outrider.models.loader.load import load_checkpoint
 from tests.field.models import GREEDY, KERNELS, PROMPTS, llama, token_ids
 from tests.helpers import tiny
 

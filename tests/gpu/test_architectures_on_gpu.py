@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from outrider.core import tree
-from outrider.loader.check import check_target
-from outrider.loader.load import load_checkpoint
-from outrider.loader.make import make_target
-from outrider.models import graph_buckets
-from outrider.models.attention_target import AttentionTarget
-from outrider.models.cuda_recorder import CudaRecorder
+from outrider.models.loader.check import check_target
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.loader.make import make_target
+from outrider.models.torch import graph_buckets
+from outrider.models.torch.attention_target import AttentionTarget
+from outrider.models.torch.cuda_recorder import CudaRecorder
 from outrider.testing.drive import random_tree
 from tests.helpers import tiny
 

@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 
-from outrider.native.support import FAMILIES
+from outrider.models.native.support import FAMILIES
 from tests.helpers.configs import (
     EXPERTS,
     LATENT,

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from outrider.core import tree
+from outrider.core.proposer import NoProposer, ProposerSetup
 from outrider.core.types import Batch, Draft, Needs, Scores
 from outrider.engine.stopwatch import Span
-from outrider.propose.base import NoProposer, ProposerSetup
 from outrider.testing.toy_target import ToyTarget
 
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 
+from outrider.core.proposer import NoProposer, Proposer, ProposerSetup
+from outrider.core.target import Target
 from outrider.core.token_text import TokenText
-from outrider.loader.embedded import embedded
-from outrider.loader.load import load_checkpoint
-from outrider.loader.make import make_target
-from outrider.models.base import Target
-from outrider.propose.base import NoProposer, Proposer, ProposerSetup
-from outrider.propose.best import Best
-from outrider.propose.combine import First, Merge, Switch
-from outrider.propose.draft_model.cascade import Cascade
-from outrider.propose.draft_model.chain import DraftModelProposer
-from outrider.propose.draft_model.tree import TreeProposer
-from outrider.propose.lookup.datastore import Datastore
-from outrider.propose.lookup.group import GroupProposer
-from outrider.propose.lookup.lookahead import LookaheadProposer, Sizes
-from outrider.propose.lookup.ngram import NgramProposer
-from outrider.propose.lookup.recycle import RecycleProposer
-from outrider.propose.lookup.retrieval import RetrievalProposer
-from outrider.propose.lookup.suffix import SuffixProposer
-from outrider.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
-from outrider.propose.vocabulary.text_draft import TextProposer
+from outrider.drafting.propose.best import Best
+from outrider.drafting.propose.combine import First, Merge, Switch
+from outrider.drafting.propose.draft_model.cascade import Cascade
+from outrider.drafting.propose.draft_model.chain import DraftModelProposer
+from outrider.drafting.propose.draft_model.tree import TreeProposer
+from outrider.drafting.propose.lookup.datastore import Datastore
+from outrider.drafting.propose.lookup.group import GroupProposer
+from outrider.drafting.propose.lookup.lookahead import LookaheadProposer, Sizes
+from outrider.drafting.propose.lookup.ngram import NgramProposer
+from outrider.drafting.propose.lookup.recycle import RecycleProposer
+from outrider.drafting.propose.lookup.retrieval import RetrievalProposer
+from outrider.drafting.propose.lookup.suffix import SuffixProposer
+from outrider.drafting.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
+from outrider.drafting.propose.vocabulary.text_draft import TextProposer
+from outrider.models.loader.embedded import embedded
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.loader.make import make_target
 from outrider.testing.toy_target import ToyTarget
 
 PROPOSERS: Mapping[str, Callable[[ProposerSetup], Proposer]] = {

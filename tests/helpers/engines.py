@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
+from outrider.core.planner import FixedPlanner
+from outrider.core.proposer import Proposer, ProposerSetup
+from outrider.core.target import Target
 from outrider.core.types import Request, SequenceState
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Scheduler
-from outrider.models.base import Target
-from outrider.plan.planner import FixedPlanner
-from outrider.propose.base import Proposer, ProposerSetup
 from outrider.testing.toy_target import ToyTarget
 from outrider.verify.rules import EXACT, Verifier
 

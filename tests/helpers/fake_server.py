@@ -194,7 +194,7 @@ class FakeServer:
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Stand in for the client's connection, without HTTP."""
-        from outrider.client.server import Refused
+        from outrider.lab.client.server import Refused
 
         status, document = self.respond(path, body)
         if status >= 400:

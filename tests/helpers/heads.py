@@ -13,8 +13,10 @@ from outrider.core import tree
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, KVView, Request, Round, Scores, SequenceState
+from outrider.drafting.propose.draft_model.trained_head import HeadProposer
 from outrider.engine.build import LoadedTarget, build_engine, load_target
-from outrider.heads.description import (
+from outrider.llm import LLM
+from outrider.models.heads.description import (
     AuxStates,
     Body,
     Centroids,
@@ -32,9 +34,7 @@ from outrider.heads.description import (
     Scaling,
     SharedKV,
 )
-from outrider.heads.store import HeadModule, make_module
-from outrider.llm import LLM
-from outrider.propose.draft_model.trained_head import HeadProposer
+from outrider.models.heads.store import HeadModule, make_module
 
 LLAMA3 = Rope(scaling=Scaling.LLAMA3, factor=8.0, original=64, low=1.0, high=4.0)
 YARN = Rope(scaling=Scaling.YARN, factor=4.0, original=64, low=1.0, high=32.0, amplitude=1.14)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from outrider.loader.embedded import embedded
+from outrider.models.loader.embedded import embedded
 
 ROOT = Path(__file__).parents[2]
 # Other programs of the machine may use its memory, and Ray would then end its own processes.

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from outrider import LLM
+from outrider.core.planner import FixedPlanner
 from outrider.core.types import Batch, Draft, Scores
+from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Scheduler
-from outrider.plan.planner import FixedPlanner
-from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.testing import ToyTarget
 from tests.helpers import tiny
 from tests.helpers.published_tokenizers import save_tokenizer, small_tokenizer

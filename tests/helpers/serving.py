@@ -12,7 +12,7 @@ import uvicorn
 
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
-from outrider.loader.embedded import embedded
+from outrider.models.loader.embedded import embedded
 from outrider.serve.app import make_app
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.settings import Settings

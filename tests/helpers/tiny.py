@@ -22,14 +22,14 @@ from transformers import (
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
+from outrider.core.target import Target
 from outrider.core.types import AudioFeatures, Batch, Draft, Request, SequenceState, SpeechOutput
 from outrider.errors import UnsupportedModel
-from outrider.loader.load import load_checkpoint
-from outrider.loader.make import make_target
-from outrider.loader.model_class import auto_class
-from outrider.models.base import Target
-from outrider.models.checkpoint import Checkpoint
-from outrider.native.library import load_library
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.loader.make import make_target
+from outrider.models.loader.model_class import auto_class
+from outrider.models.native.library import load_library
+from outrider.models.torch.checkpoint import Checkpoint
 from outrider.testing import random_tree
 from outrider.testing.drive import append, make_round
 from tests.helpers.architectures import ARCHITECTURES as ARCHITECTURES

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import torch
 
 from outrider.core.params import SamplingParams
+from outrider.core.proposer import ProposerSetup
 from outrider.core.types import Draw, Request
-from outrider.loader.embedded import embedded
-from outrider.loader.load import load_checkpoint
-from outrider.loader.make import make_target
-from outrider.propose.base import ProposerSetup
+from outrider.models.loader.embedded import embedded
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.loader.make import make_target
 from outrider.train.data.sample import Sample
 from outrider.train.loss.steps import Step, TrainingBatch
 from outrider.train.settings import Settings

@@ -17,7 +17,7 @@ from outrider.media.evaluation.thresholds import draft_scores, thresholds_at
 from outrider.media.evaluation.trials import Quality, Trial, run_trials
 from outrider.media.models.captions import LANGUAGE
 from outrider.media.results import Seconds
-from outrider.report.console import standard_output
+from outrider.runtime.report.console import standard_output
 from tests.media.made_up import write_models
 
 

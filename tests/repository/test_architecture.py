@@ -36,7 +36,7 @@ def test_imports_follow_the_layers(path):
         assert LAYERS[other] < LAYERS[own], f"{own} imports {other}, which is not below it"
 
 
-@pytest.mark.parametrize("name", ["outrider", "outrider.media", "outrider.rl", "outrider.testing"])
+@pytest.mark.parametrize("name", ["outrider", "outrider.media", "outrider.train.rl", "outrider.testing"])
 def test_public_names(name):
     module = importlib.import_module(name)
     assert list(module.__all__) == sorted(module.__all__)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from outrider.cli.app import app
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
-from outrider.loader.embedded import embedded
+from outrider.models.loader.embedded import embedded
 from outrider.train.data.prompts import read_prompts
 from recipes.arithmetic import grpo
 from recipes.arithmetic.problems import is_right, pairs_below, split

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
+from outrider.core.prompts import read_prompts
 from outrider.errors import OutriderError
-from outrider.loadgen.client import run_load
-from outrider.loadgen.command import percentiles
-from outrider.loadgen.settings import Settings as LoadSettings
-from outrider.measure.prompts import read_prompts
+from outrider.lab.loadgen.client import run_load
+from outrider.lab.loadgen.command import percentiles
+from outrider.lab.loadgen.settings import Settings as LoadSettings
 from tests.helpers.serving import PROMPT
 
 

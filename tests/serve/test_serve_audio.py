@@ -13,8 +13,8 @@ from outrider.llm import LLM
 from outrider.serve.app import make_app
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.settings import Settings
-from outrider.transcription.formats import to_srt, to_verbose_document, to_vtt
-from outrider.transcription.run import transcribe
+from outrider.serve.speech.formats import to_srt, to_verbose_document, to_vtt
+from outrider.serve.speech.run import transcribe
 from tests.helpers import tiny
 from tests.helpers.speech import MULTILINGUAL, recording, save_whisper, write_wav
 

@@ -13,9 +13,9 @@ import pytest
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Scores
+from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.propose.lookup.ngram import NgramProposer
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.stream.request_stream import StreamContent
 from tests.helpers.serving import (

@@ -13,21 +13,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Batch, Draft, Request
+from outrider.drafting.plan.cost_planner import CostPlanner
+from outrider.drafting.plan.pass_cost import CostModel, PassCost
+from outrider.drafting.propose.combine import Switch
+from outrider.drafting.propose.lookup.ngram import NgramProposer
+from outrider.drafting.propose.lookup.recycle import RecycleProposer
+from outrider.drafting.propose.registry import alternatives
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Scheduler
-from outrider.plan.cost_planner import CostPlanner
-from outrider.plan.pass_cost import CostModel, PassCost
-from outrider.propose.combine import Switch
-from outrider.propose.lookup.ngram import NgramProposer
-from outrider.propose.lookup.recycle import RecycleProposer
-from outrider.propose.registry import alternatives
 from outrider.serve.monitoring.drift import Drift
 from outrider.serve.monitoring.latency import LatencyMetrics
 from outrider.serve.monitoring.metrics import exposition
 from outrider.testing import ToyTarget
-from tests.cache.test_replay import toy_prompts
 from tests.helpers.engines import make_engine
 from tests.helpers.serving import PROMPT, serving, wait_until_idle
+from tests.models.cache.test_replay import toy_prompts
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 COSTS = CostModel(target=PassCost(tokens=(1, 64), seconds=(1e-3, 2e-3), entry=0.0, pair=0.0), draft=None)

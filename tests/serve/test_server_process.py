@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app as cli
 from outrider.errors import OutriderError
-from outrider.loader.embedded import embedded
+from outrider.models.loader.embedded import embedded
 from outrider.serve.listening import bind, listen
 from tests.helpers.serving import BODY, OPTIONS, PROMPT, serving
 

@@ -11,7 +11,7 @@ import pytest
 
 from outrider import OutriderError
 from outrider.llm import LLM
-from outrider.loader.embedded import embedded
+from outrider.models.loader.embedded import embedded
 from outrider.serve.app import make_app
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.monitoring import tracing

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from outrider.errors import OutriderError
-from outrider.loader.embedded import embedded
+from outrider.models.loader.embedded import embedded
 from outrider.serve.command import serve
 from outrider.serve.settings import Settings
 from outrider.serve.weight_routes import weight_root

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from outrider.core import tree
-from outrider.propose.acceptance import AcceptanceEstimator
-from outrider.propose.draft_model.chain import DraftModelProposer
-from outrider.propose.lookup.ngram import NgramProposer
+from outrider.drafting.propose.acceptance import AcceptanceEstimator
+from outrider.drafting.propose.draft_model.chain import DraftModelProposer
+from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.testing import ConformanceError, ToyTarget, check_cache, check_proposer, check_verifier
 from outrider.verify.lossy import LOSSY
 from outrider.verify.rules import EXACT

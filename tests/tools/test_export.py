@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app
 from outrider.errors import OutriderError
-from outrider.heads.description import Kind
-from outrider.heads.files import read_target_info
-from outrider.heads.formats.registry import format_of
-from outrider.heads.store import import_head, write_head
-from outrider.loader.embedded import embedded
-from outrider.loader.load import load_checkpoint
-from outrider.models.gguf_linear import expand_blocks
+from outrider.models.heads.description import Kind
+from outrider.models.heads.files import read_target_info
+from outrider.models.heads.formats.registry import format_of
+from outrider.models.heads.store import import_head, write_head
+from outrider.models.loader.embedded import embedded
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.torch.gguf_linear import expand_blocks
 from outrider.tools.export.engines import ENGINES, MODEL, Draft, engine_of, words
 from outrider.tools.export.gguf_model import find_rule
 from outrider.tools.export.tuned import tuned_k

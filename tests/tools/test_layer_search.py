@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app
 from outrider.core.params import SamplingParams
+from outrider.core.prompts import Prompt
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.measure.prompts import Prompt
 from outrider.tools.layer_search import (
     LayerSearch,
     Text,

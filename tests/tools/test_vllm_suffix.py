@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from outrider.drafting.propose.lookup.suffix_tree import SuffixDraft
+from outrider.drafting.propose.tree_builder import TreeBuilder
 from outrider.errors import OutriderError
-from outrider.loader.embedded import embedded
-from outrider.propose.lookup.suffix_tree import SuffixDraft
-from outrider.propose.tree_builder import TreeBuilder
+from outrider.models.loader.embedded import embedded
 from outrider.tools.vllm_suffix import VllmSuffix, likeliest_chain
 
 CONTEXT = 64

@@ -17,9 +17,9 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch
 from outrider.errors import OutriderError
-from outrider.heads.hidden_states import apply_final_norm
 from outrider.llm import LLM
-from outrider.loader.embedded import embedded
+from outrider.models.heads.hidden_states import apply_final_norm
+from outrider.models.loader.embedded import embedded
 from outrider.testing.drive import make_seq
 from outrider.train.loss.losses import parse
 from outrider.train.loss.unroll import unrolled

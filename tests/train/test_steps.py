@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from outrider.errors import OutriderError
-from outrider.heads.formats.base import TargetInfo
-from outrider.heads.formats.registry import format_of
-from outrider.heads.store import import_head
+from outrider.models.heads.formats.base import TargetInfo
+from outrider.models.heads.formats.registry import format_of
+from outrider.models.heads.store import import_head
 from outrider.train.loss.losses import Distributions, parse
 from outrider.train.loss.steps import Step
 from outrider.train.model.trainee import make_trainee
@@ -188,7 +188,7 @@ def test_acceptance_by_position():
 _TWO_PROCESSES = """
 import sys, torch
 from outrider.train.loss.losses import parse
-from outrider.parallel.processes import rank
+from outrider.runtime.processes import rank
 from outrider.train.distributed import join_group, leave_group
 from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.trainer import Trainer

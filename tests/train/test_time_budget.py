@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from outrider.errors import OutriderError
-from outrider.loader.embedded import embedded
+from outrider.models.loader.embedded import embedded
 from outrider.train.budget import TimeBudget
 from outrider.train.run import Training
 from outrider.train.settings import Settings

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
+from outrider.core.prompts import Prompt
 from outrider.core.types import Batch, FinishReason, Request, SequenceState
+from outrider.drafting.propose.lookup.ngram import NgramProposer
+from outrider.drafting.propose.lookup.suffix import SuffixProposer
 from outrider.errors import OutriderError
-from outrider.heads.description import AuxStates
-from outrider.heads.files import save_tensors
-from outrider.loader.load import load_checkpoint
-from outrider.loader.make import make_target
-from outrider.measure.prompts import Prompt
-from outrider.propose.lookup.ngram import NgramProposer
-from outrider.propose.lookup.suffix import SuffixProposer
+from outrider.models.heads.description import AuxStates
+from outrider.models.heads.files import save_tensors
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.loader.make import make_target
 from outrider.train.data import prompts
 from outrider.train.data.answers import Recorder, generate_samples
 from outrider.train.data.batches import Collator, micro_batches, most_frequent_tokens, split_evenly

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 
 from outrider.core.params import SamplingParams
+from outrider.core.prompts import Prompt
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.measure.prompts import Prompt
 from outrider.train.data.batches import Collator, score_sequence
 from outrider.train.data.feature_cache import FeatureCache
 from outrider.train.data.prompts import encode_sourced_prompt, read_prompts

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import torch
-from outrider.system.heap import Heap
+from outrider.runtime.heap import Heap
 
 def resident():
     with open("/proc/self/statm") as file:

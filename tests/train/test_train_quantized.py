@@ -15,7 +15,7 @@ from outrider.core.params import SamplingParams
 from outrider.engine.build import load_target
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.loader.load import load_checkpoint
+from outrider.models.loader.load import load_checkpoint
 from outrider.train.data.batches import score_sequence
 from outrider.train.model.draft_model import load_trainable
 from outrider.train.run import Training

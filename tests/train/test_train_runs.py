@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app
 from outrider.core.params import SamplingParams
+from outrider.drafting.propose.vocabulary.reduced import read_draft_vocabulary
 from outrider.errors import OutriderError
-from outrider.heads.store import read_head
 from outrider.llm import LLM
-from outrider.loader.embedded import embedded
-from outrider.propose.vocabulary.reduced import read_draft_vocabulary
+from outrider.models.heads.store import read_head
+from outrider.models.loader.embedded import embedded
 from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.distributed import join_group
 from outrider.train.report.html import page
@@ -406,7 +406,7 @@ def test_invalid_trainings_are_rejected(kind, options, message, data, tmp_path):
     [("draft:nowhere", "nowhere is not a folder"), ("ngram:5-1", "ngram:5-1 is no range")],
 )
 def test_proposer_is_checked_before_the_target_is_loaded(proposer, message, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("outrider.loader.load.open_weights", lambda *args: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("outrider.models.loader.load.open_weights", lambda *args: pytest.fail("the target was loaded"))
     with pytest.raises(OutriderError, match=message):
         Training("mtp", _settings(data, tmp_path, proposer=proposer))
 
@@ -415,7 +415,7 @@ def test_proposer_is_checked_before_the_target_is_loaded(proposer, message, data
     ("suffix", "message"), [("", "is a file; name a folder"), ("/a/b", "is inside .* which is a file; name a folder")]
 )
 def test_output_must_be_a_folder(suffix, message, data, monkeypatch):
-    monkeypatch.setattr("outrider.loader.load.open_weights", lambda *args: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("outrider.models.loader.load.open_weights", lambda *args: pytest.fail("the target was loaded"))
     with pytest.raises(OutriderError, match=f"^--out {data}{suffix} {message}"):
         Training("mtp", _settings(data, data + suffix))
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from outrider.errors import OutriderError
-from outrider.heads.store import read_head
+from outrider.models.heads.store import read_head
 from outrider.train.data.batches import score_sequence
 from outrider.train.data.sample import Sample
 from outrider.train.model.trainee import make_trainee

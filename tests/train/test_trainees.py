@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from outrider.core.params import SamplingParams
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.hidden_states import apply_final_norm
-from outrider.heads.store import make_module
-from outrider.loader.embedded import embedded
-from outrider.loader.load import load_checkpoint
+from outrider.models.heads.hidden_states import apply_final_norm
+from outrider.models.heads.store import make_module
+from outrider.models.loader.embedded import embedded
+from outrider.models.loader.load import load_checkpoint
 from outrider.train.loss.losses import parse
 from outrider.train.model.init_weights import init_weights, principal_directions
 from outrider.train.model.presets import KINDS, Sizes, describe

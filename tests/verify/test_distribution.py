@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.audit.statistics import g_test
 from outrider.core import tree
 from outrider.core.noise import PositionNoise, inverse_cdf
 from outrider.core.params import SamplingParams
+from outrider.core.proposer import NoProposer, ProposerSetup
 from outrider.core.types import Batch, Draft, DraftKind, Draw, Packed, Request, SequenceState
-from outrider.loader.embedded import embedded
-from outrider.loader.load import load_checkpoint
-from outrider.loader.make import make_target
-from outrider.propose.base import NoProposer, ProposerSetup
-from outrider.propose.combine import Merge
-from outrider.propose.draft_model.chain import DraftModelProposer
+from outrider.drafting.propose.combine import Merge
+from outrider.drafting.propose.draft_model.chain import DraftModelProposer
+from outrider.lab.audit.statistics import g_test
+from outrider.models.loader.embedded import embedded
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.loader.make import make_target
 from outrider.testing import ToyTarget, joint_distribution, toy_setup
 from outrider.verify.lossy import LOSSY
 from outrider.verify.rules import EXACT, Verifier, block, rejection

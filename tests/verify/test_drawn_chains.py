@@ -10,13 +10,13 @@ import torch
 
 from outrider.core.noise import inverse_cdf
 from outrider.core.params import SamplingParams
+from outrider.core.proposer import ProposerSetup
+from outrider.core.target import ChainSampler
 from outrider.core.types import Batch, DraftKind, Draw, DrawParams, Draws, Scores, StopRule
-from outrider.loader.load import load_checkpoint
-from outrider.loader.make import make_target
-from outrider.models.base import ChainSampler
-from outrider.propose.base import ProposerSetup
-from outrider.propose.draft_model import chain as model
-from outrider.propose.draft_model.chain import DraftModelProposer
+from outrider.drafting.propose.draft_model import chain as model
+from outrider.drafting.propose.draft_model.chain import DraftModelProposer
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.loader.make import make_target
 from outrider.testing.drive import make_round, make_seq
 from tests.core.test_packed import PlainTarget
 from tests.helpers import tiny

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from outrider.measure.prompts import Prompt, chat_text
+from outrider.core.prompts import Prompt, chat_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,10 +26,10 @@ from results import Pair, figures, show
 from rich.console import Console
 from shared import Completed, Request
 
+from outrider.core.prompts import Prompt, read_prompts
 from outrider.errors import OutriderError
-from outrider.measure.prompts import Prompt, read_prompts
-from outrider.report.console import standard_output
-from outrider.system import machine
+from outrider.runtime import machine
+from outrider.runtime.report.console import standard_output
 from outrider.tools.export.engines import SUFFIX, words
 from outrider.tools.export.run import run_export
 

@@ -15,17 +15,17 @@ import torch
 from shared import Completed, Counts, Request, cut
 
 from outrider import LLM, SamplingParams
-from outrider.benchmarking.jobs import encode_prompt
 from outrider.core import tree
+from outrider.core.planner import FixedPlanner
+from outrider.core.prompts import Prompt
+from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.stats import Stats, StatsAccumulator
 from outrider.core.types import Batch, Draft, Needs, Round
 from outrider.core.types import Request as EngineRequest
-from outrider.heads.files import read_config, read_target_info
-from outrider.heads.formats.registry import find
-from outrider.heads.store import KEY, import_head, load_module, write_head
-from outrider.measure.prompts import Prompt
-from outrider.plan.planner import FixedPlanner
-from outrider.propose.base import Proposer, ProposerSetup
+from outrider.lab.common.jobs import encode_prompt
+from outrider.models.heads.files import read_config, read_target_info
+from outrider.models.heads.formats.registry import find
+from outrider.models.heads.store import KEY, import_head, load_module, write_head
 from outrider.tools.vllm_suffix import VllmSuffix
 
 SHORT_BLOCKS = "Outrider, too, computes blocks of k draft tokens (DFlash, DSpark), not the blocks of the training"

@@ -22,11 +22,11 @@ from typing import Any
 import outrider_side
 from shared import Counts, total
 
-from outrider.client.metrics import Speculation, read_speculation
-from outrider.client.server import Server, connect, find_model
+from outrider.core.prompts import read_prompts
 from outrider.errors import OutriderError
-from outrider.measure.prompts import read_prompts
-from outrider.system import machine
+from outrider.lab.client.metrics import Speculation, read_speculation
+from outrider.lab.client.server import Server, connect, find_model
+from outrider.runtime import machine
 
 _MTP = "mtp"  # the proposer that drafts with the module in the target's checkpoint
 

@@ -10,7 +10,7 @@ from typing import Any
 from outrider.errors import OutriderError
 from outrider.media.evaluation.bootstrap import Interval
 from outrider.media.routers import QualityGate
-from outrider.system.atomic_files import write_whole
+from outrider.runtime.atomic_files import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

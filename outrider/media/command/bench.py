@@ -8,7 +8,7 @@ from time import perf_counter, process_time
 
 from rich.console import Console
 
-from outrider.benchmarking.progress import progress_bar
+from outrider.lab.common.progress import progress_bar
 from outrider.media.command.settings import BenchSettings
 from outrider.media.contract import Router
 from outrider.media.evaluation.ablations import Controls, controls, first_block_share
@@ -19,8 +19,8 @@ from outrider.media.evaluation.thresholds import draft_scores, thresholds_at
 from outrider.media.evaluation.trials import Trial, run_trials
 from outrider.media.models.store import MediaModels, load_models
 from outrider.media.routers import DrafterOnly, QualityGate, TargetOnly
-from outrider.report.console import Document, print_document
-from outrider.system import machine
+from outrider.runtime import machine
+from outrider.runtime.report.console import Document, print_document
 
 _REJECTED = (0.02, 0.05, 0.1, 0.2, 0.35, 0.6)  # shares of drafts that the default thresholds reject
 _PROMPTS_FOR_THRESHOLDS = 64  # whose drafts give the default thresholds

@@ -16,8 +16,8 @@ from outrider.media.output.wav import check_sound_file, write_wav
 from outrider.media.output.writer import check_video_file, write_video
 from outrider.media.results import Maker, MediaResult
 from outrider.media.routers import DrafterOnly, QualityGate, TargetOnly
-from outrider.report.console import Document, new_table, print_document
-from outrider.system.machine import use_threads
+from outrider.runtime.machine import use_threads
+from outrider.runtime.report.console import Document, new_table, print_document
 
 _FPS = 12.0
 EXAMPLE = "a red circle moving right from the top left on a black background"  # for the included models

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from outrider.errors import OutriderError
-from outrider.measure.number_lists import parse_real
+from outrider.lab.common.number_lists import parse_real
 
 _MODEL, _MEASURE, _OUTPUT = "Models", "Measuring", "Output"
 _MIN_PROMPTS = 2

@@ -6,14 +6,14 @@ from functools import partial
 
 from rich.console import Console
 
-from outrider.benchmarking.progress import progress_bar
+from outrider.lab.common.progress import progress_bar
 from outrider.media.calibration.tune import MAX_RUNS, Tuned, tune
 from outrider.media.command.settings import TuneSettings
 from outrider.media.evaluation.table import interval_text, summary_table
 from outrider.media.models.store import load_models
-from outrider.report.console import Document, print_document
-from outrider.system import machine
-from outrider.system.atomic_files import check_writable
+from outrider.runtime import machine
+from outrider.runtime.atomic_files import check_writable
+from outrider.runtime.report.console import Document, print_document
 
 
 def run_tune(settings: TuneSettings, *, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from outrider.media.contract import Router
 from outrider.media.evaluation.summary import Summary
 from outrider.media.routers import FixedBlocks, QualityGate, RandomGate, Stride
-from outrider.report.console import count_text
+from outrider.runtime.report.console import count_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

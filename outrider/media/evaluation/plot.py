@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.errors import OutriderError
 from outrider.media.evaluation.summary import Summary
-from outrider.system.atomic_files import check_writable
+from outrider.runtime.atomic_files import check_writable
 
 SUFFIXES = (".svg", ".png", ".pdf")
 _SIZE = (7.6, 4.2)

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from outrider.media.evaluation.bootstrap import Interval
 from outrider.media.evaluation.summary import Summary
-from outrider.report.console import NONE, new_table
+from outrider.runtime.report.console import NONE, new_table
 
 
 def summary_table(title: str, summaries: Sequence[Summary]) -> Table:

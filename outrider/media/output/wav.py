@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from outrider.errors import OutriderError
-from outrider.system.atomic_files import check_writable
+from outrider.runtime.atomic_files import check_writable
 
 _GREATEST = 32767  # of a sample of 16 bits
 

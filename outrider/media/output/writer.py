@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.system.atomic_files import check_writable
+from outrider.runtime.atomic_files import check_writable
 
 SUFFIXES = (".mp4", ".gif")
 _QUALITY = 8  # of imageio-ffmpeg, from 0 to 10

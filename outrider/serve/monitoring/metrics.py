@@ -8,9 +8,9 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from outrider._version import __version__
-from outrider.cache.base import CacheUsage
+from outrider.core.cache import CacheUsage
 from outrider.core.stats import Stats
-from outrider.plan.cost_planner import CostPlanner
+from outrider.drafting.plan.cost_planner import CostPlanner
 from outrider.serve.async_llm import AsyncLLM
 
 _DEPTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # draft tokens

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from outrider.core.conversation import InvalidMessage
 from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
-from outrider.measure.chat_template import InvalidMessage
 from outrider.serve.openai.messages import FunctionCall, Message
 from outrider.serve.openai.tools import Tools, supports_tool_calls
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.loader.embedded import model_folder
 from outrider.media.calibration.document import Calibration
 from outrider.media.models.store import VideoModels, load_models
+from outrider.models.loader.embedded import model_folder
 
 FPS = 12.0
 FORMATS = ("mp4", "gif")

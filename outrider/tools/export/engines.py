@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.heads.description import Kind
+from outrider.models.heads.description import Kind
 
 MODEL = "draft model"  # a whole small language model; other kinds are those of draft heads, and `SUFFIX`
 GGUF = "gguf"  # a layout: one GGUF file

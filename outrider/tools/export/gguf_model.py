@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
-from outrider.heads.files import TensorFiles, read_config
-from outrider.loader.gguf.file import read_gguf
-from outrider.loader.gguf.split_rules import split_rules
-from outrider.loader.gguf.tokenizer import load_tokenizer
-from outrider.loader.tokenizer import read_tokenizer
+from outrider.models.heads.files import TensorFiles, read_config
+from outrider.models.loader.gguf.file import read_gguf
+from outrider.models.loader.gguf.split_rules import split_rules
+from outrider.models.loader.gguf.tokenizer import load_tokenizer
+from outrider.models.loader.tokenizer import read_tokenizer
 
 # model_type of transformers -> architecture of llama.cpp, for models whose tensors need no more than new names
 _ARCHITECTURES: Mapping[str, str] = MappingProxyType(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outrider.core.params import check_draft_length
 from outrider.errors import OutriderError
-from outrider.heads.description import HeadDescription
+from outrider.models.heads.description import HeadDescription
 from outrider.tools.export.engines import Recipe
 from outrider.tools.export.tuned import tuned_k
 

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from outrider.errors import OutriderError
-from outrider.heads.files import read_config, read_target_info, text_config
-from outrider.heads.formats.base import Config, Tensors
-from outrider.heads.formats.registry import format_of
+from outrider.models.heads.files import read_config, read_target_info, text_config
+from outrider.models.heads.formats.base import Config, Tensors
+from outrider.models.heads.formats.registry import format_of
 from outrider.tools.convert import changes, checked
 
 _INDEX = "model.safetensors.index.json"

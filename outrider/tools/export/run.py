@@ -11,13 +11,13 @@ from typing import Any
 from rich.console import Console
 
 from outrider.errors import OutriderError
-from outrider.heads.description import Feedback, FuseNorm, Kind
-from outrider.heads.files import read_config
-from outrider.heads.formats.base import ImportedHead
-from outrider.heads.formats.registry import find
-from outrider.heads.store import KEY, import_head
-from outrider.loader.embedded import model_folder
-from outrider.system.atomic_files import check_folder
+from outrider.models.heads.description import Feedback, FuseNorm, Kind
+from outrider.models.heads.files import read_config
+from outrider.models.heads.formats.base import ImportedHead
+from outrider.models.heads.formats.registry import find
+from outrider.models.heads.store import KEY, import_head
+from outrider.models.loader.embedded import model_folder
+from outrider.runtime.atomic_files import check_folder
 from outrider.tools.convert import run_convert
 from outrider.tools.export.engines import FOLDER, GGUF, IN_TARGET, MODEL, SUFFIX, Draft, Recipe, engine_of
 from outrider.tools.export.gguf_model import same_tokens, write_gguf

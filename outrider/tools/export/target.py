@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.loader.embedded import is_embedded, model_folder
-from outrider.loader.hub.names import hub_name
+from outrider.models.loader.embedded import is_embedded, model_folder
+from outrider.models.loader.hub.names import hub_name
 from outrider.tools.export.engines import TARGET, Recipe
 
 _FILE = "target.gguf"

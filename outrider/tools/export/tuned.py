@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.loader.embedded import absolute_name
+from outrider.models.loader.embedded import absolute_name
 from outrider.tools.export.engines import SUFFIX
 
 

@@ -10,11 +10,11 @@ import torch
 
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
+from outrider.core.proposer import Proposer
 from outrider.core.types import Batch, Draft, FinishReason, KVView, Request, Round
 from outrider.engine.build import EngineParts
 from outrider.engine.engine import Engine
 from outrider.llm import EncodedPrompt
-from outrider.propose.base import Proposer
 from outrider.train.data.feature_cache import FeatureCache
 from outrider.train.data.sample import Sample
 

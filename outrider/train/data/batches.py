@@ -10,11 +10,11 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.core import tree
+from outrider.core.target import Target
 from outrider.core.types import Batch, Scores, SequenceState, SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.description import AuxStates, SharedKV
-from outrider.heads.hidden_states import apply_final_norm
-from outrider.models.base import Target
+from outrider.models.heads.description import AuxStates, SharedKV
+from outrider.models.heads.hidden_states import apply_final_norm
 from outrider.train.data.sample import Sample
 from outrider.train.distributed import all_reduce_sum
 from outrider.train.loss.steps import TrainingBatch

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save
 from outrider.core.types import Request
 from outrider.engine.build import EngineParts
 from outrider.errors import OutriderError
-from outrider.loader.fingerprint import model_fingerprint
-from outrider.parallel.processes import world_size
+from outrider.models.loader.fingerprint import model_fingerprint
+from outrider.runtime.processes import world_size
 from outrider.train.data.sample import Sample
 
 _FORMAT = 3  # version of the files; files of another version are not found

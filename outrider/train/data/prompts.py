@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from outrider.errors import OutriderError
-from outrider.llm import LLM, EncodedPrompt
-from outrider.measure.prompts import (
+from outrider.core.prompts import (
     SOURCE_FORM,
     Line,
     Prompt,
@@ -22,6 +20,8 @@ from outrider.measure.prompts import (
     read_lines,
     text_tokens,
 )
+from outrider.errors import OutriderError
+from outrider.llm import LLM, EncodedPrompt
 
 _EVAL_SHARE = 0.05  # of the prompts, if there is no --eval-data
 _MAX_EVAL_PROMPTS = 64

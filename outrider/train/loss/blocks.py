@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from outrider.heads.modules.block import BlockHead
-from outrider.heads.modules.layers import Attention
+from outrider.models.heads.modules.block import BlockHead
+from outrider.models.heads.modules.layers import Attention
 from outrider.train.loss.steps import Step, TrainingBatch, sample_columns
 
 _MAX_BLOCKS = 512  # per sequence

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from outrider.heads.modules.autoregressive import AutoregressiveHead
-from outrider.heads.modules.layers import Attention
+from outrider.models.heads.modules.autoregressive import AutoregressiveHead
+from outrider.models.heads.modules.layers import Attention
 from outrider.train.loss.steps import Chains, Step, TrainingBatch, all_columns_step
 
 _MAX_COLUMNS = 512  # with masks, per sequence

@@ -19,12 +19,12 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from outrider.heads.modules.autoregressive import AutoregressiveHead
-from outrider.heads.modules.block import BlockHead
-from outrider.heads.modules.kv_sharing import KVSharingHead
-from outrider.heads.modules.layers import Attention
-from outrider.heads.modules.parallel import ParallelHead
-from outrider.heads.store import HeadModule
+from outrider.models.heads.modules.autoregressive import AutoregressiveHead
+from outrider.models.heads.modules.block import BlockHead
+from outrider.models.heads.modules.kv_sharing import KVSharingHead
+from outrider.models.heads.modules.layers import Attention
+from outrider.models.heads.modules.parallel import ParallelHead
+from outrider.models.heads.store import HeadModule
 from outrider.train.loss.blocks import unroll_blocks
 from outrider.train.loss.masks import unroll_masks
 from outrider.train.loss.steps import Chains, all_columns_step

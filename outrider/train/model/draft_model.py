@@ -12,20 +12,24 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from outrider.core.proposer import Proposer, ProposerSetup
+from outrider.core.target import WeightSharer
 from outrider.core.types import SharedWeights
+from outrider.drafting.propose.draft_model.chain import DraftModelProposer
+from outrider.drafting.propose.vocabulary.reduced import (
+    read_draft_vocabulary,
+    reduce_vocabulary,
+    write_draft_vocabulary,
+)
 from outrider.errors import OutriderError
-from outrider.heads.description import AuxStates, SharedKV
-from outrider.loader.embedded import model_folder
-from outrider.loader.load import load_checkpoint, refuse_sources
-from outrider.loader.make import make_target
-from outrider.loader.quiet import quiet_transformers
-from outrider.models.attention import NAME
-from outrider.models.base import WeightSharer
-from outrider.models.checkpoint import Checkpoint
-from outrider.models.gguf_linear import expand_blocks
-from outrider.propose.base import Proposer, ProposerSetup
-from outrider.propose.draft_model.chain import DraftModelProposer
-from outrider.propose.vocabulary.reduced import read_draft_vocabulary, reduce_vocabulary, write_draft_vocabulary
+from outrider.models.heads.description import AuxStates, SharedKV
+from outrider.models.loader.embedded import model_folder
+from outrider.models.loader.load import load_checkpoint, refuse_sources
+from outrider.models.loader.make import make_target
+from outrider.models.loader.quiet import quiet_transformers
+from outrider.models.torch.attention import NAME
+from outrider.models.torch.checkpoint import Checkpoint
+from outrider.models.torch.gguf_linear import expand_blocks
 from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.data.sample import Sample
 from outrider.train.loss.steps import Step, TrainingBatch

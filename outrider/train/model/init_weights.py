@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from outrider.core.types import SharedWeights
-from outrider.heads.modules.centroids import init_centroids
-from outrider.heads.store import HeadModule
+from outrider.models.heads.modules.centroids import init_centroids
+from outrider.models.heads.store import HeadModule
 
 
 @torch.no_grad()

@@ -17,15 +17,15 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.description import Kind
-from outrider.loader.gguf.file import read_gguf
-from outrider.loader.load import read_model_config
-from outrider.loader.paths import is_gguf
-from outrider.loader.quantized.weights import quantization_of
-from outrider.models.submodel import shared_weights
-from outrider.propose.base import Proposer, ProposerSetup
+from outrider.models.heads.description import Kind
+from outrider.models.loader.gguf.file import read_gguf
+from outrider.models.loader.load import read_model_config
+from outrider.models.loader.paths import is_gguf
+from outrider.models.loader.quantized.weights import quantization_of
+from outrider.models.torch.submodel import shared_weights
 from outrider.train.data.sample import Sample
 from outrider.train.loss.losses import LENGTH, parse
 from outrider.train.loss.steps import Step, TrainingBatch

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from outrider.core import tree
+from outrider.core.target import Target, WeightSharer
 from outrider.core.types import Batch, KVView, SequenceState, SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.config import ConfigReader
-from outrider.heads.description import Body, SharedKV
-from outrider.heads.formats.llama import read_rope
-from outrider.heads.modules.layers import rotation
-from outrider.models.base import Target, WeightSharer
-from outrider.models.rotary import rotate
+from outrider.models.heads.config import ConfigReader
+from outrider.models.heads.description import Body, SharedKV
+from outrider.models.heads.formats.llama import read_rope
+from outrider.models.heads.modules.layers import rotation
+from outrider.models.torch.rotary import rotate
 
 # The probe sequence: one token, repeated.
 _TOKEN = 1

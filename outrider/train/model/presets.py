@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.heads.description import (
+from outrider.models.heads.description import (
     AuxStates,
     Body,
     Centroids,

@@ -10,15 +10,15 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from outrider.core.proposer import Proposer, ProposerSetup
+from outrider.core.target import WeightSharer
 from outrider.core.types import SharedWeights
+from outrider.drafting.propose.draft_model.trained_head import HeadProposer
 from outrider.errors import OutriderError
-from outrider.heads.description import AuxStates, Centroids, FusionPoint, HeadDescription, SharedKV
-from outrider.heads.store import HeadModule, load_module, make_module, read_head, write_head
-from outrider.heads.targets.registry import make_head_target
-from outrider.loader.embedded import model_folder
-from outrider.models.base import WeightSharer
-from outrider.propose.base import Proposer, ProposerSetup
-from outrider.propose.draft_model.trained_head import HeadProposer
+from outrider.models.heads.description import AuxStates, Centroids, FusionPoint, HeadDescription, SharedKV
+from outrider.models.heads.store import HeadModule, load_module, make_module, read_head, write_head
+from outrider.models.heads.targets.registry import make_head_target
+from outrider.models.loader.embedded import model_folder
 from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.data.sample import Sample
 from outrider.train.loss.steps import Step, TrainingBatch

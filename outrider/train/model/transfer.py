@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from outrider.core.config import EngineConfig
+from outrider.core.proposer import ProposerSetup
+from outrider.core.target import Target, WeightSharer
 from outrider.engine.build import load_target
 from outrider.errors import OutriderError
-from outrider.heads.description import HeadDescription
-from outrider.heads.modules.autoregressive import AutoregressiveHead
-from outrider.heads.store import HeadModule, make_module
-from outrider.models.base import Target, WeightSharer
-from outrider.propose.base import ProposerSetup
+from outrider.models.heads.description import HeadDescription
+from outrider.models.heads.modules.autoregressive import AutoregressiveHead
+from outrider.models.heads.store import HeadModule, make_module
 from outrider.train.data.batches import score_sequence
 from outrider.train.data.sample import Sample
 from outrider.train.distributed import all_reduce_sum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.report.page import html_page, page_header, pairs_table, section
+from outrider.runtime.report.page import html_page, page_header, pairs_table, section
 
 
 def page(document: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from outrider.report import svg
+from outrider.runtime.report import svg
 
 Lines = Sequence[dict[str, Any]]
 _HEIGHT = 2.7  # inches

@@ -1,1 +1,0 @@
-"""Jobs, the timed run of an engine, and memory use, for every command that measures an engine."""

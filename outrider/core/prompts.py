@@ -1,0 +1,267 @@
+"""Read prompts from JSON Lines files, and tokenize them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.core.conversation import ChatTemplate
+from outrider.core.text import is_utf8
+from outrider.errors import OutriderError
+
+EMBEDDED = Path(__file__).parent / "prompts.jsonl"
+_FORM = '{"category": "...", "prompt": "..."} or "messages" in place of "prompt"'
+SOURCE_FORM = '{"source": "..."}'
+_DEFAULT_CATEGORY = "prompts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One JSON object of a JSON Lines file."""
+
+    where: str  # FILE:NUMBER, for error messages
+    number: int  # of the line, from 1
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt: plain text, or a conversation for the model's chat template."""
+
+    id: str
+    category: str
+    prompt: str | None
+    messages: tuple[dict[str, str], ...] | None
+    source: str | None = None  # what the encoder of an encoder-decoder target reads
+
+
+def read_prompts(
+    file: str | Path | None = None, *, limit: int | None = None, with_sources: bool = False
+) -> list[Prompt]:
+    """Return the prompts of a JSON Lines file, by default of the embedded one: the first `limit` of each category.
+
+    A line has either `prompt` or `messages`. `category` and `id` are optional, and other fields are ignored. With
+    `with_sources`, for an encoder-decoder target, a line has `source` and maybe `prompt`.
+
+    Raises:
+        OutriderError: the file cannot be read, or a line is invalid; the message has the line number. Or sources are
+            wanted, and there is no file.
+    """
+    if limit is not None and limit < 1:
+        raise OutriderError(f"limit is {limit}; use at least 1")
+    if with_sources and file is None:
+        raise OutriderError(
+            f"the embedded prompts have no sources, which this encoder-decoder target reads; give --prompts FILE with"
+            f" lines like {SOURCE_FORM}"
+        )
+    parse, form = (parse_sourced_prompt, SOURCE_FORM) if with_sources else (parse_prompt, _FORM)
+    prompts = [parse(line) for line in read_lines(file or EMBEDDED, form=form)]
+    return [prompt for group in by_category(prompts).values() for prompt in group[:limit]]
+
+
+def read_lines(file: str | Path, *, form: str) -> Iterator[Line]:
+    """Yield the objects of a JSON Lines file. There is at least one.
+
+    Args:
+        file: the file.
+        form: an example of a valid line, for error messages.
+
+    Raises:
+        OutriderError: the file cannot be read, or a line is not an object; the message has the line number.
+    """
+    path = Path(file).expanduser()
+    try:
+        # Some editors begin a file with a byte order mark. Only \n ends a line, because a string may contain other
+        # line separators of Unicode.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise OutriderError(f"{path} cannot be read ({error.strerror}); give a file of JSON lines") from error
+    except UnicodeDecodeError as error:
+        raise OutriderError(f"{path} is not UTF-8 text; give a file of JSON lines") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise OutriderError(f"{path} holds no prompts; give lines like {form}")
+    for number, line in numbered:
+        where = f"{path}:{number}"
+        yield Line(where=where, number=number, fields=_fields(line, where, form))
+
+
+def read_json(line: str, where: str) -> Any:
+    """Return the value of a line of JSON.
+
+    Raises:
+        OutriderError: the line is not JSON, or a string in it is not valid Unicode; the message begins with `where`.
+    """
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise OutriderError(
+            f"{where}: not JSON ({error.msg} at column {error.colno}); write one JSON object per line"
+        ) from error
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or very deep nesting
+        raise OutriderError(f"{where}: JSON that cannot be read ({error}); remove the line") from error
+    if "\\u" in line and not is_utf8(json.dumps(value, ensure_ascii=False)):
+        raise OutriderError(f"{where}: the text has half of a surrogate pair (\\ud800 to \\udfff); remove it")
+    return value
+
+
+def parse_prompt(line: Line) -> Prompt:
+    """Return the prompt of a line.
+
+    Raises:
+        OutriderError: the line has not exactly one of `prompt` and `messages`, or a field is invalid.
+    """
+    where = line.where
+    category = line.fields.get("category", _DEFAULT_CATEGORY)
+    prompt = line.fields.get("prompt")
+    messages = line.fields.get("messages")
+    if not isinstance(category, str) or not category:
+        raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
+    if (prompt is None) == (messages is None):
+        raise OutriderError(f"{where}: give one of prompt and messages; use {_FORM}")
+    if prompt is not None and (not isinstance(prompt, str) or not prompt):
+        raise OutriderError(
+            f"{where}: prompt must be a string of at least one character; change it, or remove the line"
+        )
+    return Prompt(
+        id=str(line.fields.get("id", f"line-{line.number}")),
+        category=category,
+        prompt=prompt,
+        messages=None if messages is None else parse_messages(messages, where),
+    )
+
+
+def parse_sourced_prompt(line: Line) -> Prompt:
+    """Return the prompt of a line for an encoder-decoder target: a source, and maybe the beginning of the output.
+
+    Raises:
+        OutriderError: the line has no source, or messages, or a field is invalid.
+    """
+    where = line.where
+    category = line.fields.get("category", _DEFAULT_CATEGORY)
+    source = line.fields.get("source")
+    prompt = line.fields.get("prompt")
+    if not isinstance(source, str) or not source:
+        raise OutriderError(
+            f"{where}: no source, which this encoder-decoder target reads; give lines like {SOURCE_FORM}"
+        )
+    if "messages" in line.fields:
+        raise OutriderError(f"{where}: messages are for decoder-only targets; give lines like {SOURCE_FORM}")
+    if prompt is not None and (not isinstance(prompt, str) or not prompt):
+        raise OutriderError(f"{where}: prompt must be a string of at least one character; change it, or leave it out")
+    if not isinstance(category, str) or not category:
+        raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
+    name = str(line.fields.get("id", f"line-{line.number}"))
+    return Prompt(id=name, category=category, prompt=prompt, messages=None, source=source)
+
+
+def parse_messages(messages: Any, where: str) -> tuple[dict[str, str], ...]:
+    """Return a conversation for a chat template.
+
+    Raises:
+        OutriderError: `messages` is not a list of messages with a role and a content.
+    """
+    if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
+        raise OutriderError(
+            f'{where}: messages must be a list of messages; use for example [{{"role": "user", "content": "..."}}]'
+        )
+    return tuple({"role": message["role"], "content": message["content"]} for message in messages)
+
+
+def is_message(message: Any) -> bool:
+    """Return whether a message has a role and a content, both strings."""
+    return isinstance(message, dict) and all(isinstance(message.get(field), str) for field in ("role", "content"))
+
+
+def chat_text(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    continue_final_message: bool = False,
+) -> str:
+    """Return a conversation as text, by the model's chat template.
+
+    Args:
+        tokenizer: the tokenizer with the chat template.
+        messages: the conversation.
+        add_generation_prompt: whether to add the generation prompt, after which the assistant answers.
+        tools: descriptions of tools for the template.
+        continue_final_message: whether the text ends within the last message, without a generation prompt.
+
+    Raises:
+        OutriderError: the template refuses or drops a message. Some templates reject a system message, for example.
+    """
+    template = ChatTemplate(
+        tokenizer=tokenizer,
+        options={"tools": list(tools)} if tools else {},
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+    )
+    return template.text(messages)
+
+
+def chat_tokens(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    continue_final_message: bool = False,
+) -> tuple[int, ...]:
+    """Return the tokens of `chat_text`. The template has added all special tokens already."""
+    text = chat_text(
+        tokenizer,
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        tools=tools,
+        continue_final_message=continue_final_message,
+    )
+    return text_tokens(tokenizer, text, special=False)
+
+
+def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int, ...]:
+    """Return the tokens of a text.
+
+    Args:
+        tokenizer: the tokenizer.
+        text: the text.
+        special: whether the tokenizer adds its special tokens, such as a begin-of-text token. A text that begins with
+            this token, as the output of a chat template may, gets no second one.
+
+    Raises:
+        OutriderError: the text has half of a surrogate pair, which is not valid Unicode.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OutriderError(
+            f"the text holds half of a surrogate pair, {text[error.start]!a} at character {error.start}; leave it out"
+        ) from None
+    # verbose=False: the tokenizer would warn about a long text and predict errors that do not occur here.
+    tokens = tuple(tokenizer.encode(text, add_special_tokens=special, verbose=False))
+    begin = tokenizer.bos_token_id
+    if not special or begin is None or tokens[:2] != (begin, begin):
+        return tokens
+    written = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return tokens[1:] if len(written) < len(tokens) else tokens
+
+
+def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """Return the prompts of each category. Both are in the order of appearance."""
+    groups: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        groups[prompt.category].append(prompt)
+    return dict(groups)
+
+
+def _fields(line: str, where: str, form: str) -> dict[str, Any]:
+    value = read_json(line, where)
+    if not isinstance(value, dict):
+        raise OutriderError(f"{where}: not a JSON object; use {form}")
+    return value

@@ -1,0 +1,1 @@
+"""What drafts (`propose/`), and how far (`plan/`)."""

@@ -1,0 +1,265 @@
+"""Measure what passes of a model cost.
+
+The tokens of a measured pass are random. In a mixture of experts each token reads the weights of its own experts. A
+pass over one token many times reads only the experts of one token, so the difference is the time of the other experts.
+The experts that a pass used are counted. The rounds count those that texts use (see `ExpertUse`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import inf
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from outrider.core import tree
+from outrider.core.target import ExpertCounter, Target
+from outrider.core.types import Batch, Draft, SequenceState
+from outrider.drafting.plan.pass_cost import PassCost, Sample
+from outrider.drafting.propose.draft_model.window import find_window
+from outrider.models.heads.targets.base import HeadTarget
+from outrider.runtime.ranks import seconds_of_first_rank
+
+_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_FIRST = (1, 8, 4, 2, 16, 12, 6, 24, 3, 32)  # tokens of the shapes that are measured first, if time is short
+_MAX_PER_SEQUENCE = 16  # wider passes have more sequences
+_PASSES = 6  # passes of each shape that a whole measurement has
+_SHORT = 0.05  # seconds; a shorter pass has a warm-up before it, because another shape ran before
+_SLOW = 0.4  # seconds; wider passes are not measured after a pass this long
+_SEED = 0  # of the tokens; all measurements of a shape have the same tokens
+_PREFILL = 256  # tokens of the measured prefill
+_EQUAL = (4, 8, 16)  # equal tokens of the measurements that use the experts of one token
+_DEEP = 1024  # cached tokens of the measurements with a filled cache
+_DEEPEST = 8192  # the same for long contexts, whose keys and values exceed the caches of the processor
+
+
+def measure_pass(target: Target) -> PassCost:
+    """Measure the cost of passes of an idle model, up to its slots and context. Takes seconds or minutes.
+
+    The contents of the cache are lost.
+    """
+    times = PassTimes(target)
+    times.measure(inf)
+    return times.cost()
+
+
+class _Shape(NamedTuple):
+    """What a measured pass runs over."""
+
+    tokens: int
+    seqs: int
+    cached: int = 0  # cached tokens per sequence
+    equal: bool = False  # equal tokens in place of random ones
+    scored: bool = True  # logits of all tokens; False: a prefill, with logits of the last token only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The shortest pass of a shape: disturbances only add time."""
+
+    sample: Sample
+    passes: int  # how many were measured
+
+    @property
+    def shape(self) -> _Shape:
+        each = self.sample
+        return _Shape(each.tokens, each.seqs, each.cached, each.equal, each.scored)
+
+
+class PassTimes:
+    """The measured passes of a model. A measurement can be continued later, by another process, too."""
+
+    def __init__(self, target: Target, known: Iterable[Measured] = ()) -> None:
+        """Continue from the `known` measurements of a target."""
+        self._target = target
+        self._shapes = list(_shapes_by_importance(target))
+        self.known = {each.shape: each for each in known if each.shape in self._shapes}
+
+    def cost(self) -> PassCost:
+        """Return the cost of passes, from at least one measurement."""
+        cost = PassCost.fit([each.sample for each in self.known.values()])
+        window = find_window(self._target)
+        return cost if window is None else replace(cost, window=window.mean_length)
+
+    @torch.inference_mode()
+    def measure(self, seconds: float) -> None:
+        """Measure passes for about this time: the shapes with the fewest passes first, the most important one of them.
+
+        The first two shapes are always measured, and one that would take longer than the rest of the time is left out.
+        The contents of the cache are lost.
+        """
+        left = seconds
+        while (shape := self._next(left)) is not None:
+            left -= self._time(shape)
+
+    @torch.inference_mode()
+    def check(self, tokens: int) -> float:
+        """Measure a pass over one sequence again, and return the ratio to its known time."""
+        known = self.known[_Shape(tokens, 1)].sample.seconds
+        return min(self._run(_Shape(tokens, 1)) for _ in range(2)) / known
+
+    def has(self, tokens: int) -> bool:
+        """Return whether a pass over this many tokens of one sequence was measured."""
+        return _Shape(tokens, 1) in self.known
+
+    def _next(self, left: float) -> _Shape | None:
+        """Return the shape to measure next in `left` seconds, or None."""
+        for shape in self._shapes[:2]:
+            if shape not in self.known:
+                return shape
+        cost = self.cost()
+
+        def expected(shape: _Shape) -> float:
+            seconds = cost(shape.tokens, seqs=shape.seqs, cached=shape.cached)
+            return seconds if seconds > _SHORT else 2 * seconds
+
+        slow = min((s.tokens for s, each in self.known.items() if each.sample.seconds > _SLOW), default=inf)
+        open_shapes = [
+            shape
+            for shape in self._shapes
+            if self._passes(shape) < _PASSES and shape.tokens <= slow and expected(shape) < left
+        ]
+        return min(open_shapes, key=self._passes, default=None)  # of several, the first one
+
+    def _passes(self, shape: _Shape) -> int:
+        return self.known[shape].passes if shape in self.known else 0
+
+    def _time(self, shape: _Shape) -> float:
+        """Measure a shape. Return the seconds that it took."""
+        seconds = spent = self._run(shape)
+        if seconds < _SHORT:
+            seconds = self._run(shape)
+            spent += seconds
+        experts = _touched_experts(self._target)
+        before = self.known.get(shape)
+        best = min(seconds, before.sample.seconds) if before else seconds
+        sample = Sample(**shape._asdict(), seconds=best, experts=experts if not shape.cached else 0.0)
+        self.known[shape] = Measured(sample=sample, passes=self._passes(shape) + 1)
+        return spent
+
+    def _run(self, shape: _Shape) -> float:
+        if not shape.scored:
+            return _measure_prefill(self._target, shape.tokens)
+        return _measure(self._target, shape.seqs, shape.tokens, shape.cached, shape.equal)
+
+
+def _shapes_by_importance(target: Target) -> Iterator[_Shape]:
+    """Yield all shapes of a target, the most important ones first."""
+    empty = {tokens: _Shape(tokens, seqs) for tokens, seqs in _shapes(target)}
+    first = [empty.pop(tokens) for tokens in _FIRST if tokens in empty]
+    yield from first
+    context = context_of(target)
+    if isinstance(target, ExpertCounter) and target.touched_experts() is not None:
+        for tokens in _EQUAL:
+            if tokens < context:
+                yield _Shape(tokens, 1, equal=True)
+    if target.cache.usage().token_bytes:  # otherwise passes do not depend on the cached tokens
+        yield from _deep_shapes(target)
+    if not isinstance(target, HeadTarget):  # a draft head always computes logits for the last token only
+        yield _Shape(min(_PREFILL, context - 1), 1, scored=False)
+    yield from empty.values()
+
+
+def _deep_shapes(target: Target) -> Iterator[_Shape]:
+    """Yield the shapes with a filled cache."""
+    context = context_of(target)
+    for tokens, seqs in sorted({(1, 1), (8, 1), (min(target.slots, 4), min(target.slots, 4))}):
+        cached = min(_DEEP, context - 1 - tokens)
+        if cached > 0:
+            yield _Shape(tokens, seqs, cached)
+        if seqs == 1 and context > 2 * _DEEP:
+            yield _Shape(tokens, seqs, min(_DEEPEST, context - 1 - tokens))
+
+
+def context_of(target: Target) -> int:
+    """Return how many tokens of a sequence a pass can read."""
+    window = find_window(target)
+    return target.context if window is None else window.size
+
+
+def _shapes(target: Target) -> Iterator[tuple[int, int]]:
+    """Yield the shapes: number of tokens, and of sequences that share them."""
+    for tokens in _TOKENS:
+        seqs = min(target.slots, -(-tokens // _MAX_PER_SEQUENCE) if tokens > _MAX_PER_SEQUENCE else 1)
+        if tokens > seqs * (context_of(target) - 1) or tokens // seqs > 4 * _MAX_PER_SEQUENCE:
+            return
+        yield tokens, seqs
+
+
+def _touched_experts(target: Target) -> float:
+    """Return the distinct experts of a layer that the last pass used; 0: they are not counted."""
+    return (isinstance(target, ExpertCounter) and target.touched_experts()) or 0.0
+
+
+def _measure(target: Target, seqs: int, tokens: int, cached: int, equal: bool = False) -> float:
+    """Return the seconds of a pass over `tokens` of `seqs` sequences with `cached` tokens each."""
+    shares = [tokens // seqs + (b < tokens % seqs) for b in range(seqs)]
+    if isinstance(target, HeadTarget):
+        return _measure_head(target, shares, cached)
+    ids = _random_ids(target, shares)
+    if equal:
+        ids = tuple((row[0],) * len(row) for row in ids)
+    batch = Batch(
+        seqs=tuple(_sequence(target, slot) for slot in range(seqs)),
+        start=(cached,) * seqs,
+        feed=tuple(row[:1] for row in ids),
+        draft_budget=tuple(share - 1 for share in shares),
+    )
+    return _timed(target, batch, _draft([row[1:] for row in ids], target.device))
+
+
+def _measure_prefill(target: Target, tokens: int) -> float:
+    """Return the seconds of a prefill of `tokens`."""
+    feed = _random_ids(target, [tokens])
+    batch = Batch(seqs=(_sequence(target, 0),), start=(0,), feed=feed, draft_budget=(0,))
+    return _timed(target, batch, tree.empty(1, target.device))
+
+
+def _measure_head(target: HeadTarget, shares: list[int], cached: int) -> float:
+    """Return the seconds of a pass of a draft head, which needs hidden states of the committed tokens."""
+    batch = Batch(
+        seqs=tuple(_sequence(target, slot) for slot in range(len(shares))),
+        start=(cached + 1,) * len(shares),  # the first token has no hidden state before it
+        feed=_random_ids(target, shares),
+        draft_budget=(1,) * len(shares),
+    )
+    for slot, share in enumerate(shares):
+        target.set_zero_states(slot, cached, share + 1)
+    return _timed(target, batch, tree.empty(len(shares), target.device))
+
+
+def _timed(target: Target, batch: Batch, draft: Draft) -> float:
+    """Return the seconds of a pass, and release its sequences."""
+    began = perf_counter()
+    target.score(batch, draft)
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    seconds = seconds_of_first_rank(perf_counter() - began)
+    for seq in batch.seqs:
+        target.cache.release(seq.slot)
+    return seconds
+
+
+def _random_ids(target: Target, shares: list[int]) -> tuple[tuple[int, ...], ...]:
+    """Return random token ids: `shares[b]` of sequence b. They are the same in each call."""
+    rng = random.Random(_SEED)
+    return tuple(tuple(rng.randrange(target.vocab) for _ in range(share)) for share in shares)
+
+
+def _draft(chains: list[tuple[int, ...]], device: torch.device) -> Draft:
+    """Return these chains of draft tokens, one for each sequence."""
+    widths = tuple(map(len, chains))
+    if not max(widths):
+        return tree.empty(len(chains), device)
+    tokens = [chain + (0,) * (max(widths) - len(chain)) for chain in chains]
+    return tree.chain(torch.tensor(tokens, dtype=torch.int64, device=device), widths)
+
+
+def _sequence(target: Target, slot: int) -> SequenceState:
+    """Admit a sequence of one token."""
+    target.cache.admit(slot, (0,))
+    return SequenceState.of((0,), slot)

@@ -1,0 +1,403 @@
+"""Make proposers from expressions such as `merge(ngram,draft:DIR)`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+
+from outrider.core.params import AUTO
+from outrider.core.proposer import NoProposer, Proposer, ProposerSetup, parse_count
+from outrider.core.types import Needs
+from outrider.drafting.propose.best import Best
+from outrider.drafting.propose.combine import First, Merge, Switch, check_parts
+from outrider.drafting.propose.draft_model.open import (
+    cascade_proposer,
+    check_draft,
+    draft_proposer,
+    draft_text_proposer,
+    draft_tokens_proposer,
+    mtp_proposer,
+    tree_proposer,
+)
+from outrider.drafting.propose.draft_model.self_speculation import (
+    exit_layers,
+    exit_proposer,
+    quantized_bits,
+    quantized_proposer,
+    skip_layers,
+    skip_proposer,
+)
+from outrider.drafting.propose.lookup.group import group_proposer, parse_group_size
+from outrider.drafting.propose.lookup.lookahead import lookahead_proposer, parse_lookahead_size
+from outrider.drafting.propose.lookup.ngram import NgramProposer
+from outrider.drafting.propose.lookup.recycle import RecycleProposer
+from outrider.drafting.propose.lookup.retrieval import open_datastore, retrieval_proposer
+from outrider.drafting.propose.lookup.suffix import parse_history_size, suffix_proposer
+from outrider.errors import OutriderError
+from outrider.models.loader.embedded import embedded, model_folder
+
+Maker = Callable[[ProposerSetup], Proposer]
+_MAX_NGRAM = 32  # longest n-gram of `ngram`; each length costs time and memory at every token
+
+
+@dataclass(frozen=True, slots=True)
+class ProposerType:
+    """A proposer that can be named in an expression."""
+
+    make: Callable[[str, ProposerSetup], Proposer]  # gets the argument after the colon; "" if there is none
+    check: Callable[[str], object]  # raises an error if the argument is wrong; does not need the target
+    syntax: str  # for messages
+
+
+def find_proposer(spec: str, setup: ProposerSetup) -> Proposer:
+    """Make the proposer of an expression.
+
+    Raises:
+        OutriderError: the expression is not valid, or a proposer in it cannot be made.
+    """
+    return make(parse(spec), setup)
+
+
+def check_proposer(spec: str | Maker) -> None:
+    """Check the names, numbers and folders of an expression before any model is loaded.
+
+    Raises:
+        OutriderError: the expression is not valid, a name is unknown (the message suggests the most similar name), or
+            the argument of a proposer is wrong.
+    """
+    if isinstance(spec, str):
+        _check(parse(spec))
+    elif not callable(spec):
+        raise OutriderError(
+            f"proposer is {spec!r}; use {forms()}, or a class or function that makes a proposer from a ProposerSetup"
+        )
+
+
+def own_proposer(maker: Maker, setup: ProposerSetup) -> Proposer:
+    """Make a proposer with a user's class or function.
+
+    Raises:
+        OutriderError: `maker` does not accept a ProposerSetup, or its result is not a proposer.
+    """
+    name = getattr(maker, "__qualname__", repr(maker))
+    try:
+        proposer = maker(setup)
+    except TypeError as error:
+        raise OutriderError(
+            f"{name} cannot make a proposer from a ProposerSetup ({error}); it must take a ProposerSetup as its only"
+            " required argument"
+        ) from error
+    methods = ("admit", "propose", "commit", "release")
+    missing = [method for method in methods if not callable(getattr(proposer, method, None))]
+    if not isinstance(getattr(proposer, "needs", None), Needs):
+        missing.insert(0, "needs = Needs()")
+    if missing:
+        raise OutriderError(
+            f"{name} does not make a proposer: the result lacks {', '.join(missing)}; see"
+            " outrider.core.proposer.Proposer for what they do, and test with outrider.testing.check_proposer"
+        )
+    return proposer
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A parsed expression: `name`, `name:argument`, or `name(part,part,...)`."""
+
+    name: str
+    argument: str = ""
+    parts: tuple[Expression, ...] = ()
+
+    def names(self) -> Iterator[str]:
+        """Yield the name of the expression and the names of all parts."""
+        yield self.name
+        for part in self.parts:
+            yield from part.names()
+
+    def leaves(self) -> Iterator[Expression]:
+        """Yield the expressions that have no parts, from left to right."""
+        for part in self.parts:
+            yield from part.leaves()
+        if not self.parts:
+            yield self
+
+
+def alternatives(spec: str) -> tuple[str, ...]:
+    """Return short names of the alternatives: the parts of a switch, or else the whole expression.
+
+    A name contains the last part of a folder only if two alternatives would otherwise have the same name.
+    """
+    expression = parse(spec)
+    parts = expression.parts if expression.name == "switch" else (expression,)
+    known = (*NAMED, *COMBINATIONS)
+    short_names = [part.name if part.name in known else f"{part.name}:{part.argument}" for part in parts]
+    names = []
+    for name, part in zip(short_names, parts, strict=True):
+        ambiguous = short_names.count(name) > 1 and part.argument
+        names.append(f"{name}:{Path(part.argument).name}" if ambiguous else name)
+    return tuple(name if names.count(name) == 1 else f"{name}#{i}" for i, name in enumerate(names, 1))
+
+
+def parse(spec: str) -> Expression:
+    """Parse an expression.
+
+    An argument that contains a comma or a bracket must be in double quotes. `@NAME` is the folder of a model that comes
+    with Outrider.
+
+    Raises:
+        OutriderError: the expression is not valid.
+    """
+    text = spec.strip()
+    head, bracket, _ = text.partition("(")
+    if bracket and head.strip() in COMBINATIONS:
+        if not text.endswith(")"):
+            raise OutriderError(f"proposer {spec!r} lacks its closing bracket; write for example merge(ngram,recycle)")
+        parts = _split(text[len(head) + 1 : -1], spec)
+        return Expression(head.strip(), parts=tuple(parse(part) for part in parts))
+    if bracket and ":" not in head:
+        raise OutriderError(f"proposer {head!r} is unknown;{_suggestion(head)} use {forms()}")
+    name, _, argument = text.partition(":")
+    if not name:
+        raise OutriderError(f"proposer {spec!r} has no name; use none for plain decoding, or one of {forms()}")
+    argument = argument.strip().strip('"')
+    return Expression(name, str(embedded(argument[1:])) if argument.startswith("@") else argument)
+
+
+def has_draft(spec: str) -> bool:
+    """Return whether an expression has a draft model or a draft head, which has settings of its own."""
+    return not _DRAFT_PROPOSERS.isdisjoint(parse(spec).names())
+
+
+def check_draft_settings(
+    *specs: str | Maker, window: int | None = None, quantize: str | None = None, placement: str = AUTO
+) -> None:
+    """Check that the settings `draft_window`, `draft_quantize` and `draft_placement` apply to one of these proposers.
+
+    Raises:
+        OutriderError: none of them has a draft model or a draft head.
+    """
+    if any(not isinstance(spec, str) or has_draft(spec) for spec in specs):
+        return
+    names = ", ".join(map(str, specs))
+    subject = f"the proposer {names} has no draft" if len(specs) == 1 else f"none of {names} has a draft"
+    asked = {
+        "draft_window": window,
+        "draft_quantize": quantize,
+        "draft_placement": None if placement == AUTO else placement,
+    }
+    for option, value in asked.items():
+        if value is not None:
+            raise OutriderError(
+                f"{option} is {value} and {subject} that reads the text; use draft:DIR, or leave {option} out"
+            )
+
+
+def draft_sources(spec: str | Maker) -> tuple[str, ...]:
+    """Return the names of the proposers in an expression, in the order of the bits in `Draft.source`.
+
+    A folder's name is added if two have the same name.
+    """
+    if not isinstance(spec, str):
+        return ("own",)
+    leaves = list(parse(spec).leaves())
+    names = [leaf.name if leaf.name in NAMED else leaf.argument for leaf in leaves]
+    return tuple(
+        f"{name}:{Path(leaf.argument).name}" if leaf.argument and names.count(name) > 1 else name
+        for name, leaf in zip(names, leaves, strict=True)
+    )
+
+
+def forms() -> str:
+    """Return the syntax of all proposers, for messages."""
+    named = [proposer_type.syntax for proposer_type in NAMED.values()]
+    return ", ".join([*named, "pkg.module:Class", *(f"{name}(A,B)" for name in COMBINATIONS)])
+
+
+def _split(text: str, spec: str) -> list[str]:
+    """Split at the commas that are outside of brackets and quotes."""
+    parts = [""]
+    depth = 0
+    quoted = False
+    for letter in text:
+        quoted ^= letter == '"'
+        depth += 0 if quoted else (letter == "(") - (letter == ")")
+        if letter == "," and not depth and not quoted:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if depth or quoted:
+        raise OutriderError(f"proposer {spec!r} has an open bracket or quote; write for example merge(ngram,recycle)")
+    return parts
+
+
+def _check(expression: Expression) -> None:
+    if expression.parts:
+        check_parts(len(expression.parts), switches="switch" in (part.name for part in expression.parts))
+    elif expression.name in NAMED:
+        NAMED[expression.name].check(expression.argument)
+    else:
+        _import_maker(expression)
+    for part in expression.parts:
+        _check(part)
+
+
+def make(expression: Expression, setup: ProposerSetup) -> Proposer:
+    """Make the proposer of a parsed expression.
+
+    Raises:
+        OutriderError: a proposer in the expression cannot be made.
+    """
+    if expression.name in COMBINATIONS and expression.parts:
+        return COMBINATIONS[expression.name](setup, [make(part, setup) for part in expression.parts])
+    if expression.name in NAMED:
+        return NAMED[expression.name].make(expression.argument, setup)
+    return own_proposer(_import_maker(expression), setup)
+
+
+def _none(argument: str, setup: ProposerSetup) -> Proposer:
+    _check_no_argument("none", argument)
+    return NoProposer(setup)
+
+
+def _ngram(argument: str, setup: ProposerSetup) -> Proposer:
+    if not argument:
+        return NgramProposer(setup)
+    shortest, longest = _ngram_range(argument)
+    return NgramProposer(setup, shortest=shortest, longest=longest)
+
+
+def _check_ngram(argument: str) -> None:
+    if argument:
+        _ngram_range(argument)
+
+
+def _ngram_range(argument: str) -> tuple[int, int]:
+    ends = [parse_count(end) for end in argument.split("-")]
+    match ends:
+        case [int(shortest), int(longest)] if 1 <= shortest <= longest <= _MAX_NGRAM:
+            return shortest, longest
+    raise OutriderError(
+        f"ngram:{argument} is no range; write ngram:1-5 for n-grams of 1 to 5 tokens, of {_MAX_NGRAM} at most"
+    )
+
+
+def _recycle(argument: str, setup: ProposerSetup) -> Proposer:
+    _check_no_argument("recycle", argument)
+    return RecycleProposer(setup)
+
+
+def _mtp(argument: str, setup: ProposerSetup) -> Proposer:
+    _check_no_argument("mtp", argument)
+    return mtp_proposer(setup)
+
+
+def _import_maker(expression: Expression) -> Maker:
+    """Import the class or function of `module:name`.
+
+    Raises:
+        OutriderError: the name is unknown, or the import fails.
+    """
+    module = expression.name
+    name = expression.argument
+    if module in COMBINATIONS:
+        raise OutriderError(f"{module} combines others; write for example {module}(ngram,recycle)")
+    if not name:
+        raise OutriderError(f"proposer {module!r} is unknown;{_suggestion(module)} use {forms()}")
+    if not all(part.isidentifier() for part in module.split(".")):
+        stem = Path(module.lstrip(".")).name.removesuffix(".py")
+        raise OutriderError(
+            f"proposer {module}:{name} names no module; use a dotted path that can be imported from the current folder."
+            f" For a file of yours, go there and write {stem}:{name}"
+        )
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # find modules in the current folder, as `python -m` does
+    try:
+        maker: Maker = getattr(importlib.import_module(module), name)
+    except Exception as error:  # the module's own code can raise anything
+        reason = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError):
+            fix = f"{_suggestion(module)} check the dotted path, or use {forms()}"
+        else:
+            fix = f" correct the module {module}, or name a class or function of it"
+        raise OutriderError(f"proposer {module}:{name} cannot be imported ({reason});{fix}") from error
+    if not callable(maker):
+        raise OutriderError(f"{module}:{name} is not callable; name a class, or a function of a ProposerSetup")
+    return maker
+
+
+def _suggestion(name: str) -> str:
+    """Return the question whether a similar name was meant; "" if there is none."""
+    similar = get_close_matches(name.strip().lower(), [*NAMED, *COMBINATIONS], n=1)
+    return f" did you mean {similar[0]}? Else" if similar else ""
+
+
+def _check_no_argument(name: str, argument: str) -> None:
+    if argument:
+        raise OutriderError(f"{name} takes no argument, but {argument!r} was given; write {name}")
+
+
+def _draft_type(name: str, make: Callable[[str, ProposerSetup], Proposer], *, heads: bool) -> ProposerType:
+    """Describe a proposer whose argument is a draft model, or with `heads` also a draft head."""
+
+    def folder(model: str) -> str:
+        if not model:
+            raise OutriderError(f"{name} needs the folder of a draft model; write {name}:DIR")
+        return str(model_folder(model))
+
+    return ProposerType(
+        lambda model, setup: make(folder(model), setup),
+        lambda model: check_draft(folder(model), heads=heads),
+        f"{name}:DIR",
+    )
+
+
+NAMED: Mapping[str, ProposerType] = MappingProxyType(
+    {
+        # Plain decoding.
+        "none": ProposerType(_none, partial(_check_no_argument, "none"), "none"),
+        # The tokens that followed the last n-gram of the text earlier.
+        "ngram": ProposerType(_ngram, _check_ngram, "ngram[:MIN-MAX]"),
+        # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of past outputs.
+        "suffix": ProposerType(suffix_proposer, parse_history_size, "suffix[:TOKENS]"),
+        # The same in other outputs for the same prompt, running and finished ones, of the last VERSIONS weights.
+        "group": ProposerType(group_proposer, parse_group_size, "group[:TOKENS[:VERSIONS]]"),
+        # The likeliest tokens of the target's earlier logits after the same suffix.
+        "recycle": ProposerType(_recycle, partial(_check_no_argument, "recycle"), "recycle"),
+        # N-grams that the target generates in its own passes by Jacobi iteration.
+        "lookahead": ProposerType(lookahead_proposer, parse_lookahead_size, "lookahead[:WxNxG]"),
+        # A draft model or a draft head.
+        "draft": _draft_type("draft", draft_proposer, heads=True),
+        # The module for multi-token prediction in the target's checkpoint.
+        "mtp": ProposerType(_mtp, partial(_check_no_argument, "mtp"), "mtp"),
+        # A draft model with another vocabulary, which drafts token by token.
+        "draft-tokens": _draft_type("draft-tokens", draft_tokens_proposer, heads=False),
+        # A draft model with another vocabulary, whose text is tokenized again.
+        "draft-text": _draft_type("draft-text", draft_text_proposer, heads=False),
+        # A draft model or a draft head that drafts a tree.
+        "tree": _draft_type("tree", tree_proposer, heads=True),
+        # A draft model that looks up n-grams to need fewer passes.
+        "cascade": _draft_type("cascade", cascade_proposer, heads=False),
+        # The tokens that followed the longest suffix of the text in a datastore; see `outrider index`.
+        "retrieval": ProposerType(retrieval_proposer, open_datastore, "retrieval:DIR[:MIN]"),
+        # The first layers of the target.
+        "exit": ProposerType(exit_proposer, exit_layers, "exit:LAYERS"),
+        # The target without some of its layers; see `outrider layers`.
+        "skip": ProposerType(skip_proposer, skip_layers, "skip:A+B+C"),
+        # The target with 4 or 8 bits per weight.
+        "quantized": ProposerType(quantized_proposer, quantized_bits, "quantized:int4"),
+    }
+)
+# Proposers that may sample draft tokens from a distribution.
+SAMPLING_PROPOSERS = frozenset({"draft", "draft-tokens", "mtp", "tree", "cascade", "exit", "skip", "quantized"})
+# Proposers to which `draft_window` and `draft_quantize` apply. The target as its own draft has the target's context.
+_DRAFT_PROPOSERS = frozenset({"draft", "draft-tokens", "draft-text", "mtp", "tree", "cascade"})
+# Proposers that draft chains, and combinations that make no tree of chains.
+CHAINS = (SAMPLING_PROPOSERS - {"tree"}) | {"draft-text", "none", "best", "first", "switch"}
+COMBINATIONS: Mapping[str, Callable[[ProposerSetup, Sequence[Proposer]], Proposer]] = MappingProxyType(
+    {"best": Best, "first": First, "merge": Merge, "switch": Switch}
+)

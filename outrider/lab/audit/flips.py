@@ -1,0 +1,144 @@
+"""The flip test: count how often rounding swaps near-equal tokens, in the precision that users run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from outrider.core.params import SamplingParams
+from outrider.core.stats import Stats
+from outrider.core.types import Request
+from outrider.lab.audit.pair import Outputs, Pair, first_difference
+from outrider.lab.audit.replay import LOGITS
+from outrider.lab.audit.statistics import wilson
+from outrider.models.torch.checkpoint import Precision
+from outrider.verify.rules import Verifier
+
+# Passes over one token and over several use different kernels, and every layer rounds. If a computed logit is off by at
+# most e, two runs can swap tokens whose logits differ by at most 2 e. Rounding the logit alone costs half an epsilon of
+# the format times the logit, and the layers before it a few times as much. So e is 2 epsilon times the largest logit.
+# For logits of 8 in bfloat16, the tolerance is 0.25.
+NEAR = 4.0  # tolerance in epsilons of the format times the largest logit; at least `LOGITS`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """A position at which two runs continue the same tokens differently."""
+
+    prompt: int  # from 0
+    position: int  # of the output token, from 0
+    text: tuple[int, ...]  # the common tokens, including the prompt
+    plain_token: int
+    other_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipReport:
+    """The flips of a run against plain decoding."""
+
+    flips: tuple[Flip, ...]
+    tokens: int  # compared tokens
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedOutputs:
+    """The flips in the users' precision. Their margins are measured in float32 later."""
+
+    speculative: FlipReport
+    plain_batched: FlipReport  # for comparison: plain decoding in a batch against plain decoding alone
+    precision: Precision
+    kernels: str
+
+
+def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> ObservedOutputs:
+    """Generate greedy outputs with speculation and with plain decoding, and find the flips.
+
+    Args:
+        pair: the pair, in the users' precision.
+        verifier: the verifier that users run.
+        k: draft length.
+        tokens: output tokens per prompt.
+    """
+    requests = pair.requests(SamplingParams(max_tokens=tokens, seed=0))
+    plain = pair.plain(requests, alone=True).tokens
+    return ObservedOutputs(
+        speculative=_follow(requests, plain, partial(pair.speculative, verifier=verifier, k=k)),
+        plain_batched=_follow(requests, plain, partial(pair.plain, alone=False)),
+        precision=pair.precision,
+        kernels=pair.kernels,
+    )
+
+
+def explain_flips(exact: Pair, observed: ObservedOutputs) -> dict[str, Any]:
+    """Measure the margin of every flip in float32. A flip that is not a near-tie fails the test."""
+    details = [_measure(exact, flip, observed.precision.dtype) for flip in observed.speculative.flips]
+    plain_details = [_measure(exact, flip, observed.precision.dtype) for flip in observed.plain_batched.flips]
+    tokens = observed.speculative.tokens
+    bounds = wilson(len(details), tokens)
+    return {
+        "passed": all(detail["near_tie"] for detail in details),
+        **observed.precision.as_dict(),
+        "kernels": observed.kernels,
+        "tokens": tokens,
+        "flips": len(details),
+        "flips_per_1000": 1e3 * len(details) / tokens,
+        "flips_per_1000_95": [1e3 * bounds.low, 1e3 * bounds.high],
+        "largest_margin": max((detail["margin"] for detail in details), default=0.0),
+        "plain_batched_flips_per_1000": 1e3 * len(plain_details) / observed.plain_batched.tokens,
+        "plain_batched_largest_margin": max((detail["margin"] for detail in plain_details), default=0.0),
+        "tau": observed.speculative.stats.tau,
+        "details": details,
+    }
+
+
+def _follow(
+    requests: Sequence[Request], plain: Sequence[Sequence[int]], run: Callable[[Sequence[Request]], Outputs]
+) -> FlipReport:
+    """Compare another run with plain outputs. After a flip, the other run continues from the plain tokens."""
+    flips: list[Flip] = []
+    stats = Stats()
+    begin = dict.fromkeys(range(len(plain)), 0)  # for each prompt, the first output token to compare
+    while begin:
+        prefixes = {i: (*requests[i].prompt_token_ids, *plain[i][:start]) for i, start in begin.items()}
+        continuations = [
+            replace(requests[i], prompt_token_ids=prefixes[i], max_tokens=len(plain[i]) - start)
+            for i, start in begin.items()
+        ]
+        outputs = run(continuations)
+        stats += outputs.stats
+        new = []
+        for (i, start), tokens in zip(begin.items(), outputs.tokens, strict=True):
+            offset = first_difference(plain[i][start:], tokens)
+            if offset is not None:
+                flip = Flip(
+                    prompt=i,
+                    position=start + offset,
+                    text=(*prefixes[i], *tokens[:offset]),
+                    plain_token=plain[i][start + offset],
+                    other_token=tokens[offset],
+                )
+                new.append(flip)
+        flips += new
+        begin = {flip.prompt: flip.position + 1 for flip in new if flip.position + 1 < len(plain[flip.prompt])}
+    return FlipReport(flips=tuple(flips), tokens=sum(map(len, plain)), stats=stats)
+
+
+def _measure(exact: Pair, flip: Flip, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the entry of a flip in the report, with its margin in float32."""
+    logits = exact.logits(flip.text)
+    margin = abs(float(logits[flip.plain_token] - logits[flip.other_token]))
+    tolerance = max(NEAR * torch.finfo(dtype).eps * float(logits.abs().max()), LOGITS)
+    return {
+        "prompt": flip.prompt,
+        "position": flip.position,
+        "plain_token": flip.plain_token,
+        "other_token": flip.other_token,
+        "margin": margin,
+        "tolerance": tolerance,
+        "near_tie": margin <= tolerance,
+    }

@@ -1,0 +1,155 @@
+"""The replay test: compare speculation with plain decoding token by token, and explain differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from outrider.core.params import SamplingParams
+from outrider.core.types import Request
+from outrider.lab.audit.pair import Pair, first_difference
+from outrider.verify.rules import EXACT, Verifier
+
+# A pass over several tokens or sequences adds in another order than a pass over one token, so it rounds differently: by
+# up to about 1e-4 logits in deep models in float32. Outputs may differ only where two tokens are that close. Kernels
+# without batch effects always add in the same order, so there no difference is allowed.
+LOGITS = 1e-3  # largest gap in logits that rounding explains, for greedy outputs
+PROBABILITY = 1e-4  # largest gap in probability that rounding explains, for sampled outputs
+
+_TEMPERATURE = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One configuration that runs all prompts."""
+
+    sampled: bool
+    verifier: Verifier
+    k: int
+    alone: bool  # one prompt at a time instead of a batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A difference from plain decoding."""
+
+    temperature: float
+    verifier: str
+    k: int
+    batched: bool
+    prompt: int  # from 0
+    position: int  # of the output token, from 0
+    plain_token: int
+    speculative_token: int
+    gap: float  # in logits for greedy outputs, in probability for sampled outputs
+    rounding: bool  # whether rounding explains the gap
+
+
+def cases(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int]) -> Iterator[Case]:
+    """Yield all cases: greedy with every exact verifier, sampled with `walk`."""
+    for rule in EXACT.values():
+        # The largest k comes first, because it shows whether the proposer drafts trees.
+        for depth in sorted({*depths, k}, reverse=True):
+            if pair.trees and not rule.trees:
+                continue
+            alone = (False, True) if depth == k and rule.name in ("walk", verifier.name) else (False,)
+            sampled = (False, True) if rule.name == "walk" else (False,)
+            for is_alone in alone:
+                for is_sampled in sampled:
+                    yield Case(sampled=is_sampled, verifier=rule, k=depth, alone=is_alone)
+
+
+def replay(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int], tokens: int, seed: int) -> dict[str, Any]:
+    """Compare every case with plain decoding, token by token.
+
+    Args:
+        pair: in float32, or on kernels without batch effects.
+        verifier: the verifier that users run. It also runs one prompt at a time.
+        k: the draft length that users run.
+        depths: other draft lengths to run.
+        tokens: output tokens per prompt.
+        seed: the seed of the sampled outputs.
+    """
+    requests = {
+        sampled: pair.requests(SamplingParams(max_tokens=tokens, seed=seed, temperature=_TEMPERATURE * sampled))
+        for sampled in (False, True)
+    }
+    plain = {sampled: pair.plain(requests[sampled], alone=True).tokens for sampled in requests}
+    entries: list[dict[str, Any]] = []
+    mismatches: list[Mismatch] = []
+    for case in cases(pair, verifier, k=k, depths=depths):
+        outputs = pair.speculative(requests[case.sampled], case.verifier, k=case.k, alone=case.alone)
+        results = zip(requests[case.sampled], plain[case.sampled], outputs.tokens, strict=True)
+        compared = (_compare(pair, case, request, expected, actual) for request, expected, actual in results)
+        new = [mismatch for mismatch in compared if mismatch]
+        mismatches += new
+        entries.append(_entry(case, mismatches=len(new), tau=outputs.stats.tau))
+    texts_compared = len(entries) * len(pair.prompts)
+    unexplained = sum(not mismatch.rounding for mismatch in mismatches)
+    return {
+        "passed": not unexplained,
+        "dtype": str(pair.dtype).removeprefix("torch."),
+        "kernels": pair.kernels,
+        "prompts": len(pair.prompts),
+        "texts": texts_compared,
+        "tokens": texts_compared * tokens,
+        "mismatches": len(mismatches),
+        "unexplained": unexplained,
+        "rounding_logits": LOGITS,
+        "rounding_probability": PROBABILITY,
+        "details": [asdict(mismatch) for mismatch in mismatches],
+        "cases": entries,
+    }
+
+
+def _entry(case: Case, *, mismatches: int, tau: float) -> dict[str, Any]:
+    """Return the entry of a case in the report."""
+    return {
+        "temperature": _TEMPERATURE * case.sampled,
+        "verifier": case.verifier.name,
+        "k": case.k,
+        "batched": not case.alone,
+        "mismatches": mismatches,
+        "tau": tau,
+    }
+
+
+def _compare(
+    pair: Pair, case: Case, request: Request, plain: Sequence[int], speculative: Sequence[int]
+) -> Mismatch | None:
+    """Return the first difference between two outputs, with its gap; None if they are equal."""
+    at = first_difference(plain, speculative)
+    if at is None:
+        return None
+    gap = _gap(pair, request, plain[:at], (plain[at], speculative[at]))
+    return Mismatch(
+        temperature=request.params.temperature,
+        verifier=case.verifier.name,
+        k=case.k,
+        batched=not case.alone,
+        prompt=request.id,
+        position=at,
+        plain_token=plain[at],
+        speculative_token=speculative[at],
+        gap=gap,
+        rounding=not pair.steady and gap < (PROBABILITY if case.sampled else LOGITS),
+    )
+
+
+def _gap(pair: Pair, request: Request, emitted: Sequence[int], tokens: tuple[int, int]) -> float:
+    """Return the gap between two tokens: in logits if greedy, else their distance from the uniform number."""
+    prefix = (*request.prompt_token_ids, *emitted)
+    logits = pair.logits(prefix)
+    if not request.params.temperature:
+        return abs(float(logits[tokens[0]] - logits[tokens[1]]))
+    p = pair.target_distribution(logits, request.params).double()
+    cdf = p.cumsum(-1)
+    uniform = pair.uniform(request.seed, len(prefix)) * float(cdf[-1])
+    # A token is sampled if the uniform number is between `begin` and `end`.
+    gaps = []
+    for token in tokens:
+        end = float(cdf[token])
+        begin = float(cdf[token] - p[token])
+        gaps.append(max(begin - uniform, uniform - end, 0.0))
+    return max(gaps)

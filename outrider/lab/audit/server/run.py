@@ -1,0 +1,281 @@
+"""Run the audit of a server: the greedy replay, the sampling tests, and the diagnosis."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from outrider.core.config import EngineConfig
+from outrider.core.params import SamplingParams, check_draft_length
+from outrider.errors import OutriderError
+from outrider.lab.audit.pair import Pair
+from outrider.lab.audit.prompts import Prompt, read_prompts
+from outrider.lab.audit.report import ProgressBar
+from outrider.lab.audit.server.client import Completions, has_completions, open_completions
+from outrider.lab.audit.server.diagnosis import diagnose, powers
+from outrider.lab.audit.server.distribution import CASES, Designer, Sampled, cases_of, entry, level_of, run_case
+from outrider.lab.audit.server.hypotheses import hypotheses
+from outrider.lab.audit.server.model import Model, Texts, Tokens
+from outrider.lab.audit.server.replay import replay
+from outrider.lab.audit.server.report import show
+from outrider.lab.audit.server.settings import ServerOptions
+from outrider.lab.client.server import Server, connect, find_model, retries_text
+from outrider.models.loader.embedded import model_folder
+from outrider.runtime.machine import commit, hardware, use_threads, versions
+
+_MIN_SAMPLES = 100
+_ROOM = 16  # tokens after a prompt, beside those that are replayed
+_LIKELY = 64  # likeliest tokens whose logits are compared to measure rounding
+_FEW_DIFFERENCES = 0.02  # share of real differences up to which the sampling tests still say something
+
+
+def run_server_audit(
+    target: str | None,
+    options: ServerOptions,
+    *,
+    k: int,
+    prompts: str | None,
+    samples: int,
+    device: str,
+    threads: int | None,
+    kernels: str = "auto",
+    quantize: str | None = None,
+    console: Console | None,
+) -> dict[str, Any]:
+    """Test whether the output of a running server is that of a model.
+
+    Args:
+        target: folder of the model, or a GGUF file; None: the embedded model.
+        options: the server, and how to audit it.
+        k: draft tokens per round of the server, for the diagnosis.
+        prompts: a JSONL file with `prompt` or `messages` in each line; None: a small built-in set.
+        samples: completions per sampling test.
+        device: where the model runs here: auto, cpu, cuda, ...
+        threads: CPU threads, as in `EngineConfig`.
+        kernels: as in `EngineConfig`.
+        quantize: as in `EngineConfig`, for a server whose weights are quantized in the same way.
+        console: where to print progress and results; None: print nothing.
+
+    Returns:
+        A JSON document: `passed`, and the sections `replay`, `distribution` and `diagnosis`.
+
+    Raises:
+        OutriderError: the audit cannot run. The message says how to fix it.
+    """
+    check_draft_length(k, least=1)
+    if samples < _MIN_SAMPLES:
+        raise OutriderError(f"samples is {samples}; use at least {_MIN_SAMPLES}")
+    cases_of(options.tests)  # raises if a name is wrong
+    use_threads(threads)
+    began = perf_counter()
+    config = EngineConfig(target=target, proposer="none", device=device, kernels=kernels, quantize=quantize)
+    with ProgressBar(console) as progress:
+        report = asyncio.run(_audit(config, options, read_prompts(prompts), k, samples, progress))
+    report |= {
+        "server": options.server,
+        "target": target or "the embedded model",
+        "draft": options.draft,
+        "k": k,
+        "seed": options.seed,
+        "seconds": perf_counter() - began,
+        "versions": versions(),
+        "hardware": hardware("cpu" if device == "auto" else device),
+        "commit": commit(),
+    }
+    if console is not None:
+        show(report, console)
+    return report
+
+
+async def _audit(
+    config: EngineConfig,
+    options: ServerOptions,
+    prompts: tuple[Prompt, ...],
+    k: int,
+    samples: int,
+    progress: ProgressBar,
+) -> dict[str, Any]:
+    assert options.server is not None
+    async with connect(options.server, api_key=options.api_key, timeout=options.timeout) as server:
+        name = await find_model(server, options.model)  # before a model is loaded
+        chat = options.chat or not await has_completions(server, name)
+        return await _Audit(config, options, k, samples, progress).run(server, name, _asked(prompts, chat), chat)
+
+
+@dataclass(frozen=True, slots=True)
+class _Audit:
+    """One audit. The models are loaded one after another, the server's type first."""
+
+    config: EngineConfig  # of the model
+    options: ServerOptions
+    k: int
+    samples: int
+    progress: ProgressBar
+
+    async def run(self, server: Server, name: str, prompts: tuple[Prompt, ...], chat: bool) -> dict[str, Any]:
+        folder = str(model_folder(self.config.target))
+        pair, dtype, rounding = self._load(folder, prompts)
+        encoded = list(zip(prompts, pair.prompts, strict=True))
+        completions = await open_completions(server, name, *encoded[0], chat=chat, concurrency=self.options.concurrency)
+        completions.on_done = self.progress.step
+        texts = Texts(pair.tokenizer, pair.vocab)
+        self.progress.start("greedy", len(encoded))
+        greedy = await self._greedy(completions, encoded)
+        replayed = replay(pair, texts, encoded, greedy, dtype=dtype, rounding=rounding)
+        sampling = await self._sample(completions, pair, texts, encoded, rounding)
+        return {
+            "passed": replayed["passed"] and sampling["distribution"]["passed"],
+            "model": name,
+            "asked": {
+                "route": "chat/completions" if completions.abilities.chat else "completions",
+                "prompt": "token ids" if completions.abilities.prompt_ids else "text",
+                "returned": "token ids" if completions.abilities.token_ids else "text",
+                "filters_off": completions.abilities.neutral,
+            },
+            "dtype": str(dtype).removeprefix("torch."),
+            "rounding_logits": rounding,
+            "replay": replayed,
+            **sampling,
+            "retries": server.retries,
+            "notes": _notes(replayed, sampling, completions, retries=server.retries),
+        }
+
+    def _pair(self, folder: str, prompts: Sequence[Prompt], dtype: str) -> Pair:
+        config = replace(self.config, target=folder, dtype=dtype)
+        return Pair(config, prompts, room=self.options.tokens + _ROOM)
+
+    def _load(self, folder: str, prompts: tuple[Prompt, ...]) -> tuple[Pair, torch.dtype, float]:
+        """Return the model in float32, the type of the server's numbers, and how far rounding moves a logit."""
+        pair = self._pair(folder, prompts, self.options.dtype)
+        dtype = pair.dtype
+        if dtype is torch.float32:
+            return pair, dtype, self.options.tolerance or 0.0
+        logits = [pair.logits(tokens).cpu() for tokens in pair.prompts]
+        del pair  # its memory is free before the model is loaded in float32
+        pair = self._pair(folder, prompts, "float32")
+        if self.options.tolerance is not None:
+            return pair, dtype, self.options.tolerance
+        gaps = []
+        for tokens, rounded in zip(pair.prompts, logits, strict=True):
+            exact = pair.logits(tokens).cpu()
+            likely = exact.topk(min(_LIKELY, len(exact))).indices
+            gap = (rounded - exact)[likely]
+            gaps.append((gap - gap.mean()).square().mean())
+        return pair, dtype, float(torch.stack(gaps).mean().sqrt())
+
+    async def _greedy(self, completions: Completions, encoded: Sequence[tuple[Prompt, Tokens]]) -> list[Any]:
+        params = SamplingParams(temperature=0.0)
+        asked = (completions.ask(*each, params, max_tokens=self.options.tokens) for each in encoded)
+        return list(await asyncio.gather(*asked))
+
+    async def _sample(
+        self,
+        completions: Completions,
+        pair: Pair,
+        texts: Texts,
+        encoded: Sequence[tuple[Prompt, Tokens]],
+        rounding: float,
+    ) -> dict[str, Any]:
+        self.progress.start("planning the tests")
+        draft = self._draft(pair, [prompt for prompt, _ in encoded])
+        defects = hypotheses(draft=draft is not None, k=self.k)
+        designer = Designer(
+            Model(pair),
+            draft,
+            None if completions.abilities.token_ids else texts,
+            encoded,
+            defects,
+            rounding=rounding,
+        )
+        plans = [(case, designer.choose(case)) for case in cases_of(self.options.tests)]
+        self.progress.start("sampling", self.samples * sum(plan is not None for _, plan in plans))
+        sampled: list[Sampled] = []
+        refused: dict[str, str] = {}
+        for case, plan in plans:
+            if plan is None:
+                continue
+            prompt, tree = plan
+            seed = self.options.seed * len(CASES) + CASES.index(case)
+            if (problem := await completions.refusal(prompt, tree.prompt, case.params)) is not None:
+                refused[case.name] = problem
+                continue
+            result = await run_case(completions, case, prompt, tree, samples=self.samples, seed=seed, rounding=rounding)
+            sampled.append(result)
+        self.progress.start("comparing")
+        level = level_of(len(sampled))
+        tests = [entry(each, level=level) for each in sampled]
+        passed = bool(tests) and all(test["passed"] for test in tests)
+        return {
+            "distribution": {
+                "passed": passed,
+                "significance": level,
+                "tests": tests,
+                "skipped": [case.name for case, plan in plans if plan is None],
+                "refused": refused,
+                "power": powers(sampled, defects, level=level),
+            },
+            "diagnosis": None if passed else diagnose(sampled, defects, level=level),
+        }
+
+    def _draft(self, pair: Pair, prompts: Sequence[Prompt]) -> Model | None:
+        if self.options.draft is None:
+            return None
+        draft = self._pair(str(model_folder(self.options.draft)), prompts, "float32")
+        if draft.prompts != pair.prompts:
+            raise OutriderError(f"{self.options.draft} has another tokenizer than the target; leave --draft out")
+        return Model(draft, vocab=pair.vocab)
+
+
+def _asked(prompts: tuple[Prompt, ...], chat: bool) -> tuple[Prompt, ...]:
+    """Return the prompts as messages, for servers that only chat."""
+    if not chat:
+        return prompts
+    return tuple(({"role": "user", "content": each},) if isinstance(each, str) else each for each in prompts)
+
+
+def _notes(replayed: dict[str, Any], sampling: dict[str, Any], completions: Completions, *, retries: int) -> list[str]:
+    """Return what the reader must know to judge the result."""
+    notes = []
+    distribution = sampling["distribution"]
+    if replayed["real_differences"] > _FEW_DIFFERENCES * max(replayed["tokens"], 1) and not distribution["passed"]:
+        notes.append(
+            "The greedy replay already differs, so the server has other weights, another precision or another prompt"
+            " than the target. The causes below explain only differences in sampling."
+        )
+    if not completions.abilities.token_ids:
+        worst = max((test["ambiguity"] for test in distribution["tests"]), default=0.0)
+        notes.append(
+            "The server returns text only. The distribution counts all tokenizations of a text; other tokenizations"
+            f" than the distinguished ones have a probability of {worst:.2g} and are part of it."
+        )
+    if replayed["unread_characters"]:
+        notes.append(
+            f"{replayed['unread_characters']} characters of greedy text fit no token (parts of characters, or special"
+            " tokens) and were not compared."
+        )
+    if not completions.abilities.neutral:
+        notes.append(
+            "The server refuses top_k and min_p, so filters of its own may be on. Switch them off where it starts."
+        )
+    if distribution["skipped"]:
+        names = ", ".join(distribution["skipped"])
+        notes.append(
+            f"Not run, because rounding decides which tokens the filter keeps: {names}. Give --prompts other prompts,"
+            " or a smaller --tolerance."
+        )
+    for name, problem in distribution["refused"].items():
+        notes.append(f"Not run, because the server refuses the request: {name} ({problem}).")
+    diagnosis = sampling["diagnosis"]
+    if diagnosis and len(diagnosis["causes"]) > 1:
+        notes.append("Several causes explain the counts equally well. The counts cannot tell them apart.")
+    if diagnosis and not diagnosis["causes"]:
+        notes.append("No known defect explains the counts of all tests.")
+    if retries:
+        notes.append(retries_text(retries))
+    return notes

@@ -1,0 +1,1 @@
+"""Jobs, clocks, memory use and number lists that the measuring commands share."""

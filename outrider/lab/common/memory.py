@@ -1,0 +1,91 @@
+"""The memory of weights and caches of target and draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from outrider.core.proposer import Proposer
+from outrider.drafting.plan.speedup import sequences_instead
+from outrider.drafting.propose.leaves import draft_model
+from outrider.lab.common.jobs import Job
+from outrider.llm import LLM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes in memory while all sequences run."""
+
+    sequences: int  # at once
+    context: int  # longest sequence in tokens
+    target_weights: int
+    target_cache: int
+    draft_weights: int = 0
+    draft_cache: int = 0
+    other: int | None = None  # other memory of torch on a GPU, such as graphs and buffers; None: on a CPU
+
+    @property
+    def draft_in_sequences(self) -> float:
+        """Sequences that the target's cache could hold in place of the draft's weights and cache."""
+        cache_per_seq = self.target_cache / self.sequences
+        return sequences_instead(
+            draft_weights=self.draft_weights, draft_cache=self.draft_cache, row_cache=cache_per_seq
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "sequences": self.sequences,
+            "context": self.context,
+            "target_weight_bytes": self.target_weights,
+            "target_cache_bytes": self.target_cache,
+            "draft_weight_bytes": self.draft_weights,
+            "draft_cache_bytes": self.draft_cache,
+            "other_bytes": self.other,
+            "draft_in_sequences": self.draft_in_sequences,
+        }
+
+
+def measure_memory(llm: LLM, jobs: Sequence[Job]) -> MemoryUse:
+    """Return the memory use while all `jobs` run, one per sequence."""
+    parts = llm.parts
+    ids = []
+    for job in jobs:
+        # Without an end: no sequence may finish before the last one has started.
+        params = replace(job.params, ignore_eos=True, max_tokens=None)
+        ids += llm.submit(job.prompt, params, source=job.source)
+    # Caches grow with the running sequences, so wait until all of them have emitted a token.
+    emitting: set[int] = set()
+    while llm.engine.busy() and len(emitting) < len(ids):
+        emitting |= {seq.request.id for seq in llm.engine.step() if seq.num_output_tokens}
+    target_weights = parts.target.bytes()
+    target_cache = parts.target.cache.bytes()
+    draft_weights, draft_cache = _draft_bytes(parts.proposer)
+    other = _other_bytes(parts.device, target_weights + target_cache + draft_weights + draft_cache)
+    for id in ids:
+        llm.abort(id)
+    return MemoryUse(
+        sequences=len(jobs),
+        context=parts.context,
+        target_weights=target_weights,
+        target_cache=target_cache,
+        draft_weights=draft_weights,
+        draft_cache=draft_cache,
+        other=other,
+    )
+
+
+def _other_bytes(device: torch.device, known: int) -> int | None:
+    """Return the bytes that torch holds on a GPU besides the `known` ones, or None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()  # memory that torch keeps but nobody uses, such as buffers of measurements
+    return max(torch.cuda.memory_reserved(device) - known, 0)
+
+
+def _draft_bytes(proposer: Proposer) -> tuple[int, int]:
+    """Return the bytes of a draft model's weights and cache. The memory of other proposers counts 0."""
+    model = draft_model(proposer)
+    return (0, 0) if model is None else (model.bytes(), model.cache.bytes())

@@ -1,0 +1,96 @@
+"""Runs jobs on an engine and records when their tokens were emitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
+
+from outrider.core.bound import Bound
+from outrider.core.stats import Stats
+from outrider.core.types import FinishReason, SequenceState
+from outrider.errors import OutriderError
+from outrider.lab.common.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, token_gaps, with_times
+from outrider.lab.common.jobs import Job
+from outrider.llm import LLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One run of an engine over some jobs."""
+
+    seqs: tuple[SequenceState, ...]  # finished, in the order of the jobs
+    events: tuple[EmitEvent, ...]  # the start, then the end of each round
+    snapshots: tuple[Stats, ...]  # of the engine, at each event
+    exact: bool  # whether the verifier is exact
+    bound: Bound | None  # of a verifier that is not exact
+
+    @cached_property
+    def first_decode_index(self) -> int:
+        """The index of the event after which there is decoding only."""
+        return first_decode_index(self.events)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all sequences have emitted."""
+        return sum(self.events[-1].emitted)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the start to the last token."""
+        return self.events[-1].at - self.events[0].at
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds from the start until every sequence has a token."""
+        return self.events[self.first_decode_index].at - self.events[0].at
+
+    def speed(self) -> DecodeSpeed:
+        """Return the decoding speed."""
+        return decode_speed(self.events)
+
+    def token_gaps(self) -> tuple[float, ...]:
+        """Return the seconds between the tokens of a sequence, over all sequences."""
+        return tuple(token_gaps(self.events))
+
+    def with_times(self, counts: Stats) -> Stats:
+        """Return `counts` with the rounds and seconds of decoding."""
+        return with_times(counts, self.snapshots[self.first_decode_index], self.snapshots[-1])
+
+
+def run_jobs(llm: LLM, jobs: Sequence[Job]) -> Timeline:
+    """Complete the prompts of all jobs together.
+
+    Raises:
+        OutriderError: a prompt does not fit the model, or could not be completed.
+    """
+    engine = llm.engine
+    seqs: dict[int, SequenceState | None] = {}
+    for job in jobs:
+        for request in llm.requests_of_tokens(job.prompt, job.params, job.source, seed=job.seed):
+            llm.add(request)
+            seqs[request.id] = None
+    events = [EmitEvent(at=perf_counter(), emitted=(0,) * len(seqs))]
+    snapshots = [engine.stats]
+    while engine.busy():
+        for seq in engine.step():
+            seqs[seq.request.id] = seq
+        now = perf_counter()
+        emitted = tuple(seq.num_output_tokens if seq else 0 for seq in seqs.values())
+        events.append(EmitEvent(at=now, emitted=emitted))
+        snapshots.append(engine.stats)
+    return Timeline(
+        seqs=tuple(_finished(seq) for seq in seqs.values()),
+        events=tuple(events),
+        snapshots=tuple(snapshots),
+        exact=engine.stats.exact,
+        bound=engine.stats.bound,
+    )
+
+
+def _finished(seq: SequenceState | None) -> SequenceState:
+    assert seq is not None
+    if seq.finish_reason is FinishReason.ERROR:
+        raise OutriderError(f"a prompt could not be completed: {seq.error}; try another dtype")
+    return seq

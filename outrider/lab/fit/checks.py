@@ -1,0 +1,112 @@
+"""Checks of memory and disk before anything is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from outrider.core.config import draft_weight_bits, weight_bits
+from outrider.drafting.propose.draft_model.window import MIN_WINDOW
+from outrider.drafting.propose.registry import check_draft_settings
+from outrider.engine.build import full_dtype
+from outrider.errors import OutriderError
+from outrider.lab.fit.rules import TargetSize, TrainingPlan
+from outrider.lab.fit.settings import Settings
+from outrider.models.heads.store import HeadModule, make_module
+from outrider.models.heads.targets.registry import is_autoregressive
+from outrider.models.loader.load import check_fits, read_model_config
+from outrider.models.loader.memory import gigabytes
+from outrider.train.model.presets import Sizes, describe
+
+# Bytes per parameter: weights and two moments in float32 for the new and the previous state, and the head twice.
+_HEAD_BYTES = 2 * (12 + 2)
+_SMALL_FILES = 10_000_000  # state, log, prompts and configuration
+
+
+def target_size(folder: Path) -> TargetSize:
+    """Read the sizes of a target from its config."""
+    text = read_model_config(folder).get_text_config(decoder=True)
+    return TargetSize(hidden=text.hidden_size, layers=text.num_hidden_layers, vocab=text.vocab_size)
+
+
+def check_memory(settings: Settings, folder: Path) -> None:
+    """Check that the weights of the target fit into the free memory.
+
+    Raises:
+        OutriderError: they do not fit, or the folder is not a model.
+    """
+    dtype = full_dtype(settings.dtype, weight_bits(settings.quantize))
+    check_fits(folder, dtype=dtype, device=settings.device, kernels=settings.kernels)
+
+
+def check_disk(folder: Path, size: TargetSize, plan: TrainingPlan) -> None:
+    """Check that the head and the state of its training fit on the disk.
+
+    Raises:
+        OutriderError: they do not fit.
+    """
+    needed = _SMALL_FILES + _HEAD_BYTES * count_parameters(size, plan)
+    present = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free + present:
+        raise OutriderError(
+            f"a head of kind {plan.kind} and the state of its training take {gigabytes(needed)}, and"
+            f" {gigabytes(free)} are free in {existing}; free some space, or use another --out"
+        )
+
+
+def check_drafts(settings: Settings, proposers: Sequence[str]) -> None:
+    """Check that --draft-window and --draft-quantize have a draft: a proposer that needs no training, or the head.
+
+    Raises:
+        OutriderError: nothing has one, a head cannot read a window that is so small, or the draft does not run on the
+            native kernels.
+    """
+    draft_weight_bits(settings.draft_quantize, kernels=settings.kernels, device=settings.device)
+    window = settings.draft_window
+    if not settings.minutes:
+        check_draft_settings(*proposers, window=window, quantize=settings.draft_quantize)
+    elif window is not None and window < MIN_WINDOW:
+        raise OutriderError(f"--draft-window is {window}; use at least {MIN_WINDOW} tokens")
+
+
+def check_head(settings: Settings, size: TargetSize, plan: TrainingPlan) -> None:
+    """Check before the training that --draft-window and --draft-quantize apply to its head.
+
+    Raises:
+        OutriderError: heads of this kind support none of them.
+    """
+    module = _empty_head(size, plan)
+    if module is None or is_autoregressive(module):
+        return
+    for option, value in {"draft-window": settings.draft_window, "draft-quantize": settings.draft_quantize}.items():
+        if value is not None:
+            raise OutriderError(
+                f"heads of kind {plan.kind} support no --{option}; leave it out, or use --head slim, eagle31 or mtp"
+            )
+
+
+def count_parameters(size: TargetSize, plan: TrainingPlan) -> int:
+    """Count the parameters of a head without making it. 0: its kind does not fit the target, as the training says."""
+    module = _empty_head(size, plan)
+    return 0 if module is None else sum(weight.numel() for weight in module.parameters())
+
+
+def _empty_head(size: TargetSize, plan: TrainingPlan) -> HeadModule | None:
+    """Return a head without memory; None: its kind does not fit the target, as the training says."""
+    sizes = Sizes(
+        hidden=size.hidden,
+        layers=size.layers,
+        vocab=size.vocab,
+        epsilon=1e-6,
+        draft_vocab=plan.draft_vocab_size % size.vocab,
+    )
+    try:
+        with torch.device("meta"):
+            return make_module(describe(plan.kind, sizes))
+    except OutriderError:
+        return None

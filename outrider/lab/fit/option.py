@@ -1,0 +1,76 @@
+"""One way to decode, as the answer of a fit shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.drafting.propose.expression import short
+from outrider.lab.fit.rules import candidate_key
+from outrider.lab.tune.candidate import Candidate
+from outrider.lab.tune.trial import label
+
+PLAIN = "plain decoding"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """An option at one temperature."""
+
+    temperature: float
+    speedup: float  # over plain decoding, from the prompts to the last token
+    low: float | None = None  # of the 95% interval
+    high: float | None = None
+    tau: float
+
+    @property
+    def interval(self) -> str:
+        """The speedup and its interval."""
+        if self.low is None or self.high is None:
+            return f"{self.speedup:.2f}"
+        return f"{self.speedup:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to decode, with its best draft length."""
+
+    proposer: str  # an expression; "none" for plain decoding
+    k: int | str
+    draft_quantize: str | None = None  # weights of its draft, where several were compared
+    speedup: float  # the geometric mean over the temperatures
+    by_temperature: tuple[Speed, ...]
+    memory_bytes: int  # weights and KV cache of the draft
+    held_out: bool  # measured on the held-out prompts; otherwise only in the first measurement
+    verdict: str
+
+    @property
+    def name(self) -> str:
+        """What people read."""
+        return PLAIN if self.proposer == "none" else f"{label(short(self.proposer), self.draft_quantize)}, k {self.k}"
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Option:
+        """Read an option from JSON."""
+        speeds = tuple(Speed(**each) for each in document["by_temperature"])
+        return cls(**{**document, "by_temperature": speeds})
+
+
+def speeds(candidate: Candidate, cases: Sequence[Mapping[str, Any]]) -> Iterator[Speed]:
+    """Yield the speeds of a candidate by temperature."""
+    for case in cases:
+        if candidate_key(case) == candidate.key:
+            overall = case["overall"]
+            yield Speed(
+                temperature=case["temperature"],
+                speedup=overall["value"],
+                low=overall["low"],
+                high=overall["high"],
+                tau=case["total"]["tau"],
+            )
+
+
+def size(count: int) -> str:
+    """Return a number of bytes in words."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,290 @@
+"""Run a fit: the stages in order, the results of finished stages from the state, and the configuration at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from rich.console import Console
+
+from outrider.drafting.propose.expression import short
+from outrider.engine.default_proposer import can_draft_for_itself, default_proposer
+from outrider.engine.verifiers import find_verifier
+from outrider.errors import OutriderError
+from outrider.lab.fit.checks import check_disk, check_drafts, check_head, check_memory, target_size
+from outrider.lab.fit.outcome import Outcome, duration
+from outrider.lab.fit.prompts import PromptSplit, read_split, write_files
+from outrider.lab.fit.rules import TrainingPlan, draft_quantizes, finalists, plan_training
+from outrider.lab.fit.settings import AUTO_HEAD, Settings
+from outrider.lab.fit.stages import (
+    Drafts,
+    certify,
+    compared_drafts,
+    make_training,
+    measure_proposers,
+    train_head,
+    tune_settings,
+)
+from outrider.lab.fit.state import CONFIG, HEAD, RUNS, State
+from outrider.lab.tune.config import FIT
+from outrider.lab.tune.settings import read_proposers
+from outrider.models.loader.embedded import model_folder
+from outrider.models.loader.fingerprint import model_fingerprint
+from outrider.models.loader.load import refuse_sources
+from outrider.runtime.atomic_files import check_folder, write_whole
+from outrider.runtime.processes import world_size
+from outrider.runtime.report.console import Document
+from outrider.train.model.presets import KINDS
+from outrider.train.trainer import STATE as TRAINING_STATE
+
+_PROMPTS = "prompts"  # folder of the prompt files
+_STAGES = 4
+
+
+class Fit:
+    """One fit, from wherever an earlier run of it was stopped."""
+
+    def __init__(self, settings: Settings, progress: Console) -> None:
+        """Check everything that can be checked before a model is loaded.
+
+        Args:
+            settings: the options.
+            progress: where progress goes.
+
+        Raises:
+            OutriderError: a value is not allowed, there are too few prompts, or memory or disk do not suffice.
+        """
+        self._settings = settings
+        self._progress = progress
+        self._folder = Path(settings.out).expanduser()
+        self._target = model_folder(settings.target)
+        if world_size() > 1:
+            raise OutriderError("fit works with one process; start it without torchrun")
+        if settings.head not in (AUTO_HEAD, *KINDS):
+            raise OutriderError(f"--head {settings.head} is unknown; use {AUTO_HEAD}, {', '.join(KINDS)}")
+        check_folder(settings.out, "--out")
+        refuse_sources(self._target, "fit")
+        check_memory(settings, self._target)
+        self._proposers = _untrained(settings, self._target)
+        check_drafts(settings, self._proposers)
+        self._drafts = compared_drafts(settings, self._proposers)
+        tune_settings(settings, self._folder, self._proposers, self._drafts)  # which checks them
+        self._split: PromptSplit = read_split(settings.prompts, batch=settings.batch, seed=settings.seed)
+        if settings.minutes:
+            check_head(settings, target_size(self._target), self._plan(tokens_per_s=1.0))
+        self._state = State.open(self._folder, self._identity(), overwrite=settings.overwrite)
+        self._files = write_files(self._split, self._folder / _PROMPTS, batch=settings.batch)
+        self._head = self._folder.resolve() / HEAD
+        self._drop_shorter_training()
+        if self._state.get("training") is None and settings.minutes:
+            size = target_size(self._target)
+            check_disk(self._head, size, self._plan(tokens_per_s=1.0))
+
+    @property
+    def config(self) -> Path:
+        """The file that `--config` of other commands takes."""
+        return self._folder / CONFIG
+
+    @property
+    def started(self) -> bool:
+        """Whether anything is measured, so that there is a best configuration so far."""
+        return self._state.get("first") is not None
+
+    def run(self) -> Document:
+        """Run the stages that are not finished.
+
+        Returns:
+            The document of the fit. `--config` reads its `settings`.
+
+        Raises:
+            OutriderError: a stage fails, or the disk is full. Finished stages are not lost.
+        """
+        try:
+            self._measure_first()
+            self._train()
+            self._measure_final()
+            self._certify()
+            (self._head / TRAINING_STATE).unlink(missing_ok=True)  # large, and only an interrupted training needs it
+        except OutriderError as error:
+            if not self.started:
+                raise
+            raise OutriderError(f"{error}. Finished stages are kept: the same command continues") from None
+        return self.document()
+
+    def document(self) -> Document:
+        """Return the document of the stages that are finished; at least the first measurement must be."""
+        first, final, certificate = (self._state.get(name) for name in ("first", "final", "certificate"))
+        outcome = Outcome(
+            first=first,
+            final=final,
+            training=self._state.get("training"),
+            certificate=certificate,
+            prompts={"train": len(self._split.train), "held_out": len(self._split.held_out)},
+            out=str(self._folder),
+        )
+        measured: Document = final or first
+        settings = dict(measured["settings"])
+        if not outcome.speculates:
+            settings |= {"proposer": "none", "k": 0, "verifier": find_verifier(None, "none").name}
+        return {
+            **measured,
+            "benchmark": FIT,
+            "settings": settings,
+            "fit": {**outcome.as_dict(), "arguments": asdict(self._settings), "first_measurement": first},
+        }
+
+    def write(self, document: Document) -> None:
+        """Write the configuration.
+
+        Raises:
+            OutriderError: it cannot be written.
+        """
+        write_whole(self.config, json.dumps(document) + "\n")
+
+    def _measure_first(self) -> None:
+        prompts = len(self._files.first.read_text(encoding="utf-8").splitlines())
+        self._announce(1, f"measure {len(self._proposers)} proposers that need no training, on {prompts} prompts")
+        if self._state.get("first") is None:
+            found = self._measure("first", self._files.first, self._proposers, self._drafts)
+            self._state.put("first", found)
+        if self._state.get("final") is None:
+            self.write(self.document())  # it stays if the process is killed
+        self._say(self._fastest(self._state.get("first")))
+
+    def _measure(self, stage: str, prompts: Path, proposers: Sequence[str], drafts: Drafts) -> Document:
+        file = self._folder / f"{stage}{RUNS}"
+        return measure_proposers(self._settings, prompts, proposers, drafts, self._progress, file=file)
+
+    def _train(self) -> None:
+        settings = self._settings
+        if settings.minutes:
+            self._announce(2, f"train a head for {duration(settings.minutes)} on {len(self._split.train)} prompts")
+        else:
+            self._announce(2, "train no head, as --minutes is 0")
+        if self._state.get("training") is None:
+            self._state.put("training", self._trained() if settings.minutes else {"trained": False, "minutes": 0.0})
+        if reason := self._state.get("training").get("reason"):
+            self._say(f"no head is trained: {reason}")
+
+    def _trained(self) -> Document:
+        settings = self._settings
+        skipped = {"trained": False, "minutes": settings.minutes}
+        plan = self._stored_plan()
+        try:
+            with self._progress.status("loading models"):
+                training = make_training(
+                    settings, self._files, plan, self._head, tokens_per_s=self._tokens_per_s(self._state.get("first"))
+                )
+        except OutriderError as error:
+            # A head that the user has not asked for by name may not fit the target. One that has begun does fit.
+            if settings.head != AUTO_HEAD or self._head.exists():
+                raise
+            return {**skipped, "reason": str(error)}
+        try:
+            return train_head(settings, plan, training, self._progress)
+        except OutriderError as error:
+            raise OutriderError(f"{error}; or use --minutes 0 for a fit without a head") from None
+
+    def _measure_final(self) -> None:
+        head = str(self._head) if self._state.get("training")["trained"] else None
+        proposers = finalists(self._state.get("first")["cases"], head)
+        self._announce(3, f"measure {len(proposers)} proposers on {len(self._split.held_out)} held-out prompts")
+        if self._state.get("final") is None:
+            drafts = draft_quantizes(proposers, self._state.get("first")["cases"])
+            found = self._measure("final", self._files.held_out, proposers, drafts)
+            self._state.put("final", found)
+            self.write(self.document())
+        self._say(self._fastest(self._state.get("final")))
+
+    def _certify(self) -> None:
+        final = self._state.get("final")
+        advice = final["advice"]
+        done = self._state.get("certificate")
+        if not advice["speculate"]:
+            self._announce(4, "certify nothing, as plain decoding is chosen")
+            return
+        if not self._settings.samples and done is None:
+            self._announce(4, "certify nothing, as --samples is 0")
+            return
+        self._announce(4, f"certify {short(advice['proposer'])}")
+        if done is None or done["passed"] is None:
+            found = certify(
+                self._settings,
+                self._target,
+                advice["proposer"],
+                max(advice["fixed_k"], 1),
+                final["kernels"],
+                self._progress,
+                tokens_per_s=self._tokens_per_s(final),
+                draft_quantize=advice.get("draft_quantize"),
+            )
+            self._state.put("certificate", found)
+        self.write(self.document())
+
+    def _plan(self, *, tokens_per_s: float) -> TrainingPlan:
+        return plan_training(
+            self._settings.head,
+            target_size(self._target),
+            minutes=self._settings.minutes,
+            prompts=len(self._split.train),
+            max_tokens=self._settings.max_tokens,
+            tokens_per_s=tokens_per_s,
+        )
+
+    def _stored_plan(self) -> TrainingPlan:
+        """Return the plan of the training, which must not change when it is resumed."""
+        if self._state.get("plan") is None:
+            tokens_per_s = self._tokens_per_s(self._state.get("first"))
+            self._state.put("plan", asdict(self._plan(tokens_per_s=tokens_per_s)))
+        return TrainingPlan(**self._state.get("plan"))
+
+    def _drop_shorter_training(self) -> None:
+        """Forget a finished training if more time is given now. It continues from its own state, if that is there."""
+        done = self._state.get("training")
+        if done is None or self._settings.minutes <= done["minutes"]:
+            return
+        stages = ["training", "final", "certificate"]
+        if not (self._head / TRAINING_STATE).is_file():
+            rmtree(self._head, ignore_errors=True)
+            stages.append("plan")  # of a shorter training
+        self._state.drop(*stages)
+
+    def _identity(self) -> dict[str, Any]:
+        prompts = [[prompt.prompt, prompt.messages] for prompt in (*self._split.train, *self._split.held_out)]
+        return {
+            **self._settings.identity(),
+            "target": model_fingerprint(self._target),
+            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        }
+
+    def _tokens_per_s(self, measured: Document) -> float:
+        """Return the speed of plain decoding in a measurement."""
+        return float(measured["plain"][0]["tokens_per_s"] or 1.0)
+
+    def _fastest(self, document: Document) -> str:
+        line: str = document["summary"][1]
+        return line
+
+    def _announce(self, stage: int, text: str) -> None:
+        self._say(f"{stage} of {_STAGES}: {text}", indent="")
+
+    def _say(self, text: str, *, indent: str = "  ") -> None:
+        self._progress.print(f"{indent}{text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _untrained(settings: Settings, target: Path) -> tuple[str, ...]:
+    """Return the proposers of the first measurement."""
+    if settings.proposers is not None:
+        return read_proposers(settings.proposers)
+    device, kernels, quantize = settings.device, settings.kernels, settings.quantize
+    # The default comes first, because a short time limit may leave out the last ones.
+    default = default_proposer(settings.target, device=device, kernels=kernels, quantize=quantize)
+    names = [default, "ngram", "suffix", "suffix:100000", "recycle", "merge(suffix,recycle)"]
+    if can_draft_for_itself(target, device=device, kernels=kernels, quantize=quantize):
+        names += ["quantized:int4", "best(suffix:100000,quantized:int4)"]
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,254 @@
+"""The stages of a fit: measure, train, certify. Each one returns a result for JSON."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from outrider.core.config import QUANTIZE_BITS, draft_weight_bits
+from outrider.drafting.plan.pass_cost import CostModel
+from outrider.drafting.propose.registry import check_proposer, has_draft
+from outrider.errors import OutriderError
+from outrider.lab.audit.run import run_audit
+from outrider.lab.fit.outcome import duration
+from outrider.lab.fit.prompts import PromptFiles
+from outrider.lab.fit.rules import (
+    Gain,
+    TrainingPlan,
+    evaluation_tokens,
+    expected_gain,
+    plan_certificate,
+)
+from outrider.lab.fit.settings import Settings
+from outrider.lab.tune.measure import measure
+from outrider.lab.tune.run import make_document
+from outrider.lab.tune.settings import Settings as TuneSettings
+from outrider.lab.tune.settings import read_ks
+from outrider.models.loader.load import check_fits, choose_device
+from outrider.runtime.report.console import Document
+from outrider.train.run import Training
+from outrider.train.settings import Settings as TrainSettings
+
+Drafts = Mapping[str, tuple[str | None, ...]]  # `draft_quantize` by proposer: what to compare
+
+_CACHED = 256  # cached tokens of a sequence for which the gain is expected
+_DRAFT_TOKENS = 5  # of an evaluation during training
+_LOSS = "ce:0.1,tv:0.9"  # reaches a higher tau in a short training than ce alone
+_SEQUENCES = 32  # prompts that are answered at once
+
+
+def measure_proposers(
+    settings: Settings, prompts: Path, proposers: Sequence[str], drafts: Drafts, progress: Console, *, file: Path
+) -> Document:
+    """Measure plain decoding and proposers. Returns the document of `outrider tune`, for all temperatures together.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted. The runs so far are in `file`, from which the same measurement resumes.
+    """
+    asked = tune_settings(settings, prompts, proposers, drafts)
+    measured = measure(asked, progress, max_seconds=60 * settings.measure_minutes, file=file)
+    if not measured.complete:
+        raise KeyboardInterrupt
+    document = make_document(asked, measured, every_temperature=True)
+    gc.collect()  # the next stage loads the target again
+    return document
+
+
+def compared_drafts(settings: Settings, proposers: Sequence[str]) -> Drafts:
+    """Return the weights to compare of each proposer with a draft; {} if the user has named them."""
+    if settings.draft_quantize is not None:
+        return {}
+    try:
+        draft_weight_bits("int8", kernels=settings.kernels, device=str(choose_device(settings.device)))
+    except OutriderError:  # they run on torch or on a GPU
+        return {}
+    return {proposer: (None, *QUANTIZE_BITS) for proposer in proposers if has_draft(proposer)}
+
+
+def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str], drafts: Drafts) -> TuneSettings:
+    """Return the settings of a measurement. `drafts` are its `draft_quantizes`.
+
+    Raises:
+        OutriderError: a value is not allowed.
+    """
+    for proposer in proposers:
+        check_proposer(proposer)
+    return TuneSettings(
+        target=settings.target,
+        proposers=tuple(proposers),
+        ks=read_ks(settings.k),
+        batches=(settings.batch,),
+        temperatures=settings.temperatures,
+        prompts=str(prompts),
+        repeats=1,
+        max_tokens=settings.max_tokens,
+        seed=settings.seed,
+        dtype=settings.dtype,
+        device=settings.device,
+        kernels=settings.kernels,
+        quantize=settings.quantize,
+        threads=settings.threads,
+        max_model_len=settings.max_model_len,
+        draft_quantizes=drafts,
+        **_draft_settings(settings, proposers),
+    )
+
+
+def _draft_settings(settings: Settings, proposers: Sequence[str], draft_quantize: str | None = None) -> dict[str, Any]:
+    """Return `draft_window` and `draft_quantize`; None if no one of these proposers has a draft model or draft head."""
+    drafts = any(map(has_draft, proposers))
+    return {
+        "draft_window": settings.draft_window if drafts else None,
+        "draft_quantize": (draft_quantize or settings.draft_quantize) if drafts else None,
+    }
+
+
+def make_training(
+    settings: Settings, files: PromptFiles, plan: TrainingPlan, folder: Path, *, tokens_per_s: float
+) -> Training:
+    """Load the target and make its head, or read those of a training that was interrupted.
+
+    `tokens_per_s` is the speed of plain decoding, from which the length of evaluations follows.
+
+    Raises:
+        OutriderError: the target cannot have a head of this kind, or the training cannot be read.
+    """
+    tokens = evaluation_tokens(tokens_per_s, minutes=settings.minutes)
+    return Training(plan.kind, train_settings(settings, files, plan, folder), eval_tokens=tokens)
+
+
+def train_head(settings: Settings, plan: TrainingPlan, training: Training, progress: Console) -> Document:
+    """Train a head until its time is used.
+
+    Raises:
+        OutriderError: the loss is not a number, or the disk is full.
+    """
+    report = _GainReport(settings, training, progress)
+    document, _ = training.run(progress, on_evaluation=report.show)
+    return {
+        "trained": True,
+        "minutes": settings.minutes,
+        "kind": plan.kind,
+        "parameters": document["parameters"],
+        "steps": document["steps"],
+        "evaluation": document["evaluation"],
+        "expected": {name: gain._asdict() for name, gain in report.gains.items()},
+    }
+
+
+def train_settings(settings: Settings, files: PromptFiles, plan: TrainingPlan, folder: Path) -> TrainSettings:
+    """Return the settings of the training."""
+    return TrainSettings(
+        out=str(folder),
+        data=[str(files.train)],
+        eval_data=str(files.evaluation),
+        target=settings.target,
+        max_minutes=settings.minutes,
+        max_tokens=settings.max_tokens,
+        loss=_LOSS,
+        draft_vocab_size=plan.draft_vocab_size,
+        batch_size=plan.batch_size,
+        steps_per_generation=plan.steps_per_generation,
+        max_num_seqs=_SEQUENCES,
+        k=_DRAFT_TOKENS,
+        seed=settings.seed,
+        dtype=settings.dtype,
+        device=settings.device,
+        kernels=settings.kernels,
+        quantize=settings.quantize,
+        threads=settings.threads,
+    )
+
+
+class _GainReport:
+    """Prints the expected gain after each evaluation of a training."""
+
+    def __init__(self, settings: Settings, training: Training, console: Console) -> None:
+        self.training = training
+        self.gains: dict[str, Gain] = {}  # by temperature of the evaluation
+        self._settings = settings
+        self._console = console
+        self._costs: CostModel | None = None
+
+    def show(self, figures: Mapping[str, Any], done: float) -> None:
+        """Print a line for the figures of an evaluation; `done` is the share of the training that is done."""
+        if self._costs is None:
+            self._costs = self.training.costs()
+        parts = []
+        for name in self._evaluations():
+            acceptance = figures[name]["acceptance"]
+            gain = expected_gain(self._costs, acceptance, batch=self._settings.batch, cached=_CACHED)
+            self.gains[name] = gain
+            expected = f"{gain.speedup:.2f} times plain decoding with k {gain.k}" if gain.k else "no gain yet"
+            parts.append(f"tau {figures[name]['tau']:.2f} at {name} (expected: {expected})")
+        self._console.print(
+            f"  {done:.0%} of {duration(self._settings.minutes)}, on held-out prompts: {', '.join(parts)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    def _evaluations(self) -> list[str]:
+        """Return the evaluations to show. They run greedily and at temperature 1; the nearer one counts."""
+        near = ("temperature 0" if each < 0.5 else "temperature 1" for each in self._settings.temperatures)
+        return list(dict.fromkeys(near))
+
+
+def certify(
+    settings: Settings,
+    target: Path,
+    proposer: str,
+    k: int,
+    kernels: str,
+    progress: Console,
+    *,
+    tokens_per_s: float,
+    draft_quantize: str | None = None,
+) -> Document:
+    """Audit the chosen proposer in about `--measure-minutes`: fewer samples and shorter texts where time is short.
+
+    Args:
+        settings: the options.
+        target: folder of the target.
+        proposer: the chosen proposer.
+        k: the draft length.
+        kernels: what the target ran on. Kernels whose rounding depends on the batch are audited in float32.
+        progress: where progress goes.
+        tokens_per_s: of plain decoding.
+        draft_quantize: the weights of its draft; None: those of the options.
+
+    Returns:
+        Whether it passed, and the figures; or the reason why the audit could not be made.
+    """
+    plan = plan_certificate(settings.samples, k=k, tokens_per_s=tokens_per_s, seconds=60 * settings.measure_minutes)
+    if plan is None:
+        return {
+            "passed": None,
+            "reason": f"an audit of this target takes longer than --measure-minutes {settings.measure_minutes:g}; give"
+            " more, or run outrider audit",
+        }
+    try:
+        if not kernels.startswith("native"):
+            check_fits(target, dtype="float32", device=settings.device)
+        with progress.status("certifying"):
+            report = run_audit(
+                settings.target,
+                proposer,
+                k=k,
+                prompts=None,
+                samples=plan.samples,
+                device=settings.device,
+                threads=settings.threads,
+                kernels=settings.kernels,
+                quantize=settings.quantize,
+                console=None,
+                tokens=plan.tokens,
+                **_draft_settings(settings, [proposer], draft_quantize),
+            )
+    except OutriderError as error:
+        return {"passed": None, "reason": str(error)}
+    gc.collect()
+    return report

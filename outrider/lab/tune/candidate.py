@@ -1,0 +1,91 @@
+"""Compares a proposer and a draft length with plain decoding at several temperatures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from outrider.lab.tune.figures import Estimate
+from outrider.lab.tune.trial import Variant
+
+WORTHWHILE = 1.02  # overall speedup below which plain decoding is recommended
+
+
+class CandidateKey(NamedTuple):
+    """What a configuration would use at all temperatures."""
+
+    proposer: str
+    k: int | str
+    draft_quantize: str | None
+
+    @classmethod
+    def of(cls, variant: Variant) -> CandidateKey:
+        """Return the key of a variant, at whichever temperature and batch size."""
+        return cls(variant.proposer, variant.k, variant.draft_quantize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A proposer and a draft length, which one configuration would use at all of some temperatures."""
+
+    proposer: str
+    k: int | str
+    draft_quantize: str | None = None  # as in `Variant`
+    speedups: Mapping[float, Estimate]  # overall, by temperature
+
+    @property
+    def key(self) -> CandidateKey:
+        """What tells it from others."""
+        return CandidateKey(self.proposer, self.k, self.draft_quantize)
+
+    @property
+    def overall(self) -> Estimate:
+        """The geometric mean of the speedups.
+
+        Its interval is between the geometric means of the bounds. It is exact if the speedups rise and fall together,
+        and too wide otherwise.
+        """
+        estimates = self.speedups.values()
+        lows = [each.low for each in estimates if each.low is not None]
+        highs = [each.high for each in estimates if each.high is not None]
+        known = len(lows) == len(highs) == len(estimates)
+        return Estimate(
+            value=_geometric_mean([each.value for each in estimates]),
+            low=_geometric_mean(lows) if known else None,
+            high=_geometric_mean(highs) if known else None,
+        )
+
+    @property
+    def loses_at(self) -> tuple[float, ...]:
+        """The temperatures at which it is surely slower than plain decoding."""
+        return tuple(temperature for temperature, speedup in self.speedups.items() if speedup.surely_slower)
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether it gains, significantly so if an interval is known, and is surely slower at no temperature."""
+        overall = self.overall
+        return overall.value >= WORTHWHILE and (overall.low is None or overall.sure) and not self.loses_at
+
+
+def group(speedups: Iterable[tuple[Variant, Estimate]]) -> list[Candidate]:
+    """Return the candidates of variants at one batch size, each with its overall speedup over plain decoding."""
+    grouped: dict[CandidateKey, dict[float, Estimate]] = {}
+    for variant, speedup in speedups:
+        grouped.setdefault(CandidateKey.of(variant), {})[variant.temperature] = speedup
+    return [Candidate(**key._asdict(), speedups=each) for key, each in grouped.items()]
+
+
+def fastest(candidates: Iterable[Candidate]) -> Candidate | None:
+    """Return the candidate with the highest geometric mean of its speedups; None: there is none."""
+    return max(candidates, key=lambda each: each.overall.value, default=None)
+
+
+def fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Sort candidates by the geometric mean. Those that are surely slower at one of the temperatures come last."""
+    return sorted(candidates, key=lambda each: (not each.loses_at, each.overall.value), reverse=True)
+
+
+def _geometric_mean(values: list[float]) -> float:
+    return math.prod(values) ** (1 / len(values))

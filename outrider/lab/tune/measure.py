@@ -1,0 +1,327 @@
+"""Runs all variants over every prompt batch in turns, with one loaded target."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+from time import perf_counter
+
+from rich.console import Console
+
+from outrider.core.planner import FixedPlanner, Planner
+from outrider.core.prompts import Prompt, read_prompts
+from outrider.core.proposer import Proposer, ProposerSetup
+from outrider.core.target import Target
+from outrider.drafting.plan.cost_planner import CostPlanner
+from outrider.drafting.plan.known_costs import known_costs
+from outrider.drafting.plan.pass_cost import CostModel
+from outrider.drafting.propose.expression import fetch_models, short
+from outrider.drafting.propose.renew import without_outputs
+from outrider.engine.build import assemble, auto_planner, make_proposer
+from outrider.engine.verifiers import find_verifier
+from outrider.engine.warm import record_passes
+from outrider.errors import OutriderError
+from outrider.lab.common.jobs import Condition, make_batches
+from outrider.lab.common.memory import MemoryUse, measure_memory
+from outrider.lab.common.progress import RunProgress
+from outrider.lab.tune.budget import MIN_BATCHES, WARMUP_TOKENS, Budget, RunTime, most_promising, plan_budget
+from outrider.lab.tune.settings import Settings
+from outrider.lab.tune.store import GroupKey, TrialStore
+from outrider.lab.tune.trial import PromptBatch, Trial, Variant, label, run
+from outrider.llm import LLM
+from outrider.models.loader.load import reads_sources
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The results of all runs."""
+
+    llm: LLM  # plain decoding, for information about the target
+    trials: tuple[Trial, ...]
+    memory: dict[str, MemoryUse]  # by label of the variants, with the largest batch
+    budget: Budget
+    complete: bool = True  # whether it was not interrupted
+
+
+def measure(
+    settings: Settings, progress: Console, *, max_seconds: float = math.inf, file: Path | None = None
+) -> Measured:
+    """Run plain decoding and every proposer with every k, at every batch size and temperature.
+
+    The batch sizes and temperatures share `max_seconds`. If the time is short, outputs are shorter, and then variants
+    are left out; see `plan_budget`. When a share is over, the remaining batches of prompts are left out there. Every
+    variant runs the same ones. Ctrl-C ends the measurement; what is comparable by then is returned.
+
+    Args:
+        settings: what to measure.
+        progress: the console of the progress.
+        max_seconds: the time limit, without loading.
+        file: where runs are kept until the measurement is finished. The same measurement resumes from it.
+
+    Raises:
+        OutriderError: the settings cannot be measured.
+        KeyboardInterrupt: nothing is comparable yet.
+    """
+    with_sources = reads_sources(settings.target)
+    prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
+    store = TrialStore(file, settings)
+    fetch_models(settings.target, *settings.proposers)
+    with progress.status("loading models"):
+        engines = VariantEngines(settings)
+        for draft, reason in engines.left_out.items():
+            progress.print(f"{draft} is left out: {reason}", highlight=False, markup=False, soft_wrap=True)
+        conditions = [
+            Condition(batch=batch, temperature=temperature)
+            for temperature in settings.temperatures
+            for batch in settings.batches
+        ]
+        batches = {condition: _prompt_batches(engines.base, prompts, settings, condition) for condition in conditions}
+    with progress.status("measuring memory"):
+        largest = next(condition for condition in conditions if condition.batch == settings.max_num_seqs)
+        jobs = batches[largest][0].jobs
+        memory = {
+            variant.label: measure_memory(engines.engine_for(variant), jobs)
+            for variant in _largest(engines, settings, conditions[0])
+        }
+    budget = _budget(engines, settings, batches, max_seconds, store, progress)
+    with progress.status("measuring passes"):  # for k auto; it is no part of a time limit
+        for condition in conditions:
+            for variant in most_promising(_variants(engines, settings.ks, condition), budget.variants):
+                engines.engine_for(variant)
+    trials: list[Trial] = []
+    complete = False
+    try:
+        for group in _interleave(engines, settings, batches, progress, max_seconds, store, budget):
+            trials += group
+        complete = True
+    except KeyboardInterrupt:
+        if not trials:
+            raise
+    if complete:
+        store.remove()
+    return Measured(llm=engines.base, trials=tuple(trials), memory=memory, budget=budget, complete=complete)
+
+
+def _budget(
+    engines: VariantEngines,
+    settings: Settings,
+    batches: dict[Condition, list[PromptBatch]],
+    max_seconds: float,
+    store: TrialStore,
+    progress: Console,
+) -> Budget:
+    """Choose the budget from a short run of plain decoding, or take that of the stored runs."""
+    condition, group = next(iter(batches.items()))
+    variants = _variants(engines, settings.ks, condition)
+    if not store.facts:
+        time = RunTime(0.0, 0.0)
+        if not math.isinf(max_seconds):
+            for _ in range(2):  # the first one is slow
+                time = RunTime.of(run(engines.base, variants[0], _warmup(group[0])))
+        seconds = max_seconds / len(batches)
+        budget = plan_budget(time, seconds=seconds, variants=len(variants), max_tokens=settings.max_tokens)
+        store.begin(budget._asdict())
+    budget = Budget(**store.facts)
+    if budget != (settings.max_tokens, len(variants)):
+        progress.print(
+            f"to fit into {max_seconds / 60:g} minutes, {budget.variants} of {len(variants)} variants run, with outputs"
+            f" of at most {budget.max_tokens} tokens",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return budget
+
+
+class VariantEngines:
+    """Engines that share one target. Each variant has its own engine, so that none learns from another's rounds."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.base = LLM(
+            settings.target,
+            proposer="none",
+            k=0,
+            dtype=settings.dtype,
+            device=settings.device,
+            kernels=settings.kernels,
+            quantize=settings.quantize,
+            threads=settings.threads,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            prefix_caching=False,  # the prefill of a prompt must cost the same each time
+        )
+        self._settings = settings
+        # Layers whose hidden states the target exports for any of the proposers. Changing them for each turn is slow.
+        self._exported_layers: set[int] = set()
+        self.drafts: list[tuple[str, str | None]] = []  # proposers, and `draft_quantize` of a variant
+        self.proposers: dict[str, Proposer] = {}  # by label of a variant
+        self.left_out: dict[str, str] = {}  # by label: why the draft cannot have these weights
+        for spec in settings.proposers:
+            for quantize in settings.draft_quantizes.get(spec, (None,)):
+                self._add_draft(spec, quantize)
+        record_passes(self.base.parts, self.proposers.values())
+        self._planners: dict[Variant, CostPlanner] = {}
+        self._costs: dict[int, CostModel] = {}  # by id of the draft model, or of None
+
+    def engine_for(self, variant: Variant) -> LLM:
+        """Return the engine that runs a variant."""
+        if variant.plain:
+            return self.base
+        parts = self.base.parts
+        verifier = find_verifier(self._settings.verifier, variant.proposer)
+        setup = self._setup(variant.proposer, variant.draft_quantize)
+        proposer = without_outputs(self.proposers[variant.label], variant.proposer, setup)
+        planner = self._planner(variant)
+        engine = assemble(parts.loaded, proposer=proposer, verifier=verifier, planner=planner)
+        return LLM.from_parts(replace(parts, engine=engine, proposer=proposer, verifier=verifier, planner=planner))
+
+    def _planner(self, variant: Variant) -> Planner:
+        """Return the planner of a variant. That of k auto stays for all rounds: it learns acceptance, not outputs."""
+        if not isinstance(variant.k, str):
+            return FixedPlanner(variant.k)
+        if variant not in self._planners:
+            target = self.base.parts.target
+            self._planners[variant] = auto_planner(target, self.proposers[variant.label], find_costs=self._find_costs)
+        return self._planners[variant]
+
+    def _find_costs(self, target: Target, drafts: Sequence[Target | None]) -> list[CostModel]:
+        """Return the costs of passes. They are measured once, and not for each variant."""
+        for draft in drafts:
+            if id(draft) not in self._costs:
+                (self._costs[id(draft)],) = known_costs(target, [draft])
+        return [self._costs[id(draft)] for draft in drafts]
+
+    def _add_draft(self, spec: str, quantize: str | None) -> None:
+        """Make a proposer. A draft that cannot be quantized is measured with its weights as stored only."""
+        try:
+            proposer = self._make_proposer(spec, quantize)
+        except OutriderError as error:
+            if quantize is None or (spec, None) not in self.drafts:
+                raise
+            self.left_out[label(short(spec), quantize)] = str(error)
+            return
+        self.drafts.append((spec, quantize))
+        self.proposers[label(spec, quantize)] = proposer
+
+    def _make_proposer(self, spec: str, quantize: str | None) -> Proposer:
+        proposer = make_proposer(spec, self._setup(spec, quantize))
+        if not self._exported_layers.issuperset(proposer.needs.layers):
+            self._exported_layers.update(proposer.needs.layers)
+            self.base.parts.target.export_hidden_states(sorted(self._exported_layers))
+        return proposer
+
+    def _setup(self, spec: str, quantize: str | None) -> ProposerSetup:
+        draw = find_verifier(self._settings.verifier, spec).draw
+        return replace(self.base.parts.setup, draw=draw, **self._settings.draft_settings(spec, quantize))
+
+
+def _variants(engines: VariantEngines, ks: Sequence[int | str], condition: Condition) -> list[Variant]:
+    """Return all variants of a condition, plain decoding first."""
+    plain = Variant(proposer="", k=0, batch=condition.batch, temperature=condition.temperature)
+    drafts = [replace(plain, proposer=spec, draft_quantize=quantize) for spec, quantize in engines.drafts]
+    return [plain, *(replace(draft, k=k) for draft in drafts for k in ks)]
+
+
+def _largest(engines: VariantEngines, settings: Settings, condition: Condition) -> list[Variant]:
+    """Return the variants with the largest fixed k."""
+    largest = max((k for k in settings.ks if not isinstance(k, str)), default=4)
+    return _variants(engines, (largest,), condition)[1:]
+
+
+def _prompt_batches(llm: LLM, prompts: Sequence[Prompt], settings: Settings, condition: Condition) -> list[PromptBatch]:
+    """Return full batches across categories.
+
+    Prompts after the last full batch are left out. Prompts are repeated only to fill a single batch: a proposer that
+    remembers outputs would know those of prompts that return in a later batch.
+    """
+    alone = replace(condition, batch=1)
+    singles = list(make_batches(llm, prompts, alone, max_tokens=settings.max_tokens, seed=settings.seed))
+    random.Random(settings.seed).shuffle(singles)
+    count = max(len(singles) // condition.batch, 1)
+    filled = list(islice(cycle(singles), count * condition.batch))
+    batches = []
+    for number in range(count):
+        group = filled[number * condition.batch : (number + 1) * condition.batch]
+        jobs = tuple(single.jobs[0].with_seed(i) for i, single in enumerate(group))
+        categories = tuple(single.category for single in group)
+        batches.append(PromptBatch(number=number, jobs=jobs, categories=categories))
+    return batches
+
+
+def _interleave(
+    engines: VariantEngines,
+    settings: Settings,
+    batches: dict[Condition, list[PromptBatch]],
+    console: Console,
+    max_seconds: float,
+    store: TrialStore,
+    budget: Budget,
+) -> Iterator[Sequence[Trial]]:
+    """Run all variants of all conditions in each round, and yield their runs by batch of prompts.
+
+    The order of the variants alternates from batch to batch. Runs in the store are not repeated.
+    """
+    used = sum(trial.seconds for group in store.groups.values() for trial in group)
+    end = perf_counter() + max_seconds - used
+    per_round = sum(map(len, batches.values())) * budget.variants
+    with RunProgress(console, settings.repeats * per_round) as progress:
+        for round in range(settings.repeats):
+            for i, (condition, group) in enumerate(batches.items()):
+                progress.describe(f"round {round + 1} of {settings.repeats}, {condition}")
+                now = perf_counter()
+                if round and now >= end:
+                    return
+                deadline = now + max(end - now, 0.0) / (len(batches) - i)
+                variants = most_promising(_variants(engines, settings.ks, condition), budget.variants)
+                shortened = [_shortened(batch, budget.max_tokens) for batch in group]
+                yield from _run_once(engines, variants, shortened, round, deadline, store, progress)
+
+
+def _run_once(
+    engines: VariantEngines,
+    variants: Sequence[Variant],
+    batches: Sequence[PromptBatch],
+    round: int,
+    deadline: float,
+    store: TrialStore,
+    progress: RunProgress,
+) -> Iterator[Sequence[Trial]]:
+    """Run all variants on each batch of prompts, and yield the runs of each batch."""
+    pairs: list[tuple[Variant, LLM]] = []
+    for i, batch in enumerate(batches):
+        key = GroupKey(round, variants[0].batch, variants[0].temperature, batch.number)
+        if key in store.groups:
+            progress.skip(len(store.groups[key]))
+            yield store.groups[key]
+            continue
+        if not pairs:
+            pairs = [(variant, engines.engine_for(variant)) for variant in variants]
+            for variant, llm in pairs:
+                run(llm, variant, _warmup(batches[0]))
+        if (round or i >= MIN_BATCHES) and perf_counter() >= deadline:
+            return
+        seeded = replace(batch, jobs=tuple(job.with_seed(round) for job in batch.jobs))
+        trials = []
+        for variant, llm in pairs[:: 1 if (round + batch.number) % 2 == 0 else -1]:
+            trials.append(run(llm, variant, seeded))
+            progress.advance(variant.name, trials[-1].tokens / trials[-1].seconds)
+        store.add(key, trials)
+        yield trials
+
+
+def _shortened(batch: PromptBatch, max_tokens: int) -> PromptBatch:
+    return replace(batch, jobs=tuple(job.shortened(max_tokens) for job in batch.jobs))
+
+
+def _warmup(batch: PromptBatch) -> PromptBatch:
+    """Return a batch for the warm-up. Its texts are reversed, so that no proposer has seen a measured one."""
+    jobs = []
+    for job in batch.jobs:
+        short = job.shortened(WARMUP_TOKENS)
+        params = replace(short.params, ignore_eos=True)
+        source = short.source[::-1] if isinstance(short.source, tuple) else short.source
+        jobs.append(replace(short, prompt=short.prompt[::-1], source=source, params=params))
+    return replace(batch, jobs=tuple(jobs))

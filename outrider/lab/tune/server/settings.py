@@ -1,0 +1,64 @@
+"""The options of `outrider tune --server`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from outrider.errors import OutriderError
+from outrider.lab.client.options import SERVER_PANEL, ApiKey, ModelName, Timeout
+
+# Options of `outrider tune` that mean something for a server. All others are refused.
+_FOR_SERVER = frozenset(
+    {"server", "baseline", "model", "api_key", "num_requests", "timeout", "batch", "prompts", "limit", "max_tokens"}
+    | {"temperature", "seed", "as_json", "out"}
+)
+_NEEDS_SERVER = ("baseline", "model", "num_requests", "timeout")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """Which server to measure."""
+
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Measure this running server of OpenAI's API in place of a model: is speculation on, what does it"
+            " gain at each --batch, and what to set. See docs/how-to/tune-a-server.md.",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="A second server with the same model and no speculation, for servers that cannot switch it off for a"
+            " request (vLLM, SGLang).",
+            rich_help_panel=SERVER_PANEL,
+        ),
+    ] = None
+    model: ModelName = None
+    api_key: ApiKey = ""
+    num_requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests at each load. Default: 4 for each at a time.", rich_help_panel=SERVER_PANEL),
+    ] = None
+    timeout: Timeout = 300.0
+
+
+def check_given(server: str | None, given: set[str]) -> None:
+    """Refuse options that would have no effect.
+
+    Raises:
+        OutriderError: an option needs --server, or does not go with it.
+    """
+    useless = given - _FOR_SERVER if server else given & set(_NEEDS_SERVER)
+    if server and "out" in given:
+        raise OutriderError("--out writes settings of this program, and --server measures another one; leave it out")
+    for name in sorted(useless):
+        option = f"--{name.replace('_', '-')}"
+        fix = "does not go with --server; leave it out" if server else "needs --server; give it, or leave it out"
+        raise OutriderError(f"{option} {fix}")

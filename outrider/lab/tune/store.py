@@ -1,0 +1,125 @@
+"""A file with the runs of a measurement that is not finished. The same command resumes from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from outrider.core.stats import Stats
+from outrider.errors import OutriderError
+from outrider.lab.common.clock import DecodeSpeed
+from outrider.lab.tune.settings import Settings
+from outrider.lab.tune.trial import Trial, Variant
+from outrider.models.loader.embedded import model_folder
+from outrider.models.loader.fingerprint import model_fingerprint
+
+_COUNTS = ("offered", "reached", "accepted")  # fields of `Stats` that are tuples
+
+
+class GroupKey(NamedTuple):
+    """Runs of all variants on one batch of prompts, which are comparable with each other."""
+
+    repeat: int
+    batch: int  # sequences at once
+    temperature: float
+    number: int  # of the batch of prompts
+
+
+class TrialStore:
+    """Groups of runs by key. Each finished group is appended to the file at once."""
+
+    def __init__(self, file: Path | None, settings: Settings) -> None:
+        """Read the groups of an earlier command with the same settings, models and prompts.
+
+        Args:
+            file: the file; None: nothing is kept.
+            settings: what is measured.
+        """
+        self._file = file
+        self._identity = {} if file is None else _identity(settings)
+        self.facts: dict[str, Any] = {}  # what was decided before the first group
+        self.groups: dict[GroupKey, list[Trial]] = {}
+        if file is not None:
+            self._read(file)
+
+    def begin(self, facts: Mapping[str, Any]) -> None:
+        """Store what was decided before the first group, unless it is known."""
+        if self.facts:
+            return
+        self.facts = dict(facts)
+        self._append({"identity": self._identity, "facts": self.facts}, mode="w")
+
+    def add(self, key: GroupKey, trials: Sequence[Trial]) -> None:
+        """Store the runs of a group.
+
+        Raises:
+            OutriderError: the file cannot be written.
+        """
+        self.groups[key] = list(trials)
+        self._append({"key": list(key), "trials": [asdict(trial) for trial in trials]}, mode="a")
+
+    def remove(self) -> None:
+        """Remove the file, because the measurement is finished."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def _append(self, entry: Mapping[str, Any], *, mode: str) -> None:
+        if self._file is None:
+            return
+        try:
+            with self._file.open(mode, encoding="utf-8") as lines:
+                lines.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise OutriderError(f"{self._file} cannot be written ({error.strerror}); free some space") from None
+
+    def _read(self, file: Path) -> None:
+        """Read the groups, up to a line that was cut off."""
+        entries = _entries(file)
+        header = next(entries, {})
+        if header.get("identity") != json.loads(json.dumps(self._identity)):
+            return
+        self.facts = header["facts"]
+        for entry in entries:
+            self.groups[GroupKey(*entry["key"])] = [_trial(each) for each in entry["trials"]]
+
+
+def _entries(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in text.splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def _identity(settings: Settings) -> dict[str, Any]:
+    prompts = None
+    if settings.prompts is not None:
+        prompts = hashlib.sha256(Path(settings.prompts).expanduser().read_bytes()).hexdigest()
+    target = model_fingerprint(model_folder(settings.target))
+    return {**asdict(settings), "prompts": prompts, "target": target}
+
+
+def _trial(document: Mapping[str, Any]) -> Trial:
+    return Trial(
+        **{
+            **document,
+            "variant": Variant(**document["variant"]),
+            "speed": DecodeSpeed(**document["speed"]),
+            "stats": _stats(document["stats"]),
+            "categories": {name: _stats(stats) for name, stats in document["categories"].items()},
+            "output_thirds": tuple(map(_stats, document["output_thirds"])),
+        }
+    )
+
+
+def _stats(document: Mapping[str, Any]) -> Stats:
+    counts = {name: tuple(document[name]) for name in _COUNTS}
+    return Stats(**{**document, **counts})  # a trial has no bound

@@ -1,0 +1,116 @@
+"""Runs one variant over one batch of prompts and records its acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+from operator import add
+
+from outrider.core.stats import Stats
+from outrider.core.types import SequenceState
+from outrider.drafting.propose.expression import short
+from outrider.lab.common.clock import DecodeSpeed
+from outrider.lab.common.jobs import Job
+from outrider.lab.common.timeline import run_jobs
+from outrider.lab.tune.settings import PHASES
+from outrider.llm import LLM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to decode, at one batch size and temperature."""
+
+    proposer: str  # an expression; "" is plain decoding
+    k: int | str
+    batch: int  # sequences at once
+    temperature: float
+    draft_quantize: str | None = None  # of its draft, where several are compared; None: that of the settings
+
+    @property
+    def label(self) -> str:
+        """The proposer with the weights of its draft."""
+        return label(self.proposer, self.draft_quantize)
+
+    @property
+    def name(self) -> str:
+        """What people read."""
+        return "plain decoding" if self.plain else f"{label(short(self.proposer), self.draft_quantize)}, k {self.k}"
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is plain decoding."""
+        return not self.proposer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBatch:
+    """Prompts that run together."""
+
+    number: int
+    jobs: tuple[Job, ...]
+    categories: tuple[str, ...]  # of each prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run of a variant over one batch of prompts."""
+
+    variant: Variant
+    batch_number: int  # of the prompts
+    tokens: int  # emitted by all sequences
+    seconds: float  # from the prompts to the last token
+    prefill_seconds: float  # part of `seconds` until every sequence has a token
+    speed: DecodeSpeed  # the rest: decoding only
+    stats: Stats  # passes of the whole run; rounds and seconds of decoding only
+    categories: Mapping[str, Stats]  # passes only
+    output_thirds: tuple[Stats, ...]  # passes that began in each third of their output
+    exact: bool
+
+
+def label(proposer: str, draft_quantize: str | None) -> str:
+    """Return a proposer with the weights of its draft: draft:DIR in int8."""
+    return proposer if draft_quantize is None else f"{proposer} in {draft_quantize}"
+
+
+def run(llm: LLM, variant: Variant, batch: PromptBatch) -> Trial:
+    """Complete the prompts of a batch together."""
+    timeline = run_jobs(llm, batch.jobs)
+    passes = [_stats(seq.rounds, seq) for seq in timeline.seqs]
+    thirds = [[_stats(third, seq) for third in split(seq.rounds)] for seq in timeline.seqs]
+    categories = {}
+    for category in dict.fromkeys(batch.categories):
+        group = [stats for stats, name in zip(passes, batch.categories, strict=True) if name == category]
+        categories[category] = reduce(add, group)
+    return Trial(
+        variant=variant,
+        batch_number=batch.number,
+        tokens=timeline.tokens,
+        seconds=timeline.seconds,
+        prefill_seconds=timeline.prefill_seconds,
+        speed=timeline.speed(),
+        stats=timeline.with_times(reduce(add, passes)),
+        categories=categories,
+        output_thirds=tuple(reduce(add, third) for third in zip(*thirds, strict=True)),
+        exact=timeline.exact,
+    )
+
+
+def split(passes: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield the passes that began in each third of their output.
+
+    A pass is a triple: depth of the draft, accepted draft tokens, emitted tokens.
+    """
+    starts = list(accumulate((emitted for _, _, emitted in passes), initial=0))
+    output_tokens = starts[-1]
+    for third in range(len(PHASES)):
+        yield [
+            each for start, each in zip(starts, passes, strict=False) if len(PHASES) * start // output_tokens == third
+        ]
+
+
+def _stats(passes: Sequence[tuple[int, int, int]], seq: SequenceState) -> Stats:
+    """Return the statistics of some passes. Draft tokens are only known for all passes of a sequence together."""
+    drafted = seq.num_draft_tokens if len(passes) == len(seq.rounds) else 0
+    return Stats.of_passes(passes, drafted=drafted, prompt=len(seq.request.prompt_token_ids))

@@ -1,1 +1,0 @@
-"""Prompt sets, clocks and number lists that benchmarks, training and tuning share."""

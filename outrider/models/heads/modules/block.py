@@ -1,0 +1,125 @@
+"""Draft heads that fill in a block in one pass: DFlash (2602.06036), DSpark (2607.05147) and XPress (2608.02438).
+
+A block is the last committed token and mask tokens after it. Its columns attend to each other in both directions. In
+each layer they also attend to the target's hidden states of all tokens before the block; the layer's own key and value
+projections map these states. Only the columns of the block run through the layers. The keys and values of committed
+tokens are computed once and cached. DSpark also corrects the logits of each draft token by the token before it, and
+XPress by all draft tokens before it.
+
+The mask is a vector of the draft head. Some checkpoints have a `mask_token_id` instead, which names a row of the
+embedding. Import copies that row. Export is possible if the mask still equals a row, or if the checkpoint includes an
+embedding with a row that no token uses. In some checkpoints the confidence head does not use the previous token; the
+columns for it are zero here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from outrider.models.heads.description import HeadDescription
+from outrider.models.heads.modules.base import HeadBase
+from outrider.models.heads.modules.layers import AttentionFunction, Layer, Norm, rotation
+from outrider.models.heads.modules.refiner import CausalRefiner
+
+_INIT_STD = 0.02  # of new embeddings
+
+
+class BlockHead(HeadBase):
+    """Decoder layers over a block, with an optional Markov correction and confidence head, or a causal refiner.
+
+    Pass the result of `logits` to `correct_logits`, or add the corrections of `refiner`, before sampling.
+    """
+
+    def __init__(self, description: HeadDescription) -> None:
+        super().__init__(description)
+        body = description.body
+        block = description.block
+        aux = description.aux_states
+        assert body is not None
+        assert block is not None
+        self.body = body
+        self.block = block
+        width = body.hidden
+        if aux.fused:
+            self.fuse = nn.Linear(len(aux.layers) * description.target_hidden, width, bias=aux.bias)
+        self.state_norm = Norm(width, body.epsilon)
+        self.mask = nn.Parameter(torch.empty(width).normal_(std=_INIT_STD))
+        self.layers = nn.ModuleList(
+            Layer(body, i, inputs=width, norm=body.first_norm or i > 0) for i in range(body.layers)
+        )
+        if description.final_norm:
+            self.norm = Norm(width, body.epsilon)
+        if block.markov_rank:
+            self.markov_in = nn.Embedding(description.vocab, block.markov_rank)
+            self.markov_out = nn.Linear(block.markov_rank, description.output_vocab, bias=False)
+            nn.init.normal_(self.markov_in.weight, std=_INIT_STD)
+            nn.init.zeros_(self.markov_out.weight)  # training starts without a correction
+        if block.confidence:
+            self.judge = nn.Linear(width + block.markov_rank, 1)
+        if block.refiner:
+            self.refiner = CausalRefiner(description)
+
+    def fuse_states(self, aux_states: torch.Tensor) -> torch.Tensor:
+        """Return the fused states [*, H] of the target's hidden states [*, layers, target H]."""
+        states = aux_states.flatten(-2)
+        return self.state_norm(self.fuse(states) if self.description.aux_states.fused else states)  # type: ignore[no-any-return]
+
+    def keys_and_values(self, states: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the keys and values of each layer for fused states.
+
+        Args:
+            states: [*, T, H] fused states of tokens.
+            positions: [*, T] positions of these tokens.
+
+        Returns:
+            Keys and values [*, key heads, T, D], by layer.
+        """
+        rotary = rotation(positions, self.body, states.dtype)
+        return [layer.self_attn.keys_and_values(states, rotary) for layer in self.layers]  # type: ignore[operator, union-attr]
+
+    def forward(self, anchors: torch.Tensor, positions: torch.Tensor, attend: AttentionFunction) -> torch.Tensor:
+        """Run one pass over n blocks.
+
+        Args:
+            anchors: [*, n] target ids of the first token of each block.
+            positions: [*, n * size] positions of all columns, block after block.
+            attend: lets each column attend to its whole block and to the states before the block.
+
+        Returns:
+            Outputs [*, n, size, H] of all columns, after the final norm.
+        """
+        first = self.embed(anchors).to(self.mask.dtype)[..., None, :]
+        masks = self.mask.expand(*anchors.shape, self.block.size - 1, -1)
+        x = torch.cat([first, masks], -2).flatten(-3, -2)
+        rotary = rotation(positions, self.body, x.dtype)
+        for layer in self.layers:
+            x = layer(x, rotary, attend)
+        if self.description.final_norm:
+            x = self.norm(x)
+        return x.view(*anchors.shape, self.block.size, -1)
+
+    def predicting(self, out: torch.Tensor) -> torch.Tensor:
+        """Return the outputs [*, draft tokens, H] of the columns that predict, of outputs [*, size, H]."""
+        predicting = out[..., self.block.first_column :, :]
+        # Make the strides contiguous. Otherwise torch copies the LM head for each block to multiply by it.
+        return predicting.reshape(-1, out.shape[-1]).view(predicting.shape)
+
+    def correct_logits(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return the logits [*, Vd] of draft tokens after the Markov correction by the tokens `before` [*] them."""
+        if not self.block.markov_rank:
+            return logits
+        return logits + self.markov_out(self.markov_in(before)).float()  # type: ignore[no-any-return]
+
+    def confidence(self, out: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return the log-odds [*] float32 that a draft token is accepted.
+
+        They are trained on the distributions at temperature 1 and do not depend on the sampled draft token.
+
+        Args:
+            out: [*, H] outputs from which the token is sampled.
+            before: [*] target ids of the tokens before it.
+        """
+        if self.block.markov_rank:
+            out = torch.cat([out, self.markov_in(before).to(out.dtype)], -1)
+        return self.judge(out)[..., 0].float()  # type: ignore[no-any-return]

@@ -1,0 +1,198 @@
+"""Targets that run autoregressive draft heads, on torch and on the native kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from outrider.core import tree
+from outrider.core.config import FULL_BITS
+from outrider.core.types import Batch, Draft, DraftChains, Draws, Scores, SharedWeights, StopRule
+from outrider.models.cache.paged import PagedCache
+from outrider.models.cache.static import StaticCache
+from outrider.models.heads.hidden_states import StateCache
+from outrider.models.heads.modules.autoregressive import AutoregressiveHead
+from outrider.models.heads.targets.base import HeadRunner, cached_attention, window_rule
+from outrider.models.heads.targets.native import HeadDecoder
+from outrider.models.native.library import load_library
+from outrider.models.native.target import columns_of
+from outrider.models.torch.attention import CacheReader
+
+
+class AutoregressiveTarget(HeadRunner):
+    """Runs an `AutoregressiveHead` with its own KV cache, on torch."""
+
+    module: AutoregressiveHead
+
+    def __init__(
+        self,
+        module: AutoregressiveHead,
+        tables: SharedWeights,
+        *,
+        slots: int,
+        context: int,
+        window: int | None = None,
+    ) -> None:
+        """Prepare for `slots` sequences of up to `context` tokens.
+
+        With `window`, each token attends only to the latest `window` tokens. Rotary positions are relative, so the
+        head never sees a distance that it was not trained for.
+        """
+        super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=context)
+        self._mask_rule = window_rule(window)
+        self._kv_cache = StaticCache(slots=slots, capacity=context, device=self.device)
+        self.cache = StateCache(self._kv_cache, self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1)
+        # The state after each node, by sequence and node. Node -1 is the last committed token.
+        self._node_states: list[dict[int, torch.Tensor]] = []
+
+    def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        head_batch = skip_tokens(batch)
+        states = torch.cat([self._input_states(batch, draft, first, b) for b in range(len(batch.seqs))])
+        out, logits = self._run(head_batch, draft, first, states)
+        self._store_states(self.module.feed_back(out), head_batch, draft, first)
+        return self._scores(logits)
+
+    def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the outputs [T, H] of all columns, and the logits [B, M, Vd] of the nodes."""
+        layout = self._kv_cache.stage(batch, draft, first)
+        attention = cached_attention(CacheReader(self._kv_cache, layout), self._mask_rule)
+        out = self.module(layout.tokens, states, layout.positions, attention)
+        return out, layout.per_node(self.module.logits(out[layout.keep]))
+
+    def _input_states(self, batch: Batch, draft: Draft, first: int, b: int) -> torch.Tensor:
+        """Return the states [L, H] that the columns of sequence b start from."""
+        slot = batch.seqs[b].slot
+        if first < 0:
+            assert not draft.width[b], "run the feed before draft tokens"
+            end = batch.start[b] + len(batch.feed[b])
+            return self._target_states(slot, max(batch.start[b], 1) - 1, end - 1)
+        node_states = self._node_states[b]
+        width = draft.width[b]
+        if draft.chain:
+            parents = [node - 1 for node in range(first, width)]
+        else:
+            parents = draft.parent[b].tolist()[first:width]
+        if not parents:
+            return node_states[-1].new_empty(0, len(node_states[-1]))
+        return torch.stack([node_states[parent] for parent in parents])
+
+    def _target_states(self, slot: int, begin: int, end: int) -> torch.Tensor:
+        """Return the target's states [end - begin, H] as the module takes them."""
+        return self.module.fuse_states(self._hidden_states.read(slot, begin, end).to(self._dtype))
+
+    def _store_states(self, states: torch.Tensor, batch: Batch, draft: Draft, first: int) -> None:
+        """Store the state after the last committed token or after each new node, for its children."""
+        if first < 0:
+            ends = accumulate(map(len, batch.feed))
+            self._node_states = [{-1: states[end - 1]} for end in ends]
+            return
+        column = 0
+        for node_states, width in zip(self._node_states, draft.width, strict=True):
+            for node in range(first, width):
+                node_states[node] = states[column]
+                column += 1
+
+
+class NativeHead(AutoregressiveTarget):
+    """Runs an `AutoregressiveHead` on the native kernels."""
+
+    def __init__(
+        self,
+        module: AutoregressiveHead,
+        tables: SharedWeights,
+        *,
+        slots: int,
+        context: int,
+        window: int | None = None,
+        bits: int = FULL_BITS,
+    ) -> None:
+        """Prepare as an `AutoregressiveTarget`. With `bits` below 16 the kernels read quantized weights.
+
+        Raises:
+            UnsupportedModel: the kernels cannot run this head.
+        """
+        super().__init__(module, tables, slots=slots, context=context, window=window)
+        body = module.body
+        self._paged_cache = PagedCache(
+            slots=slots,
+            capacity=context,
+            layers=body.layers,
+            heads=body.key_heads,
+            dim=body.dim,
+            dtype=tables.embedding.dtype,
+        )
+        self.cache = StateCache(self._paged_cache, self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1)
+        self._shared_weights = tables
+        self._window = window
+        self._bits = bits
+        self._pack()
+        self.kernels = "native" if bits == FULL_BITS else f"native int{bits}"
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        super().update_weights(weights, version)
+        self._pack()
+
+    def refresh_shared(self, tables: SharedWeights) -> None:
+        super().refresh_shared(tables)
+        self._shared_weights = tables
+        self._pack()
+
+    def bytes(self) -> int:
+        """Return the bytes of the module's weights and of the packed ones. The module's are kept for weight updates."""
+        return super().bytes() + self._decoder.bytes()
+
+    def _pack(self) -> None:
+        """Pack the weights again. The memory of the old ones is freed with their decoder."""
+        self._decoder = HeadDecoder(
+            self.module,
+            self._shared_weights,
+            load_library(),
+            self._paged_cache,
+            window=self._window,
+            bits=self._bits,
+        )
+
+    def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._paged_cache.reserve(batch, draft.width)
+        columns, order = columns_of(batch, draft, first, self.vocab)
+        logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), states.float().contiguous())
+        logits = logits if order is None else logits[order]
+        return out[0].to(self._dtype), logits.view(len(batch.seqs), -1, logits.shape[-1])
+
+
+class NativeAutoregressiveTarget(NativeHead):
+    """Runs an `AutoregressiveHead` on the native kernels, a whole chain of draft tokens per call.
+
+    The kernels also fuse the target's hidden states. For a few columns, the calls of torch would take longer than the
+    draft tokens.
+    """
+
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
+        return self._draft_chains(batch, vocab, stop_rule, None)
+
+    def draft_sampled(self, batch: Batch, vocab: int, draws: Draws, stop_rule: StopRule | None = None) -> DraftChains:
+        return self._draft_chains(batch, vocab, stop_rule, draws)
+
+    def _draft_chains(self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: Draws | None) -> DraftChains:
+        head_batch = skip_tokens(batch)
+        empty = tree.empty(len(batch.seqs), self.device)
+        states = torch.cat([self._input_states(batch, empty, -1, b) for b in range(len(batch.seqs))])
+        self._paged_cache.reserve(head_batch, batch.draft_budget)
+        columns, _ = columns_of(head_batch, empty, -1, self.vocab)
+        return self._decoder.draft_chains(
+            columns, batch.draft_budget, vocab, stop_rule, draws=draws, state=states.float().contiguous()
+        )
+
+    def _target_states(self, slot: int, begin: int, end: int) -> torch.Tensor:
+        """Return the target's states [end - begin, layers, target H] before fusion."""
+        return self._hidden_states.read_raw(slot, begin, end)
+
+
+def skip_tokens(batch: Batch, count: int = 1) -> Batch:
+    """Return the batch without the first `count` tokens of each sequence, for which there are no states."""
+    start = tuple(max(start - count, 0) for start in batch.start)
+    feed = tuple(feed[max(count - start, 0) :] for start, feed in zip(batch.start, batch.feed, strict=True))
+    return replace(batch, start=start, feed=feed)

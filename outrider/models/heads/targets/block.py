@@ -1,0 +1,100 @@
+"""A target that runs draft heads that fill in blocks. It runs one pass per round and answers later calls from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from outrider.core import tree
+from outrider.core.types import Batch, Draft, Scores, SharedWeights
+from outrider.models.cache.static import StaticCache
+from outrider.models.heads.hidden_states import StateCache
+from outrider.models.heads.modules.block import BlockHead
+from outrider.models.heads.targets.base import HeadRunner, at_depth, cached_attention
+from outrider.models.torch.attention import CacheReader
+
+
+class BlockTarget(HeadRunner):
+    """Runs a `BlockHead` with a KV cache that it computes from the target's hidden states.
+
+    `score` with `first` < 0 runs one block per sequence. With `first` >= 0 it looks up the logits at the depth of each
+    node and corrects them by the tokens of the nodes. Beyond the block it repeats the last logits.
+    """
+
+    module: BlockHead
+
+    def __init__(self, module: BlockHead, tables: SharedWeights, *, slots: int, context: int) -> None:
+        super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=module.block.draft_tokens)
+        self._kv_cache = StaticCache(slots=slots, capacity=context + module.block.size, device=self.device)
+        self.cache = StateCache(self._kv_cache, self._hidden_states, to_head_batch=without_last_tokens)
+        # These belong to the current round.
+        self._last_tokens = torch.empty(0)  # [B, 1] last committed tokens
+        self._out = torch.empty(0)  # [B, draft tokens, H] outputs
+        self._logits = torch.empty(0)  # [B, draft tokens, Vd] before the correction
+
+    def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        if first < 0:
+            self._run_blocks(batch)
+        depth = torch.cat([torch.zeros_like(self._last_tokens), tree.depths(draft)], 1)[:, 1 + first :]
+        before = torch.cat([self._last_tokens, draft.tokens], 1)[:, 1 + first :]
+        scores = self._scores(self.module.correct_logits(at_depth(self._logits, depth), before))
+        if not self.module.block.confidence:
+            return scores
+        # The confidence depends on a node and its ancestors, but not on the token that is sampled after the node. So it
+        # may decide when a sequence stops drafting.
+        return replace(scores, confidence=self.module.confidence(at_depth(self._out, depth), before))
+
+    def _run_blocks(self, batch: Batch) -> torch.Tensor:
+        """Cache the keys and values of new hidden states, and run one block after each sequence.
+
+        Returns:
+            The outputs [B, size, H] of all columns.
+        """
+        head_batch = without_last_tokens(batch)
+        size = self.module.block.size
+        self._write_cache(head_batch)
+        self._last_tokens = tree.upload([feed[-1:] for feed in batch.feed], self.device)
+        # The cache needs only the positions of the columns. Their tokens are not used.
+        blocks = tree.chain(self._last_tokens.expand(-1, size), (size,) * len(batch.seqs))
+        layout = self._kv_cache.stage(head_batch, blocks, 0)
+        reader = CacheReader(self._kv_cache, layout)
+        _set_bidirectional_masks(reader, self.module.body.heads // self.module.body.key_heads, self._dtype)
+        columns: torch.Tensor = self.module(self._last_tokens[:, 0], layout.positions, cached_attention(reader))
+        self._out = self.module.predicting(columns)
+        self._logits = self.module.logits(self._out)
+        return columns
+
+    def _write_cache(self, batch: Batch) -> None:
+        """Write the keys and values of the batch's hidden states."""
+        layout = self._kv_cache.stage(batch, tree.empty(len(batch.seqs), self.device))
+        states = [
+            self._hidden_states.read(seq.slot, start, start + len(feed))
+            for seq, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True)
+        ]
+        fused = self.module.fuse_states(torch.cat(states).to(self._dtype))
+        for layer, (keys, values) in enumerate(self.module.keys_and_values(fused, layout.positions)):
+            self._kv_cache.write(layer, layout, keys, values)
+
+
+def without_last_tokens(batch: Batch) -> Batch:
+    """Return the batch without the last token of each feed, whose hidden state is not known yet."""
+    return replace(batch, feed=tuple(feed[:-1] for feed in batch.feed))
+
+
+def _set_bidirectional_masks(reader: CacheReader, sharing: int, dtype: torch.dtype) -> None:
+    """Set masks with which each column attends to the committed tokens of its sequence and to its whole block.
+
+    `sharing` is the number of query heads per key head.
+    """
+    masks: list[torch.Tensor | None] = []
+    for group in reader.groups:
+        ends = [span.start + span.end - span.begin for span in group]
+        if min(ends) == max(ends):
+            masks.append(None)
+            continue
+        device = reader.layout.positions.device
+        is_padding = torch.arange(max(ends), device=device) >= tree.upload(ends, device)[:, None]
+        mask = torch.zeros(is_padding.shape, dtype=dtype, device=device).masked_fill_(is_padding, -torch.inf)
+        masks.append(mask[:, None, None])
+    reader.masks[None, sharing, dtype, None] = masks

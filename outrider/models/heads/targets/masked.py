@@ -1,0 +1,82 @@
+"""A target that runs draft heads with mask tokens (P-EAGLE). One pass over the feed and the masks drafts all tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.core import tree
+from outrider.core.config import FULL_BITS
+from outrider.core.target import draft_by_scores
+from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule
+from outrider.models.heads.modules.autoregressive import AutoregressiveHead
+from outrider.models.heads.targets.autoregressive import AutoregressiveTarget, NativeHead, skip_tokens
+from outrider.models.heads.targets.base import at_depth
+
+
+class MaskedTarget(AutoregressiveTarget):
+    """Runs an `AutoregressiveHead` with mask tokens and its own KV cache, on torch.
+
+    `score` with `first` < 0 runs as many mask tokens as the draft budget of each sequence needs. With `first` >= 0 it
+    looks up their logits. A draft token depends on the number of draft tokens before it but not on their ids, so all
+    nodes at one depth have the same logits.
+    """
+
+    def __init__(
+        self,
+        module: AutoregressiveHead,
+        tables: SharedWeights,
+        *,
+        slots: int,
+        context: int,
+        window: int | None = None,
+    ) -> None:
+        super().__init__(module, tables, slots=slots, context=context, window=window)
+        self._prepare_masks(module)
+
+    def _prepare_masks(self, module: AutoregressiveHead) -> None:
+        assert module.description.masks is not None
+        self._masks = module.description.masks
+        self.max_draft_tokens = self._masks.draft_tokens
+        self._logits = torch.empty(0)  # [B, 1 + masks, Vd] of the current round
+
+    def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        if first < 0:
+            self._logits = self._run_masks(batch)
+        root = torch.zeros(len(batch.seqs), 1, dtype=torch.int64, device=self.device)
+        depth = torch.cat([root, tree.depths(draft)], 1)[:, 1 + first :]
+        return self._scores(at_depth(self._logits, depth))
+
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
+        return draft_by_scores(self, batch, vocab, stop_rule)
+
+    def _run_masks(self, batch: Batch) -> torch.Tensor:
+        """Return the logits [B, 1 + masks, Vd] after each sequence and after its mask tokens."""
+        num_masks = tuple(max(min(budget, self.max_draft_tokens) - 1, 0) for budget in batch.draft_budget)
+        tokens = torch.full((len(num_masks), max(num_masks)), self._masks.token, device=self.device)
+        empty = tree.empty(len(num_masks), self.device)
+        mask_state = self.module.mask_state()
+        states = []
+        for b, count in enumerate(num_masks):
+            states.append(self._input_states(batch, empty, -1, b))
+            states.append(mask_state.expand(count, -1))
+        return self._run(skip_tokens(batch), tree.chain(tokens, num_masks), -1, torch.cat(states))[1]
+
+
+class NativeMaskedTarget(MaskedTarget, NativeHead):
+    """Runs an `AutoregressiveHead` with mask tokens on the native kernels.
+
+    It does not implement `ChainSampler`, because the kernels draft chains token by token.
+    """
+
+    def __init__(
+        self,
+        module: AutoregressiveHead,
+        tables: SharedWeights,
+        *,
+        slots: int,
+        context: int,
+        window: int | None = None,
+        bits: int = FULL_BITS,
+    ) -> None:
+        NativeHead.__init__(self, module, tables, slots=slots, context=context, window=window, bits=bits)
+        self._prepare_masks(module)

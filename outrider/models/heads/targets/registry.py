@@ -1,0 +1,90 @@
+"""Choose the target that runs a draft head."""
+
+from __future__ import annotations
+
+import logging
+
+from outrider.core.config import FULL_BITS
+from outrider.core.types import SharedWeights
+from outrider.errors import UnsupportedModel
+from outrider.models.heads.modules.block import BlockHead
+from outrider.models.heads.modules.kv_sharing import KVSharingHead
+from outrider.models.heads.modules.parallel import ParallelHead
+from outrider.models.heads.store import HeadModule
+from outrider.models.heads.targets.autoregressive import AutoregressiveTarget, NativeAutoregressiveTarget
+from outrider.models.heads.targets.base import HeadTarget
+from outrider.models.heads.targets.block import BlockTarget
+from outrider.models.heads.targets.kv_sharing import KVSharingTarget
+from outrider.models.heads.targets.masked import MaskedTarget, NativeMaskedTarget
+from outrider.models.heads.targets.multi_module import MultiModuleTarget
+from outrider.models.heads.targets.parallel import ParallelTarget
+from outrider.models.heads.targets.refined_block import RefinedBlockTarget
+from outrider.models.native.pack import FLOAT_DTYPES
+
+_log = logging.getLogger("outrider")
+
+
+def is_autoregressive(module: HeadModule) -> bool:
+    """Return whether a draft head is an autoregressive head of one module, possibly with mask tokens.
+
+    Only such heads can attend to the latest tokens only, and only they may run on the native kernels.
+    """
+    other_kinds = isinstance(module, BlockHead | ParallelHead | KVSharingHead)
+    return not other_kinds and module.description.modules == 1
+
+
+def make_head_target(
+    module: HeadModule,
+    tables: SharedWeights,
+    *,
+    slots: int,
+    context: int,
+    window: int | None = None,
+    native: bool = False,
+    bits: int = FULL_BITS,
+) -> HeadTarget:
+    """Return a target that runs a draft head, on the native kernels if they can and the target runs on them.
+
+    Args:
+        module: the draft head.
+        tables: the weights that it shares with its target.
+        slots: the most sequences.
+        context: the most tokens of a sequence.
+        window: the latest tokens that each token attends to, for heads that support it; None: all tokens.
+        native: whether the head may run on the native kernels while the target runs on torch.
+        bits: bits per weight of linear layers and LM head, on the native kernels. 16: those of the target's dtype.
+
+    Raises:
+        UnsupportedModel: `bits` is below 16, and the head cannot run on the native kernels.
+    """
+    quantized = bits < FULL_BITS
+    if quantized and not is_autoregressive(module):
+        raise UnsupportedModel("the native kernels run only autoregressive heads of one module")
+    if quantized and not _fits_kernels(tables):
+        raise UnsupportedModel("the native kernels need a CPU, and a target in bfloat16 or float32")
+    if isinstance(module, BlockHead):
+        block_class = RefinedBlockTarget if module.block.refiner else BlockTarget
+        return block_class(module, tables, slots=slots, context=context)
+    if isinstance(module, ParallelHead):
+        return ParallelTarget(module, tables, slots=slots, context=context)
+    if isinstance(module, KVSharingHead):
+        return KVSharingTarget(module, tables, slots=slots, context=context)
+    if module.description.modules > 1:
+        return MultiModuleTarget(module, tables, slots=slots, context=context)
+    masked = module.description.masks is not None
+    on_native = tables.packed is not None
+    if on_native or (native and _fits_kernels(tables)):
+        native_class = NativeMaskedTarget if masked else NativeAutoregressiveTarget
+        try:
+            return native_class(module, tables, slots=slots, context=context, window=window, bits=bits)
+        except UnsupportedModel as reason:
+            if quantized:
+                raise
+            _log.log(logging.WARNING if on_native else logging.INFO, "the draft head runs on torch: %s", reason)
+    torch_class = MaskedTarget if masked else AutoregressiveTarget
+    return torch_class(module, tables, slots=slots, context=context, window=window)
+
+
+def _fits_kernels(tables: SharedWeights) -> bool:
+    """Return whether the device and the dtype of the target are those of the native kernels."""
+    return tables.embedding.device.type == "cpu" and tables.embedding.dtype in FLOAT_DTYPES.values()

@@ -1,0 +1,117 @@
+"""Fetch a model from the Hub into the cache of huggingface_hub, which other programs share."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+from huggingface_hub import HfApi, constants, get_cached_repo_tree, hf_hub_download, snapshot_download
+from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.hf_api import RepoFile
+from rich.filesize import decimal
+
+from outrider.errors import OutriderError
+from outrider.models.loader.hub.files import CONFIG, SMALL_FILES, SUBFOLDERS, gguf_files, weight_files
+from outrider.models.loader.hub.mistakes import explain
+from outrider.models.loader.hub.names import HubName
+from outrider.models.loader.hub.progress import DownloadProgress, SilentBar
+
+_LOGGERS = ("huggingface_hub", "httpx", "httpx2")  # the client of older and of newer releases
+
+
+@cache  # one process works with one commit of a model
+def hub_folder(name: HubName, *, weights: bool = True) -> Path:
+    """Return the folder of a model in the cache, or its GGUF file. What is missing is downloaded.
+
+    Ranks may call it at once: the cache has a lock for each file.
+
+    Args:
+        name: the name.
+        weights: whether the weights are needed. A GGUF file is always whole.
+
+    Raises:
+        OutriderError: there is no such model, it cannot be downloaded, or it holds nothing that can be loaded.
+    """
+    try:
+        with _quiet_hub():
+            return _fetch(name, weights)
+    except OutriderError:
+        raise
+    except Exception as error:  # of huggingface_hub, its HTTP client, its storage client, or the file system
+        raise explain(name, error) from error
+
+
+def _fetch(name: HubName, weights: bool) -> Path:
+    folder = Path(
+        snapshot_download(
+            name.repo,
+            revision=name.revision,
+            allow_patterns=[CONFIG] if name.gguf else list(SMALL_FILES),
+            ignore_patterns=[SUBFOLDERS],
+            tqdm_class=SilentBar,
+        )
+    )
+    sizes = _listing(name, folder)
+    try:
+        files = gguf_files(name, sizes) if name.gguf else weight_files(name, folder, sizes)
+    except OutriderError:
+        if name.gguf or None not in sizes.values():
+            raise
+        raise LocalEntryNotFoundError("the cache is incomplete") from None
+    missing = {file: sizes.get(file) for file in files if not (folder / file).is_file()}
+    if missing and (weights or name.gguf):
+        _download(name, folder.name, missing)
+    return folder / files[0] if name.gguf else folder
+
+
+def _listing(name: HubName, folder: Path) -> Mapping[str, int | None]:
+    """Return the files of a commit with their sizes in bytes.
+
+    Other programs may have filled the cache without the list, or it cannot be written there. Without the Hub, these are
+    then the files that are there, and no size is known.
+    """
+    try:
+        return {file.path: file.size for file in get_cached_repo_tree(name.repo, revision=folder.name)}
+    except CachedRepoTreeNotFoundError:
+        pass
+    try:
+        entries = HfApi().list_repo_tree(name.repo, recursive=True, revision=folder.name)
+        return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
+    except Exception:  # of the HTTP client: the Hub cannot be reached
+        return {str(file.relative_to(folder)): None for file in folder.rglob("*") if file.is_file()}
+
+
+def _download(name: HubName, commit: str, files: Mapping[str, int | None]) -> None:
+    """Download the files one by one, so that Ctrl-C ends the download at once. A file is whole or not there."""
+    size = sum(each or 0 for each in files.values())
+    free = shutil.disk_usage(_existing(Path(constants.HF_HUB_CACHE))).free
+    if size > free:
+        raise OutriderError(
+            f"{name} takes {decimal(size)}, and {decimal(free)} are free in {constants.HF_HUB_CACHE}; free some"
+            " space, or set HF_HOME to a folder on another disk"
+        )
+    with DownloadProgress(str(name), files=len(files), size=size) as progress:
+        for file in files:
+            hf_hub_download(name.repo, file, revision=commit, tqdm_class=progress.bar)
+
+
+def _existing(folder: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Hide what huggingface_hub and its HTTP client log. They try again; what stays wrong is an error."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, _LOGGERS)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)

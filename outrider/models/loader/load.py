@@ -1,0 +1,274 @@
+"""Load a model. What the native kernels run is read without transformers, which takes seconds to import."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.errors import OutriderError
+from outrider.models.loader.dtype import choose_dtype, gguf_dtype, stored_dtype
+from outrider.models.loader.embedded import model_folder
+from outrider.models.loader.facts import context_length, context_reason, end_ids
+from outrider.models.loader.folder import check_folder, check_weights
+from outrider.models.loader.gguf import heads as _heads  # noqa: F401  # lets GGUF files be read as draft heads
+from outrider.models.loader.gguf.architectures import settings_of
+from outrider.models.loader.gguf.checkpoint import gguf_checkpoint
+from outrider.models.loader.gguf.file import GGUFFile, read_gguf
+from outrider.models.loader.gguf.weights import GGUFWeights
+from outrider.models.loader.memory import check_memory, weight_bytes
+from outrider.models.loader.model_config import ModelConfig, make_model_config, read_native_config
+from outrider.models.loader.native_checkpoint import open_weights, weight_shapes
+from outrider.models.loader.paths import is_gguf
+from outrider.models.loader.tokenizer import read_tokenizer
+from outrider.models.native.support import may_run
+from outrider.models.torch.checkpoint import Checkpoint, LazyModel
+from outrider.runtime.processes import local_device
+
+_NATIVE_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def load_checkpoint(
+    folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto", tp: int = 1
+) -> Checkpoint:
+    """Load a decoder-only or encoder-decoder model from a local folder of safetensors, or from a GGUF file.
+
+    Args:
+        folder: a folder with config.json, the weights and the tokenizer; or a GGUF file.
+        dtype: auto, float32, bfloat16 or float16. auto: see `choose_dtype`.
+        device: auto, cpu, cuda, cuda:1, ... auto: the first GPU, or the CPU if there is none.
+        kernels: auto, native or torch: what will run the model. The best dtype depends on it.
+        tp: ranks of tensor parallelism. This process, which torchrun has started, loads its part of the model.
+
+    Raises:
+        OutriderError: the folder is missing or damaged, or is not a causal language model; or torchrun has not started
+            `tp` processes.
+        UnsupportedModel: the architecture is not supported.
+    """
+    path = Path(folder).expanduser()
+    if is_gguf(path) and tp > 1:
+        raise OutriderError(f"{path} is a GGUF file, which cannot be split over ranks; give a folder of safetensors")
+    place = choose_device(device if tp == 1 else local_device(device))
+    if place.type == "cpu" and kernels != "torch" and tp == 1:
+        opened = _open_gguf(path, dtype) if is_gguf(path) else _open_folder(path, dtype)
+        if opened is not None:
+            return opened
+    from outrider.models.loader.transformers_checkpoint import load_folder, load_gguf
+
+    if is_gguf(path):
+        return load_gguf(path, dtype, place, kernels)
+    return load_folder(path, dtype, place, kernels=kernels, tp=tp, device_name=device)
+
+
+def _open_folder(path: Path, dtype: str) -> Checkpoint | None:
+    """Open a folder for the native kernels; None: they do not run it, or transformers must read it."""
+    check_folder(path)
+    config = read_native_config(path)
+    if config is None or not may_run(config):
+        return None
+    check_weights(path, config)
+    device = torch.device("cpu")
+    choice = choose_dtype(dtype, config, device, kernels="native")
+    if choice.dtype not in _NATIVE_DTYPES:
+        return None
+    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype), device)
+    weights = open_weights(path, config, choice.dtype)
+    if weights is None:
+        return None
+
+    def make() -> Any:
+        from outrider.models.loader.transformers_checkpoint import read_model
+
+        return read_model(path, choice.dtype)
+
+    def make_reference() -> Any:
+        from outrider.models.loader.fill import fill_model
+
+        settings = _transformers().read_transformers_config(path)
+        return fill_model(settings, weights, torch.float32, widen=True)
+
+    tokenizer = read_tokenizer(path)
+    return Checkpoint(
+        lazy_model=LazyModel(make, make_reference),
+        config=config,
+        weights=weights,
+        tokenizer=tokenizer,
+        context=context_length(config),
+        context_reason=context_reason(config),
+        vocab=config.vocab_size,
+        end_ids=end_ids(path, config, tokenizer),
+        recurrent=False,
+        dtype=choice.dtype,
+        folder=str(path),
+        dtype_reason=choice.reason,
+        device=device,
+    )
+
+
+def _open_gguf(path: Path, dtype: str) -> Checkpoint | None:
+    """Open a GGUF file for the native kernels; None as in `_open_folder`."""
+    file = read_gguf(path)
+    config = gguf_config(file)
+    if config is None or not may_run(config):
+        return None
+    device = torch.device("cpu")
+    choice = choose_dtype(dtype, config, device, kernels="native", quantized=file.quantized)
+    if choice.dtype not in _NATIVE_DTYPES:
+        return None
+    check_memory(path, file.nbytes, device)
+    dense = torch.float32 if file.quantized else choice.dtype
+    weights = GGUFWeights(file, config, dense)
+    shapes = weight_shapes(config)
+    weights.check(shapes)
+    weights.check_used(shapes)
+
+    def make() -> Any:
+        from outrider.models.loader.gguf.model import load_model, make_config
+
+        return load_model(file, make_config(file), weights, dense)
+
+    def make_reference() -> Any:
+        from outrider.models.loader.gguf.model import load_model, make_config
+
+        return load_model(file, make_config(file), weights, torch.float32, widen=True)
+
+    checkpoint = gguf_checkpoint(file, config, LazyModel(make, make_reference), weights, choice, device)
+    return replace(checkpoint, weights=weights)
+
+
+def gguf_config(file: GGUFFile) -> ModelConfig | None:
+    """Return the configuration of a GGUF file; None: transformers must make it.
+
+    Raises:
+        OutriderError: a field is missing.
+        UnsupportedModel: the architecture or its rotary embedding is not supported.
+    """
+    try:
+        config = make_model_config(settings_of(file))
+    except (TypeError, ValueError, KeyError):
+        return None
+    if config is not None:
+        config.dtype = gguf_dtype(file)
+        if (factors := file.rotary_factors()) is not None:
+            config.rope_parameters["divisors"] = factors
+    return config
+
+
+def read_weights(folder: str | Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Read the weights of a model folder, by the names of the model's `state_dict`. It needs no tokenizer.
+
+    Raises:
+        OutriderError: the folder is missing or damaged, or is not a causal language model.
+        UnsupportedModel: the architecture is not supported.
+    """
+    path = Path(folder).expanduser()
+    config = read_native_config(path)
+    weights = None if config is None else open_weights(path, config, dtype)
+    return _transformers().read_weights(path, dtype) if weights is None else dict(weights)
+
+
+def read_model_config(folder: str | Path) -> Any:
+    """Return the configuration of a model folder or a GGUF file, with the names of transformers.
+
+    Raises:
+        OutriderError: there is none, or it is damaged.
+        UnsupportedModel: transformers does not support the architecture.
+    """
+    path = Path(folder).expanduser()
+    config = gguf_config(read_gguf(path)) if is_gguf(path) else read_native_config(path)
+    return _transformers().read_transformers_config(path) if config is None else config
+
+
+def check_model(folder: str | Path) -> None:
+    """Check that a folder is a model that can be loaded, from its config. A GGUF file is checked when it is loaded.
+
+    Raises:
+        OutriderError: the folder is not a causal language model.
+        UnsupportedModel: the architecture is not supported.
+    """
+    if not is_gguf(folder):
+        is_recurrent(folder)
+
+
+def is_recurrent(folder: str | Path) -> bool:
+    """Return whether a model has recurrent layers, from its config.
+
+    Raises:
+        OutriderError: the folder is not a causal language model.
+        UnsupportedModel: the architecture is not supported.
+    """
+    path = Path(folder).expanduser()
+    config = gguf_config(read_gguf(path)) if is_gguf(path) else read_native_config(path)
+    return config is None and bool(_transformers().has_recurrent_layers(path))
+
+
+def reads_sources(target: str | Path | None) -> bool:
+    """Return whether a target is an encoder-decoder model, from its config.
+
+    Raises:
+        OutriderError: the target is not a model.
+        UnsupportedModel: the architecture is not supported.
+    """
+    path = model_folder(target)
+    if is_gguf(path) or read_native_config(path) is not None:
+        return False
+    return bool(_transformers().has_encoder(path))
+
+
+def refuse_sources(target: str | Path | None, command: str) -> None:
+    """Refuse an encoder-decoder target in a command whose prompts have no sources.
+
+    Raises:
+        OutriderError: the target is an encoder-decoder model, or not a model at all.
+        UnsupportedModel: the architecture is not supported.
+    """
+    if reads_sources(target):
+        raise OutriderError(
+            f"{command} does not support encoder-decoder targets; use a decoder-only target here, and run, bench, tune,"
+            " serve or LLM with this one"
+        )
+
+
+def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto") -> None:
+    """Check that a model fits into the free memory, without loading it.
+
+    Raises:
+        OutriderError: it does not fit, or is not a causal language model.
+        UnsupportedModel: the architecture is not supported.
+    """
+    path = Path(folder).expanduser()
+    place = choose_device(device)
+    if is_gguf(path):
+        check_memory(path, path.stat().st_size if path.is_file() else 0, place)
+        return
+    config = read_native_config(path)
+    if config is None:
+        _transformers().check_fits(path, dtype, place, kernels=kernels)
+        return
+    choice = choose_dtype(dtype, config, place, kernels=kernels)
+    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype), place)
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device of a name; auto is a GPU if there is one, else the CPU.
+
+    Raises:
+        OutriderError: there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        raise OutriderError(f"device {name!r} cannot be used here; try auto or cpu") from error
+    return device
+
+
+def _transformers() -> Any:
+    """Return the module that reads models with transformers. Importing it takes seconds."""
+    from outrider.models.loader import transformers_checkpoint
+
+    return transformers_checkpoint

@@ -1,0 +1,97 @@
+"""Choose the backend of a checkpoint: the native kernels, or torch with the layers of the model."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+from outrider.core.target import Target
+from outrider.errors import OutriderError, UnsupportedModel
+from outrider.models.native.library import MissingKernels
+from outrider.models.native.target import NativeTarget
+from outrider.models.torch.checkpoint import Checkpoint
+from outrider.models.torch.gguf_linear import expand_blocks
+from outrider.models.torch.group_weight import GROUP_KINDS
+
+KERNELS = ("auto", "native", "torch")
+_log = logging.getLogger("outrider")
+
+
+def make_target(
+    checkpoint: Checkpoint,
+    *,
+    slots: int,
+    context: int,
+    kernels: str = "auto",
+    bits: int = 16,
+) -> Target:
+    """Make the target for a checkpoint.
+
+    Args:
+        checkpoint: the loaded model.
+        slots: maximum number of running sequences.
+        context: tokens of a sequence.
+        kernels: native, torch or auto. auto chooses the native kernels on a CPU and CUDA graphs on a GPU, if the dtype
+            and the model allow it.
+        bits: bits per weight of linear layers. 16 leaves them unchanged. 8 and 4 quantize them, in `checkpoint.model`
+            as well.
+
+    Raises:
+        OutriderError: `kernels` or `bits` do not fit the device or the dtype.
+        UnsupportedModel: the native kernels were requested but do not support the model, or it cannot be quantized.
+    """
+    types = checkpoint.block_types
+    _check_settings(checkpoint, kernels, bits, types)
+    on_torch = checkpoint.recurrent or checkpoint.source is not None or checkpoint.ranks > 1
+    has_native_dtype = checkpoint.dtype in (torch.bfloat16, torch.float32)
+    native = checkpoint.device.type == "cpu" and has_native_dtype and not on_torch
+    if kernels == "native" and not native:
+        raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
+    if native and kernels != "torch":
+        try:
+            return NativeTarget(checkpoint, slots=slots, context=context, bits=bits)
+        except UnsupportedModel as reason:
+            if kernels == "native":
+                raise UnsupportedModel(f"{reason}; use kernels auto") from reason
+            _report_fallback(reason)
+    if types and GROUP_KINDS.issuperset(types):
+        _log.info("the %s weights are dequantized to %s for torch", ", ".join(types), checkpoint.dtype)
+        expand_blocks(checkpoint.model)
+        checkpoint.model.to(checkpoint.dtype)
+    elif types and checkpoint.dtype != torch.float32:
+        raise UnsupportedModel(
+            f"the {', '.join(types)} weights of this model run on torch in float32 only; use dtype float32"
+        )
+    if types and kernels == "auto" and not GROUP_KINDS.issuperset(types):
+        _log.warning("torch dequantizes the %s weights of this model in each pass, which is slow", ", ".join(types))
+    from outrider.models.loader.make_torch import make_torch_target
+
+    return make_torch_target(checkpoint, slots=slots, context=context, bits=bits, record=kernels == "auto")
+
+
+def _report_fallback(reason: UnsupportedModel) -> None:
+    """Log why a model runs on torch. If it could run on the native kernels, it is a warning."""
+    if isinstance(reason, MissingKernels):
+        _warn_of_missing_kernels(str(reason))
+    else:
+        _log.info("running on torch: %s", reason)
+
+
+@cache  # once per process: a draft model would repeat it
+def _warn_of_missing_kernels(reason: str) -> None:
+    _log.warning("running on torch, which is many times slower than the native CPU kernels: %s", reason)
+
+
+def _check_settings(checkpoint: Checkpoint, kernels: str, bits: int, types: tuple[str, ...]) -> None:
+    """Check the kernels and the bits against a checkpoint, whose weights are in blocks of the GGUF `types`."""
+    if kernels not in KERNELS:
+        raise OutriderError(f"kernels {kernels!r} is unknown; use {', '.join(KERNELS)}")
+    if bits < 16 and not (checkpoint.device.type == "cpu" and checkpoint.dtype == torch.bfloat16):
+        raise OutriderError("quantize needs a CPU and bfloat16; use device cpu and dtype auto, or leave quantize out")
+    if bits < 16 and types:
+        raise OutriderError(f"the target is quantized already ({', '.join(types)}); leave quantize out")
+    if checkpoint.source is not None and (bits < 16 or kernels == "native"):
+        setting = "quantize" if bits < 16 else "kernels native"
+        raise OutriderError(f"{setting} does not support encoder-decoder models; leave it out")

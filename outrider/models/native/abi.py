@@ -1,0 +1,279 @@
+"""The structures that the kernels take, as declared in the C++ sources.
+
+`check_layout` compares every field with the compiled kernels. A field that one side lacks would let the kernels read
+and write wrong memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NamedTuple
+
+import torch
+
+from outrider.core.types import DrawParams
+from outrider.models.cache.paged import CPool
+
+MAX_HEAD_DIM = 256
+MAX_QUERIES_PER_KEY_HEAD = 48  # kMaxTileRows of attention.h
+
+
+class CLinear(ctypes.Structure):
+    """`Linear` of linear.h."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "minimum", "sub_scale", "sub_minimum")),
+        *((name, ctypes.c_void_p) for name in ("zero", "order", "bias")),
+        *((name, ctypes.c_int32) for name in ("inputs", "outputs", "bits", "group", "offset", "number")),
+    )
+
+
+class CBlockMatrix(ctypes.Structure):
+    """`BlockMatrix` of blocks.cpp: a matrix in GGUF blocks, and where it is written."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("row", "words", "scale", "minimum", "sub_scale", "sub_minimum")),
+        ("dense", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("inputs", "outputs")),
+    )
+
+
+class CLayer(ctypes.Structure):
+    """`Layer` of decoder.cpp: the weights of one decoder layer."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *((name, CLinear) for name in ("qkv", "out", "gate_up", "down", "value", "router")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm")),
+        *((name, ctypes.c_void_p) for name in ("attention_post_norm", "mlp_post_norm", "query_norm", "key_norm")),
+        *((name, ctypes.c_int32) for name in ("window", "wide_norms", "rotary", "top", "normalized")),
+    )
+
+
+class CEntry(ctypes.Structure):
+    """`Entry` of decoder.cpp: how a draft head combines embeddings and hidden states."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *((name, CLinear) for name in ("fuse", "project")),
+        *((name, ctypes.c_void_p) for name in ("last_norm", "tap_norm", "embedding_norm", "state_norm")),
+        *((name, ctypes.c_int32) for name in ("tapped", "tap", "normed")),
+        *((name, ctypes.c_int32) for name in ("embedding_first", "zero_first", "residual_normed", "recycle_normed")),
+    )
+
+
+class CModel(ctypes.Structure):
+    """`Model` of decoder.cpp: sizes, tables and layers. They must live as long as the model is open."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        ("layer", ctypes.POINTER(CLayer)),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("embedding", "norm", "frequency", "rotary_scale", "entry", "id", "pool")
+        ),
+        ("head", CLinear),
+        ("table", CLinear),
+        *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "key_heads", "dim", "ffn")),
+        *((name, ctypes.c_int32) for name in ("threads", "rotaries", "rotary_dim", "gelu")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale", "embedding_scale", "residual_scale")),
+        *((name, ctypes.c_float) for name in ("logit_divisor", "score_cap", "logit_cap")),
+    )
+
+
+class CPass(ctypes.Structure):
+    """`Pass` of decoder.cpp: addresses of the inputs and outputs of one forward pass."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("token", "position", "slot", "entry", "prefix", "tail_begin", "tail")),
+        *((name, ctypes.c_void_p) for name in ("output_columns", "logits", "best")),
+        *((name, ctypes.c_void_p) for name in ("export_layers", "hidden_states", "state")),
+        *((name, ctypes.c_int32) for name in ("needs_fusion", "num_columns", "num_outputs", "num_exports")),
+    )
+
+
+class CChain(ctypes.Structure):
+    """`Chain` of decoder.cpp: chains of draft tokens that the kernels extend."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("slot", "position", "entry", "budget", "weight", "bias", "end_ids")),
+        *((name, ctypes.c_void_p) for name in ("token", "count", "scored", "margin", "accept_prob")),
+        *((name, ctypes.c_void_p) for name in ("min_draft_prob", "params", "uniform", "race_keys", "q", "q_index")),
+        ("min_path_prob", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("batch_size", "depth", "vocab", "num_weights", "num_end_ids")),
+    )
+
+
+class CDistributions(ctypes.Structure):
+    """`Distributions` of rules.cpp."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("probs", "params")),
+        *((name, ctypes.c_int32) for name in ("count", "vocab", "nodes")),
+    )
+
+
+class CVerification(ctypes.Structure):
+    """`Verification` of rules.cpp."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("token", "parent", "kind", "count", "p", "p_index", "q", "q_index")),
+        *((name, ctypes.c_void_p) for name in ("seed", "first", "path", "accepted", "bonus", "logprob")),
+        *((name, ctypes.c_int32) for name in ("batch_size", "nodes", "vocab", "rule")),
+    )
+
+
+class CSuffixDraft(ctypes.Structure):
+    """`SuffixDraft` of suffix.cpp."""
+
+    __slots__ = ()  # so that an unknown name is an error
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("calibration", "continuation", "lengths", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("token", "parent", "kind", "continuations", "prob")),
+        *((name, ctypes.c_int32) for name in ("num_continuations", "matched_outputs", "budget", "count")),
+    )
+
+
+class CSamplingParams(ctypes.Structure):
+    """`SamplingParams` of sampling.h: one row of a tensor of `DrawParams` in float32."""
+
+    __slots__ = ()
+    _fields_ = tuple((name, ctypes.c_float) for name in DrawParams._fields)
+
+
+_STRUCTURES: tuple[type[ctypes.Structure], ...] = (
+    CLinear,
+    CBlockMatrix,
+    CLayer,
+    CPool,
+    CEntry,
+    CModel,
+    CPass,
+    CChain,
+    CSamplingParams,
+    CDistributions,
+    CVerification,
+    CSuffixDraft,
+)
+
+
+def check_layout(code: ctypes.CDLL) -> None:
+    """Compare the names, offsets and sizes of the fields of all structures with those of the compiled kernels.
+
+    Raises:
+        RuntimeError: they differ. The message names the structure, and the first field that differs.
+    """
+    for structure in _STRUCTURES:
+        _compare_layout(structure, code)
+
+
+class Field(NamedTuple):
+    """A field of a structure."""
+
+    name: str
+    offset: int  # bytes
+    size: int  # bytes
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.size} bytes from byte {self.offset})"
+
+
+def _compare_layout(structure: type[ctypes.Structure], code: ctypes.CDLL) -> None:
+    name = structure.__name__.removeprefix("C")
+    c_names = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(code, f"outrider_fields_{name}"))).decode()
+    fields = c_names.split(", ")
+    numbers = (ctypes.c_int32 * (1 + 2 * len(fields))).in_dll(code, f"outrider_layout_{name}")
+    c_layout = [Field(*field) for field in zip(fields, numbers[1::2], numbers[2::2], strict=True)]
+    descriptors = [(field, getattr(structure, field)) for field, *_ in structure._fields_]
+    layout = [Field(field, descriptor.offset, descriptor.size) for field, descriptor in descriptors]
+    if layout == c_layout and ctypes.sizeof(structure) == numbers[0]:
+        return
+    differing = (pair for pair in zip_longest(layout, c_layout, fillvalue="no further field") if pair[0] != pair[1])
+    in_python, in_c = next(differing, (f"{ctypes.sizeof(structure)} bytes", f"{numbers[0]} bytes"))
+    raise RuntimeError(
+        f"the structure {name} differs between Python and C++: {structure.__name__} in {structure.__module__} has"
+        f" {in_python}, and the compiled kernels have {in_c}; make both equal"
+    )
+
+
+def _int_array() -> array[int]:
+    return array("i")
+
+
+@dataclass(slots=True, kw_only=True)
+class Columns:
+    """The tokens of one forward pass. A column is a token of the pass."""
+
+    token: array[int] = field(default_factory=_int_array)
+    position: array[int] = field(default_factory=_int_array)
+    slot: array[int] = field(default_factory=_int_array)
+    entry: array[int] = field(default_factory=_int_array)  # index in the slot where keys and values are written
+    prefix: array[int] = field(default_factory=_int_array)  # leading entries of the slot that the column attends to
+    tail_begin: array[int] = field(default_factory=lambda: array("i", [0]))
+    tail: array[int] = field(default_factory=_int_array)  # further entries that it attends to, for trees
+    output_columns: array[int] = field(default_factory=_int_array)  # columns that need logits
+
+    def add_consecutive(self, tokens: Sequence[int], start: int, slot: int) -> None:
+        """Append consecutive tokens from entry `start` of a slot on. Each attends to all entries before it."""
+        count = len(tokens)
+        self.token.extend(tokens)
+        self.position.extend(range(start, start + count))
+        self.slot.extend([slot] * count)
+        self.entry.extend(range(start, start + count))
+        self.prefix.extend(range(start + 1, start + count + 1))
+        self.tail_begin.extend([len(self.tail)] * count)
+
+    def add(self, token: int, position: int, *, slot: int, entry: int, prefix: int, tail: Sequence[int] = ()) -> None:
+        """Append one column that attends to the first `prefix` entries of the slot and to those in `tail`."""
+        self.token.append(token)
+        self.position.append(position)
+        self.slot.append(slot)
+        self.entry.append(entry)
+        self.prefix.append(prefix)
+        self.tail.extend(tail)
+        self.tail_begin.append(len(self.tail))
+
+    def c_pass(self, output: PassOutput, state: torch.Tensor | None) -> CPass:
+        """Return the structure of a pass with these columns. `state` is the input of a draft head, see `Passes.run`."""
+        if state is not None:
+            assert state.dtype is torch.float32
+            assert state.is_contiguous()
+        return CPass(
+            token=self.token.buffer_info()[0],
+            position=self.position.buffer_info()[0],
+            slot=self.slot.buffer_info()[0],
+            entry=self.entry.buffer_info()[0],
+            prefix=self.prefix.buffer_info()[0],
+            tail_begin=self.tail_begin.buffer_info()[0],
+            tail=self.tail.buffer_info()[0],
+            output_columns=self.output_columns.buffer_info()[0],
+            logits=output.logits,
+            best=output.best,
+            export_layers=output.layers.buffer_info()[0],
+            hidden_states=output.hidden_states,
+            state=0 if state is None else state.data_ptr(),
+            needs_fusion=state is not None and state.dim() == 3,  # states of several layers, which the kernels fuse
+            num_columns=len(self.token),
+            num_outputs=len(self.output_columns),
+            num_exports=len(output.layers),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class PassOutput:
+    """Addresses that a pass writes to. 0 means that an output is not needed."""
+
+    logits: int = 0
+    best: int = 0
+    layers: array[int] = field(default_factory=_int_array)  # layers whose outputs are exported
+    hidden_states: int = 0

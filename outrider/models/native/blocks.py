@@ -1,0 +1,256 @@
+"""Pack quantized weights for the kernels, without loss: the blocks of GGUF files, and integers with scales of groups.
+
+A block type becomes integers of 8 or 4 bits with a scale, and for some types a minimum, for each group of 32 or 16
+inputs: weight = (integer - offset) * scale + minimum. In types of two levels, scale and minimum are a half float of 256
+inputs times a small integer of the group. The kernels read the blocks where they are, in the mapped file (blocks.cpp).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional
+
+from outrider.models.native.abi import CBlockMatrix, CLinear
+from outrider.models.native.library import load_library
+from outrider.models.native.pack import GROUP, PANEL, Arena, address, from_panels, integers, to_panels
+from outrider.models.torch.gguf_linear import BlockWeight
+from outrider.models.torch.group_weight import Groups, GroupWeight, can_join, join, pack_integers
+
+_BYTE = torch.iinfo(torch.int8)
+_SUPER_BLOCK = 256  # inputs that share the half floats of a type of two levels
+
+
+_NUMBERS: Mapping[torch.dtype, int] = MappingProxyType(  # `Number` of linear.h
+    {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+)
+
+
+class _Format(NamedTuple):
+    """What the blocks of a type become, as in blocks.cpp."""
+
+    bits: int
+    group: int
+    offset: int
+    has_minimum: bool = False
+    two_levels: bool = False
+
+
+_FORMATS: Mapping[str, _Format] = MappingProxyType(
+    {
+        "Q8_0": _Format(8, 32, 128),
+        "Q4_0": _Format(4, 32, 8),
+        "Q4_1": _Format(4, 32, 0, has_minimum=True),
+        "Q5_0": _Format(8, 32, 16),
+        "Q5_1": _Format(8, 32, 0, has_minimum=True),
+        "Q4_K": _Format(4, 32, 0, has_minimum=True, two_levels=True),
+        "Q5_K": _Format(8, 32, 0, has_minimum=True, two_levels=True),
+        "Q6_K": _Format(8, 16, 32, two_levels=True),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBlocks:
+    """A matrix of GGUF blocks, or of integers with scales of groups, in panels of 32 outputs."""
+
+    words: torch.Tensor  # [outputs / 32, inputs * bits / 32, 32] int32
+    scale: torch.Tensor  # [outputs / 32, groups or super-blocks, 32] float16, or bfloat16 or float32
+    minimum: torch.Tensor | None  # the same
+    sub_scale: torch.Tensor | None  # [outputs / 32, groups, 32] int8
+    sub_minimum: torch.Tensor | None  # the same
+    bias: torch.Tensor | None  # [outputs] float32
+    shape: tuple[int, int]  # without padding
+    bits: int
+    group: int
+    offset: int
+    zero: torch.Tensor | None = None  # [outputs / 32, groups, 32] int8, added to the offset
+    order: torch.Tensor | None = None  # [inputs] int32, the input of each column; None: they are in order
+
+    @property
+    def nbytes(self) -> int:
+        parts = (getattr(self, field.name) for field in fields(self))
+        return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+
+    def c(self) -> CLinear:
+        """Return the structure of the kernels. It holds addresses only, so this object must outlive it."""
+        return CLinear(
+            weight=self.words.data_ptr(),
+            scale=self.scale.data_ptr(),
+            minimum=address(self.minimum),
+            sub_scale=address(self.sub_scale),
+            sub_minimum=address(self.sub_minimum),
+            zero=address(self.zero),
+            order=address(self.order),
+            bias=address(self.bias),
+            inputs=self.words.shape[1] * 32 // self.bits,
+            outputs=self.shape[0],
+            bits=self.bits,
+            group=self.group,
+            offset=self.offset,
+            number=_NUMBERS[self.scale.dtype],
+        )
+
+    def unpack(self) -> torch.Tensor:
+        """Return the weight [outputs, inputs] in float32, exactly."""
+        outputs, inputs = self.shape
+        shifted = integers(self.words, self.bits).float() - self.offset
+        if self.zero is not None:
+            shifted -= self._by_input(self.zero, None)
+        weight = shifted * self._by_input(self.scale, self.sub_scale)
+        if self.minimum is not None:
+            weight += self._by_input(self.minimum, self.sub_minimum)
+        weight = weight[:outputs, :inputs]
+        return weight if self.order is None else weight[:, self.order.argsort()]
+
+    def _by_input(self, value: torch.Tensor, sub_value: torch.Tensor | None) -> torch.Tensor:
+        """Return scales or minima [padded outputs, padded inputs] in float32."""
+        wide = from_panels(value).float()
+        if sub_value is None:
+            return wide.repeat_interleave(self.group, 1)
+        by_group = wide.repeat_interleave(_SUPER_BLOCK // self.group, 1) * from_panels(sub_value).float()
+        return by_group.repeat_interleave(self.group, 1)
+
+
+def can_pack(kind: str) -> bool:
+    """Return whether the kernels multiply a GGUF type, such as "Q4_K", as it is."""
+    return kind in _FORMATS
+
+
+def can_pack_together(parts: Sequence[BlockWeight]) -> bool:
+    """Return whether the kernels multiply matrices, one above the other, as they are."""
+    if all(isinstance(part, GroupWeight) for part in parts):
+        return can_join([part for part in parts if isinstance(part, GroupWeight)])
+    return len({part.kind for part in parts}) == 1 and can_pack(parts[0].kind)
+
+
+def pack_blocks(
+    parts: Sequence[BlockWeight],
+    bias: torch.Tensor | None = None,
+    *,
+    order: torch.Tensor | None = None,
+    arena: Arena | None = None,
+) -> PackedBlocks:
+    """Pack matrices that `can_pack_together` accepts, one above the other.
+
+    Args:
+        parts: the matrices.
+        bias: [outputs] of all of them, or None.
+        order: [outputs] the row of each output, if they are in another order.
+        arena: the memory of the result; None: an arena of its own.
+    """
+    arena = arena or Arena()
+    groups_of = [part for part in parts if isinstance(part, GroupWeight)]
+    if groups_of:
+        return _pack_groups(join(groups_of), bias, order=order, arena=arena)
+    inputs = parts[0].shape[1]
+    form = _FORMATS[parts[0].kind]
+    addresses = np.concatenate([part.addresses() for part in parts])
+    if order is not None:
+        addresses = addresses[order.numpy()]
+    panels = -(-len(addresses) // PANEL)
+    padded = -(-inputs // GROUP) * GROUP
+    groups = padded // form.group
+    scales = padded // _SUPER_BLOCK if form.two_levels else groups
+
+    def zeros(count: int, dtype: torch.dtype, *, wanted: bool = True) -> torch.Tensor | None:
+        return arena.zeros((panels, count, PANEL), dtype) if wanted else None
+
+    words = arena.zeros((panels, padded * form.bits // 32, PANEL), torch.int32)
+    scale = arena.zeros((panels, scales, PANEL), torch.float16)
+    packed = PackedBlocks(
+        words=words,
+        scale=scale,
+        minimum=zeros(scales, torch.float16, wanted=form.has_minimum),
+        sub_scale=zeros(groups, torch.int8, wanted=form.two_levels),
+        sub_minimum=zeros(groups, torch.int8, wanted=form.two_levels and form.has_minimum),
+        bias=None if bias is None else bias.float().contiguous(),
+        shape=(len(addresses), inputs),
+        bits=form.bits,
+        group=form.group,
+        offset=form.offset,
+    )
+    matrix = CBlockMatrix(
+        row=addresses.ctypes.data,
+        words=words.data_ptr(),
+        scale=scale.data_ptr(),
+        minimum=address(packed.minimum),
+        sub_scale=address(packed.sub_scale),
+        sub_minimum=address(packed.sub_minimum),
+        inputs=inputs,
+        outputs=len(addresses),
+    )
+    load_library().code.outrider_pack_blocks(parts[0].kind.encode(), ctypes.byref(matrix))
+    for part in parts:
+        part.release()
+    return packed
+
+
+def _pack_groups(
+    weight: Groups, bias: torch.Tensor | None, *, order: torch.Tensor | None, arena: Arena
+) -> PackedBlocks:
+    """Pack integers with scales of groups. The arguments are those of `pack_blocks`.
+
+    A group of the kernels is a part of a group of the matrix, and has the same scale.
+    """
+    layout = weight.layout
+    inputs, bits, group = layout.inputs, layout.bits, layout.packed_group
+    rows = torch.arange(layout.outputs) if order is None else order
+    panels = -(-layout.outputs // PANEL)
+    padded = -(-inputs // GROUP) * GROUP
+    columns = layout.column_order()
+    words = weight.words if columns is None else pack_integers(weight.values()[:, columns], bits)
+    words = words.contiguous()
+    addresses = (words.data_ptr() + rows.numpy() * words.stride(0) * words.itemsize).astype(np.uint64)
+    packed = arena.zeros((panels, padded * bits // 32, PANEL), torch.int32)
+    matrix = CBlockMatrix(row=addresses.ctypes.data, words=packed.data_ptr(), inputs=inputs, outputs=len(addresses))
+    load_library().code.outrider_pack_integers(ctypes.byref(matrix), bits)
+    offset = layout.middle
+    zero = weight.zero
+    if zero is not None:
+        offset += int(zero.max() - offset > _BYTE.max)  # so that zero points up to 256 fit
+        zero = (zero - offset).to(torch.int8)
+
+    def by_group(numbers: torch.Tensor) -> torch.Tensor:
+        wide = numbers[rows].repeat_interleave(-(-layout.group // group), 1)[:, : padded // group]
+        missing = (0, padded // group - wide.shape[1], 0, panels * PANEL - layout.outputs)
+        return arena.keep(to_panels(functional.pad(wide, missing)))
+
+    return PackedBlocks(
+        words=packed,
+        scale=by_group(weight.scale),
+        minimum=None,
+        sub_scale=None,
+        sub_minimum=None,
+        bias=None if bias is None else bias.float().contiguous(),
+        shape=(layout.outputs, inputs),
+        bits=bits,
+        group=group,
+        offset=offset,
+        zero=None if zero is None else by_group(zero),
+        order=None if columns is None else columns.to(torch.int32),
+    )
+
+
+def dequantize_blocks(kind: str, addresses: NDArray[np.uint64], columns: int) -> torch.Tensor | None:
+    """Return rows of blocks [R, columns] in float32, exactly; None: the kernels do not know the type.
+
+    Args:
+        kind: the type.
+        addresses: [R] of the rows.
+        columns: values of a row.
+    """
+    if not can_pack(kind):
+        return None
+    addresses = np.ascontiguousarray(addresses)
+    dense = torch.empty(len(addresses), columns)
+    matrix = CBlockMatrix(row=addresses.ctypes.data, dense=dense.data_ptr(), inputs=columns, outputs=len(addresses))
+    load_library().code.outrider_dequantize(kind.encode(), ctypes.byref(matrix))
+    return dense

@@ -1,0 +1,400 @@
+// Attention over the KV cache, for one tile of columns and one key head at a time.
+//
+// The entries of a slot are stored in blocks. A block table lists the blocks in the order of the sequence. A column
+// attends to the first `prefix` entries of its slot and then to the entries in its tail. The kernel processes the
+// entries in this order, one block length at a time. A draft token in a tree therefore has bit for bit the same sums as
+// the same token in a chain or in the committed text, wherever its blocks are.
+//
+// Within a block, keys and values are stored in the order of the multiplications. Keys are grouped by sixteen entries,
+// one entry per lane: [kBlock / 16][dim / kPerWord][16] words. The scores of sixteen entries are then in one vector.
+// Values are grouped by words of neighboring entries: [kBlock / kPerWord][dim] words. bfloat16 values are then weighted
+// in pairs.
+//
+// The matrix units (AMX) multiply whole blocks of a bfloat16 cache, if the processor has them. A block is whole for a
+// column that attends to all of its entries. This depends on the column alone, so its sums have the same order in every
+// pass.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "matrix.h"
+#include "simd.h"
+
+namespace outrider {
+
+// Maximum rows of a tile: columns times the query heads that share a key head. MAX_QUERIES_PER_KEY_HEAD in abi.py.
+constexpr int kMaxTileRows = 48;
+constexpr int kBlock = 64;  // entries of a block, as in models/cache/paged.py
+constexpr int kGroups = kBlock / kLanes;
+// Registers of scores that are summed together, and registers of outputs that are summed together. More do not fit.
+constexpr int kScoreRegs = kRegLanes == kLanes ? 2 : 1;
+constexpr int kOutputRegs = 2 * kScoreRegs;
+
+// The entries that each column of a pass attends to.
+struct Columns {
+  const int32_t* position;
+  const int32_t* prefix;      // number of leading entries of the slot
+  const int32_t* tail_begin;  // [columns + 1] into `tail`
+  const int32_t* tail;        // further entries of the slot, in order of depth
+};
+
+struct Heads {
+  int query, key, dim;
+  float scale;
+  float cap;   // scores are limited to -cap .. cap; 0: no limit
+  int window;  // maximum entries that a column attends to, including itself; 0: no limit
+
+  FloatReg score(FloatReg product) const { return cap ? capped(product * scale, cap) : product * scale; }
+};
+
+// Columns first .. last - 1, all of one slot.
+struct Tile {
+  int first, last;
+};
+
+// Elements of a 32-bit word. Products are computed word by word.
+template <class Element>
+constexpr int kPerWord = 4 / sizeof(Element);
+
+// The keys and values of one slot in one layer. Elements are bfloat16, or float in a float32 model.
+template <class Element>
+struct Entries {
+  Element* first;        // key head 0 of block 0
+  const int32_t* table;  // block table of the slot
+  int64_t stride;        // elements from one block to the next
+  int dim;
+
+  static constexpr int kEach = kPerWord<Element>;
+
+  // Return the keys of a head in the block that holds `entry`. The values of the head follow them.
+  Element* keys(uint32_t entry, int head) const {
+    return first + table[entry / kBlock] * stride + int64_t(2 * head) * kBlock * dim;
+  }
+  Element* values(uint32_t entry, int head) const { return keys(entry, head) + kBlock * dim; }
+
+  // Element i of the key of an entry is key(entry, head)[key_offset(i)]. The same holds for values.
+  Element* key(uint32_t entry, int head) const { return keys(entry, head) + key_start(entry % kBlock); }
+  Element* value(uint32_t entry, int head) const { return values(entry, head) + value_start(entry % kBlock); }
+  int key_start(int j) const { return j / kLanes * dim * kLanes + j % kLanes * kEach; }
+  int value_start(int j) const { return j / kEach * dim * kEach + j % kEach; }
+  static int key_offset(int i) { return i / kEach * kLanes * kEach + i % kEach; }
+  static int value_offset(int i) { return i * kEach; }
+};
+
+// A query row that attends to the entries low .. count - 1 of a block.
+template <class Element>
+struct QueryRow {
+  const Element* query;  // [dim]
+  int row, low, count;
+};
+
+// The block that rows attend to, and the addresses to prefetch; null: nothing to prefetch.
+template <class Element>
+struct Block {
+  const Element *keys, *values, *next_values, *next_keys;
+};
+
+// Buffers of one thread.
+template <class Element>
+struct Scratch {
+  std::vector<float> sums;                           // [rows][dim] weighted values
+  std::vector<Element> keys, values;                 // a block of gathered entries
+  std::vector<Element> queries;                      // [rows][dim]
+  std::vector<QueryRow<Element>> in_place, gathered;  // rows that read a block of the cache; rows with gathered entries
+  float max[kMaxTileRows];                           // largest score of each row
+  float mass[kMaxTileRows * kLanes];                 // sum of weights of each row
+  explicit Scratch(int dim)
+      : sums(kMaxTileRows * dim), keys(kBlock * dim), values(kBlock * dim), queries(kMaxTileRows * dim) {}
+};
+
+template <class Element>
+inline IntReg load_words(const Element* from) {
+  IntReg out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+
+// Prefetch one cache line. The processor cannot predict where the next block is. Prefetches are spread over the
+// arithmetic, since a burst of them would not arrive earlier.
+template <class Element>
+inline void prefetch(const Element* from) {
+  __builtin_prefetch(from);
+}
+
+template <class Element>
+inline IntReg broadcast_word(const Element* from) {
+  int32_t word;
+  std::memcpy(&word, from, sizeof word);
+  return IntReg{} + word;
+}
+
+// Copy `count` of the entries that a column attends to, from number `begin` on, into one block. Whole groups of the
+// prefix are copied first.
+template <class Element>
+inline void gather_entries(const Entries<Element>& from, int head, const Columns& columns, int column, int begin,
+                           int count, Scratch<Element>& s) {
+  const int dim = from.dim;
+  const int prefix = columns.prefix[column] - begin;
+  const int copied = std::max(0, std::min(prefix, count)) / kLanes * kLanes;
+  if (copied) {
+    std::memcpy(s.keys.data(), from.keys(begin, head), sizeof(Element) * copied * dim);
+    std::memcpy(s.values.data(), from.values(begin, head), sizeof(Element) * copied * dim);
+  }
+  for (int j = copied; j < count; j++) {
+    const uint32_t entry = j < prefix ? begin + j : columns.tail[columns.tail_begin[column] + j - prefix];
+    const Element* key = from.key(entry, head);
+    const Element* value = from.value(entry, head);
+    Element* to_key = &s.keys[from.key_start(j)];
+    Element* to_value = &s.values[from.value_start(j)];
+    for (int i = 0; i < dim; i += kPerWord<Element>)
+      std::memcpy(to_key + from.key_offset(i), key + from.key_offset(i), 4);
+    for (int i = 0; i < dim; i++) to_value[from.value_offset(i)] = value[from.value_offset(i)];
+  }
+}
+
+// scores[i][j] = product of the query of row i with key j of the block.
+template <int R, class Element>
+inline void compute_scores(const QueryRow<Element>* rows, const Block<Element>& block, int groups, int dim,
+                           float (&scores)[R][kBlock]) {
+  constexpr int each = kPerWord<Element>;
+  constexpr int regs_per_group = kLanes / kRegLanes;
+  constexpr int groups_per_step = std::max(kScoreRegs / regs_per_group, 1);
+  for (int p = 0; p < groups * regs_per_group; p += kScoreRegs) {
+    // Two independent sums, so that a product does not wait for the one before it.
+    FloatReg even[R][kScoreRegs] = {};
+    FloatReg odd[R][kScoreRegs] = {};
+    const size_t begin = size_t(p / regs_per_group) * dim * kLanes;
+    const Element* from = block.keys + begin + p % regs_per_group * kRegLanes * each;
+    const Element* ahead = block.next_values && p % regs_per_group == 0 ? block.next_values + begin : nullptr;
+    for (int d = 0; d < dim; d += 2 * each) {
+      for (int a = 0; ahead && a < 2 * groups_per_step; a++)
+        prefetch(ahead + (d * groups_per_step + a * each) * kLanes);
+      IntReg even_keys[kScoreRegs];
+      IntReg odd_keys[kScoreRegs];
+      for (int a = 0; a < kScoreRegs; a++) {
+        even_keys[a] = load_words(from + (a * dim + d) * kLanes);
+        odd_keys[a] = load_words(from + (a * dim + d + each) * kLanes);
+      }
+      for (int i = 0; i < R; i++) {
+        const IntReg even_query = broadcast_word(rows[i].query + d);
+        const IntReg odd_query = broadcast_word(rows[i].query + d + each);
+        for (int a = 0; a < kScoreRegs; a++) {
+          even[i][a] = dot_words<Element>(even[i][a], even_keys[a], even_query);
+          odd[i][a] = dot_words<Element>(odd[i][a], odd_keys[a], odd_query);
+        }
+      }
+    }
+    for (int i = 0; i < R; i++)
+      for (int a = 0; a < kScoreRegs; a++)
+        store(scores[i] + (p + a) * kRegLanes, even[i][a] + odd[i][a]);
+  }
+}
+
+// sums = sums * rescale + weights * values of `count` entries, for Width registers of each of R rows.
+template <int R, int Width, class Element>
+inline void add_values(const QueryRow<Element>* rows, const Element (&weight)[R][kBlock], const float (&rescale)[R],
+                       const Block<Element>& block, int count, int d, int dim, Scratch<Element>& s) {
+  constexpr int each = kPerWord<Element>;
+  FloatReg total[R][Width];
+  for (int i = 0; i < R; i++)
+    for (int v = 0; v < Width; v++)
+      total[i][v] = load_reg(&s.sums[rows[i].row * dim + d + v * kRegLanes]) * rescale[i];
+  const auto add = [&](int j, int32_t mask) {
+    IntReg value[Width];
+    for (int v = 0; v < Width; v++) value[v] = load_words(block.values + j * dim + (d + v * kRegLanes) * each) & mask;
+    for (int i = 0; i < R; i++) {
+      const IntReg weights = broadcast_word(weight[i] + j);
+      for (int v = 0; v < Width; v++) total[i][v] = dot_words<Element>(total[i][v], value[v], weights);
+    }
+  };
+  int j = 0;
+  for (; j + each <= count; j += each) {
+    for (int v = 0; block.next_keys && v < Width; v++) prefetch(block.next_keys + j * dim + (d + v * kRegLanes) * each);
+    add(j, -1);
+  }
+  if (j < count) add(j, 0xffff);  // the second element of the pair is unused memory and may be NaN
+  for (int i = 0; i < R; i++)
+    for (int v = 0; v < Width; v++) store(&s.sums[rows[i].row * dim + d + v * kRegLanes], total[i][v]);
+}
+
+// Compute the weights of a block for one row by online softmax (Milakov and Gimelshein 2018, algorithm 3). Scores of the
+// entries low .. count - 1 are used; others have weight 0, exactly. `scores` holds the products of whole groups, and is
+// changed. `max` and `mass` are those of the row. Weights are rounded to the type of the values, and `mass` sums the
+// rounded weights. Return the factor of the sums so far.
+template <class Element>
+inline float compute_weights(const Heads& heads, int low, int count, float* scores, float& max, float* mass,
+                             Element* weight) {
+  const int size = (count + kLanes - 1) / kLanes * kLanes;
+  const FloatReg masked = FloatReg{} - INFINITY;
+  float largest_scores[kLanes];
+  store(largest_scores, broadcast(-INFINITY));
+  for (int j = 0; j < size; j += kRegLanes) {
+    const IntReg at = reg_lanes() + j;
+    const auto visible = (at >= low) & (at < count);
+    const FloatReg score = visible ? heads.score(load_reg(scores + j)) : masked;
+    store(scores + j, score);
+    float* most = largest_scores + j % kLanes;
+    store(most, maximum(load_reg(most), score));
+  }
+  const float old_max = max;
+  const float new_max = largest(load(largest_scores));
+  max = new_max > old_max ? new_max : old_max;
+  const float rescale = old_max == max ? 1.0f : exponential(FloatReg{} + (old_max - max))[0];
+  for (int lane = 0; lane < kLanes; lane += kRegLanes) {
+    FloatReg sum = load_reg(mass + lane) * rescale;
+    for (int j = lane; j < size; j += kLanes) sum += store_rounded(weight + j, exponential(load_reg(scores + j) - max));
+    store(mass + lane, sum);
+  }
+  return rescale;
+}
+
+// Update R rows with one block.
+template <int R, class Element>
+inline void attend_block(const QueryRow<Element>* rows, const Heads& heads, const Block<Element>& block,
+                         Scratch<Element>& s) {
+  const int dim = heads.dim;
+  int count = 0;
+  for (int i = 0; i < R; i++) count = std::max(count, rows[i].count);
+  const int groups = (count + kLanes - 1) / kLanes;
+  float scores[R][kBlock];
+  compute_scores<R>(rows, block, groups, dim, scores);
+  float rescale[R];
+  Element weight[R][kBlock] = {};  // a row may attend to fewer groups than another one
+  for (int i = 0; i < R; i++) {
+    const int row = rows[i].row;
+    rescale[i] = compute_weights(heads, rows[i].low, rows[i].count, scores[i], s.max[row], &s.mass[row * kLanes],
+                                 weight[i]);
+  }
+  int d = 0;
+  for (; d + kOutputRegs * kRegLanes <= dim; d += kOutputRegs * kRegLanes)
+    add_values<R, kOutputRegs>(rows, weight, rescale, block, count, d, dim, s);
+  for (; d < dim; d += kRegLanes) add_values<R, 1>(rows, weight, rescale, block, count, d, dim, s);
+}
+
+// Update all `rows` with one block, four rows at a time, and clear `rows`.
+template <class Element>
+inline void attend_rows(std::vector<QueryRow<Element>>& rows, const Heads& heads, Block<Element> block,
+                        Scratch<Element>& s) {
+  const QueryRow<Element>* row = rows.data();
+  const QueryRow<Element>* end = row + rows.size();
+  for (; row + 4 <= end; row += 4) {
+    attend_block<4>(row, heads, block, s);
+    block.next_values = block.next_keys = nullptr;  // already prefetched
+  }
+  if (end - row == 3) attend_block<3>(row, heads, block, s);
+  if (end - row == 2) attend_block<2>(row, heads, block, s);
+  if (end - row == 1) attend_block<1>(row, heads, block, s);
+  rows.clear();
+}
+
+// Return whether the matrix units attend to whole blocks.
+template <class Element>
+inline bool uses_matrix_units(int dim) {
+  return sizeof(Element) == 2 && dim % (2 * kLanes) == 0 && has_matrix_units();
+}
+
+// Update rows first .. end - 1 with a whole block on the matrix units, as `attend_block` does. The values follow the
+// keys. `next` is the block to prefetch, or null.
+template <class Element>
+inline void attend_whole_block(MatrixUnits& units, int first, int end, const Heads& heads, const Element* keys,
+                               const Element* values, const Element* next, Scratch<Element>& s) {
+  const int dim = heads.dim;
+  const size_t row_bytes = sizeof(Element) * dim;
+  const int lines = next ? int(2 * kBlock * row_bytes / 64) : 0;  // cache lines of the next block
+  int prefetched = 0;
+  alignas(64) float scores[kMatrixBlock][kBlock];
+  alignas(64) Element weight[kMatrixBlock][kBlock];
+  for (int r = first; r < end; r += kMatrixBlock) {
+    const int rows = std::min(kMatrixBlock, end - r);
+    units.configure(rows);
+    for (int g = 0; g < kGroups; g += 2)
+      multiply_block<false>(keys + g * dim * kLanes, keys + (g + 1) * dim * kLanes, 4 * kLanes,
+                            &s.queries[size_t(r) * dim], row_bytes, rows, dim / 2, &scores[0][g * kLanes],
+                            sizeof scores[0]);
+    for (int i = 0; i < rows; i++) {
+      for (const int ahead = lines * (r - first + i + 1) / (end - first); prefetched < ahead; prefetched++)
+        prefetch(reinterpret_cast<const char*>(next) + 64 * prefetched);
+      const float rescale = compute_weights(heads, 0, kBlock, scores[i], s.max[r + i], &s.mass[(r + i) * kLanes],
+                                            weight[i]);
+      float* sums = &s.sums[size_t(r + i) * dim];
+      for (int d = 0; rescale != 1.0f && d < dim; d += kLanes) store(sums + d, load(sums + d) * rescale);
+    }
+    for (int d = 0; d < dim; d += 2 * kLanes)
+      multiply_block<true>(values + 2 * d, values + 2 * (d + kLanes), 2 * row_bytes, weight, sizeof weight[0], rows,
+                           kBlock / 2, &s.sums[size_t(r) * dim + d], 4 * size_t(dim));
+  }
+}
+
+// Write the attention outputs of a tile for the query heads that share key head `head`. `query` and `out` are
+// [columns][query heads * dim].
+template <class Element>
+inline void attend(const Columns& columns, const Tile& tile, int head, const Heads& heads,
+                   const Entries<Element>& entries, const Element* query, float* out, Scratch<Element>& s) {
+  const int sharing = heads.query / heads.key;
+  const int width = heads.query * heads.dim;
+  const int rows = (tile.last - tile.first) * sharing;
+  std::fill(s.max, s.max + rows, -INFINITY);
+  std::fill(s.mass, s.mass + rows * kLanes, 0.0f);
+  std::fill(s.sums.begin(), s.sums.begin() + size_t(rows) * heads.dim, 0.0f);
+  const bool uses_matrix = uses_matrix_units<Element>(heads.dim);
+  MatrixUnits units;
+  if (uses_matrix)
+    for (int c = tile.first; c < tile.last; c++)
+      std::memcpy(&s.queries[size_t(c - tile.first) * sharing * heads.dim],
+                  query + size_t(c) * width + size_t(head) * sharing * heads.dim,
+                  sizeof(Element) * sharing * heads.dim);
+  int end = 0;
+  for (int c = tile.first; c < tile.last; c++)
+    end = std::max(end, columns.prefix[c] + columns.tail_begin[c + 1] - columns.tail_begin[c]);
+  for (int begin = 0; begin < end; begin += kBlock) {
+    int whole_begin = 0;  // rows for which this block of the cache is whole
+    int whole_end = 0;
+    const Element* next_keys = begin + kBlock < end ? entries.keys(begin + kBlock, head) : nullptr;
+    const auto attend_whole = [&] {
+      if (whole_begin < whole_end)
+        attend_whole_block(units, whole_begin, whole_end, heads, entries.keys(begin, head), entries.values(begin, head),
+                           next_keys, s);
+    };
+    for (int c = tile.first; c < tile.last; c++) {
+      const int tail = columns.tail_begin[c + 1] - columns.tail_begin[c];
+      const int prefix = columns.prefix[c];
+      const int count = std::min(kBlock, prefix + tail - begin);
+      const int low = heads.window ? std::max(0, columns.position[c] + 1 - heads.window - begin) : 0;
+      if (low >= count) continue;
+      const int row = (c - tile.first) * sharing;
+      if (uses_matrix && count == kBlock && !low) {
+        if (prefix < begin + kBlock) {
+          gather_entries(entries, head, columns, c, begin, count, s);
+          attend_whole_block<Element>(units, row, row + sharing, heads, s.keys.data(), s.values.data(), nullptr, s);
+          continue;
+        }
+        if (row != whole_end) {
+          attend_whole();
+          whole_begin = row;
+        }
+        whole_end = row + sharing;
+        continue;
+      }
+      const Element* queries = query + size_t(c) * width + size_t(head) * sharing * heads.dim;
+      auto& query_rows = prefix < begin + count ? s.gathered : s.in_place;
+      for (int g = 0; g < sharing; g++)
+        query_rows.push_back({queries + g * heads.dim, row + g, low, count});
+      if (s.gathered.empty()) continue;
+      gather_entries(entries, head, columns, c, begin, count, s);
+      attend_rows(s.gathered, heads, {s.keys.data(), s.values.data(), nullptr, nullptr}, s);
+    }
+    attend_whole();
+    if (s.in_place.empty()) continue;
+    const Element* keys = entries.keys(begin, head);
+    const Element* values = entries.values(begin, head);
+    attend_rows(s.in_place, heads, {keys, values, values, next_keys}, s);
+  }
+  for (int r = 0; r < rows; r++) {
+    float* to = out + size_t(tile.first + r / sharing) * width + size_t(head * sharing + r % sharing) * heads.dim;
+    const float mass = sum(load(&s.mass[r * kLanes]));
+    for (int d = 0; d < heads.dim; d += kLanes) store(to + d, load(&s.sums[size_t(r) * heads.dim + d]) / mass);
+  }
+}
+
+}  // namespace outrider

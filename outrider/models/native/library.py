@@ -1,0 +1,173 @@
+"""Compile the C++ sources of this folder into a library, once per machine, and load it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from outrider.errors import UnsupportedModel
+from outrider.models.native.abi import check_layout
+from outrider.runtime.compiler import install_command
+
+_log = logging.getLogger("outrider")
+_SOURCE_FOLDER = Path(__file__).parent / "csrc"
+_UNITS = ("decoder.cpp", "rules.cpp", "suffix.cpp", "blocks.cpp")
+_HEADERS = (
+    "layout.h",
+    "simd.h",
+    "matrix.h",
+    "sampling.h",
+    "places.h",
+    "threads.h",
+    "team_size.h",
+    "linear.h",
+    "experts.h",
+    "attention.h",
+)
+_SOURCES = (*_UNITS, *_HEADERS)
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+_TIMEOUT = 600  # seconds for one call of the compiler
+
+
+class MissingKernels(UnsupportedModel):
+    """The kernels cannot be compiled or loaded on this system. The message says why, and how to change it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """The compiled kernels."""
+
+    code: ctypes.CDLL
+    compile_seconds: float  # 0 if an earlier run has compiled them
+
+
+@cache
+def load_library() -> Library:
+    """Load the kernels. Compile them first if no earlier run has.
+
+    Raises:
+        MissingKernels: there is no compiler, the compiler fails, or the cache folder cannot be written.
+    """
+    compiler = find_compiler()
+    path = cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
+    try:
+        seconds = 0.0 if path.is_file() else _compile(compiler, path)
+    except OSError as error:
+        raise MissingKernels(
+            f"the folder of the compiled kernels, {path.parent}, cannot be written ({error}); set XDG_CACHE_HOME to a"
+            " writable folder"
+        ) from error
+    try:
+        # The OpenMP symbols are not linked, so they resolve to torch's. Two thread teams would compete for the cores.
+        code = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise MissingKernels(f"the compiled kernels in {path} do not load ({error}); delete that file") from error
+    check_layout(code)
+    _declare_functions(code)
+    return Library(code=code, compile_seconds=seconds)
+
+
+def _declare_functions(code: ctypes.CDLL) -> None:
+    """Declare the argument and return types of all functions."""
+    pointer = ctypes.c_void_p
+    code.outrider_open.argtypes = (pointer,)
+    code.outrider_open.restype = pointer
+    code.outrider_close.argtypes = (pointer,)
+    code.outrider_close.restype = None
+    code.outrider_run.argtypes = (pointer, pointer)
+    code.outrider_run.restype = None
+    code.outrider_draft_chains.argtypes = (pointer, pointer, pointer)
+    code.outrider_draft_chains.restype = None
+    code.outrider_touched_experts.argtypes = (pointer,)
+    code.outrider_touched_experts.restype = ctypes.c_int64
+    code.outrider_copy_choices.argtypes = (pointer, pointer)
+    code.outrider_copy_choices.restype = None
+    code.outrider_verify.argtypes = (pointer,)
+    code.outrider_verify.restype = None
+    code.outrider_target_probs.argtypes = (pointer,)
+    code.outrider_target_probs.restype = None
+    code.outrider_pack_blocks.argtypes = (ctypes.c_char_p, pointer)
+    code.outrider_pack_blocks.restype = None
+    code.outrider_pack_integers.argtypes = (pointer, ctypes.c_int)
+    code.outrider_pack_integers.restype = None
+    code.outrider_dequantize.argtypes = (ctypes.c_char_p, pointer)
+    code.outrider_dequantize.restype = None
+    code.outrider_suffix_open.argtypes = ()
+    code.outrider_suffix_open.restype = pointer
+    code.outrider_suffix_close.argtypes = (pointer,)
+    code.outrider_suffix_close.restype = None
+    code.outrider_suffix_extend.argtypes = (pointer, pointer, ctypes.c_int32)
+    code.outrider_suffix_extend.restype = None
+    code.outrider_suffix_bytes.argtypes = (pointer,)
+    code.outrider_suffix_bytes.restype = ctypes.c_int64
+    code.outrider_suffix_draft.argtypes = (pointer, pointer)
+    code.outrider_suffix_draft.restype = None
+
+
+def find_compiler() -> str:
+    """Return the path of the C++ compiler: `CXX` if it is set, else g++ or clang++."""
+    name = os.environ.get("CXX")
+    path = shutil.which(name) if name else shutil.which("g++") or shutil.which("clang++")
+    if path and sys.platform != "win32":
+        return path
+    if name:
+        raise MissingKernels(f"the C++ compiler {name}, which CXX names, was not found; name another, or unset CXX")
+    command = install_command()
+    advice = f"install one: {command}" if command else "install one"
+    raise MissingKernels(f"no C++ compiler was found (g++ or clang++); {advice}")
+
+
+def _compile(compiler: str, path: Path) -> float:
+    """Compile the kernels to `path`. Return the time in seconds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    start = perf_counter()
+    link_flags = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        _log.warning("compiling the CPU kernels, once per machine; this takes about ten seconds")
+        objects = [str(Path(folder) / f"{unit}.o") for unit in _UNITS]
+        for unit, output in zip(_UNITS, objects, strict=True):
+            _run_compiler(compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", output)
+        library = Path(folder) / "kernels.so"
+        _run_compiler(compiler, "-shared", *link_flags, *objects, "-o", str(library))
+        # An atomic move, since other processes may compile at the same time.
+        os.replace(library, path)
+    return perf_counter() - start
+
+
+def _run_compiler(*command: str) -> None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MissingKernels(f"the C++ compiler does not run ({error}); name another in CXX") from error
+    if result.returncode:
+        message = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-200:])
+        raise MissingKernels(f"{command[0]} cannot compile the kernels ({message.strip()}); name another in CXX")
+
+
+def _fingerprint(compiler: str) -> str:
+    """Return a hash of everything that the compiled library depends on, including the processor."""
+    digest = hashlib.sha256("\n".join((compiler, *_FLAGS, platform.machine(), torch.__version__)).encode())
+    digest.update(torch.backends.cpu.get_cpu_capability().encode())
+    if (info := Path("/proc/cpuinfo")).is_file():
+        digest.update(next((line for line in info.read_text().splitlines() if "flags" in line.lower()), "").encode())
+    for name in _SOURCES:
+        digest.update((_SOURCE_FOLDER / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cache_folder() -> Path:
+    """Return the folder of files that are made once per machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"

@@ -1,0 +1,226 @@
+"""Pack weights into the layout of the native kernels, in memory that is backed by huge pages."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+
+import torch
+from torch.nn import functional
+
+from outrider.models.cache.huge_pages import reserve
+from outrider.models.native.abi import CLinear
+
+PANEL = 32  # outputs that are computed together: kPanel of linear.h
+GROUP = 64  # inputs that share a scale; input lengths are padded to a multiple of it
+# The dtypes of weights that are not quantized, by bits per weight.
+FLOAT_DTYPES: Mapping[int, torch.dtype] = MappingProxyType({32: torch.float32, 16: torch.bfloat16})
+_HALF = PANEL // 2
+_HUGE_PAGE = 1 << 21  # bytes
+_CACHE_LINE = 64  # bytes
+_CHUNK = 1 << 28  # bytes that are reserved at once
+
+
+class Arena:
+    """An allocator of tensors in huge pages. Only `discard` frees memory while it exists."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._used = 0
+        self._full: list[mmap.mmap] = []  # memory without room for more tensors
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous copy of a tensor in this memory."""
+        return self.zeros(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of zeros in this memory."""
+        size = prod(shape) * dtype.itemsize
+        if self._memory is None or self._used + size > len(self._memory):
+            # Pages that are never written take no physical memory, so a large chunk costs nothing.
+            if self._memory is not None:
+                self._full.append(self._memory)
+            self._memory = reserve(max(_CHUNK, _round_up(size, _HUGE_PAGE)))
+            self._used = 0
+        out = torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=self._used)
+        self._used += _round_up(size, _CACHE_LINE)
+        return out.view(shape)
+
+    def discard(self) -> None:
+        """Give the physical memory back to the system. All tensors are zero from now on, at their old addresses."""
+        for memory in (*self._full, self._memory):
+            if memory is not None and hasattr(mmap, "MADV_DONTNEED"):
+                memory.madvise(mmap.MADV_DONTNEED)
+
+
+class Refill:
+    """Replaces an `Arena` in a weight update: it returns the memory of the old value of the same weight.
+
+    So the update needs no new memory, and the addresses that the kernels hold stay valid.
+    """
+
+    def __init__(self, old: PackedWeight) -> None:
+        tensors = (old.words, old.scale, old.minimum)
+        self._memory = [tensor for tensor in tensors if tensor is not None]
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor over the next one of the old value, which has its shape."""
+        return self._memory.pop(0).copy_(tensor)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return the next tensor of the old value, which has this shape. What is not overwritten is zero already."""
+        return self._memory.pop(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeight:
+    """A weight [outputs, inputs] in panels of 32 outputs: the layout of `Linear` in linear.h."""
+
+    words: torch.Tensor  # [outputs / 32, inputs * bits / 32, 32] int32
+    scale: torch.Tensor | None  # [outputs / 32, inputs / 64, 32] bfloat16; None for 32 and 16 bits
+    minimum: torch.Tensor | None  # the same; None unless the weight has 4 bits
+    bias: torch.Tensor | None  # [outputs] float32
+    shape: tuple[int, int]  # without padding
+    bits: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, with padding."""
+        tensors = (self.words, self.scale, self.minimum, self.bias)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def c(self) -> CLinear:
+        """Return the structure for the kernels. It holds only addresses, so this object must outlive it."""
+        return CLinear(
+            weight=self.words.data_ptr(),
+            scale=address(self.scale),
+            minimum=address(self.minimum),
+            bias=address(self.bias),
+            inputs=self.words.shape[1] * 32 // self.bits,
+            outputs=self.shape[0],
+            bits=self.bits,
+            group=GROUP,
+            offset=self._offset,
+        )
+
+    def unpack(self) -> torch.Tensor:
+        """Return the weight [outputs, inputs] of the kernels: bfloat16 if it has 16 bits, else float32."""
+        outputs, inputs = self.shape
+        if self.scale is None:
+            return from_panels(self.words).view(FLOAT_DTYPES[self.bits])[:outputs, :inputs]
+        weight = (integers(self.words, self.bits).float() - self._offset) * _by_input(self.scale)
+        if self.minimum is not None:
+            weight += _by_input(self.minimum)
+        return weight[:outputs, :inputs]
+
+    @property
+    def _offset(self) -> int:
+        return 0 if self.scale is None or self.minimum is not None else 1 << (self.bits - 1)
+
+
+def pack(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, bits: int = 16, arena: Arena | Refill | None = None
+) -> PackedWeight:
+    """Pack a weight [outputs, inputs] for the kernels.
+
+    Args:
+        weight: [outputs, inputs] of any float dtype.
+        bias: [outputs], or None.
+        bits: 32 (float32), 16 (bfloat16), 8 or 4. Quantized weights have one scale for each output and 64 inputs. With
+            8 bits they are symmetric around 0. With 4 bits they have a minimum as well, as 16 values are few.
+        arena: the memory of the result; None: an arena of its own. A `Refill` replaces an older value.
+    """
+    arena = arena or Arena()
+    outputs, inputs = weight.shape
+    padding = (0, -inputs % GROUP, 0, -outputs % PANEL)
+    padded = functional.pad(weight, padding) if any(padding) else weight
+    if bits in FLOAT_DTYPES:
+        values = padded.to(FLOAT_DTYPES[bits])
+        scale = minimum = None
+    else:
+        values, scale, minimum = _quantize(padded, bits)
+    return PackedWeight(
+        words=arena.keep(to_panels(to_words(values, bits))),
+        scale=None if scale is None else arena.keep(to_panels(scale)),
+        minimum=None if minimum is None else arena.keep(to_panels(minimum)),
+        bias=None if bias is None else bias.float().contiguous(),
+        shape=(outputs, inputs),
+        bits=bits,
+    )
+
+
+def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Interleave the rows of two weights [F, H]. Each panel holds 16 rows of `gate`, then the same 16 rows of `up`."""
+    halves = [weight.view(-1, _HALF, weight.shape[1]) for weight in (gate, up)]
+    return torch.stack(halves, 1).flatten(0, 2)
+
+
+def separate(interleaved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gate and up weights [F, H] from the result of `interleave`."""
+    gate, up = interleaved.view(-1, 2, _HALF, interleaved.shape[1]).unbind(1)
+    return gate.flatten(0, 1), up.flatten(0, 1)
+
+
+def _quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return values [outputs, inputs] uint8, scales [outputs, inputs / 64], and with 4 bits minima of that shape."""
+    groups = weight.float().view(len(weight), -1, GROUP)
+    if bits == 4:
+        minimum = groups.amin(-1).to(torch.bfloat16)
+        shifted = groups - minimum.float()[..., None]
+        max_value = (1 << bits) - 1
+        scale = (shifted.amax(-1) / max_value).to(torch.bfloat16)
+        return _rounded(shifted, scale, 0, max_value).flatten(1), scale, minimum
+    max_value = (1 << (bits - 1)) - 1
+    scale = (groups.abs().amax(-1) / max_value).to(torch.bfloat16)
+    values = _rounded(groups, scale, -max_value, max_value, offset=max_value + 1)
+    return values.flatten(1), scale, None
+
+
+def _rounded(groups: torch.Tensor, scale: torch.Tensor, low: int, high: int, *, offset: int = 0) -> torch.Tensor:
+    """Return the nearest multiples of the scales, as uint8. The scales are rounded already, which adds no error."""
+    scaled = groups / scale.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    return (scaled.round().clamp(low, high) + offset).to(torch.uint8)
+
+
+def to_words(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack values [outputs, inputs] into words [outputs, words] int32."""
+    if bits == 4:
+        eights = values.view(len(values), -1, 2, 4)
+        values = (eights[:, :, 0] | (eights[:, :, 1] << 4)).flatten(1)
+    return values.contiguous().view(torch.int32)
+
+
+def to_panels(rows: torch.Tensor) -> torch.Tensor:
+    """Return a view [outputs / 32, n, 32] of rows [outputs, n]."""
+    return rows.view(-1, PANEL, rows.shape[1]).transpose(1, 2)
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def from_panels(panels: torch.Tensor) -> torch.Tensor:
+    """[outputs / 32, n, 32] -> [outputs, n], contiguous."""
+    return panels.transpose(1, 2).reshape(-1, panels.shape[1]).contiguous()
+
+
+def _by_input(panels: torch.Tensor) -> torch.Tensor:
+    """Return scales or minima for each input: [outputs / 32, inputs / 64, 32] -> [outputs, inputs] float32."""
+    return from_panels(panels).float().repeat_interleave(GROUP, 1)
+
+
+def integers(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers [outputs, inputs] uint8 in packed words, with padding."""
+    values = from_panels(words).view(torch.uint8)
+    if bits == 4:
+        words_of_bytes = values.view(len(values), -1, 4)
+        values = torch.stack([words_of_bytes & 15, words_of_bytes >> 4], 2).reshape(len(values), -1)
+    return values
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return the address of a tensor; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()

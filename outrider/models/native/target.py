@@ -1,0 +1,269 @@
+"""A model on the native kernels. Each forward pass is one call."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from outrider.core import tree
+from outrider.core.cache import MIN_CAPACITY, Cache
+from outrider.core.types import Batch, Draft, DraftChains, Draws, KVView, Packed, Scores, SharedWeights, StopRule
+from outrider.errors import OutriderError
+from outrider.models.cache.paged import PagedCache
+from outrider.models.cache.shared import SharedCache
+from outrider.models.native.abi import Columns
+from outrider.models.native.decoder import Decoder, body_name
+from outrider.models.native.dimensions import Dimensions
+from outrider.models.native.library import load_library
+from outrider.models.native.scores import Exported, NativeScores
+from outrider.models.torch.checkpoint import Checkpoint
+from outrider.models.torch.submodel import refuse_wider
+from outrider.models.torch.weights import ModelWeights
+
+
+class NativeTarget:
+    """A Llama-like model on the CPU, as a target or a draft model.
+
+    The result for a token does not depend, in any bit, on the other tokens of the pass. The output is therefore the
+    same with any proposer, any number of draft tokens and any batch, in float32 and in bfloat16.
+    """
+
+    cache: Cache
+
+    def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, bits: int = 16) -> None:
+        """Pack the weights and allocate a cache for `slots` sequences of up to `context` tokens.
+
+        With `bits` below 16 the weights are quantized, and those of `checkpoint.model` are replaced by the quantized
+        ones when it is made.
+
+        Raises:
+            UnsupportedModel: the kernels cannot be compiled, or do not support this model.
+        """
+        text = checkpoint.config.get_text_config(decoder=True)
+        Dimensions.of(text)  # a model that the kernels do not support needs no compiler
+        self._library = load_library()
+        weight_bits = bits if bits < 16 else 8 * checkpoint.dtype.itemsize
+        weights, body = checkpoint.weights, "model"
+        if weights is None:
+            weights, body = ModelWeights(checkpoint.model), body_name(checkpoint.model)
+        self._decoder = Decoder(weights, checkpoint.config, self._library, bits=weight_bits, body=body)
+        if bits < 16:
+            decoder = self._decoder
+            checkpoint.lazy_model.change(lambda model: model.load_state_dict(decoder.quantized_weights(), strict=False))
+        self.vocab = checkpoint.vocab
+        self.device = checkpoint.device
+        self.version = 0
+        self.slots = slots
+        self.context = context
+        self._layers: tuple[int, ...] = ()  # exported layers
+        self._columns = 0  # of the last pass
+        self._blocks = 0  # of the KV cache before `sleep`
+        self._config = checkpoint.config.to_dict()
+        self.kernels = "native" if bits == 16 else f"native int{bits}"
+        if self._decoder.types:
+            self.kernels = f"native {'+'.join(self._decoder.types)}"
+        self.layers = self._decoder.shape.layers
+        self._allocate_cache(self.layers)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time to compile the kernels; 0 if an earlier run has compiled them."""
+        return self._library.compile_seconds
+
+    def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        self._memory.reserve(batch, draft.width)
+        columns, order = columns_of(batch, draft, first, self.vocab)
+        self._columns = len(columns.token)
+        logits, best, states = self._decoder.run(columns, self._layers)
+        batch_size = len(batch.seqs)
+        packed = None
+        exported = None
+        if order is not None:
+            best = array("i", [best[at] for at in order])
+            packed = Packed(values=logits, at=torch.tensor(order).view(batch_size, -1))
+        if self._layers:
+            output_columns = torch.tensor(columns.output_columns, dtype=torch.int64)
+            nodes = (output_columns if packed is None else output_columns[packed.at]).view(batch_size, -1)
+            feed = tuple(len(feed) if first < 0 else 0 for feed in batch.feed)
+            new_nodes = (max(width - max(first, 0), 0) for width in draft.width)
+            sizes = (fed + new for fed, new in zip(feed, new_nodes, strict=True))
+            begin = tuple(accumulate(sizes, initial=0))[:-1]
+            exported = Exported(layers=self._layers, values=states, nodes=nodes, begin=begin, feed=feed)
+        num_nodes = len(best) // batch_size
+        host = [best[at : at + num_nodes].tolist() for at in range(0, len(best), num_nodes)]
+        return NativeScores(host=host, logits=logits, packed=packed, exported=exported)
+
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
+        return self._draft(batch, vocab, stop_rule, None)
+
+    def draft_sampled(self, batch: Batch, vocab: int, draws: Draws, stop_rule: StopRule | None = None) -> DraftChains:
+        return self._draft(batch, vocab, stop_rule, draws)
+
+    def _draft(self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: Draws | None) -> DraftChains:
+        self._memory.reserve(batch, batch.draft_budget)
+        columns, _ = columns_of(batch, tree.empty(len(batch.seqs), self.device), -1, self.vocab)
+        return self._decoder.draft_chains(columns, batch.draft_budget, vocab, stop_rule, draws=draws)
+
+    def export_hidden_states(self, layers: Sequence[int]) -> None:
+        last = self._decoder.shape.layers - 1
+        if invalid := [layer for layer in layers if not 0 <= layer <= last]:
+            raise OutriderError(f"this target has no layer {invalid[0]}; use layers 0 to {last}")
+        self._layers = tuple(layers)
+        if layers:
+            # A prefix that is already cached is not computed, so its hidden states would be missing.
+            self.cache.set_prefix_caching(False)
+
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self._decoder.load(weights)
+        self.version = version
+
+    def keep_tokens(self, ids: torch.Tensor) -> None:
+        """Compute logits for the tokens `ids` [Vd] only, which ascend. `score` then returns Vd logits per node."""
+        self._decoder.keep_tokens(ids)
+
+    def bytes(self) -> int:
+        return self._decoder.bytes()
+
+    def touched_experts(self) -> float | None:
+        return self._decoder.touched_experts()
+
+    def chosen_experts(self) -> list[torch.Tensor]:
+        return self._decoder.chosen_experts(self._columns)
+
+    def expert_bytes(self) -> int:
+        return self._decoder.expert_bytes()
+
+    def weight_names(self) -> frozenset[str]:
+        return self._decoder.names
+
+    def stored_weights(self) -> Mapping[str, torch.Tensor]:
+        return self._decoder.tensors()
+
+    def sleep(self, *, weights: bool) -> None:
+        self._blocks = self._memory.usage().blocks
+        self._memory.resize(0)
+        if weights:
+            self._decoder.discard()
+
+    def wake(self) -> None:
+        self._memory.resize(self._blocks)
+
+    def read_bytes(self) -> tuple[tuple[int, ...], int]:
+        return self._decoder.read_bytes()
+
+    def share_weights(self) -> SharedWeights:
+        kv_view = KVView(entries=self._memory.entries, layer_config=self._config)
+        return replace(self._decoder.share_weights(), kv_view=kv_view)
+
+    def make_submodel(self, layers: Sequence[int]) -> NativeTarget:
+        count = len(layers)
+        other = copy(self)
+        other._decoder = self._decoder.make_submodel(layers)
+        other._layers = ()
+        other.kernels = f"{self.kernels}, {count} layers"
+        if tuple(layers) == tuple(range(count)):
+            other._share_cache(self)  # the first layers compute the same keys and values as the whole model
+        else:
+            other._allocate_cache(count)
+        return other
+
+    def make_requantized(self, bits: int) -> NativeTarget:
+        refuse_wider(bits, self._decoder.bits)
+        other = copy(self)
+        other._decoder = self._decoder.make_requantized(bits)
+        other._layers = ()
+        other.kernels = f"native int{bits}"
+        other._share_cache(self)
+        return other
+
+    def _share_cache(self, owner: NativeTarget) -> None:
+        """Use the KV cache of the target that this one was made from."""
+        self.cache = SharedCache(owner.cache)
+        self._decoder.attach(owner._memory)
+
+    def _allocate_cache(self, layers: int) -> None:
+        """Allocate a KV cache of this many layers."""
+        shape = self._decoder.shape
+        self._memory = PagedCache(
+            slots=self.slots,
+            capacity=max(self.context, MIN_CAPACITY),
+            layers=layers,
+            heads=shape.key_heads,
+            dim=shape.dim,
+            dtype=self._decoder.dtype,
+        )
+        self.cache = self._memory
+        self._decoder.attach(self._memory)
+
+
+def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Columns, list[int] | None]:
+    """Return the columns of a pass and the order of their logits.
+
+    Args:
+        batch: B sequences with their feeds.
+        draft: at most N draft tokens per sequence.
+        first: -1: run the feeds and all draft tokens; else only draft tokens from this node on.
+        vocab: number of ids of the embedding.
+
+    Returns:
+        The columns, and for each sequence and node the index of its logits, flat. Padding repeats the first node of
+        the sequence. The order is None if it is 0, 1, 2, ...
+    """
+    columns = Columns()
+    skip = max(first, 0)
+    begins = []  # [B] index of the first logits of each sequence
+    tokens = draft.host_tokens()
+    parents = draft.parent.tolist() if draft.size and not draft.chain else None
+    for b, seq in enumerate(batch.seqs):
+        begins.append(len(columns.output_columns))
+        start = batch.start[b]
+        feed = batch.feed[b]
+        width = draft.width[b]
+        if first < 0:
+            columns.add_consecutive(_valid_ids(feed, vocab), start, seq.slot)
+            columns.output_columns.append(len(columns.token) - 1)
+        if width <= skip:
+            continue
+        draft_tokens = _valid_ids(tokens[b][:width], vocab)
+        base = start + len(feed)
+        columns.output_columns.extend(range(len(columns.token), len(columns.token) + width - skip))
+        if parents is None:
+            columns.add_consecutive(draft_tokens[skip:], base + skip, seq.slot)
+        else:
+            _add_tree(columns, draft_tokens, parents[b], base, slot=seq.slot, skip=skip)
+    num_nodes = draft.size - skip + (first < 0)
+    if len(columns.output_columns) == num_nodes * len(begins):
+        return columns, None
+    ends = (*begins[1:], len(columns.output_columns))
+    order: list[int] = []
+    for begin, end in zip(begins, ends, strict=True):
+        padding = begin if end > begin else 0
+        order += range(begin, end)
+        order += [padding] * (num_nodes - (end - begin))
+    return columns, order
+
+
+def _valid_ids(tokens: Sequence[int], vocab: int) -> Sequence[int]:
+    """Clamp ids to those of the embedding. A sequence may hold larger ids if another model has a larger vocabulary."""
+    if min(tokens, default=0) >= 0 and max(tokens, default=0) < vocab:
+        return tokens
+    return [min(max(token, 0), vocab - 1) for token in tokens]
+
+
+def _add_tree(
+    columns: Columns, tokens: Sequence[int], parents: Sequence[int], base: int, *, slot: int, skip: int
+) -> None:
+    """Append the tree of a sequence from node `skip` on. It follows the `base` committed entries of the slot."""
+    paths: list[list[int]] = []  # entries of each node's ancestors and itself
+    for node, token in enumerate(tokens):
+        parent = parents[node]
+        ancestors = paths[parent] if parent >= 0 else []
+        paths.append([*ancestors, base + node])
+        if node >= skip:
+            position = base + len(paths[node]) - 1
+            columns.add(token, position, slot=slot, entry=base + node, prefix=base, tail=paths[node])

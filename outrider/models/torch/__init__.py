@@ -1,0 +1,1 @@
+"""Targets on torch: the Target protocol and the Hugging Face backend."""

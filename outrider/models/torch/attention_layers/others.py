@@ -1,0 +1,42 @@
+"""Layers that need something of the pass which transformers does not give them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from outrider.models.torch.attention import CacheReader
+from outrider.models.torch.attention_layers.layer import AttentionLayer
+
+
+class KeywordLayer(AttentionLayer):
+    """Nemotron and StableLM, whose decoder layers pass no keyword arguments to their attention."""
+
+    def run(self, reader: CacheReader, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.original(hidden_states, *args, kv=reader, **kwargs)
+
+
+class NumberedLayer(AttentionLayer):
+    """Zamba, whose attention modules get the number of their layer with each call."""
+
+    def run(self, reader: CacheReader, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.module.layer_idx = kwargs["layer_idx"]
+        return self.original(hidden_states, *args, **kwargs)
+
+
+class Llama4Layer(AttentionLayer):
+    """Llama 4. Layers without rotary embedding scale each query by its position, which transformers counts itself."""
+
+    @staticmethod
+    def needed(module: Any) -> bool:
+        return bool(module.attn_temperature_tuning and not module.use_rope)
+
+    def run(self, reader: CacheReader, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        projections = (module.q_proj, module.k_proj, module.v_proj)
+        query, key, value = (linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in projections)
+        steps = ((reader.layout.positions + 1.0) / module.floor_scale).floor()
+        query = (query * (steps.log1p() * module.attn_scale + 1.0)[:, None, None]).to(query.dtype)
+        mask = kwargs["attention_mask"]
+        return module.o_proj(self.attend(reader, query, key, value, scale=module.scaling, mask=mask)), None

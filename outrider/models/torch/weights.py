@@ -1,0 +1,146 @@
+"""The weights of a model by name, and checks of new values before any of them is loaded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.errors import OutriderError
+from outrider.models.torch.gguf_linear import BlockEmbedding, BlockLinear, Blocks
+from outrider.models.torch.gguf_made import BlockExperts
+
+Weight = torch.Tensor | Blocks
+
+_PEFT_PARTS = (".lora_", ".base_layer.", ".modules_to_save.", ".original_module.")  # of names in a state_dict
+
+
+class Weights(Mapping[str, Weight]):
+    """The weights of a checkpoint, by their names in the `state_dict` of transformers.
+
+    A value is made when it is accessed.
+    """
+
+    path: Path  # of the file or folder
+
+    @abstractmethod
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of a weight, without making it."""
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Check that there are these weights, in these shapes.
+
+        Raises:
+            OutriderError: a weight is missing, or has another shape.
+        """
+        for name, shape in shapes.items():
+            if tuple(found := self.shape(name)) != tuple(shape):
+                raise OutriderError(
+                    f"{name} in {self.path} is {tuple(found)} and should be {tuple(shape)}; download or convert it"
+                    " again"
+                )
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The types of weights in blocks, sorted."""
+        return ()
+
+    def release(self, name: str) -> None:
+        """Free memory that the value of a weight takes. It is made again when it is accessed."""
+
+
+class ModelWeights(Weights):
+    """The weights of a model of transformers."""
+
+    def __init__(self, model: Any) -> None:
+        self._values: dict[str, Weight] = {name: value.detach() for name, value in model.state_dict().items()}
+        for name, module in model.named_modules():
+            if isinstance(module, BlockLinear | BlockEmbedding):
+                self._values[f"{name}.weight"] = module.blocks
+            elif isinstance(module, BlockExperts):
+                self._values[name] = module.blocks
+
+    def __getitem__(self, name: str) -> Weight:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._values[name].shape
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        kinds = (value.kind for value in self._values.values() if not isinstance(value, torch.Tensor))
+        return tuple(sorted({part for kind in kinds for part in kind.split("+")}))
+
+
+def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Check that new values fit the weights of a model.
+
+    Args:
+        weights: the new values, by name. They may have any float dtype; a target converts them to its own.
+        shapes: the shapes of the weights of the model, by name.
+
+    Raises:
+        OutriderError: a name is unknown, or a value has another shape or no float dtype.
+    """
+    for name, value in weights.items():
+        if name not in shapes and _is_adapter(name):
+            raise OutriderError(
+                f"{name!r} is a weight of a PEFT adapter that is not merged; give outrider.train.rl.merged_weights(model)"
+            )
+        if name not in shapes:
+            raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
+        if value.shape != shapes[name]:
+            raise OutriderError(f"{name} has shape {tuple(value.shape)}; give {tuple(shapes[name])}")
+        if not value.is_floating_point():
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise OutriderError(f"{name} has dtype {dtype}; give float32, bfloat16 or float16")
+
+
+def _is_adapter(name: str) -> bool:
+    """Return whether a name is one of PEFT."""
+    return name.startswith("base_model.model.") or any(part in name for part in _PEFT_PARTS)
+
+
+def finite_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return float weights in `dtype`, and others unchanged.
+
+    Raises:
+        OutriderError: a value is NaN or infinite, perhaps only in `dtype`.
+    """
+    converted = {}
+    for name, value in weights.items():
+        converted[name] = value.detach().to(dtype) if value.is_floating_point() else value
+        # `aminmax` is NaN if there is one. It needs one pass and no memory, unlike `isfinite` of all values.
+        if value.numel() and not all(map(torch.isfinite, torch.aminmax(converted[name]))):
+            raise OutriderError(
+                f"{name} has values that are NaN or infinite in {str(dtype).removeprefix('torch.')}; the old weights"
+                " stay in use. Check the last step of the training"
+            )
+    return converted
+
+
+def tied_weight(weights: Mapping[str, torch.Tensor], *names: str) -> torch.Tensor | None:
+    """Return the new value of a weight that has several names, or None if there is none.
+
+    Raises:
+        OutriderError: two names have different values.
+    """
+    given = {name: weights[name] for name in names if name in weights}
+    if not given:
+        return None
+    (first, value), *others = given.items()
+    for name, other in others:
+        if value.data_ptr() != other.data_ptr() and not torch.equal(value, other):
+            raise OutriderError(
+                f"{first} and {name} are one weight of this model, and their new values differ; give one of them"
+            )
+    return value

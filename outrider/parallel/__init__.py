@@ -1,1 +1,0 @@
-"""Several processes that run one model together, started by torchrun."""

@@ -1,0 +1,88 @@
+"""The estimate of prefill and decode on separate devices, for the JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from outrider.errors import OutriderError
+from outrider.scale.estimate.disaggregation import decode_devices, mean_ttft, prefill_devices, transfer_bandwidth
+from outrider.scale.estimate.layout import layout_pass
+from outrider.scale.estimate.options import ProjectOptions
+from outrider.scale.estimate.pair import Pair
+
+_MAX_TOKENS = 10**7
+_DEFAULT_PROMPT_TOKENS = 1024
+_DEFAULT_OUTPUT_TOKENS = 256
+
+
+def separate_prefill(
+    options: ProjectOptions, pairs: Sequence[Pair], batches: Sequence[int], ks: Sequence[int]
+) -> dict[str, Any]:
+    """Return how many groups of devices prefill and decode a rate of requests, and what moves between them.
+
+    Returns:
+        {} without `--rate`, otherwise {"separate": ...}.
+
+    Raises:
+        OutriderError: a number is not above 0, or an option needs `--rate`.
+    """
+    rate = options.rate
+    lengths = {"--prompt-tokens": options.prompt_tokens, "--output-tokens": options.output_tokens}
+    for name, tokens in lengths.items():
+        if tokens is not None and rate is None:
+            raise OutriderError(f"{name} is for prefill on its own devices; give --rate as well, or leave it out")
+        if tokens is not None and not 1 <= tokens <= _MAX_TOKENS:
+            raise OutriderError(f"{name} is {tokens}; use a number from 1 to {_MAX_TOKENS}")
+    if rate is None:
+        return {}
+    if not 0 < rate <= _MAX_TOKENS:
+        raise OutriderError(f"--rate is {rate}; use a number of requests/s above 0")
+    if options.fill:
+        raise OutriderError("--fill is for one sequence after another, and --rate for many; give one of them")
+    prompt = options.prompt_tokens or _DEFAULT_PROMPT_TOKENS
+    output = options.output_tokens or _DEFAULT_OUTPUT_TOKENS
+    cache = pairs[0].target.cache_bytes(prompt)
+    load = _Load(rate=rate, prompt=prompt, output=output, cache=cache, batch=max(batches))
+    separate = {
+        "rate": rate,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "cache_bytes_per_request": cache,
+        "transfer_bytes_per_s": transfer_bandwidth(cache, rate),
+        "cases": {pair.efficiency.name: _case(pair, load, ks) for pair in pairs},
+    }
+    return {"separate": separate}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """The requests of all devices together."""
+
+    rate: float  # requests/s
+    prompt: int  # tokens
+    output: int  # tokens
+    cache: float  # bytes of the KV cache of a prompt
+    batch: int  # sequences of a decode group
+
+
+def _case(pair: Pair, load: _Load, ks: Sequence[int]) -> dict[str, Any]:
+    """Return the devices of one case. Each decode group runs the largest batch of the options."""
+    # The mean token of a prompt attends to half of it.
+    prefill = layout_pass(
+        pair.target, pair.machine, pair.efficiency, pair.layout, tokens=load.prompt, seqs=1, context=load.prompt / 2
+    ).seconds
+    prefill_groups = ceil(prefill_devices(load.rate, prefill))
+    point = pair.best(load.batch, load.prompt + load.output // 2, ks)
+    transfer = load.cache / pair.layout.link.bandwidth if pair.layout.link else 0.0
+    return {
+        "prefill_seconds": prefill,
+        "ttft_seconds": mean_ttft(prefill, load.rate / prefill_groups) + transfer,
+        "prefill_groups": prefill_groups,
+        "decode_groups": ceil(decode_devices(load.rate, load.output, point.tokens_per_s)),
+        "decode_groups_plain": ceil(decode_devices(load.rate, load.output, point.plain_tokens_per_s)),
+        "decode_batch": load.batch,
+        "decode_k": point.k,
+    }

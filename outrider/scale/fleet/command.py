@@ -1,0 +1,90 @@
+"""The command `outrider fleet`: from the options to the JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import product
+from typing import Any
+
+from outrider._version import __version__
+from outrider.errors import OutriderError
+from outrider.scale.estimate.machines import MachineOverrides
+from outrider.scale.fleet.arrivals import Arrival, Lengths, parse_arrivals
+from outrider.scale.fleet.costs import ServerCosts, projected_costs, read_costs
+from outrider.scale.fleet.options import FleetOptions
+from outrider.scale.fleet.replica import ReplicaSettings
+from outrider.scale.fleet.report import NOTE, summarize
+from outrider.scale.fleet.simulation import Fleet
+from outrider.scale.fleet.speculation import AcceptanceRates, parse_policy
+
+_MAX_REPLICAS = 10_000
+
+
+def run_fleet(options: FleetOptions, *, alpha: Sequence[float], replicas: Sequence[int]) -> dict[str, Any]:
+    """Simulate each number of replicas with each router and each policy of speculation.
+
+    Raises:
+        OutriderError: an option is invalid, or SimPy is not installed.
+    """
+    if not all(1 <= count <= _MAX_REPLICAS for count in replicas):
+        raise OutriderError(f"--replicas is {options.replicas}; use numbers from 1 to {_MAX_REPLICAS}")
+    server = _costs(options)
+    costs = server.costs
+    acceptance = AcceptanceRates(tuple(alpha))
+    settings = ReplicaSettings(
+        costs=costs,
+        acceptance=acceptance,
+        draft_round_seconds=server.draft_round_seconds,
+        sequence_seconds=server.sequence_seconds,
+        draft_sequence_seconds=server.draft_sequence_seconds,
+        chunk_seconds=server.chunk_seconds,
+        request_seconds=server.request_seconds,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_round_seconds=options.max_round_ms / 1e3,
+        prefix_cache_tokens=options.prefix_cache_tokens,
+    )
+    results = []
+    for count in replicas:
+        arrivals = _arrivals(options, count)
+        for routing, speculation in product(options.routing.split(","), options.speculation.split(",")):
+            policy = parse_policy(speculation, costs, acceptance)
+            fleet = Fleet(settings, policy, replicas=count, routing=routing, seed=options.seed)
+            figures = summarize(fleet.run_open(arrivals))
+            results.append({"replicas": count, "routing": routing, "speculation": speculation, **figures})
+    source = options.costs or f"{options.target} on {options.machine}"
+    return {
+        "benchmark": "outrider fleet",
+        "simulation": NOTE,
+        "description": f"costs of {source}, requests {options.arrivals}, acceptance {options.alpha}",
+        "arguments": asdict(options),
+        "results": results,
+        "versions": {"outrider": __version__},
+    }
+
+
+def _costs(options: FleetOptions) -> ServerCosts:
+    if options.costs and (options.target or options.machine or options.draft or options.devices != 1):
+        raise OutriderError("--costs has the costs of a machine; leave --target, --draft, --machine and --devices out")
+    if options.costs:
+        return read_costs(options.costs)
+    if options.target is None:
+        raise OutriderError("no costs are given; use --costs FILE, or --target and --machine")
+    return projected_costs(options.target, options.draft, options.machine, MachineOverrides(devices=options.devices))
+
+
+def _arrivals(options: FleetOptions, replicas: int) -> list[Arrival]:
+    """Return the requests for so many replicas."""
+    lengths = Lengths(
+        prompt=options.prompt_tokens,
+        output=options.output_tokens,
+        prefixes=options.prefixes * replicas,
+        prefix_tokens=options.prefix_tokens,
+    )
+    arrivals = parse_arrivals(
+        options.arrivals, seconds=options.seconds, lengths=lengths, seed=options.seed, replicas=replicas
+    )
+    if not arrivals:
+        raise OutriderError("no request arrives; use a higher rate in --arrivals, or more --seconds")
+    return arrivals

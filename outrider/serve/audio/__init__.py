@@ -1,1 +1,0 @@
-"""OpenAI's route for transcripts, if the target is a speech model."""

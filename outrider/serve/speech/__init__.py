@@ -1,0 +1,1 @@
+"""Speech over HTTP and in Python: transcripts of recordings of any length."""

@@ -1,1 +1,0 @@
-"""Access to the operating system: threads, hardware description, files and memory."""

@@ -1,1 +1,0 @@
-"""Transcripts of recordings of any length, with a speech model as target."""

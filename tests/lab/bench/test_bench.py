@@ -1,0 +1,366 @@
+"""Tests of `outrider bench`: prompts, clock, figures, and short runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from outrider import LLM, OutriderError, SamplingParams, Stats
+from outrider.cli.app import app
+from outrider.core.prompts import by_category, read_prompts
+from outrider.lab.bench.conditions import conditions
+from outrider.lab.bench.interleave import Workload, interleave
+from outrider.lab.bench.pass_work import bytes_per_pass, flops_per_token
+from outrider.lab.bench.report import Sample, expected_speedup, report
+from outrider.lab.bench.run import run_bench
+from outrider.lab.bench.settings import Settings
+from outrider.lab.bench.variants import OutriderRunner, SwitchPlanner, Trial
+from outrider.lab.common.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, token_gaps, with_times
+from outrider.lab.common.jobs import Condition, Job, PromptBatch
+from outrider.models.loader.embedded import embedded
+from tests.helpers import tiny
+from tests.helpers.variants import variants
+
+SHORT = ("--repeats", "1", "--max-tokens", "4", "--limit", "1")  # options of a short run
+LINES = [
+    {"category": "code", "prompt": "<|endoftext|>def add(a, b):\n", "reference": "ignored"},
+    {"category": "talk", "messages": [{"role": "user", "content": "What is 17 + 25?"}]},
+    {"category": "code", "prompt": "<|endoftext|>import os\n"},
+]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, LINES)) + "\n\n")
+    return str(file)
+
+
+def test_embedded_prompts():
+    groups = by_category(read_prompts())
+    assert len(groups) == 8
+    assert all(len(group) == 2 for group in groups.values())
+    assert len({prompt.id for group in groups.values() for prompt in group}) == 16
+
+
+def test_prompt_file(prompts):
+    first, second, third = read_prompts(prompts)
+    assert (first.id, first.category, first.prompt) == ("line-1", "code", LINES[0]["prompt"])
+    assert (second.id, second.category) == ("line-3", "code")
+    assert third.messages == ({"role": "user", "content": "What is 17 + 25?"},)
+    assert [prompt.id for prompt in read_prompts(prompts, limit=1)] == ["line-1", "line-2"]
+
+
+def test_prompt_without_category(tmp_path):
+    file = tmp_path / "plain.jsonl"
+    file.write_text('{"prompt": "x"}\n{"prompt": "y"}\n{"category": "c", "prompt": "z"}\n')
+    assert [prompt.category for prompt in read_prompts(file)] == ["prompts", "prompts", "c"]
+
+
+def test_category_named_overall_is_an_error(tmp_path):
+    file = tmp_path / "overall.jsonl"
+    file.write_text('{"category": "overall", "prompt": "x"}\n')
+    with pytest.raises(OutriderError, match="a category is called overall"):
+        run_bench(Settings(prompts=str(file)), progress=Console(quiet=True))
+
+
+def test_only_newlines_end_a_line(tmp_path):
+    """A prompt may contain other line separators of Unicode."""
+    entry = {"category": "talk", "prompt": "one\u2028two\x85three"}
+    file = tmp_path / "separators.jsonl"
+    file.write_text(json.dumps(entry, ensure_ascii=False) + "\r\n", "utf-8")
+    assert [prompt.prompt for prompt in read_prompts(file)] == [entry["prompt"]]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "2: not JSON"),
+        ("[]", "2: not a JSON object"),
+        ('{"category": 3, "prompt": "x"}', "2: category must be a string"),
+        ('{"category": "", "prompt": "x"}', "2: category must be a string"),
+        ('{"category": "c"}', "2: give one of prompt and messages"),
+        ('{"category": "c", "prompt": "x", "messages": []}', "2: give one of prompt and messages"),
+        ('{"category": "c", "prompt": ""}', "2: prompt must be"),
+        ('{"category": "c", "messages": [{"role": "user"}]}', "2: messages must be"),
+        ('{"category": "c", "messages": []}', "2: messages must be"),
+        ('{"category": "c", "prompt": "a\\ud800"}', "2: the text has half of a surrogate pair"),
+        ('{"category": "\\udcff", "prompt": "a"}', "2: the text has half of a surrogate pair"),
+        ('{"category": "c", "prompt": ' + "[" * 100_000, "2: JSON that cannot be read"),
+        ('{"category": "c", "prompt": ' + "9" * 5000 + "}", "2: JSON that cannot be read"),
+    ],
+)
+def test_invalid_line(tmp_path, line, message):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(f"{json.dumps(LINES[0])}\n{line}\n")
+    with pytest.raises(OutriderError, match=message):
+        read_prompts(file)
+
+
+def test_byte_order_mark_is_ignored(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(LINES[0]), encoding="utf-8-sig")
+    assert [prompt.prompt for prompt in read_prompts(tmp_path / "prompts.jsonl")] == [LINES[0]["prompt"]]
+
+
+def test_limit_below_one_is_an_error():
+    for limit in (0, -1):
+        with pytest.raises(OutriderError, match=f"limit is {limit}; use at least 1"):
+            read_prompts(limit=limit)
+
+
+def test_unreadable_prompt_file(tmp_path):
+    with pytest.raises(OutriderError, match="cannot be read"):
+        read_prompts(tmp_path / "nothing")
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(OutriderError, match="no prompts"):
+        read_prompts(tmp_path / "empty")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(OutriderError, match="UTF-8"):
+        read_prompts(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"repeats": 0}, {"batch": 0}, {"limit": 0}, {"k": 0}, {"max_tokens": 1}, {"peer": "x"}, {"temperature": -1}],
+)
+def test_invalid_settings(settings):
+    with pytest.raises(OutriderError, match=next(iter(settings))):
+        Settings(**settings)
+
+
+def test_peer_needs_batch_1():
+    with pytest.raises(OutriderError, match="batch 1"):
+        Settings(peer="transformers", batch=2)
+
+
+def emit_events(*counts):
+    """Return one event per second. Each count has the tokens so far, by sequence."""
+    return [EmitEvent(at=float(at), emitted=emitted) for at, emitted in enumerate(counts)]
+
+
+def test_speed_of_one_sequence():
+    events = emit_events((0,), (0,), (2,), (5,), (6,))  # two rounds of prefill, and the second one emits
+    assert first_decode_index(events) == 2
+    assert decode_speed(events) == DecodeSpeed(tokens=4, seconds=2.0)
+    assert decode_speed(events).rate == 2.0
+    assert token_gaps(events) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_speed_counts_from_when_all_sequences_decode():
+    events = emit_events((0, 0), (1, 0), (2, 0), (4, 3), (4, 4))
+    assert first_decode_index(events) == 3
+    assert decode_speed(events) == DecodeSpeed(tokens=1, seconds=1.0)
+    assert token_gaps(events) == [1.0, 1.0, 0.0, 1.0]
+
+
+def test_single_round_has_no_speed():
+    assert decode_speed(emit_events((0,), (3,))).rate is None
+    assert token_gaps(emit_events((0,), (3,))) == []
+
+
+def test_timed_takes_rounds_and_seconds_between_snapshots():
+    before, after = Stats(rounds=2, target_seconds=1.0), Stats(rounds=5, target_seconds=4.0, host_seconds=1.5)
+    stats = with_times(Stats(passes=7, output_tokens=9), before, after)
+    assert (stats.passes, stats.rounds, stats.target_seconds, stats.host_seconds) == (7, 3, 3.0, 1.5)
+
+
+def trial(tokens, seconds, stats):
+    return Trial(speed=DecodeSpeed(tokens=tokens, seconds=seconds), inter_token_latencies=(seconds,), stats=stats)
+
+
+def test_report_of_made_up_trials():
+    plain = Stats(rounds=10, passes=10, output_tokens=10, target_seconds=1.0)
+    speculative = Stats(rounds=5, passes=5, output_tokens=10, reached=(5,), accepted=(5,), target_seconds=0.5)
+    seconds = {"plain": (2.0, 1.0, 4.0), "speculative": (1.0, 1.0, 1.0)}
+    samples = [
+        Sample(category="c", name=name, repeat=i, trial=trial(10, each, plain if name == "plain" else speculative))
+        for name, times in seconds.items()
+        for i, each in enumerate(times)
+    ]
+    figures = report(samples)
+    assert list(figures) == ["c", "overall"]
+    assert figures["c"] == figures["overall"]
+    assert figures["c"]["plain"]["tokens_per_s"] == {"median": 5.0, "min": 2.5, "max": 10.0}
+    assert figures["c"]["speculative"]["speedup"] == {"median": 2.0, "min": 1.0, "max": 4.0}
+    assert figures["c"]["speculative"]["expected_speedup"] == pytest.approx(2.0)
+    assert figures["c"]["plain"]["latency_ms"] == {"p50": 2000.0, "p95": 4000.0, "p99": 4000.0}
+    assert figures["c"]["speculative"]["tau"] == 2.0
+
+
+def test_report_of_completions_that_end_in_one_round():
+    stats = Stats(passes=1, output_tokens=1)
+    names = ("plain", "speculative")
+    empty = Trial(speed=DecodeSpeed(tokens=0, seconds=0.0), inter_token_latencies=(), stats=stats)
+    figures = report([Sample(category="c", name=name, repeat=0, trial=empty) for name in names])["overall"]
+    for name in names:
+        assert figures[name]["tokens_per_s"] is None
+        assert figures[name]["speedup"] is None
+        assert figures[name]["latency_ms"] is None
+    assert figures["speculative"]["expected_speedup"] is None
+
+
+def test_expected_speedup_counts_a_pass_without_draft_as_a_rejection():
+    plain = Stats(rounds=4, passes=4, output_tokens=4, target_seconds=4.0)
+    speculative = Stats(
+        rounds=4, passes=4, output_tokens=6, reached=(2,), accepted=(2,), target_seconds=4.0, draft_seconds=1.0
+    )
+    assert expected_speedup(plain, speculative) == pytest.approx(1.5 / 1.25)
+
+
+def test_switch_planner_measures_both_variants_with_one_llm():
+    planner = SwitchPlanner()
+    llm = LLM(dtype="float32", max_num_seqs=2, max_model_len=64, planner=planner)
+    jobs = [Job(prompt=llm.encode("import os\n"), params=SamplingParams(max_tokens=12, seed=0))] * 2
+    plain = OutriderRunner("plain", llm, planner, k=0).run(jobs)
+    speculative = OutriderRunner("speculative", llm, planner, k=4).run(jobs)
+    assert plain.stats is not None
+    assert speculative.stats is not None
+    assert (plain.stats.draft_tokens, plain.stats.tau) == (0, 1.0)
+    assert speculative.stats.tau > 1
+    assert speculative.stats.output_tokens == plain.stats.output_tokens == 24
+    assert plain.stats.rounds == 11  # all rounds but the prefill
+    assert plain.speed.tokens == 22
+    assert not llm.engine.busy()
+
+
+def test_no_variant_drafts_from_outputs_of_plain_decoding_or_of_earlier_repeats():
+    """All variants and repeats complete the same prompts. A memory of outputs would draft copies of them."""
+    planner = SwitchPlanner()
+    llm = LLM(proposer="suffix:1000", dtype="float32", max_num_seqs=1, max_model_len=64, planner=planner)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    jobs = (Job(prompt=llm.encode("import os\n"), params=params),)
+    runners = [OutriderRunner(name, llm, planner, k=k) for name, k in (("plain", 0), ("speculative", 4))]
+    workload = Workload(
+        condition=Condition(batch=1, temperature=0.0),
+        variants=tuple(runners),
+        batches=(PromptBatch(category="code", jobs=jobs),),
+    )
+    (samples,) = interleave([workload], 2, Console(quiet=True)).values()
+    (first, second) = (sample.trial.stats for sample in samples if sample.name == "speculative")
+    assert first is not None
+    assert second is not None
+    assert (second.passes, second.accepted) == (first.passes, first.accepted)
+    again = runners[1].run([job.with_seed(0) for job in jobs]).stats  # this one remembers the last repeat
+    assert again is not None
+    assert again.passes < first.passes
+
+
+def test_bytes_per_pass():
+    """A pass reads each parameter once, in any memory layout. The tied embedding is read once, too."""
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        llm = LLM(dtype=dtype, proposer="none", max_num_seqs=1, max_model_len=64)
+        assert bytes_per_pass(llm, embedded("mini")).dense == pytest.approx(17.3e6 * size, rel=0.01)
+    assert flops_per_token(embedded("mini")) == pytest.approx(2 * 17.3e6, rel=0.01)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_bytes_and_flops_of_routed_experts(kernels, tmp_path):
+    """A pass reads the experts that its tokens use, and a token is multiplied with its own."""
+    config = tiny.make_config("MixtralConfig", head_dim=16, num_local_experts=8, num_experts_per_tok=2)
+    folder = tiny.save(tmp_path, config)
+    llm = LLM(folder, dtype="float32", kernels=kernels, proposer="none", max_num_seqs=1, max_model_len=64)
+    experts = 8 * tiny.LAYERS * 3 * 32 * 48
+    rest = sum(weight.numel() for weight in llm.parts.loaded.checkpoint.model.parameters()) - experts
+    embedding = 32 * tiny.VOCAB
+    weights = bytes_per_pass(llm, folder)
+    if llm.parts.target.kernels == "torch":
+        assert weights.expert == 4 * experts / 8
+        assert weights.dense == pytest.approx(4 * (rest - embedding), rel=0.02)
+    else:  # inputs are padded to 64
+        assert 4 * experts / 8 <= weights.expert <= 2 * 4 * experts / 8
+    assert flops_per_token(folder) == pytest.approx(2 * (rest - embedding + experts / 4), rel=0.01)
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True))
+    stats = llm.engine.stats
+    assert 2 <= stats.experts / stats.rounds < 3  # one token after another, but for the prompt
+
+
+def test_run_with_peer(prompts):
+    settings = Settings(prompts=prompts, repeats=2, max_tokens=6, dtype="float32", peer="transformers")
+    document = run_bench(settings, progress=Console(quiet=True))
+    json.dumps(document, allow_nan=False)
+    assert list(document["results"]) == ["code", "talk", "overall"]
+    for figures in document["results"].values():
+        assert list(figures) == ["plain", "speculative", "transformers", "transformers_assisted"]
+        assert figures["plain"]["tau"] == 1.0
+        assert figures["speculative"]["tau"] >= 1.0
+        assert all(variant["tokens_per_s"]["median"] > 0 for variant in figures.values())
+    assert document["exact"]
+    assert document["dtype"] == "float32"
+    assert document["weight_bits"] == 32
+    assert document["compile_seconds"] >= 0
+    assert document["kernels"] in ("native", "torch", "graphs")
+    assert document["arguments"]["repeats"] == 2
+    assert set(document["versions"]) >= {"python", "torch", "transformers", "outrider"}
+    assert set(document["hardware"]) >= {"cpu", "cores", "threads", "gpu"}
+    assert document["limits"]["weight_bytes_per_pass"] == pytest.approx(69.2e6, rel=0.01)
+    assert document["memory"]["sequences"] == 1
+    assert not document["sweeps"]
+
+
+def test_command_prints_tables_and_document(prompts):
+    arguments = ["bench", "--prompts", prompts, "--repeats", "1", "--max-tokens", "6", "--limit", "1", "--batch", "2"]
+    result = CliRunner().invoke(app, [*arguments, "--proposer", "ngram", "--temperature", "1"])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    document = json.loads(lines[-1])
+    assert document["proposer"] == "ngram"
+    assert list(document["results"]) == ["code", "talk", "overall"]
+    assert document["results"]["code"]["plain"]["prompt_tokens"] == 2 * 7  # one prompt, repeated to fill the batch
+    assert any(line.split()[:1] == ["overall"] for line in lines)
+    assert "\x1b" not in result.stdout
+
+
+def test_results_are_printed_if_files_cannot_be_written(prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.drafting.plan.store.check_writable", lambda path: None)
+    monkeypatch.setattr("outrider.lab.bench.command.check_report", lambda file: None)
+    monkeypatch.setattr("outrider.lab.bench.command.page", lambda document: "")
+    arguments = ["bench", "--prompts", prompts, *SHORT, "--proposer", "ngram"]
+    files = ["--k", "auto", "--plan", str(tmp_path / "none/plan.json"), "--report", str(tmp_path)]
+    result = CliRunner().invoke(app, [*arguments, *files])
+    assert result.exit_code == 2
+    assert "the plan was not saved" in result.stderr
+    assert "give --report another file. The results are not lost" in result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["benchmark"] == "outrider bench"
+
+
+@pytest.mark.parametrize("kernels", variants(["native", "torch"], fast=["native"]))
+def test_command_with_quantized_target(prompts, kernels):
+    arguments = ["bench", "--device", "cpu", "--prompts", prompts, *SHORT]
+    result = CliRunner().invoke(app, [*arguments, "--kernels", kernels, "--quantize", "int8"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document["kernels"] == f"{kernels} int8"
+    assert document["weight_bits"] == 8
+    assert document["compile_seconds"] >= 0
+    assert (document["arguments"]["kernels"], document["arguments"]["quantize"]) == (kernels, "int8")
+    assert document["limits"]["weight_bytes_per_pass"] == pytest.approx(17.3e6, rel=0.05)
+    shown = dict(conditions(document))
+    assert shown["bits per weight"] == "8"
+    assert ("compilation of the kernels" in shown) is (kernels == "native")
+    for seconds, text in ((0.0, "done by an earlier run"), (12.3, "12.3 s")):
+        shown = dict(conditions({**document, "kernels": "native", "compile_seconds": seconds}))
+        assert shown["compilation of the kernels"] == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quantize", "int8", "--dtype", "float16"], "quantize needs a CPU and bfloat16"),
+        (["--kernels", "fast"], "kernels 'fast' is unknown"),
+        (["--prompts", "nothing.jsonl"], "nothing.jsonl cannot be read"),
+        (["--repeats", "0"], "repeats is 0"),
+        (["--max-tokens", "2040", "--limit", "1", "--repeats", "1"], "is too small"),
+        (["--calibrate", "--sweep", "k=0..2"], "leave --sweep or --calibrate out"),
+        (["--calibrate", "--max-tokens", "9"], "leave --max-tokens or --calibrate out"),
+        (["--proposer", "nobody"], "proposer 'nobody' is unknown"),
+    ],
+)
+def test_command_errors(arguments, message):
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()[-1:]
+    assert line.startswith("error: ")
+    assert message in line

@@ -1,0 +1,30 @@
+"""Fixtures of the tests of `outrider tune`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.drafting.plan.test_plan import costs
+from tests.lab.tune.commands import CONSTANT, FIFTH, PROMPTS
+
+
+@pytest.fixture(scope="module")
+def quick():
+    """Replace measured costs and rates, because these tests do not check speeds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for user in ("engine.build", "tune.measure"):
+            patch.setattr(
+                f"outrider.{user}.known_costs", lambda _, drafts: [costs(CONSTANT, each and FIFTH) for each in drafts]
+            )
+        patch.setattr("outrider.lab.bench.rates._BUFFER", 1 << 20)
+        patch.setattr("outrider.lab.bench.rates._MATRIX", (64, 64))
+        yield
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("tune") / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, PROMPTS)))
+    return str(file)

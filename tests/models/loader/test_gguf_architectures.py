@@ -1,0 +1,114 @@
+"""GGUF files of many architectures: the logits are those of the model that was written."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from outrider.core import tree
+from outrider.errors import UnsupportedModel
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.torch.gguf_linear import BlockLinear
+from outrider.models.torch.gguf_made import BlockExperts
+from tests.helpers import tiny
+from tests.helpers.gguf_architectures import WRITTEN, writable_model, write_architecture
+from tests.helpers.variants import variants
+
+FAST = (
+    *("mixtral", "qwen3_moe", "granitemoeshared", "gpt_oss", "deepseek_v3", "llama4_text", "afmoe", "gemma3n_text"),
+    *(
+        "gemma4_text",
+        "phi",
+        "glm4",
+        "falcon",
+        "bloom",
+        "gpt2",
+        "qwen3_next",
+        "qwen3_5_text",
+        "lfm2_moe",
+        "falcon_mamba",
+    ),
+    *("falcon_h1", "nemotron_h", "jamba"),
+)
+_SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
+
+
+@pytest.mark.parametrize("name", variants(list(WRITTEN), fast=FAST))
+@torch.inference_mode()
+def test_logits_are_those_of_the_model_that_was_written(tmp_path, name):
+    model = writable_model(name)
+    loaded = load_checkpoint(write_architecture(tmp_path / "model.gguf", model), dtype="float32", kernels="torch")
+    ids = torch.randint(tiny.VOCAB, (1, 20))
+    for each in (model, loaded.model):
+        if name not in ("falcon", "bloom"):
+            each.set_attn_implementation("eager")
+    expected = model(ids).logits
+    assert torch.allclose(loaded.model(ids).logits, expected, atol=1e-4 * float(expected.abs().max()))
+    assert loaded.recurrent == (name in tiny.RECURRENT)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text"])
+@torch.inference_mode()
+def test_experts_stay_in_blocks(tmp_path, name):
+    """Those that a token chooses are dequantized when it is computed."""
+    model = writable_model(name, **_SIZES)
+    loaded = load_checkpoint(write_architecture(tmp_path / "model.gguf", model, "Q8_0"), kernels="torch")
+    assert loaded.block_types == ("Q8_0",)
+    loaded = loaded.model
+    weights = model.state_dict()
+    found = {key: module for key, module in loaded.named_modules() if isinstance(module, BlockExperts)}
+    assert len(found) == sum(key.endswith("experts.down_proj") for key in weights) * 2
+    for key, module in found.items():
+        assert torch.allclose(module.blocks.dequantize(), weights[key], atol=0.01)
+        module.blocks.dequantize = None  # nothing may expand all experts
+    loaded.set_attn_implementation("eager")
+    model.set_attn_implementation("eager")
+    ids = torch.randint(tiny.VOCAB, (1, 6))
+    outputs = [each(ids).logits[0] for each in (loaded, model)]
+    assert torch.nn.functional.cosine_similarity(*outputs).median() > 0.98  # rounding may change an expert
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "made"),
+    [
+        ("deepseek_v3", {"kv_lora_rank": 32, "qk_nope_head_dim": 32}, "self_attn.kv_b_proj"),
+        ("qwen3_next", {}, "linear_attn.in_proj_qkvz"),
+        ("qwen3_5_text", {}, "linear_attn.out_proj"),
+        ("granitemoeshared", {"shared_intermediate_size": 32}, "shared_mlp.input_linear"),
+        ("bloom", {"n_head": 4}, "self_attention.query_key_value"),
+    ],
+)
+def test_matrices_with_another_layout_stay_in_blocks(tmp_path, name, settings, made):
+    model = writable_model(name, hidden_size=64, **settings)
+    loaded = load_checkpoint(write_architecture(tmp_path / "model.gguf", model, "Q8_0"), kernels="torch").model
+    weights = model.state_dict()
+    found = {key: module for key, module in loaded.named_modules() if isinstance(module, BlockLinear)}
+    assert any(key.endswith(made) for key in found)
+    for key, module in found.items():
+        assert torch.allclose(module.weight, weights[f"{key}.weight"], atol=0.02), key
+
+
+@pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
+@torch.inference_mode()
+def test_the_kernels_multiply_experts_in_blocks(tmp_path):
+    path = write_architecture(tmp_path / "model.gguf", writable_model("qwen3_moe", **_SIZES), "Q8_0")
+    target = tiny.make_target(load_checkpoint(path), slots=2, context=64)
+    assert target.kernels == "native Q8_0"
+    chance = random.Random(1)
+    seq = tiny.admit(target, 0, tiny.text(chance, 12))
+    scores = target.score(tiny.everything([seq]), tree.empty(1, target.device)).logits[0]
+    model = load_checkpoint(path, kernels="torch").model
+    model.set_attn_implementation("eager")
+    expected = model(torch.tensor([list(seq.token_ids)])).logits[0, -1:]
+    assert (scores - expected).norm() / expected.norm() < 0.08
+
+
+def test_a_tensor_that_the_model_does_not_use_is_named(tmp_path):
+    """llama.cpp reads it where it exists, so the model would be another one."""
+    model = writable_model("seed_oss")
+    model.model.layers[1].mlp.down_proj.bias = torch.nn.Parameter(torch.zeros(32))
+    path = write_architecture(tmp_path / "model.gguf", model)
+    with pytest.raises(UnsupportedModel, match=r"does not use, such as blk\.1\.ffn_down\.bias; use the folder"):
+        load_checkpoint(path)

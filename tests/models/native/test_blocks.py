@@ -1,0 +1,79 @@
+"""Blocks of GGUF files on the native kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.models.native import decoder
+from outrider.models.native.blocks import can_pack, dequantize_blocks, pack_blocks
+from outrider.models.native.pack import pack
+from outrider.models.torch.gguf_linear import BlockWeight
+from tests.helpers import tiny
+from tests.helpers.gguf_files import random_blocks
+
+pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
+KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+
+@pytest.fixture(autouse=True)
+def plain_dequantizer(monkeypatch):
+    """Let the package gguf dequantize the matrices of these tests. It is the reference."""
+    monkeypatch.setattr("outrider.models.torch.gguf_linear._dequantizer", None)
+
+
+def _random(kind: str, outputs: int, inputs: int, seed: int = 0) -> BlockWeight:
+    return BlockWeight(random_blocks(kind, outputs, inputs, seed), kind, inputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(40, 256), (32, 512)])
+def test_packing_loses_nothing(kind, shape):
+    weight = _random(kind, *shape)
+    assert torch.equal(pack_blocks([weight]).unpack(), weight.dequantize())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kernels_dequantize_exactly(kind):
+    weight = _random(kind, 40, 512)
+    rows = torch.tensor([39, 0, 7, 7, 38]).numpy()
+    assert torch.equal(dequantize_blocks(kind, weight.addresses()[rows], 512), weight.dequantize(rows))
+    assert dequantize_blocks("IQ2_XXS", weight.addresses(), 512) is None
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_inputs_that_are_no_multiple_of_64_are_padded(kind):
+    weight = _random(kind, 16, 96)
+    assert torch.equal(pack_blocks([weight]).unpack(), weight.dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_table_is_expanded_in_parts(dtype, monkeypatch):
+    monkeypatch.setattr(decoder, "_PANELS_AT_ONCE", 2)
+    for kind in KINDS:
+        weight = _random(kind, 145, 256)
+        assert torch.equal(decoder._expand(pack_blocks([weight]), dtype), weight.dequantize().to(dtype))
+    for bits in (4, 8, 16, 32):
+        packed = pack(torch.randn(145, 96), bits=bits)
+        assert torch.equal(decoder._expand(packed, dtype), packed.unpack().to(dtype))
+
+
+def test_rows_can_be_joined_and_reordered():
+    first, second = _random("Q4_K", 3, 256, seed=1), _random("Q4_K", 2, 256, seed=2)
+    order = torch.tensor([4, 0, 3, 1, 2])
+    turned = torch.tensor([2, 0, 1])
+    expected = torch.cat([first.dequantize()[turned], second.dequantize()])[order]
+    assert torch.equal(first.reordered(turned).dequantize(), first.dequantize()[turned])
+    assert torch.equal(first.reordered(turned).reordered(turned).dequantize(), first.dequantize()[turned[turned]])
+    assert torch.equal(pack_blocks([first.reordered(turned), second], order=order).unpack(), expected)
+
+
+def test_four_bits_take_no_more_memory_than_in_the_file():
+    for kind in ("Q4_0", "Q4_1", "Q8_0"):
+        weight = _random(kind, 64, 256)
+        assert pack_blocks([weight]).nbytes == weight.nbytes
+
+
+def test_types_that_are_not_packed():
+    assert not can_pack("IQ2_XXS")
+    assert not can_pack("F16")

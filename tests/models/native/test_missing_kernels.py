@@ -1,0 +1,133 @@
+"""Systems on which the native kernels cannot be compiled: torch runs the model, and a warning says how to change it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from outrider.core.params import SamplingParams
+from outrider.errors import UnsupportedModel
+from outrider.llm import LLM
+from outrider.models.loader import make
+from outrider.models.loader.embedded import embedded
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.loader.make import make_target
+from outrider.models.native import library
+from outrider.runtime import compiler
+from tests.helpers import tiny
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Let each test load the kernels and warn as a new process does."""
+
+    def clear():
+        library.load_library.cache_clear()
+        make._warn_of_missing_kernels.cache_clear()
+
+    clear()
+    yield
+    clear()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = tiny.make_config("LlamaConfig", head_dim=16, hidden_size=48, intermediate_size=80)
+    return tiny.save(tmp_path_factory.mktemp("missing") / "llama", config)
+
+
+def load(folder):
+    return load_checkpoint(folder, dtype="float32", device="cpu")
+
+
+def only_programs(monkeypatch, *names):
+    """Let the system have these programs alone."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if name in names else None)
+    monkeypatch.setattr("sys.platform", "linux")
+
+
+def warnings(caplog):
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_one_warning_names_the_command_that_installs_a_compiler(folder, monkeypatch, caplog):
+    """A target and its draft model warn together once."""
+    only_programs(monkeypatch, "apt-get")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    for _ in range(2):
+        assert make_target(load(folder), slots=1, context=32).kernels == "torch"
+    assert warnings(caplog) == [
+        "running on torch, which is many times slower than the native CPU kernels: no C++ compiler was found (g++ or"
+        " clang++); install one: apt-get install g++"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("programs", "user", "command"),
+    [
+        (("apt-get", "sudo"), 1000, "sudo apt-get install g++"),
+        (("apt-get",), 1000, "apt-get install g++"),
+        (("dnf", "yum", "sudo"), 0, "dnf install gcc-c++"),
+        (("pacman",), 0, "pacman -S gcc"),
+        ((), 0, None),
+    ],
+)
+def test_command_fits_the_system(programs, user, command, monkeypatch):
+    only_programs(monkeypatch, *programs)
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    assert compiler.install_command() == command
+    with pytest.raises(library.MissingKernels, match=f"install one: {command}" if command else "; install one$"):
+        library.find_compiler()
+
+
+def test_command_on_macos(monkeypatch):
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert "brew install llvm" in compiler.install_command()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("LlamaConfig", {"head_dim": 8}), ("CohereConfig", {"hidden_size": 64})]
+)
+def test_models_that_the_kernels_do_not_support_need_no_compiler(name, settings, monkeypatch, caplog, tmp_path):
+    only_programs(monkeypatch)
+    checkpoint = load(tiny.save(tmp_path / "other", tiny.make_config(name, **settings)))
+    assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
+    assert warnings(caplog) == []
+
+
+def test_kernels_that_are_not_wanted_cause_no_warning(folder, monkeypatch, caplog):
+    only_programs(monkeypatch)
+    assert make_target(load(folder), slots=1, context=32, kernels="torch").kernels == "torch"
+    assert warnings(caplog) == []
+
+
+def test_torch_runs_without_a_compiler(folder, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
+    with pytest.raises(UnsupportedModel, match="the C\\+\\+ compiler no-such-compiler, which CXX names, was not found"):
+        make_target(checkpoint, slots=1, context=32, kernels="native")
+    assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
+    new_checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
+    assert make_target(new_checkpoint, slots=1, context=32, bits=8).kernels == "torch int8"
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(UnsupportedModel, match="cannot compile"):
+        make_target(checkpoint, slots=1, context=32, kernels="native")
+    assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
+    not_found, not_compiled = (each for each in warnings(caplog) if each.startswith("running on torch"))
+    assert "was not found; name another, or unset CXX" in not_found
+    assert "false cannot compile the kernels" in not_compiled
+
+
+def test_torch_runs_without_a_cache_folder(folder, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
+    with pytest.raises(UnsupportedModel, match=r"file/outrider, cannot be written .*; set XDG_CACHE_HOME"):
+        make_target(checkpoint, slots=1, context=32, kernels="native")
+    assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
+    assert "set XDG_CACHE_HOME to a writable folder" in warnings(caplog)[-1]
+    # Verification and sampling also have native kernels.
+    llm = LLM(embedded("nano"), proposer="ngram", max_model_len=64)
+    assert len(llm.generate("def", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4

@@ -1,0 +1,102 @@
+"""Native sampling gives the distributions of the torch implementation, with any sampling parameters."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from outrider.core.params import SamplingParams
+from outrider.models.native.sampling import fastest_sampling
+from outrider.testing.drive import make_seq
+from outrider.verify.sampling import SamplingTensors, target_probs
+from tests.helpers import tiny
+
+pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
+CPU = torch.device("cpu")
+PARAMS = (
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.6},
+    {"top_k": 1},
+    {"top_k": 7, "temperature": 1.3},
+    {"top_p": 0.9},
+    {"top_p": 0.0001},
+    {"top_p": 0.999, "temperature": 2.0},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.1, "temperature": 0.8},
+    {"temperature": 0.0, "top_k": 3, "top_p": 0.5},
+)
+
+
+def sampling_tensors(params_list, vocab):
+    """Return the tensors of one sequence for each set of sampling parameters."""
+    seqs = []
+    for slot, params in enumerate(params_list):
+        seqs.append(make_seq([1], slot, SamplingParams(**({"temperature": 1.0} | params))))
+    return SamplingTensors.of(seqs, vocab, CPU)
+
+
+@pytest.mark.parametrize("vocab", [5, 16, 333, 12288])
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_probs_equal_torch(vocab, spread):
+    logits = torch.randn(len(PARAMS), 4, vocab, generator=torch.Generator().manual_seed(vocab)) * spread
+    sampling = sampling_tensors(PARAMS, vocab)
+    logits_before = logits.clone()
+    probs = fastest_sampling(CPU)(logits, sampling, slice(None))
+    expected = target_probs(logits, sampling, slice(None))
+    assert torch.equal(logits, logits_before)
+    assert torch.equal(probs > 0, expected > 0)
+    torch.testing.assert_close(probs, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e4])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.05}])
+def test_extreme_temperatures_give_valid_distributions(temperature, filters):
+    """The logits are far larger than those of a model. `SamplingParams` rejects temperatures beyond these limits."""
+    logits = torch.randn(6, 1, 333, generator=torch.Generator().manual_seed(0)) * 1e4 / 3
+    logits[0, 0, :2] = torch.tensor([1e4, -1e4])
+    sampling = sampling_tensors([{"temperature": temperature} | filters] * 6, 333)
+    probs = fastest_sampling(CPU)(logits, sampling, slice(None))
+    expected = target_probs(logits, sampling, slice(None))
+    torch.testing.assert_close(probs, expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(probs.sum(-1), torch.ones(6, 1))
+    assert torch.equal(probs.argmax(-1), logits.argmax(-1))
+
+
+def test_packed_nodes_use_the_parameters_of_their_sequence():
+    logits = torch.randn(9, 1, 50)
+    of = torch.tensor([2, 0, 5, 5, 1, 9, 10, 8, 3])
+    sampling = sampling_tensors(PARAMS, 50)
+    probs = fastest_sampling(CPU)(logits, sampling, of)
+    torch.testing.assert_close(probs, target_probs(logits, sampling, of), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_masked_logits_have_probability_zero(params):
+    logits = torch.randn(1, 1, 200)
+    logits[..., ::3] = -math.inf
+    sampling = sampling_tensors([params], 200)
+    probs = fastest_sampling(CPU)(logits, sampling, slice(None))
+    assert (probs[..., ::3] == 0).all()
+    torch.testing.assert_close(probs, target_probs(logits, sampling, slice(None)), atol=1e-6, rtol=1e-4)
+
+
+def test_ties_with_the_last_kept_token_are_kept():
+    logits = torch.tensor([[[2.0, 1.0, 1.0, 0.0, 1.0]]])
+    probs = fastest_sampling(CPU)(logits, sampling_tensors([{"top_k": 2}], 5), slice(None))
+    assert (probs > 0).tolist() == [[[True, True, True, False, True]]]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_non_finite_logits_affect_only_their_sequence(params, value):
+    """The engine reports an error for the sequence. The other sequences must be correct."""
+    logits = torch.randn(2, 1, 64)
+    logits[0] = value
+    probs = fastest_sampling(CPU)(logits, sampling_tensors([params, params], 64), slice(None))
+    expected = target_probs(logits[1:], sampling_tensors([params], 64), slice(None))
+    assert probs[0].sum() == 1
+    torch.testing.assert_close(probs[1:], expected, atol=1e-6, rtol=1e-4)
