@@ -200,7 +200,8 @@ class LLM:
         if rules is None:
             raise OutriderError("this target is a decoder-only model and has no default prompt; give a prompt")
         if rules.speech is not None:
-            return rules.speech.start_tokens(language, task)
+            start: tuple[int, ...] = rules.speech.start_tokens(language, task)
+            return start
         if not rules.start:
             raise OutriderError(
                 "the target's checkpoint has no decoder_start_token_id; set it in its config.json, or give a prompt of"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
 from outrider.core import tree
 from outrider.core.config import ONCE
 from outrider.core.params import AUTO
-from outrider.core.target import Target
 from outrider.core.types import Batch, Draft, Draw, Needs, Request, Round, SequenceState
-from outrider.drafting.propose.placement import DraftPlacement
 from outrider.errors import OutriderError
-from outrider.models.torch.checkpoint import SourceRules
+
+if TYPE_CHECKING:
+    from outrider.core.placement import DraftPlacement
+    from outrider.core.source import SourceRules
+    from outrider.core.target import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,14 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from outrider.core.grammar import Grammar, Matcher
 from outrider.core.params import SamplingParams
-from outrider.core.stats import Stats
-from outrider.core.text import TextStream
+
+if TYPE_CHECKING:  # so that an own proposer imports little
+    from outrider.core.grammar import Grammar, Matcher
+    from outrider.core.stats import Stats
+    from outrider.core.text import TextStream
 
 
 class DraftKind(IntEnum):

@@ -14,8 +14,10 @@ import torch
 from outrider.core.cache import Cache, CacheConfig, CacheUsage
 from outrider.core.config import EngineConfig
 from outrider.core.grammar import remove_time_limit
+from outrider.core.placement import DraftPlacement
 from outrider.core.planner import FixedPlanner, Planner
 from outrider.core.proposer import NoProposer, Proposer, ProposerSetup
+from outrider.core.source import SourceRules
 from outrider.core.target import Target
 from outrider.core.types import Draw
 from outrider.drafting.plan.cost_planner import CostPlanner
@@ -24,7 +26,6 @@ from outrider.drafting.plan.pass_cost import CostModel
 from outrider.drafting.propose.combine import Switch
 from outrider.drafting.propose.isolate import IsolatedProposer, isolate
 from outrider.drafting.propose.leaves import draft_model, draft_models, model_sources
-from outrider.drafting.propose.placement import DraftPlacement
 from outrider.drafting.propose.registry import (
     Maker,
     alternatives,
@@ -45,7 +46,7 @@ from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.native.rules import fastest_verifier
 from outrider.models.native.sampling import fastest_sampling
-from outrider.models.torch.checkpoint import Checkpoint, Precision, SourceRules, WeightFormat
+from outrider.models.torch.checkpoint import Checkpoint, Precision, WeightFormat
 from outrider.runtime.machine import free_memory
 from outrider.runtime.ranks import current, join
 from outrider.verify.rules import Verifier

@@ -14,17 +14,15 @@ not count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import distributed
 
-from outrider.core.config import REPLICATED, SHARDED
+from outrider.core.config import SHARDED
 from outrider.core.params import AUTO
+from outrider.core.placement import DraftPlacement, PassEstimate
 from outrider.errors import OutriderError
 from outrider.models.loader.hub.names import shown
 from outrider.models.loader.load import is_recurrent
@@ -38,51 +36,6 @@ _OTHER_MESSAGES = 2
 _BUFFER = {"cpu": 1 << 28, "cuda": 1 << 30}  # most bytes of the buffer that is read
 _REPEATS = 5
 _OPERATIONS = 20  # all-reduces of a measurement
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassEstimate:
-    """Estimated seconds of a pass of a draft model over one token."""
-
-    replicated: float
-    sharded: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftPlacement:
-    """Where a draft runs, and why."""
-
-    draft: str  # its folder
-    ranks: int  # of tensor parallelism
-    sharded: bool  # each rank has a part of the draft; otherwise each has the whole draft
-    reason: str
-    estimate: PassEstimate | None = None  # None: the draft cannot be split
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        estimate = self.estimate
-        return {
-            "draft": shown(self.draft),
-            "placement": SHARDED if self.sharded else REPLICATED,
-            "ranks": self.ranks,
-            "reason": self.reason,
-            "replicated_ms": estimate and round(1e3 * estimate.replicated, 4),
-            "sharded_ms": estimate and round(1e3 * estimate.sharded, 4),
-        }
-
-    def __str__(self) -> str:
-        return describe_placement(self.as_dict())
-
-
-def describe_placement(placement: Mapping[str, Any]) -> str:
-    """Return the text of `DraftPlacement.as_dict`."""
-    preposition = "over" if placement["placement"] == SHARDED else "on"
-    place = f"{placement['placement']} {preposition} {placement['ranks']} ranks"
-    text = f"the draft {placement['draft']} is {place}: {placement['reason']}"
-    if placement["replicated_ms"] is None:
-        return text
-    times = f"{placement['replicated_ms']:.3g} ms replicated, {placement['sharded_ms']:.3g} ms sharded"
-    return f"{text} (estimated per draft token: {times})"
 
 
 def estimate_pass(size: float, *, layers: int, ranks: int, bandwidth: float, all_reduce: float) -> PassEstimate:
@@ -110,7 +63,9 @@ def choose_placement(asked: str, draft: str, ranks: int, estimate: PassEstimate)
     """
     sharded = estimate.sharded < estimate.replicated if asked == AUTO else asked == SHARDED
     reason = "this is estimated to be faster" if asked == AUTO else f"draft_placement is {asked}"
-    return DraftPlacement(draft=draft, ranks=ranks, sharded=sharded, reason=reason, estimate=estimate)
+    return DraftPlacement(
+        draft=draft, name=shown(draft), ranks=ranks, sharded=sharded, reason=reason, estimate=estimate
+    )
 
 
 def place_draft_model(
@@ -160,7 +115,7 @@ def place_head(folder: str, ranks: int, *, asked: str) -> DraftPlacement:
 
 def replicated(draft: str, ranks: int, reason: str) -> DraftPlacement:
     """Return the placement of a draft that cannot be split."""
-    return DraftPlacement(draft=draft, ranks=ranks, sharded=False, reason=reason)
+    return DraftPlacement(draft=draft, name=shown(draft), ranks=ranks, sharded=False, reason=reason)
 
 
 def _check_can_split(folder: str, ranks: int) -> None:

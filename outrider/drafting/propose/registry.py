@@ -7,52 +7,85 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
+from enum import Enum, auto
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from outrider.core.params import AUTO
-from outrider.core.proposer import NoProposer, Proposer, ProposerSetup, parse_count
+from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.types import Needs
-from outrider.drafting.propose.best import Best
-from outrider.drafting.propose.combine import First, Merge, Switch, check_parts
-from outrider.drafting.propose.draft_model.open import (
-    cascade_proposer,
-    check_draft,
-    draft_proposer,
-    draft_text_proposer,
-    draft_tokens_proposer,
-    mtp_proposer,
-    tree_proposer,
-)
-from outrider.drafting.propose.draft_model.self_speculation import (
-    exit_layers,
-    exit_proposer,
-    quantized_bits,
-    quantized_proposer,
-    skip_layers,
-    skip_proposer,
-)
-from outrider.drafting.propose.lookup.group import group_proposer, parse_group_size
-from outrider.drafting.propose.lookup.lookahead import lookahead_proposer, parse_lookahead_size
-from outrider.drafting.propose.lookup.ngram import NgramProposer
-from outrider.drafting.propose.lookup.recycle import RecycleProposer
-from outrider.drafting.propose.lookup.retrieval import open_datastore, retrieval_proposer
-from outrider.drafting.propose.lookup.suffix import parse_history_size, suffix_proposer
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import embedded, model_folder
 
 Maker = Callable[[ProposerSetup], Proposer]
-_MAX_NGRAM = 32  # longest n-gram of `ngram`; each length costs time and memory at every token
 
 
-@dataclass(frozen=True, slots=True)
+class Argument(Enum):
+    """The text after the colon of a proposer's name."""
+
+    NONE = auto()
+    TEXT = auto()  # what the proposer itself reads; it may be missing
+    MODEL = auto()  # the folder of a draft model
+    DRAFT = auto()  # the folder of a draft model or of a draft head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerType:
-    """A proposer that can be named in an expression."""
+    """A proposer that can be named in an expression.
 
-    make: Callable[[str, ProposerSetup], Proposer]  # gets the argument after the colon; "" if there is none
-    check: Callable[[str], object]  # raises an error if the argument is wrong; does not need the target
+    Its module is imported when it is first used. Functions are named as in `core.proposer:NoProposer`.
+    """
+
     syntax: str  # for messages
+    maker: str  # a function of the argument, if there is one, and a ProposerSetup
+    argument: Argument = Argument.NONE
+    checker: str = ""  # of TEXT: a function that raises an error if the argument is wrong; it does not need the target
+    samples: bool = False  # may sample draft tokens from a distribution
+    chain: bool = False  # drafts chains
+    reads_text: bool = False  # has a draft to which `draft_window` and `draft_quantize` apply
+
+    def check(self, argument: str) -> None:
+        """Check the argument before any model is loaded.
+
+        Raises:
+            OutriderError: it is wrong.
+        """
+        if self.argument is Argument.NONE:
+            self._check_no_argument(argument)
+        elif self.argument is Argument.TEXT:
+            _resolve(self.checker)(argument)
+        else:
+            check_draft = _resolve("drafting.propose.draft_model.open:check_draft")
+            check_draft(self._folder(argument), heads=self.argument is Argument.DRAFT)
+
+    def make(self, argument: str, setup: ProposerSetup) -> Proposer:
+        """Make the proposer.
+
+        Raises:
+            OutriderError: the argument is wrong, or the proposer cannot be made.
+        """
+        maker: Callable[..., Proposer] = _resolve(self.maker)
+        if self.argument is Argument.NONE:
+            self._check_no_argument(argument)
+            return maker(setup)
+        return maker(argument if self.argument is Argument.TEXT else self._folder(argument), setup)
+
+    def _check_no_argument(self, argument: str) -> None:
+        if argument:
+            raise OutriderError(f"{self.syntax} takes no argument, but {argument!r} was given; write {self.syntax}")
+
+    def _folder(self, argument: str) -> str:
+        if not argument:
+            name = self.syntax.partition(":")[0]
+            raise OutriderError(f"{name} needs the folder of a draft model; write {self.syntax}")
+        return str(model_folder(argument))
+
+
+def _resolve(name: str) -> Any:
+    """Return a class or function of `outrider`, such as `core.proposer:NoProposer`."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(f"outrider.{module}"), attribute)
 
 
 def find_proposer(spec: str, setup: ProposerSetup) -> Proposer:
@@ -170,7 +203,7 @@ def parse(spec: str) -> Expression:
 
 def has_draft(spec: str) -> bool:
     """Return whether an expression has a draft model or a draft head, which has settings of its own."""
-    return not _DRAFT_PROPOSERS.isdisjoint(parse(spec).names())
+    return any(NAMED[name].reads_text for name in parse(spec).names() if name in NAMED)
 
 
 def check_draft_settings(
@@ -237,6 +270,7 @@ def _split(text: str, spec: str) -> list[str]:
 
 def _check(expression: Expression) -> None:
     if expression.parts:
+        check_parts = _resolve("drafting.propose.combine:check_parts")
         check_parts(len(expression.parts), switches="switch" in (part.name for part in expression.parts))
     elif expression.name in NAMED:
         NAMED[expression.name].check(expression.argument)
@@ -253,47 +287,16 @@ def make(expression: Expression, setup: ProposerSetup) -> Proposer:
         OutriderError: a proposer in the expression cannot be made.
     """
     if expression.name in COMBINATIONS and expression.parts:
-        return COMBINATIONS[expression.name](setup, [make(part, setup) for part in expression.parts])
+        return combine(expression.name, setup, [make(part, setup) for part in expression.parts])
     if expression.name in NAMED:
         return NAMED[expression.name].make(expression.argument, setup)
     return own_proposer(_import_maker(expression), setup)
 
 
-def _none(argument: str, setup: ProposerSetup) -> Proposer:
-    _check_no_argument("none", argument)
-    return NoProposer(setup)
-
-
-def _ngram(argument: str, setup: ProposerSetup) -> Proposer:
-    if not argument:
-        return NgramProposer(setup)
-    shortest, longest = _ngram_range(argument)
-    return NgramProposer(setup, shortest=shortest, longest=longest)
-
-
-def _check_ngram(argument: str) -> None:
-    if argument:
-        _ngram_range(argument)
-
-
-def _ngram_range(argument: str) -> tuple[int, int]:
-    ends = [parse_count(end) for end in argument.split("-")]
-    match ends:
-        case [int(shortest), int(longest)] if 1 <= shortest <= longest <= _MAX_NGRAM:
-            return shortest, longest
-    raise OutriderError(
-        f"ngram:{argument} is no range; write ngram:1-5 for n-grams of 1 to 5 tokens, of {_MAX_NGRAM} at most"
-    )
-
-
-def _recycle(argument: str, setup: ProposerSetup) -> Proposer:
-    _check_no_argument("recycle", argument)
-    return RecycleProposer(setup)
-
-
-def _mtp(argument: str, setup: ProposerSetup) -> Proposer:
-    _check_no_argument("mtp", argument)
-    return mtp_proposer(setup)
+def combine(name: str, setup: ProposerSetup, parts: Sequence[Proposer]) -> Proposer:
+    """Make a combination, such as merge, of other proposers."""
+    combination: Proposer = _resolve(COMBINATIONS[name])(setup, parts)
+    return combination
 
 
 def _import_maker(expression: Expression) -> Maker:
@@ -336,68 +339,136 @@ def _suggestion(name: str) -> str:
     return f" did you mean {similar[0]}? Else" if similar else ""
 
 
-def _check_no_argument(name: str, argument: str) -> None:
-    if argument:
-        raise OutriderError(f"{name} takes no argument, but {argument!r} was given; write {name}")
-
-
-def _draft_type(name: str, make: Callable[[str, ProposerSetup], Proposer], *, heads: bool) -> ProposerType:
-    """Describe a proposer whose argument is a draft model, or with `heads` also a draft head."""
-
-    def folder(model: str) -> str:
-        if not model:
-            raise OutriderError(f"{name} needs the folder of a draft model; write {name}:DIR")
-        return str(model_folder(model))
-
-    return ProposerType(
-        lambda model, setup: make(folder(model), setup),
-        lambda model: check_draft(folder(model), heads=heads),
-        f"{name}:DIR",
-    )
-
-
 NAMED: Mapping[str, ProposerType] = MappingProxyType(
     {
         # Plain decoding.
-        "none": ProposerType(_none, partial(_check_no_argument, "none"), "none"),
+        "none": ProposerType(syntax="none", maker="core.proposer:NoProposer", chain=True),
         # The tokens that followed the last n-gram of the text earlier.
-        "ngram": ProposerType(_ngram, _check_ngram, "ngram[:MIN-MAX]"),
+        "ngram": ProposerType(
+            syntax="ngram[:MIN-MAX]",
+            maker="drafting.propose.lookup.ngram:ngram_proposer",
+            argument=Argument.TEXT,
+            checker="drafting.propose.lookup.ngram:parse_ngram_range",
+        ),
         # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of past outputs.
-        "suffix": ProposerType(suffix_proposer, parse_history_size, "suffix[:TOKENS]"),
+        "suffix": ProposerType(
+            syntax="suffix[:TOKENS]",
+            maker="drafting.propose.lookup.suffix:suffix_proposer",
+            argument=Argument.TEXT,
+            checker="drafting.propose.lookup.suffix:parse_history_size",
+        ),
         # The same in other outputs for the same prompt, running and finished ones, of the last VERSIONS weights.
-        "group": ProposerType(group_proposer, parse_group_size, "group[:TOKENS[:VERSIONS]]"),
+        "group": ProposerType(
+            syntax="group[:TOKENS[:VERSIONS]]",
+            maker="drafting.propose.lookup.group:group_proposer",
+            argument=Argument.TEXT,
+            checker="drafting.propose.lookup.group:parse_group_size",
+        ),
         # The likeliest tokens of the target's earlier logits after the same suffix.
-        "recycle": ProposerType(_recycle, partial(_check_no_argument, "recycle"), "recycle"),
+        "recycle": ProposerType(syntax="recycle", maker="drafting.propose.lookup.recycle:RecycleProposer"),
         # N-grams that the target generates in its own passes by Jacobi iteration.
-        "lookahead": ProposerType(lookahead_proposer, parse_lookahead_size, "lookahead[:WxNxG]"),
+        "lookahead": ProposerType(
+            syntax="lookahead[:WxNxG]",
+            maker="drafting.propose.lookup.lookahead:lookahead_proposer",
+            argument=Argument.TEXT,
+            checker="drafting.propose.lookup.lookahead:parse_lookahead_size",
+        ),
         # A draft model or a draft head.
-        "draft": _draft_type("draft", draft_proposer, heads=True),
+        "draft": ProposerType(
+            syntax="draft:DIR",
+            maker="drafting.propose.draft_model.open:draft_proposer",
+            argument=Argument.DRAFT,
+            samples=True,
+            chain=True,
+            reads_text=True,
+        ),
         # The module for multi-token prediction in the target's checkpoint.
-        "mtp": ProposerType(_mtp, partial(_check_no_argument, "mtp"), "mtp"),
+        "mtp": ProposerType(
+            syntax="mtp",
+            maker="drafting.propose.draft_model.open:mtp_proposer",
+            samples=True,
+            chain=True,
+            reads_text=True,
+        ),
         # A draft model with another vocabulary, which drafts token by token.
-        "draft-tokens": _draft_type("draft-tokens", draft_tokens_proposer, heads=False),
+        "draft-tokens": ProposerType(
+            syntax="draft-tokens:DIR",
+            maker="drafting.propose.draft_model.open:draft_tokens_proposer",
+            argument=Argument.MODEL,
+            samples=True,
+            chain=True,
+            reads_text=True,
+        ),
         # A draft model with another vocabulary, whose text is tokenized again.
-        "draft-text": _draft_type("draft-text", draft_text_proposer, heads=False),
+        "draft-text": ProposerType(
+            syntax="draft-text:DIR",
+            maker="drafting.propose.draft_model.open:draft_text_proposer",
+            argument=Argument.MODEL,
+            chain=True,
+            reads_text=True,
+        ),
         # A draft model or a draft head that drafts a tree.
-        "tree": _draft_type("tree", tree_proposer, heads=True),
+        "tree": ProposerType(
+            syntax="tree:DIR",
+            maker="drafting.propose.draft_model.open:tree_proposer",
+            argument=Argument.DRAFT,
+            samples=True,
+            reads_text=True,
+        ),
         # A draft model that looks up n-grams to need fewer passes.
-        "cascade": _draft_type("cascade", cascade_proposer, heads=False),
+        "cascade": ProposerType(
+            syntax="cascade:DIR",
+            maker="drafting.propose.draft_model.open:cascade_proposer",
+            argument=Argument.MODEL,
+            samples=True,
+            chain=True,
+            reads_text=True,
+        ),
         # The tokens that followed the longest suffix of the text in a datastore; see `outrider index`.
-        "retrieval": ProposerType(retrieval_proposer, open_datastore, "retrieval:DIR[:MIN]"),
-        # The first layers of the target.
-        "exit": ProposerType(exit_proposer, exit_layers, "exit:LAYERS"),
+        "retrieval": ProposerType(
+            syntax="retrieval:DIR[:MIN]",
+            maker="drafting.propose.lookup.retrieval:retrieval_proposer",
+            argument=Argument.TEXT,
+            checker="drafting.propose.lookup.retrieval:open_datastore",
+        ),
+        # The first layers of the target, which has the target's context.
+        "exit": ProposerType(
+            syntax="exit:LAYERS",
+            maker="drafting.propose.draft_model.self_speculation:exit_proposer",
+            argument=Argument.TEXT,
+            checker="drafting.propose.draft_model.self_speculation:exit_layers",
+            samples=True,
+            chain=True,
+        ),
         # The target without some of its layers; see `outrider layers`.
-        "skip": ProposerType(skip_proposer, skip_layers, "skip:A+B+C"),
+        "skip": ProposerType(
+            syntax="skip:A+B+C",
+            maker="drafting.propose.draft_model.self_speculation:skip_proposer",
+            argument=Argument.TEXT,
+            checker="drafting.propose.draft_model.self_speculation:skip_layers",
+            samples=True,
+            chain=True,
+        ),
         # The target with 4 or 8 bits per weight.
-        "quantized": ProposerType(quantized_proposer, quantized_bits, "quantized:int4"),
+        "quantized": ProposerType(
+            syntax="quantized:int4",
+            maker="drafting.propose.draft_model.self_speculation:quantized_proposer",
+            argument=Argument.TEXT,
+            checker="drafting.propose.draft_model.self_speculation:quantized_bits",
+            samples=True,
+            chain=True,
+        ),
+    }
+)
+COMBINATIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "best": "drafting.propose.best:Best",
+        "first": "drafting.propose.combine:First",
+        "merge": "drafting.propose.combine:Merge",
+        "switch": "drafting.propose.combine:Switch",
     }
 )
 # Proposers that may sample draft tokens from a distribution.
-SAMPLING_PROPOSERS = frozenset({"draft", "draft-tokens", "mtp", "tree", "cascade", "exit", "skip", "quantized"})
-# Proposers to which `draft_window` and `draft_quantize` apply. The target as its own draft has the target's context.
-_DRAFT_PROPOSERS = frozenset({"draft", "draft-tokens", "draft-text", "mtp", "tree", "cascade"})
+SAMPLING_PROPOSERS = frozenset(name for name, proposer_type in NAMED.items() if proposer_type.samples)
 # Proposers that draft chains, and combinations that make no tree of chains.
-CHAINS = (SAMPLING_PROPOSERS - {"tree"}) | {"draft-text", "none", "best", "first", "switch"}
-COMBINATIONS: Mapping[str, Callable[[ProposerSetup, Sequence[Proposer]], Proposer]] = MappingProxyType(
-    {"best": Best, "first": First, "merge": Merge, "switch": Switch}
-)
+CHAINS = frozenset(name for name, proposer_type in NAMED.items() if proposer_type.chain) | {"best", "first", "switch"}

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.drafting.propose.combine import Combination
-from outrider.drafting.propose.registry import COMBINATIONS, NAMED, Expression, Maker, make, own_proposer, parse
+from outrider.drafting.propose.registry import (
+    NAMED,
+    Expression,
+    Maker,
+    combine,
+    make,
+    own_proposer,
+    parse,
+)
 
 
 def without_outputs(proposer: Proposer, spec: str | Maker, setup: ProposerSetup) -> Proposer:
@@ -42,4 +50,4 @@ def _renewed(proposer: Proposer, expression: Expression, setup: ProposerSetup) -
         return make(expression, setup)
     assert isinstance(proposer, Combination)
     pairs = zip(proposer.parts, expression.parts, strict=True)
-    return COMBINATIONS[expression.name](setup, [_renewed(part, each, setup) for part, each in pairs])
+    return combine(expression.name, setup, [_renewed(part, each, setup) for part, each in pairs])

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outrider.drafting.propose.placement import describe_placement
+from outrider.core.placement import describe_placement
 from outrider.models.loader.check_store import CheckResult
 from outrider.models.torch.checkpoint import precision_text
 

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.drafting.propose.placement import describe_placement
+from outrider.core.placement import describe_placement
 from outrider.lab.bench.conditions import latency_text, median_text, memory, rates
 from outrider.lab.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
 from outrider.runtime.report.console import NONE, new_table

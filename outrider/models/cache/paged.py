@@ -207,7 +207,8 @@ class PagedCache:
         """View blocks as keys [..., heads, groups, words, lanes, each] and values [..., heads, words, dim, each].
 
         A 4-byte word of keys holds `each` dimensions of one entry, with 16 entries side by side. A word of values holds
-        one dimension of `each` adjacent entries. The kernels multiply this layout directly (models/native/csrc/attention.h).
+        one dimension of `each` adjacent entries. The kernels multiply this layout directly
+        (`models/native/csrc/attention.h`).
         """
         each = 4 // self._dtype.itemsize
         dim = self._shape[-1]

@@ -17,6 +17,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
+from outrider.core.source import SourceRules
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.heads.store import is_head
 from outrider.models.loader.dtype import choose_dtype, stored_dtype
@@ -39,7 +40,7 @@ from outrider.models.loader.tensor_parallel import check_plan
 from outrider.models.loader.tokenizer import read_tokenizer
 from outrider.models.native.blocks import can_pack
 from outrider.models.torch.attention import NAME
-from outrider.models.torch.checkpoint import Checkpoint, LazyModel, SourceRules
+from outrider.models.torch.checkpoint import Checkpoint, LazyModel
 from outrider.models.torch.gguf_linear import BlockLinear
 from outrider.runtime.ranks import join
 

@@ -8,17 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider.models.torch.speech.rules import SpeechRules
+from outrider.core.source import SourceRules
 from outrider.models.torch.weights import Weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceRules:
-    """What an encoder-decoder model takes as source, and how its output begins."""
-
-    context: int  # most tokens of a source, or positions of speech
-    start: tuple[int, ...]  # the default prompt of the decoder; (): the checkpoint names none
-    speech: SpeechRules | None = None  # None: the source is text
 
 
 class WeightFormat(NamedTuple):

@@ -94,7 +94,8 @@ def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torc
     for name, value in weights.items():
         if name not in shapes and _is_adapter(name):
             raise OutriderError(
-                f"{name!r} is a weight of a PEFT adapter that is not merged; give outrider.train.rl.merged_weights(model)"
+                f"{name!r} is a weight of a PEFT adapter that is not merged; give"
+                " outrider.train.rl.merged_weights(model)"
             )
         if name not in shapes:
             raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")

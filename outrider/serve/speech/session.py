@@ -166,7 +166,8 @@ def speech_rules(llm: LLM) -> SpeechRules:
     rules = llm.parts.source_rules
     if rules is None or rules.speech is None:
         raise OutriderError("this target is no speech model and transcribes no audio; use a model such as Whisper")
-    return rules.speech
+    speech: SpeechRules = rules.speech
+    return speech
 
 
 def _previous_token(llm: LLM, rules: SpeechRules) -> int:

@@ -429,7 +429,8 @@ def test_environment_variables(hub, tmp_path):
 
 
 def test_paths_do_not_import_the_client_of_the_hub():
-    code = "import sys; from outrider.models.loader.embedded import model_folder; model_folder('./a'); model_folder('a.gguf')"
+    module = "outrider.models.loader.embedded"
+    code = f"import sys; from {module} import model_folder; model_folder('./a'); model_folder('a.gguf')"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'huggingface_hub' not in sys.modules"], check=True)
 
 

@@ -1,6 +1,6 @@
 """What the table of architectures says about prefixes, quantization, CUDA graphs and native kernels is true.
 
-`tests/models/torch/test_architectures.py` and `test_encoder_decoder.py` run chains, trees and batches of each architecture.
+`test_architectures.py` and `test_encoder_decoder.py` run chains, trees and batches of each architecture.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from outrider.core.config import FULL_BITS, SHARDED, draft_weight_bits
+from outrider.core.placement import DraftPlacement
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.target import Target, WeightSharer
 from outrider.core.token_text import TokenText
@@ -18,7 +19,7 @@ from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.drafting.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.drafting.propose.draft_model.tree import TreeProposer
 from outrider.drafting.propose.draft_model.window import MIN_WINDOW, windowed
-from outrider.drafting.propose.placement import DraftPlacement, place_draft_model, place_head, replicated
+from outrider.drafting.propose.placement import place_draft_model, place_head, replicated
 from outrider.drafting.propose.vocabulary.counterparts import faithful_text
 from outrider.drafting.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
 from outrider.drafting.propose.vocabulary.reduced import has_draft_vocabulary, read_draft_vocabulary, reduce_vocabulary

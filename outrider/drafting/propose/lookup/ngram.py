@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
-from outrider.core.proposer import ProposerSetup
+from outrider.core.proposer import ProposerSetup, parse_count
 from outrider.core.types import Batch, Draft, Needs, Request, Round
 from outrider.drafting.propose.acceptance import AcceptanceEstimator
 from outrider.drafting.propose.lookup.source_text import source_text
 from outrider.drafting.propose.tree_builder import TreeBuilder, build_draft
+from outrider.errors import OutriderError
 
+_MAX_NGRAM = 32  # longest n-gram that can be asked for; each length costs time and memory at every token
 _MAX_BRANCHES = 3  # continuations in a tree
 _MAX_POSITIONS = 5  # positions kept for an n-gram, each followed by a different token
 _GAPS = (1, 2, 3)  # tokens at the end of the text that may differ from those after the n-gram
@@ -166,3 +168,31 @@ class NgramProposer:
                 break
         self._drafted[slot] = growth.best(budget)
         return self._drafted[slot][0]
+
+
+def ngram_proposer(argument: str, setup: ProposerSetup) -> NgramProposer:
+    """Make the proposer of `ngram:MIN-MAX`.
+
+    Raises:
+        OutriderError: the argument is not a range.
+    """
+    if (ends := parse_ngram_range(argument)) is None:
+        return NgramProposer(setup)
+    return NgramProposer(setup, shortest=ends[0], longest=ends[1])
+
+
+def parse_ngram_range(argument: str) -> tuple[int, int] | None:
+    """Return the shortest and the longest n-gram of MIN-MAX, in tokens. None: no argument.
+
+    Raises:
+        OutriderError: the argument is not a range.
+    """
+    if not argument:
+        return None
+    ends = [parse_count(end) for end in argument.split("-")]
+    match ends:
+        case [int(shortest), int(longest)] if 1 <= shortest <= longest <= _MAX_NGRAM:
+            return shortest, longest
+    raise OutriderError(
+        f"ngram:{argument} is no range; write ngram:1-5 for n-grams of 1 to 5 tokens, of {_MAX_NGRAM} at most"
+    )

@@ -28,7 +28,7 @@ class SpeechTarget(EncoderDecoderTarget):
         assert checkpoint.source is not None
         assert checkpoint.source.speech is not None
         rules = checkpoint.source.speech
-        self._measured = rules.silence()
+        self._measured: AudioFeatures = rules.silence()
         self._dtype = checkpoint.dtype
         self._timestamps = rules.timestamps
         self._suppressed = self._ids(rules.suppressed)

@@ -1,0 +1,55 @@
+"""The record of where a draft runs under tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.core.config import REPLICATED, SHARDED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassEstimate:
+    """Estimated seconds of a pass of a draft model over one token."""
+
+    replicated: float
+    sharded: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlacement:
+    """Where a draft runs, and why."""
+
+    draft: str  # its folder
+    name: str  # of the draft in reports: its name on the Hub, or its folder
+    ranks: int  # of tensor parallelism
+    sharded: bool  # each rank has a part of the draft; otherwise each has the whole draft
+    reason: str
+    estimate: PassEstimate | None = None  # None: the draft cannot be split
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        estimate = self.estimate
+        return {
+            "draft": self.name,
+            "placement": SHARDED if self.sharded else REPLICATED,
+            "ranks": self.ranks,
+            "reason": self.reason,
+            "replicated_ms": estimate and round(1e3 * estimate.replicated, 4),
+            "sharded_ms": estimate and round(1e3 * estimate.sharded, 4),
+        }
+
+    def __str__(self) -> str:
+        return describe_placement(self.as_dict())
+
+
+def describe_placement(placement: Mapping[str, Any]) -> str:
+    """Return the text of `DraftPlacement.as_dict`."""
+    preposition = "over" if placement["placement"] == SHARDED else "on"
+    place = f"{placement['placement']} {preposition} {placement['ranks']} ranks"
+    text = f"the draft {placement['draft']} is {place}: {placement['reason']}"
+    if placement["replicated_ms"] is None:
+        return text
+    times = f"{placement['replicated_ms']:.3g} ms replicated, {placement['sharded_ms']:.3g} ms sharded"
+    return f"{text} (estimated per draft token: {times})"

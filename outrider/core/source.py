@@ -1,0 +1,15 @@
+"""What an encoder-decoder model reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRules:
+    """What an encoder-decoder model takes as source, and how its output begins."""
+
+    context: int  # most tokens of a source, or positions of speech
+    start: tuple[int, ...]  # the default prompt of the decoder; (): the checkpoint names none
+    speech: Any = None  # its SpeechRules; None: the source is text
