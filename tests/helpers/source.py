@@ -19,24 +19,44 @@ def files() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def layers() -> dict[str, int]:
-    """The layer number of each folder, from the list in the architecture page; 0 is the lowest."""
+def layers() -> dict[str, tuple[int, int]]:
+    """Return the layer of each folder, from the list in the architecture page, and its layer within its own folder.
+
+    `models(cache < torch)` stands for `models`, `models/cache` and, above it, `models/torch`. (0, 0) is the lowest.
+    """
     block = re.search(r"```layers\n(.*?)```", ARCHITECTURE.read_text("utf-8"), re.DOTALL)
     assert block is not None, f"{ARCHITECTURE} has no layers block"
-    return {name: number for number, line in enumerate(block[1].splitlines()) for name in line.split()}
+    found = {}
+    for number, line in enumerate(block[1].splitlines()):
+        for folder, inside in re.findall(r"(\w+)(?:\((.*?)\))?", line):
+            found[folder] = (number, 0)
+            for inner, names in enumerate(inside.split("<")):
+                found |= {f"{folder}/{name}": (number, inner) for name in names.split()}
+    return found
 
 
-def owner(path: Path) -> str:
-    """The top-level folder or file of the package that holds a module, without its suffix."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+LAYERS = layers()
+
+
+def owner(module: tuple[str, ...]) -> str:
+    """Return the folder or file of the layer list that holds a module, such as ("models", "torch", "target")."""
+    inner = "/".join(module[:2])
+    return inner if inner in LAYERS else module[0]
+
+
+def owner_of_file(path: Path) -> str:
+    """Return the folder or file of the layer list that holds a file of the package."""
+    return owner(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
 def imported_owners(path: Path) -> Iterator[str]:
-    """Top-level folders and files of this package that a module imports anywhere in it."""
+    """Yield the folders and files of the layer list that a module imports anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module == "outrider":
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("outrider."):
-            yield node.module.split(".")[1]
+            module = tuple(node.module.split(".")[1:])
+            yield from {owner((*module, alias.name)) for alias in node.names}
         elif isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("outrider."))
+            names = [alias.name for alias in node.names if alias.name.startswith("outrider.")]
+            yield from (owner(tuple(name.split(".")[1:])) for name in names)

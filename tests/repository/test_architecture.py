@@ -13,12 +13,23 @@ import outrider
 from tests.helpers import source
 
 FILES = source.files()
-LAYERS = source.layers()
+LAYERS = source.LAYERS
 
 
 def test_every_folder_has_a_layer():
-    folders = {source.owner(path) for path in FILES} - source.LAYERLESS
-    assert folders == set(LAYERS)
+    folders = {source.owner_of_file(path).partition("/")[0] for path in FILES} - source.LAYERLESS
+    assert folders == {name for name in LAYERS if "/" not in name}
+
+
+def test_every_folder_inside_a_layered_folder_has_a_layer():
+    for folder in {name.partition("/")[0] for name in LAYERS if "/" in name}:
+        inside = {path.parent.name for path in (source.PACKAGE / folder).glob("*/__init__.py")}
+        assert inside == {name.partition("/")[2] for name in LAYERS if name.startswith(f"{folder}/")}
+
+
+def test_few_folders_and_layers():
+    assert len({name for name in LAYERS if "/" not in name}) <= 15
+    assert 1 + max(outer for outer, _ in LAYERS.values()) <= 12
 
 
 def test_only_the_public_files_stand_at_the_top_level():
@@ -27,13 +38,22 @@ def test_only_the_public_files_stand_at_the_top_level():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(source.PACKAGE).as_posix())
 def test_imports_follow_the_layers(path):
-    own = source.owner(path)
+    own = source.owner_of_file(path)
     if own in source.LAYERLESS:
         return
     for other in source.imported_owners(path):
         if other in source.LAYERLESS or other == own:
             continue
         assert LAYERS[other] < LAYERS[own], f"{own} imports {other}, which is not below it"
+
+
+@pytest.mark.parametrize(
+    ("module", "most"), [("outrider.core.proposer", 16), ("outrider.drafting.propose.registry", 20)]
+)
+def test_contracts_import_little(module, most):
+    code = f"import sys, outrider.{module}; print(sum(name.startswith('outrider') for name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert int(done.stdout) <= most
 
 
 @pytest.mark.parametrize("name", ["outrider", "outrider.media", "outrider.train.rl", "outrider.testing"])
