@@ -51,7 +51,7 @@ def test_imports_follow_the_layers(path):
     ("module", "most"), [("outrider.core.proposer", 16), ("outrider.drafting.propose.registry", 20)]
 )
 def test_contracts_import_little(module, most):
-    code = f"import sys, outrider.{module}; print(sum(name.startswith('outrider') for name in sys.modules))"
+    code = f"import sys, {module}; print(sum(name.startswith('outrider') for name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert int(done.stdout) <= most
 
