@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outrider.drafting.propose.draft_model.open import has_mtp
 from outrider.errors import OutriderError
+from outrider.models.heads.mtp import has_mtp
 from outrider.models.loader.embedded import embedded, model_folder
 from outrider.models.loader.gguf.file import read_gguf
 from outrider.models.loader.load import choose_device, read_model_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
@@ -27,8 +27,10 @@ from outrider.serve.openai.schema import ChatRequest, CompletionRequest, Tokeniz
 from outrider.serve.settings import Settings
 from outrider.serve.speech.routes import add_audio_routes, add_missing_audio_routes
 from outrider.serve.videos.routes import add_missing_video_routes, add_video_routes
-from outrider.serve.videos.service import VideoService
 from outrider.serve.weight_routes import add_weight_routes, weight_root
+
+if TYPE_CHECKING:
+    from outrider.serve.videos.service import VideoService
 
 _PAGE = Path(__file__).parent / "page.html"
 _DOCS = Path(__file__).parent / "docs.html"

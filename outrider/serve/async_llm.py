@@ -16,9 +16,9 @@ from outrider.core.stats import Stats
 from outrider.core.token_text import SingleTokens
 from outrider.core.types import Request, Round, SequenceState, SpeechOutput
 from outrider.engine.engine import Engine
-from outrider.errors import OutriderError
 from outrider.llm import LLM, EncodedSource
 from outrider.runtime.ranks import is_network_error
+from outrider.serve.errors import QueueFull
 from outrider.serve.monitoring.drift import Drift
 from outrider.serve.monitoring.latency import LatencyMetrics
 from outrider.serve.monitoring.tracing import Tracer
@@ -33,10 +33,6 @@ _STOP_CHECK_INTERVAL = 0.05  # seconds between checks whether the server stops, 
 _UNHEALTHY_FAILURES = 8  # consecutive failed rounds until /health returns 503
 _RECENT_ROUNDS = 64  # rounds in which failures are counted
 _DEGRADED_FAILURES = 8  # failed rounds among the recent ones until the server is degraded
-
-
-class QueueFull(OutriderError):
-    """The server cannot accept a request now: the queue is full, or the server stops."""
 
 
 def _resolve(future: asyncio.Future[T], result: T) -> None:

@@ -16,7 +16,8 @@ from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.types import Completion
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.serve.async_llm import AsyncLLM, QueueFull
+from outrider.serve.async_llm import AsyncLLM
+from outrider.serve.errors import QueueFull
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.base import unused_fields
 from outrider.serve.openai.conversation import Conversation, adaptations, conversation, invalid_message

@@ -10,7 +10,6 @@ import torch
 from outrider.core.target import Target
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.native.library import MissingKernels
-from outrider.models.native.target import NativeTarget
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.gguf_linear import expand_blocks
 from outrider.models.torch.group_weight import GROUP_KINDS
@@ -50,6 +49,8 @@ def make_target(
     if kernels == "native" and not native:
         raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
     if native and kernels != "torch":
+        from outrider.models.native.target import NativeTarget
+
         try:
             return NativeTarget(checkpoint, slots=slots, context=context, bits=bits)
         except UnsupportedModel as reason:

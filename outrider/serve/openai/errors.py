@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from outrider.core.params import InvalidParam
 from outrider.errors import Fault, OutriderError
-from outrider.serve.async_llm import QueueFull
+from outrider.serve.errors import QueueFull
 from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import SamplingFields, field_of
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 
 from outrider.serve.openai.errors import RESPONSES, UnknownName
 from outrider.serve.videos.schema import VideoRequest, parse_request
-from outrider.serve.videos.service import VideoService
+
+if TYPE_CHECKING:
+    from outrider.serve.videos.service import VideoService
 
 _SCHEMA = VideoRequest.model_json_schema()
 _BODY = {

@@ -10,7 +10,7 @@ import torch
 from outrider.core.params import InvalidParam
 from outrider.media.calibration.drift import DriftWatch
 from outrider.media.results import BlockResult
-from outrider.serve.async_llm import QueueFull
+from outrider.serve.errors import QueueFull
 from outrider.serve.openai.errors import UnknownName
 from outrider.serve.videos.encode import encode_video
 from outrider.serve.videos.job import VideoFile, VideoJob

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.drafting.propose.draft_model.open import has_mtp
 from outrider.errors import UnsupportedModel
 from outrider.models.heads.files import read_target_info
 from outrider.models.heads.formats.base import TargetInfo
 from outrider.models.heads.formats.registry import format_of
+from outrider.models.heads.mtp import has_mtp
 from outrider.models.heads.store import import_head
 from outrider.models.loader.load import load_checkpoint
 from tests.helpers import tiny

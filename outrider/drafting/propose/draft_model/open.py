@@ -27,7 +27,7 @@ from outrider.drafting.propose.vocabulary.text_draft import TextProposer
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.heads.files import read_context, read_target_info
 from outrider.models.heads.formats.base import TargetInfo
-from outrider.models.heads.formats.registry import check_projection, find, missing_projection
+from outrider.models.heads.formats.registry import check_projection
 from outrider.models.heads.store import HeadModule, is_head, read_head
 from outrider.models.heads.targets.base import HeadTarget
 from outrider.models.heads.targets.registry import is_autoregressive, make_head_target
@@ -82,21 +82,6 @@ def mtp_proposer(setup: ProposerSetup) -> Proposer:
             "the target's checkpoint has no module for multi-token prediction; use ngram, draft:DIR or quantized:int4"
         )
     return HeadProposer(setup, _open_head(folder, setup))
-
-
-def has_mtp(folder: str | Path) -> bool:
-    """Return whether the checkpoint of a target has a module for multi-token prediction of a known kind.
-
-    A damaged module counts, so that loading it reports what is missing.
-    """
-    path = Path(folder).expanduser()
-    try:
-        found = find(path)
-        if found is None:
-            return missing_projection(path) is not None
-        return found.whole() and found.belongs(read_target_info(path))
-    except OutriderError:
-        return False
 
 
 def draft_tokens_proposer(folder: str, setup: ProposerSetup) -> Proposer:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from outrider.core.config import FULL_BITS
 from outrider.core.types import SharedWeights
@@ -11,15 +14,10 @@ from outrider.models.heads.modules.block import BlockHead
 from outrider.models.heads.modules.kv_sharing import KVSharingHead
 from outrider.models.heads.modules.parallel import ParallelHead
 from outrider.models.heads.store import HeadModule
-from outrider.models.heads.targets.autoregressive import AutoregressiveTarget, NativeAutoregressiveTarget
-from outrider.models.heads.targets.base import HeadTarget
-from outrider.models.heads.targets.block import BlockTarget
-from outrider.models.heads.targets.kv_sharing import KVSharingTarget
-from outrider.models.heads.targets.masked import MaskedTarget, NativeMaskedTarget
-from outrider.models.heads.targets.multi_module import MultiModuleTarget
-from outrider.models.heads.targets.parallel import ParallelTarget
-from outrider.models.heads.targets.refined_block import RefinedBlockTarget
 from outrider.models.native.pack import FLOAT_DTYPES
+
+if TYPE_CHECKING:
+    from outrider.models.heads.targets.base import HeadTarget
 
 _log = logging.getLogger("outrider")
 
@@ -62,27 +60,40 @@ def make_head_target(
         raise UnsupportedModel("the native kernels run only autoregressive heads of one module")
     if quantized and not _fits_kernels(tables):
         raise UnsupportedModel("the native kernels need a CPU, and a target in bfloat16 or float32")
-    if isinstance(module, BlockHead):
-        block_class = RefinedBlockTarget if module.block.refiner else BlockTarget
-        return block_class(module, tables, slots=slots, context=context)
-    if isinstance(module, ParallelHead):
-        return ParallelTarget(module, tables, slots=slots, context=context)
-    if isinstance(module, KVSharingHead):
-        return KVSharingTarget(module, tables, slots=slots, context=context)
-    if module.description.modules > 1:
-        return MultiModuleTarget(module, tables, slots=slots, context=context)
+    if not is_autoregressive(module):
+        return _target_class(_other_kind(module))(module, tables, slots=slots, context=context)
     masked = module.description.masks is not None
     on_native = tables.packed is not None
     if on_native or (native and _fits_kernels(tables)):
-        native_class = NativeMaskedTarget if masked else NativeAutoregressiveTarget
+        native_class = _target_class(
+            "masked:NativeMaskedTarget" if masked else "autoregressive:NativeAutoregressiveTarget"
+        )
         try:
             return native_class(module, tables, slots=slots, context=context, window=window, bits=bits)
         except UnsupportedModel as reason:
             if quantized:
                 raise
             _log.log(logging.WARNING if on_native else logging.INFO, "the draft head runs on torch: %s", reason)
-    torch_class = MaskedTarget if masked else AutoregressiveTarget
+    torch_class = _target_class("masked:MaskedTarget" if masked else "autoregressive:AutoregressiveTarget")
     return torch_class(module, tables, slots=slots, context=context, window=window)
+
+
+def _other_kind(module: HeadModule) -> str:
+    """Return the module and the class of the target of a head that is not autoregressive."""
+    if isinstance(module, BlockHead):
+        return "refined_block:RefinedBlockTarget" if module.block.refiner else "block:BlockTarget"
+    if isinstance(module, ParallelHead):
+        return "parallel:ParallelTarget"
+    if isinstance(module, KVSharingHead):
+        return "kv_sharing:KVSharingTarget"
+    return "multi_module:MultiModuleTarget"
+
+
+def _target_class(name: str) -> Callable[..., HeadTarget]:
+    """Return a class of this folder by the names of its module and of itself. Few heads need all of them."""
+    module, _, attribute = name.partition(":")
+    made: Callable[..., HeadTarget] = getattr(import_module(f"outrider.models.heads.targets.{module}"), attribute)
+    return made
 
 
 def _fits_kernels(tables: SharedWeights) -> bool:
