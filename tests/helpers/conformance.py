@@ -18,6 +18,7 @@ from outrider.drafting.propose.lookup.group import GroupProposer
 from outrider.drafting.propose.lookup.lookahead import LookaheadProposer, Sizes
 from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.drafting.propose.lookup.recycle import RecycleProposer
+from outrider.drafting.propose.lookup.replay import Recording, ReplayProposer
 from outrider.drafting.propose.lookup.retrieval import RetrievalProposer
 from outrider.drafting.propose.lookup.suffix import SuffixProposer
 from outrider.drafting.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
@@ -41,6 +42,7 @@ PROPOSERS: Mapping[str, Callable[[ProposerSetup], Proposer]] = {
         target=letters(setup.vocab),
         draft=letters(setup.vocab, "bc", " c", "ccb"),
     ),
+    "replay": lambda setup: ReplayProposer(setup, [Recording((1, 2), (2, 1) * 40)], acceptance=0.7),
     "short model": lambda setup: DraftModelProposer(
         setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99, context=24)
     ),

@@ -431,6 +431,14 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
             argument=Argument.TEXT,
             checker="drafting.propose.lookup.retrieval:open_datastore",
         ),
+        # Recorded outputs, with a chosen acceptance, to measure the engine.
+        "replay": ProposerType(
+            syntax="replay:FILE[:ACCEPTANCE[:SEED]]",
+            maker="drafting.propose.lookup.replay:replay_proposer",
+            argument=Argument.TEXT,
+            checker="drafting.propose.lookup.replay:parse_replay",
+            chain=True,
+        ),
         # The first layers of the target, which has the target's context.
         "exit": ProposerType(
             syntax="exit:LAYERS",
