@@ -100,7 +100,7 @@ def test_draft_depth_histogram_is_consistent(server_metrics):
 
 def test_estimated_speedup_comes_from_planner(server_metrics):
     async_llm, samples = server_metrics
-    planner = async_llm.frontend.parts.planner
+    planner = async_llm.parts.planner
     assert value(samples, "outrider_planned_seconds_total") == planner.spent_seconds > 0
     assert value(samples, "outrider_estimated_speedup") == planner.plain_seconds / planner.spent_seconds > 0
 

@@ -18,6 +18,7 @@ from outrider.core.stats import Stats
 from outrider.core.types import Batch, Draft, FinishReason, Request, Round, SequenceState
 from outrider.drafting.propose.registry import Maker, check_draft_settings
 from outrider.engine.build import assemble, full_dtype, make_proposer, make_setup, prepare_target, proposer_of
+from outrider.engine.drive import drive
 from outrider.engine.engine import Engine
 from outrider.engine.verifiers import tree_makers
 from outrider.errors import OutriderError
@@ -188,10 +189,8 @@ class Pair:
         """Run the requests, one at a time or in a batch. `enough` tokens end a request."""
         tokens: dict[int, tuple[int, ...]] = {}
         for group in [[request] for request in requests] if alone else [requests]:
-            for request in group:
-                engine.add(request)
-            while engine.busy():
-                for seq in engine.step():
+            for seqs in drive(engine, [engine.add(request) for request in group]):
+                for seq in seqs:
                     if not seq.finish_reason and enough and seq.num_output_tokens >= enough:
                         engine.abort(seq.request.id)
                     if seq.finish_reason is FinishReason.ERROR:

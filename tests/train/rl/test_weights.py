@@ -109,7 +109,7 @@ def test_an_update_inside_of_a_completion(shelf, changed, kernels):
     weights = changed(shelf / "policy")
     llm = load(shelf / "policy", kernels=kernels, k=0)
     one = SamplingParams(temperature=1.0, max_tokens=24, seed=5, logprobs=0, ignore_eos=True)
-    (request,) = llm.requests(PROMPT, one)
+    (request,) = llm.request_maker.of_prompt(PROMPT, one)
     row = llm.add(request)
     for _ in range(8):
         llm.engine.step()
