@@ -310,7 +310,10 @@ class AsyncLLM:
             _log.exception("the running requests could not be aborted")
 
     def _run_round(self) -> None:
-        """Handle commands, and run a round if there are requests."""
+        """Handle commands, and run a round if there are requests.
+
+        `drive` does not fit: requests come and go between two rounds, rounds pause, and a round that fails is repeated.
+        """
         engine = self._llm.engine
         self._handle_commands(wait=not self._runs())
         if self._runs():

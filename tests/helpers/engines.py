@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
-from outrider.core.planner import FixedPlanner
+from outrider.core.planner import FixedPlanner, Planner
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.target import Target
 from outrider.core.types import Request, SequenceState
@@ -25,6 +25,7 @@ def make_engine(
     k: int = 4,
     rows: int = 16,
     chunk: int = 512,
+    planner: Planner | None = None,
 ) -> Engine:
     rule = EXACT[verifier] if isinstance(verifier, str) else verifier
     setup = ProposerSetup(
@@ -41,7 +42,7 @@ def make_engine(
         target=target,
         proposer=make(setup),
         verifier=rule,
-        planner=FixedPlanner(k),
+        planner=planner or FixedPlanner(k),
         scheduler=Scheduler(slots=rows, chunk=chunk, context=target.context),
     )
 

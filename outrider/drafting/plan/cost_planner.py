@@ -138,7 +138,7 @@ class CostPlanner:
         window.drafting_seqs -= prefilling
         window.prefilling_seqs += prefilling
         if window.alternative >= 0 and any(draft.width):
-            self.proposers[window.alternative].estimates_acceptance = draft.accept_prob is not None
+            self.proposers[window.alternative].note_draft(draft)
         # Do not cut sampled tokens here: the cut would depend on tokens further down the path, which biases the output.
         # Their draft was already limited by `min_draft_probs` while it grew.
         draft = self._cut(draft)
@@ -174,7 +174,7 @@ class CostPlanner:
             self.proposers[self._unverified.alternative].learn(outcome, self._window.load.cached)
         self._unverified = None
         for i, proposer in enumerate(self.proposers):
-            proposer.idle_rounds = 0 if i == self._window.alternative else proposer.idle_rounds + self._window.rounds
+            proposer.count_rounds(self._window.rounds, used=i == self._window.alternative)
 
     def _open_window(self, batch: Batch, load: RoundLoad, rounds: int, *, fixed: bool) -> None:
         if not fixed and self._window.is_resting(rounds):
@@ -236,7 +236,7 @@ class CostPlanner:
     def _observation(self, batch: Batch, load: RoundLoad) -> Batch:
         """Return the batch of a round whose drafts are not verified."""
         proposer = self.proposers[self._observed]
-        proposer.observations += 1
+        proposer.count_observation()
         k = proposer.max_draft_tokens if proposer.estimates_acceptance else TRIAL_DRAFT_LENGTH
         thresholds = self._pricing.thresholds(proposer, load, in_trial=False)
         return replace(
@@ -353,8 +353,7 @@ class CostPlanner:
                 saved = decode * extra_tokens / seqs - (verify - with_prompts) * window.rounds - draft_seconds
                 self._trials.budget.add_savings(saved)
                 proposer = self.proposers[window.alternative]
-                proposer.saved_seconds += saved
-                proposer.add_time(spent=spent, plain=plain, passes=window.drafting_seqs)
+                proposer.add_time(spent=spent, plain=plain, saved=saved, passes=window.drafting_seqs)
         self._trials.budget.add_time(spent, has_saved=self._trials.has_saved_time)
         self.spent_seconds += spent
         self.plain_seconds += plain

@@ -248,6 +248,8 @@ class RolloutEngine:
     def step(self) -> dict[int, Rollout]:
         """Run one round and return the rollouts that it has finished, by id.
 
+        Callers may submit, cancel and update weights between two rounds, so the loop is theirs.
+
         Raises:
             OutriderError: no request runs or waits.
         """

@@ -163,9 +163,9 @@ def test_tables_of_files_are_kept(shelf, tmp_path, changed):
     table.write_text(json.dumps({"vocab": tiny.VOCAB, "groups": [[5, 6], [7, 8]]}))
     settings = {"proposer": f"draft:{shelf / 'draft'}", "verifier": f"gsd:table={table}", "kernels": "torch"}
     llm = load(shelf / "policy", **settings)
-    before = llm.engine._verifier
+    before = llm.engine.verifier
     llm.update_weights(changed(shelf / "policy", scale=0.3))
-    assert llm.engine._verifier is before
+    assert llm.engine.verifier is before
 
 
 @KERNELS
