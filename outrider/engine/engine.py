@@ -15,9 +15,9 @@ from outrider.core.proposer import Proposer, check_budget
 from outrider.core.stats import Stats
 from outrider.core.target import ExpertCounter, Target
 from outrider.core.text import TextStream
-from outrider.core.types import Batch, Draft, FinishReason, Request, Round, SequenceState
+from outrider.core.types import Batch, Draft, DraftBudget, FinishReason, Request, Round, SequenceState
 from outrider.engine.accounting import Accounting
-from outrider.engine.constraints import MAX_FORCED, ConstrainedDraft, apply_constraints
+from outrider.engine.constraints import ConstrainedDraft, apply_constraints
 from outrider.engine.logprobs import add_logprobs
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.stopwatch import RoundSeconds, RoundTimer, RoundTimes, Stopwatch, find_stopwatch
@@ -197,7 +197,8 @@ class Engine:
         if round.draft.size and any(round.failed):
             # A draft token may be the cause, which plain decoding would not score. Run the round without drafts.
             empty = tree.empty(len(batch.seqs), self._target.device)
-            constrained = apply_constraints(replace(batch, forced_budget=()), empty, self._target.vocab)
+            without = replace(batch, budget=DraftBudget((0,) * len(batch.seqs)))
+            constrained = apply_constraints(without, empty, self._target.vocab)
             round = self._verify(batch, constrained, timer)
         timer.verified()
         self._commit(round)
@@ -278,7 +279,7 @@ class Engine:
                 self._end(seq, error)
                 continue
             try:
-                single = Batch(seqs=(seq,), start=(batch.start[b],), feed=(batch.feed[b],), draft_budget=(0,))
+                single = Batch(seqs=(seq,), start=(batch.start[b],), feed=(batch.feed[b],), budget=DraftBudget((0,)))
                 self._run_round(single, FixedPlanner(0), RoundTimer(self._stopwatch))
             except torch.OutOfMemoryError as error_alone:
                 self._end(seq, self._out_of_memory(error_alone))
@@ -318,20 +319,13 @@ class Engine:
     def _fit_memory(self, batch: Batch) -> Batch:
         """Drop draft tokens that do not fit into the KV cache. Speculation never preempts a request."""
         ends = _feed_ends(batch)
-        forced = batch.forced_budget or (0,) * len(batch.seqs)
         wanted = {}
-        for seq, forced_budget, budget in zip(batch.seqs, forced, batch.draft_budget, strict=True):
-            drafted = min(forced_budget, budget + MAX_FORCED) if seq.matcher else budget
-            wanted[seq.slot] = ends[seq.slot] + drafted
+        for b, seq in enumerate(batch.seqs):
+            wanted[seq.slot] = ends[seq.slot] + batch.budget.most(b, constrained=seq.matcher is not None)
         fitting = prompts_that_fit(self._target.cache, ends, wanted)
         if len(fitting) == len(ends):
             return batch
-        fits = [seq.slot in fitting for seq in batch.seqs]
-        return replace(
-            batch,
-            draft_budget=tuple(count if fit else 0 for fit, count in zip(fits, batch.draft_budget, strict=True)),
-            forced_budget=tuple(count if fit else 0 for fit, count in zip(fits, forced, strict=True)),
-        )
+        return replace(batch, budget=batch.budget.only([seq.slot in fitting for seq in batch.seqs]))
 
     def _record_version(self, round: Round) -> None:
         """Note the version of the weights in the sequences whose tokens come from another one than before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch, Scores, SequenceState, Verdict
+from outrider.core.types import Batch, DraftBudget, Scores, SequenceState, Verdict
 from outrider.engine.readback import read_verdict
 
 
@@ -20,7 +20,7 @@ def test_single_copy_from_a_device_equals_separate_copies(monkeypatch):
     )
     scores = Scores(logits=torch.empty(3, 5, 0), best=torch.tensor([[1] * 5, [1, 1, -1, 1, 1], [0] * 5]))
     seqs = tuple(SequenceState.of((1,)) for _ in range(3))
-    batch = Batch(seqs=seqs, start=(0,) * 3, feed=((1,),) * 3, draft_budget=(4,) * 3)
+    batch = Batch(seqs=seqs, start=(0,) * 3, feed=((1,),) * 3, budget=DraftBudget((4,) * 3))
     separate = read_verdict(batch, draft, scores, verdict)
     monkeypatch.setattr(tree, "is_cpu", lambda device: False)
     single = read_verdict(batch, draft, scores, verdict)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.prompts import Prompt
-from outrider.core.types import Batch, FinishReason, Request, SequenceState
+from outrider.core.types import Batch, DraftBudget, FinishReason, Request, SequenceState
 from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.drafting.propose.lookup.suffix import SuffixProposer
 from outrider.errors import OutriderError
@@ -43,7 +43,7 @@ def _score_in_one_pass(target, tokens, layers):
     """Return states [L, layers, H] of a sequence scored in one pass, and the logits [V] after its last token."""
     seq = SequenceState(request=make_request(prompt=tuple(tokens)), slot=0, token_ids=list(tokens))
     target.cache.admit(0, tokens)
-    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(tokens),), draft_budget=(0,))
+    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(tokens),), budget=DraftBudget((0,)))
     scores = target.score(batch, tree.empty(1, CPU))
     target.cache.release(0)
     return torch.stack([scores.feed_hidden_states[layer][0] for layer in layers], 1), scores.logits[0, 0]

@@ -16,7 +16,7 @@ import torch
 
 from outrider.core.cache import pack
 from outrider.core.tree import ancestors, empty, upload
-from outrider.core.types import Batch, Draft
+from outrider.core.types import Batch, Draft, DraftBudget
 from outrider.errors import UnsupportedModel
 from outrider.models.cache.static import StaticCache
 from outrider.models.torch.attention import Fixed, MaskRule, has_grouped_kernel
@@ -231,7 +231,7 @@ class StaticPass:
         self._spare = model.cache.spare
         shape = (bucket.rows, bucket.columns)
         device = model.cache.device
-        no_seqs = Batch(seqs=(), start=(), feed=(), draft_budget=())
+        no_seqs = Batch(seqs=(), start=(), feed=(), budget=DraftBudget(()))
         self._integers = upload(round_integers(bucket, no_seqs, empty(0, device), -1, self._spare), device)
         self._draft_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._parents = torch.full(shape, -1, dtype=torch.int64, device=device)

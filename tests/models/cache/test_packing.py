@@ -9,7 +9,7 @@ import torch
 
 from outrider.core import tree
 from outrider.core.cache import lay_out, node_order, pack
-from outrider.core.types import Batch, SequenceState
+from outrider.core.types import Batch, DraftBudget, SequenceState
 from outrider.models.native.target import columns_of
 from outrider.models.torch.static_pass import Bucket, round_integers
 
@@ -20,7 +20,7 @@ def batch_of(*rows):
     """Return a batch of rows (slot, start, feed)."""
     seqs = tuple(SequenceState.of((1,) * (start + len(feed)), slot=slot) for slot, start, feed in rows)
     starts = tuple(start for _, start, _ in rows)
-    return Batch(seqs=seqs, start=starts, feed=tuple(feed for *_, feed in rows), draft_budget=(9,) * len(rows))
+    return Batch(seqs=seqs, start=starts, feed=tuple(feed for *_, feed in rows), budget=DraftBudget((9,) * len(rows)))
 
 
 def test_feed_comes_before_draft_tokens():
