@@ -93,7 +93,9 @@ class RequestMaker:
             requests += self.of_prompt(prompt, prompt_params, source)
         return requests
 
-    def of_prompt(self, prompt: Prompt | None, params: SamplingParams | None, source: Source | None) -> list[Request]:
+    def of_prompt(
+        self, prompt: Prompt | None, params: SamplingParams | None = None, source: Source | None = None
+    ) -> list[Request]:
         """Return the `n` requests of a prompt. None: the start tokens of an encoder-decoder target.
 
         Raises:

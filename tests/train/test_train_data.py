@@ -86,15 +86,17 @@ def test_recorded_states_equal_states_of_one_pass(make_proposer, temperature):
 
 
 def test_failed_request_gives_no_sample():
-    seqs = [
-        SimpleNamespace(request=make_request(id=i), finish_reason=finish, token_ids=[1, 2, 3])
-        for i, finish in enumerate((None, FinishReason.ERROR, FinishReason.LENGTH))
-    ]
-    steps = iter([seqs])
-    engine = SimpleNamespace(add=lambda request: None, busy=iter([True, False]).__next__, step=lambda: next(steps))
+    seqs = [SimpleNamespace(request=make_request(id=i), finish_reason=None, token_ids=[1, 2, 3]) for i in range(2)]
+
+    def step():
+        for seq, reason in zip(seqs, (FinishReason.ERROR, FinishReason.LENGTH), strict=True):
+            seq.finish_reason = reason
+        return seqs
+
+    engine = SimpleNamespace(add=lambda request: seqs[request.id], step=step)
     recorder = SimpleNamespace(take=lambda id: (torch.zeros(4, 1, 8, dtype=torch.bfloat16), None))
-    (sample,) = generate_samples(engine, recorder, [])
-    assert (sample.id, sample.tokens, len(sample.states)) == (2, (1, 2, 3), 2)
+    (sample,) = generate_samples(engine, recorder, [seq.request for seq in seqs])
+    assert (sample.id, sample.tokens, len(sample.states)) == (1, (1, 2, 3), 2)
 
 
 # Batches

@@ -121,7 +121,9 @@ def test_an_update_inside_of_a_completion(shelf, changed, kernels):
     new = load(shelf / "policy", kernels=kernels, k=0)
     new.update_weights(weights)
     prefix = [*PROMPT, *done.token_ids[:8]]
-    (request,) = new.requests(prefix, SamplingParams(temperature=1.0, max_tokens=16, seed=5, ignore_eos=True))
+    (request,) = new.request_maker.of_prompt(
+        prefix, SamplingParams(temperature=1.0, max_tokens=16, seed=5, ignore_eos=True)
+    )
     row = new.add(request)  # noise depends on the position in the text, so the seed gives the same tokens
     while not row.finish_reason:
         new.engine.step()
