@@ -27,7 +27,7 @@ from outrider import LLM, SamplingParams
 from outrider.core import tree
 from outrider.core.config import EngineConfig
 from outrider.core.prompts import read_prompts
-from outrider.core.types import Batch, SequenceState
+from outrider.core.types import Batch, DraftBudget, SequenceState
 from outrider.engine.build import load_target
 from outrider.models.loader.embedded import model_folder
 from outrider.models.native.target import NativeTarget
@@ -145,7 +145,7 @@ def _load(model: str) -> NativeTarget:
 
 def _batch(feed: tuple[int, ...], length: int, cached: int = _CACHED - 1) -> Batch:
     """Return a batch of one sequence, whose tokens from `cached` on are fed."""
-    return Batch(seqs=(SequenceState.of(feed),), start=(cached,), feed=(feed[cached:],), draft_budget=(length,))
+    return Batch(seqs=(SequenceState.of(feed),), start=(cached,), feed=(feed[cached:],), budget=DraftBudget((length,)))
 
 
 def _verify(model: NativeTarget, feed: tuple[int, ...], length: int) -> object:

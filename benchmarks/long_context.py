@@ -41,7 +41,7 @@ from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.prompts import read_prompts
 from outrider.core.target import SelfDraftTarget
-from outrider.core.types import Batch, SequenceState
+from outrider.core.types import Batch, DraftBudget, SequenceState
 from outrider.drafting.propose.draft_model.window import find_window
 from outrider.drafting.propose.leaves import draft_model
 from outrider.engine.build import LoadedTarget, build_engine, load_target
@@ -278,7 +278,7 @@ def _prefill(loaded: LoadedTarget, length: int, repeats: int) -> Prefilled:
     seq = SequenceState.of(ids[:1])
     model.cache.admit(0, (0,))
     seq.token_ids[:] = ids
-    batch = Batch(seqs=(seq,), start=(start,), feed=(tuple(ids[start:]),), draft_budget=(0,))
+    batch = Batch(seqs=(seq,), start=(start,), feed=(tuple(ids[start:]),), budget=DraftBudget((0,)))
     layers, _ = model.read_bytes()
     weights = sum(layers) / loaded.checkpoint.dtype.itemsize
     pairs = size * start + size * (size + 1) / 2  # of a token and an entry that it attends to

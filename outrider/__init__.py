@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
     from outrider.core.stats import Stats
     from outrider.core.types import Completion, FinishReason, TokenLogprobs
-    from outrider.llm import LLM, Chunk
+    from outrider.llm import LLM
     from outrider.models.torch.speech.wav import Recording
     from outrider.serve.speech.run import transcribe
     from outrider.serve.speech.transcript import Segment, Transcript
@@ -49,7 +49,7 @@ __all__ = [
 
 _MODULES = {  # the module of each public name
     "LLM": "outrider.llm",
-    "Chunk": "outrider.llm",
+    "Chunk": "outrider.engine.output",
     "Completion": "outrider.core.types",
     "Constraint": "outrider.core.constraint",
     "FinishReason": "outrider.core.types",

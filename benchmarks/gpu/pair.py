@@ -22,7 +22,7 @@ from outrider import LLM, OutriderError, SamplingParams
 from outrider.core import tree
 from outrider.core.prompts import read_prompts
 from outrider.core.target import Target
-from outrider.core.types import Batch, Request, SequenceState
+from outrider.core.types import Batch, DraftBudget, Request, SequenceState
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.lab.bench.pass_work import bytes_per_pass
 from outrider.lab.bench.peer import load_peers
@@ -178,9 +178,9 @@ def batch_of(model: Target, cached: int, budget: int) -> Batch:
     seq = SequenceState(request=request, slot=0, token_ids=tokens)
     model.cache.admit(0, tokens)
     no_draft = tree.empty(1, model.device)
-    prefill = Batch(seqs=(seq,), start=(0,), feed=(tuple(tokens[:-1]),), draft_budget=(0,))
+    prefill = Batch(seqs=(seq,), start=(0,), feed=(tuple(tokens[:-1]),), budget=DraftBudget((0,)))
     model.cache.commit(tree.prefill_round(prefill, no_draft, model.score(prefill, no_draft)))
-    return Batch(seqs=(seq,), start=(cached,), feed=(tuple(tokens[-1:]),), draft_budget=(budget,))
+    return Batch(seqs=(seq,), start=(cached,), feed=(tuple(tokens[-1:]),), budget=DraftBudget((budget,)))
 
 
 @torch.inference_mode()

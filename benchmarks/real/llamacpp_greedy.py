@@ -28,7 +28,7 @@ import typer
 from outrider import LLM, SamplingParams
 from outrider.core import tree
 from outrider.core.prompts import Prompt, read_prompts
-from outrider.core.types import Batch, SequenceState
+from outrider.core.types import Batch, DraftBudget, SequenceState
 
 sys.path.append(str(Path(__file__).parents[1] / "peers"))
 from llama_server import LlamaServer, greedy_request
@@ -149,7 +149,7 @@ def _logits(llm: LLM, text: tuple[int, ...]) -> torch.Tensor:
     """Return the logits [V] after a text."""
     target = llm.parts.target
     target.cache.admit(0, text)
-    batch = Batch(seqs=(SequenceState.of(text),), start=(0,), feed=(text,), draft_budget=(0,))
+    batch = Batch(seqs=(SequenceState.of(text),), start=(0,), feed=(text,), budget=DraftBudget((0,)))
     logits = target.score(batch, tree.empty(1, target.device)).logits[0, 0].float().clone()
     target.cache.release(0)
     return logits

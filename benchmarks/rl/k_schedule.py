@@ -14,7 +14,6 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -49,7 +48,7 @@ class SchedulePlanner:
     def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
         last = max(self._lengths)
         chosen = (self._lengths[min(seq.num_output_tokens // self._phase, last)] for seq in batch.seqs)
-        return replace(batch, draft_budget=tuple(map(min, chosen, batch.draft_budget)))
+        return batch.limited(tuple(map(min, chosen, batch.draft_budget)))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return draft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import reduce
@@ -24,10 +24,13 @@ from outrider.cli.transcribe import needs_transcript, print_transcript, refuse_t
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.text import is_utf8
+from outrider.core.types import FinishReason, Request
 from outrider.drafting.propose.expression import fetch_models
+from outrider.engine.codec import EncodedPrompt, Source
+from outrider.engine.drive import drive
 from outrider.errors import OutriderError
 from outrider.lab.common.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, with_times
-from outrider.llm import LLM, Prompt, Source
+from outrider.llm import LLM
 from outrider.models.torch.speech.source import recording_of
 from outrider.models.torch.speech.wav import read_wav
 from outrider.runtime.ranks import current, of_first_rank
@@ -42,15 +45,6 @@ def load(models: ModelOptions, **others: Any) -> LLM:
     fetch_models(config.target, config.proposer)
     with Console(stderr=True).status("loading models"):
         return LLM(config=config)
-
-
-def _encode(llm: LLM, text: str | None, options: SourceOptions) -> Prompt | None:
-    """Return the tokens of a text, or None for the default prompt of the target."""
-    if options.language is None and options.task is None:
-        return text
-    if text is None:
-        return llm.start_tokens(options.language, options.task)
-    return llm.encode(text, language=options.language, task=options.task)
 
 
 def converse(
@@ -103,8 +97,11 @@ def converse(
         messages.append({"role": "user", "content": text or ""})
         try:
             with _handler(on_terminal) as collected:
-                encoded = llm.encode_chat(messages) if chat.chat else _encode(llm, text, options)
-                result = _complete(llm, encoded, source, params, output, collected)
+                if chat.chat:
+                    encoded = EncodedPrompt(llm.encode_chat(messages))
+                else:
+                    encoded = llm.codec.encode_with_source(text, source, language=options.language, task=options.task)
+                result = _complete(llm, encoded, params, output, collected)
                 if isinstance(result, Outcome):
                     succeeded &= output.sum_up(result)
                     if could_chat:
@@ -185,35 +182,24 @@ def _of_first_rank(texts: Iterator[str | None]) -> Iterator[str | None]:
 
 
 def _complete(
-    llm: LLM,
-    prompt: Prompt | None,
-    source: Source | None,
-    params: SamplingParams,
-    output: Output,
-    interrupts: list[int],
+    llm: LLM, encoded: EncodedPrompt, params: SamplingParams, output: Output, interrupts: list[int]
 ) -> Outcome | str:
     """Complete a prompt and print the completions. After an interrupt, return the first text so far."""
     # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
     seeded = params if params.seed is not None else replace(params, seed=of_first_rank(secrets.randbits(63)))
-    complete = _complete_one if params.n == 1 else _complete_several
-    return complete(llm, prompt, source, seeded, output, interrupts)
+    requests = llm.request_maker.make(encoded, seeded)
+    if len(requests) == 1:
+        return _complete_one(llm, requests[0], output, interrupts)
+    return _complete_several(llm, requests, output, interrupts)
 
 
-def _complete_one(
-    llm: LLM,
-    prompt: Prompt | None,
-    source: Source | None,
-    params: SamplingParams,
-    output: Output,
-    interrupts: list[int],
-) -> Outcome | str:
+def _complete_one(llm: LLM, request: Request, output: Output, interrupts: list[int]) -> Outcome | str:
     """Complete a prompt and print the text while it is generated. After an interrupt, return the text so far."""
     events = [EmitEvent(at=perf_counter(), emitted=(0,))]
     stats = [llm.stats]  # after each event
     text = ""
-    tokens = llm.encode(prompt) if isinstance(prompt, str) else prompt
-    output.begin(tokens or ())
-    for chunk in llm.stream(tokens, params, source=source):
+    output.begin(request.prompt_token_ids)
+    for chunk in llm.chunks(request):
         text += chunk.text
         output.write(chunk.text, chunk.token_ids, chunk.from_draft)
         events.append(EmitEvent(at=perf_counter(), emitted=(events[-1].emitted[0] + len(chunk.token_ids),)))
@@ -226,7 +212,7 @@ def _complete_one(
     first = first_decode_index(events)
     return Outcome(
         completions=(chunk.completion,),
-        sampled=params.temperature > 0,
+        sampled=request.params.temperature > 0,
         seconds=events[-1].at - events[0].at,
         first=events[first].at - events[0].at,
         speed=decode_speed(events),
@@ -234,25 +220,16 @@ def _complete_one(
     )
 
 
-def _complete_several(
-    llm: LLM,
-    prompt: Prompt | None,
-    source: Source | None,
-    params: SamplingParams,
-    output: Output,
-    interrupts: list[int],
-) -> Outcome | str:
+def _complete_several(llm: LLM, requests: Sequence[Request], output: Output, interrupts: list[int]) -> Outcome | str:
     """Generate all completions in a batch, then print them. After an interrupt, return the first text so far."""
     before = llm.stats
     began = perf_counter()
-    seqs = [llm.add(request) for request in llm.requests(prompt, params, source)]
+    seqs = [llm.add(request) for request in requests]
     try:
-        while not interrupts and not all(seq.finish_reason for seq in seqs):
-            llm.engine.step()
+        for _ in drive(llm.engine, seqs):
+            if interrupts:
+                break
     finally:
-        unfinished = [seq for seq in seqs if not seq.finish_reason]
-        for seq in unfinished:
-            llm.abort(seq.request.id)
         llm.try_save_plan()
     seconds = perf_counter() - began
     completions = tuple(llm.completion(seq) for seq in seqs)
@@ -261,11 +238,11 @@ def _complete_several(
         output.begin(completion.prompt_token_ids)
         output.write(completion.text, completion.token_ids, completion.from_draft)
         output.end()
-    if unfinished:
+    if any(completion.finish_reason is FinishReason.ABORT for completion in completions):
         return completions[0].text
     return Outcome(
         completions=completions,
-        sampled=params.temperature > 0,
+        sampled=requests[0].params.temperature > 0,
         seconds=seconds,
         first=None,
         speed=DecodeSpeed(tokens=sum(len(completion.token_ids) for completion in completions), seconds=seconds),

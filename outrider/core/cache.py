@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,9 +14,8 @@ from outrider.core.types import Batch, Draft, Round
 MIN_CAPACITY = 16  # smallest capacity of a slot, in tokens; the check after loading needs it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSpan:
-    """The columns of one sequence in a packed pass."""
+class SequenceSpan(NamedTuple):
+    """The columns of one sequence in a packed pass: its feed, then its draft tokens."""
 
     slot: int
     begin: int  # first column
@@ -26,6 +24,12 @@ class SequenceSpan:
     nodes: int  # number of draft tokens, which are its last columns
     first: int  # index in the draft of the first of these draft tokens
     base: int  # where in the slot draft token 0 is written
+    num_outputs: int  # last columns whose logits are needed: the end of the feed, which is node 0, and the draft tokens
+
+    @property
+    def outputs(self) -> range:
+        """The columns whose logits are needed."""
+        return range(self.end - self.num_outputs, self.end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,46 +196,67 @@ def prompts_that_fit(cache: Cache, ends: Mapping[int, int], wanted: Mapping[int,
     return frozenset(fitting)
 
 
-def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Layout:
-    """Pack the columns of `batch` and `draft` (see `Cache.stage`). It reads no tensor on the device."""
+def pack(batch: Batch, widths: Sequence[int], first: int) -> list[SequenceSpan]:
+    """Pack the columns of a pass without padding: `widths[b]` draft tokens of each sequence, and `first` as in `stage`.
+
+    This is the order of the columns on every backend.
+    """
     has_feed = first < 0
-    skip = 0 if has_feed else first
-    feed_lengths = [len(feed) for feed in batch.feed]
-    feed_begins = list(accumulate(feed_lengths, initial=0))
-    size = draft.size  # read from the tensor once
+    skip = max(first, 0)
     spans = []
-    nodes = []
+    begin = 0
+    for seq, cached, feed, width in zip(batch.seqs, batch.start, batch.feed, widths, strict=True):
+        base = cached + len(feed)
+        start = cached if has_feed else base + skip
+        nodes = max(width - skip, 0)
+        end = begin + nodes + (len(feed) if has_feed else 0)
+        spans.append(SequenceSpan(seq.slot, begin, end, start, nodes, skip, base, nodes + has_feed))
+        begin = end
+    return spans
+
+
+def node_order(spans: Sequence[SequenceSpan], num_nodes: int) -> list[int] | None:
+    """Return the index among all outputs of each of `num_nodes` nodes of each sequence, flat.
+
+    Padding repeats the first node of the sequence. None: the order is 0, 1, 2, ...
+    """
+    counts = [span.num_outputs for span in spans]
+    if sum(counts) == num_nodes * len(spans):
+        return None
+    order: list[int] = []
+    begin = 0
+    for count in counts:
+        padding = begin if count else 0
+        order += range(begin, begin + count)
+        order += [padding] * (num_nodes - count)
+        begin += count
+    return order
+
+
+def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Layout:
+    """Lay out the columns of `batch` and `draft` (see `Cache.stage`). It reads no tensor on the device."""
+    size = draft.size  # read from the tensor once
+    spans = pack(batch, draft.width, first)
+    num_fed = sum(map(len, batch.feed))
     columns: list[int] = []  # indices into all feeds followed by all nodes
     keep: list[int] = []
-    begin = 0
-    for b, seq in enumerate(batch.seqs):
-        drafted = max(draft.width[b] - skip, 0)
-        length = (feed_lengths[b] if has_feed else 0) + drafted
-        base = batch.start[b] + feed_lengths[b]
-        start = batch.start[b] if has_feed else base + skip
-        end = begin + length
-        spans.append(
-            SequenceSpan(slot=seq.slot, begin=begin, end=end, start=start, nodes=drafted, first=skip, base=base)
-        )
-        if has_feed:
-            columns += range(feed_begins[b], feed_begins[b + 1])
-        first_node = feed_begins[-1] + b * size + skip
-        columns += range(first_node, first_node + drafted)
-        roots = 1 if has_feed else 0  # the last column of the feed is node 0
-        kept = range(end - drafted - roots, end)
-        indices = list(range(len(keep), len(keep) + len(kept)))
-        padding = indices[0] if indices else 0
-        nodes.append(indices + [padding] * (roots + size - skip - len(indices)))
-        keep += kept
-        begin = end
-    dense = [index for indices in nodes for index in indices] == list(range(len(keep)))
+    feed_begin = 0
+    for b, span in enumerate(spans):
+        if first < 0:
+            columns += range(feed_begin, feed_begin + len(batch.feed[b]))
+            feed_begin += len(batch.feed[b])
+        first_node = num_fed + b * size + span.first
+        columns += range(first_node, first_node + span.nodes)
+        keep += span.outputs
+    num_nodes = size - max(first, 0) + (first < 0)
+    order = node_order(spans, num_nodes)
     tokens, positions = _gather_columns(batch, draft, columns, device)
     return Layout(
         tokens=tokens,
         positions=positions,
         spans=tuple(spans),
         keep=tree.upload(keep, device),
-        nodes=None if dense else tree.upload(nodes, device),
+        nodes=None if order is None else tree.upload(order, device).view(len(spans), num_nodes),
         ancestors=None if draft.chain else tree.ancestors(draft.parent),
     )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from outrider.core.stats import Stats, StatsAccumulator
-from outrider.core.types import Batch, Draft
+from outrider.core.types import Batch, Draft, DraftBudget
 from outrider.errors import OutriderError
 
 
@@ -14,7 +14,7 @@ class Planner(Protocol):
     """Decides how many tokens each sequence drafts in a round.
 
     A planner decides from committed tokens, earlier rounds, and the acceptance probabilities of a draft. It never uses
-    the value of a token that it might drop, so the output stays exact. It may only lower `batch.draft_budget`.
+    the value of a token that it might drop, so the output stays exact. It may only lower `batch.budget`.
     """
 
     def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
@@ -33,8 +33,9 @@ class FixedPlanner:
         self.k = k
 
     def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
-        forced_budget = batch.forced_budget if self.k else ()
-        return replace(batch, draft_budget=limit_budgets(self.k, batch), forced_budget=forced_budget)
+        if not self.k:
+            return replace(batch, budget=DraftBudget((0,) * len(batch.seqs)))
+        return batch.limited(limit_budgets(self.k, batch))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return draft

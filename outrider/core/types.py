@@ -12,7 +12,7 @@ nothing between propose and commit waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # so that an own proposer imports little
     from outrider.core.grammar import Grammar, Matcher
     from outrider.core.stats import Stats
     from outrider.core.text import TextStream
+
+MAX_FORCED = 32  # most tokens that a grammar adds to the draft of a sequence
 
 
 class DraftKind(IntEnum):
@@ -131,6 +133,43 @@ class SequenceState:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftBudget:
+    """How many tokens each sequence of a round may draft, and which draft tokens are worth their time.
+
+    The scheduler makes it: the most that each completion can use. The planner lowers it and sets the rest. The engine
+    sets it to 0 where memory is short. The proposer and the grammars stay within it.
+    """
+
+    tokens: tuple[int, ...]  # [B] draft tokens the proposer may return; 0: do not speculate
+    with_forced: tuple[int, ...] = ()  # [B] most draft tokens with those that a grammar forces; (): no forced ones
+    # The lowest acceptance probability at which a draft token is worth its time in the target's pass.
+    min_path_prob: float = 0.0
+    # The lowest probability at which drafting one more token pays, if 1, 2, ... sequences draft.
+    min_draft_probs: tuple[float, ...] = ()
+    alternative: int = 0  # which alternative of the proposer drafts (see `Needs`)
+
+    def forced(self, b: int, drafted: int) -> int:
+        """Return how many tokens a grammar may add to `drafted` tokens of sequence b."""
+        free = self.with_forced[b] - drafted if self.with_forced else 0
+        return min(max(free, 0), MAX_FORCED)
+
+    def most(self, b: int, *, constrained: bool) -> int:
+        """Return the most draft tokens of sequence b, for which memory is needed. `constrained`: it has a grammar."""
+        tokens = self.tokens[b]
+        if not constrained:
+            return tokens
+        return min(self.with_forced[b], tokens + MAX_FORCED) if self.with_forced else 0
+
+    def only(self, chosen: Sequence[bool]) -> DraftBudget:
+        """Return the budget without draft tokens of the sequences that are not `chosen` [B]."""
+        tokens = tuple(count if keep else 0 for keep, count in zip(chosen, self.tokens, strict=True))
+        forced = self.with_forced and tuple(
+            count if keep else 0 for keep, count in zip(chosen, self.with_forced, strict=True)
+        )
+        return replace(self, tokens=tokens, with_forced=forced)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The sequences of one round, and the feed of each: committed tokens that the KV cache does not hold yet."""
@@ -138,14 +177,8 @@ class Batch:
     seqs: tuple[SequenceState, ...]  # [B]
     start: tuple[int, ...]  # [B] cached length before this round
     feed: tuple[tuple[int, ...], ...]  # [B] token ids, at least one for each sequence
-    draft_budget: tuple[int, ...]  # [B] draft tokens the proposer may return; 0: do not speculate
-    forced_budget: tuple[int, ...] = ()  # [B] most draft tokens with those that a grammar forces; (): no forced ones
+    budget: DraftBudget
     num_waiting: int = 0  # sequences that hold a slot and take no part in this round
-    # The lowest acceptance probability at which a draft token is worth its time in the target's pass.
-    min_path_prob: float = 0.0
-    # The lowest probability at which drafting one more token pays, if 1, 2, ... sequences draft.
-    min_draft_probs: tuple[float, ...] = ()
-    alternative: int = 0  # which alternative of the proposer drafts (see `Needs`)
     noise_stream: int = 0  # proposers whose samples meet in one tree use different ones
 
     @property
@@ -158,7 +191,16 @@ class Batch:
     def alternatives(self) -> tuple[int, ...]:
         """[B] which alternative of the proposer drafts for each sequence."""
         requested = (seq.request.alternative for seq in self.seqs)
-        return tuple(self.alternative if choice is None else choice for choice in requested)
+        return tuple(self.budget.alternative if choice is None else choice for choice in requested)
+
+    @property
+    def draft_budget(self) -> tuple[int, ...]:
+        """[B] draft tokens the proposer may return; 0: do not speculate."""
+        return self.budget.tokens
+
+    def limited(self, tokens: tuple[int, ...]) -> Batch:
+        """Return the batch with `tokens` [B] as draft budget."""
+        return replace(self, budget=replace(self.budget, tokens=tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from outrider.core.bound import Bound
 from outrider.core.stats import StatsAccumulator
 from outrider.core.types import Round
 from outrider.engine.constraints import ConstrainedDraft
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundSeconds:
-    """The seconds of the parts of one round."""
-
-    draft: float
-    target: float
-    host: float
+from outrider.engine.stopwatch import RoundSeconds
 
 
 class Accounting:

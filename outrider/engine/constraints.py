@@ -22,8 +22,6 @@ from outrider.drafting.propose.tree_builder import TreeBuilder, depths
 from outrider.errors import OutriderError
 from outrider.verify.sampling import has_finite_max
 
-MAX_FORCED = 32  # most tokens that a grammar adds to the draft of a sequence
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Masks:
@@ -109,7 +107,7 @@ def apply_constraints(batch: Batch, draft: Draft, vocab: int) -> ConstrainedDraf
     Verification stays exact: a change depends only on the ancestors of a node, or p at the node is one-hot.
 
     Args:
-        batch: the sequences. `forced_budget` limits the draft tokens of each, including forced ones.
+        batch: the sequences. Their `budget` limits the draft tokens, including forced ones.
         draft: the draft after the planner has trimmed it. A chain stays a chain.
         vocab: the number of logits.
     """
@@ -120,8 +118,7 @@ def apply_constraints(batch: Batch, draft: Draft, vocab: int) -> ConstrainedDraf
     trees = _host_nodes(draft)
     walks = {}
     for b in constrained:
-        free = batch.forced_budget[b] - len(trees[b]) if batch.forced_budget else 0
-        max_forced = min(max(free, 0), MAX_FORCED)
+        max_forced = batch.budget.forced(b, len(trees[b]))
         walks[b] = _GrammarWalk(batch.seqs[b], trees[b], vocab=vocab, max_forced=max_forced)
     complete = {b: walk for b, walk in walks.items() if not walk.error}
     changed = {}

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from outrider.core import tree
 from outrider.core.cache import CacheUsage, prompts_that_fit
-from outrider.core.planner import Planner
+from outrider.core.planner import FixedPlanner, Planner
 from outrider.core.proposer import Proposer, check_budget
 from outrider.core.stats import Stats
 from outrider.core.target import ExpertCounter, Target
 from outrider.core.text import TextStream
-from outrider.core.types import Batch, Draft, FinishReason, Request, Round, SequenceState
-from outrider.engine.accounting import Accounting, RoundSeconds
-from outrider.engine.constraints import MAX_FORCED, ConstrainedDraft, apply_constraints
+from outrider.core.types import Batch, Draft, DraftBudget, FinishReason, Request, Round, SequenceState
+from outrider.engine.accounting import Accounting
+from outrider.engine.constraints import ConstrainedDraft, apply_constraints
 from outrider.engine.logprobs import add_logprobs
-from outrider.engine.readback import read_greedy, read_verdict
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.stopwatch import Span, Stopwatch, find_stopwatch
+from outrider.engine.stopwatch import RoundSeconds, RoundTimer, RoundTimes, Stopwatch, find_stopwatch
+from outrider.engine.verification import Verification
 from outrider.errors import NotEnoughMemory, OutriderError
 from outrider.models.cache.memory import out_of_memory
-from outrider.models.native.rules import fastest_verifier
 from outrider.runtime.ranks import Ranks
-from outrider.verify.rules import EXACT, Verifier
-from outrider.verify.sampling import (
-    BatchSampling,
-    ProbsFunction,
-    apply_sampling,
-    apply_sampling_packed,
-    target_probs,
-)
-from outrider.verify.verdict import select_by_name
+from outrider.verify.rules import Verifier
+from outrider.verify.sampling import ProbsFunction, target_probs
 
 
 class Followers(Protocol):
@@ -48,16 +40,6 @@ class Followers(Protocol):
 
     def step(self) -> None:
         """Begin a round there."""
-
-
-class RoundTimes(NamedTuple):
-    """When the phases of a round ended, in seconds of `perf_counter`."""
-
-    began: float
-    drafted: float
-    verified: float
-    committed: float
-    draft_tokens: int  # verified draft tokens of all sequences
 
 
 class Engine:
@@ -85,10 +67,11 @@ class Engine:
         self._stopwatch = stopwatch or find_stopwatch(target.device)
         self._expert_counter = target if isinstance(target, ExpertCounter) else None
         self._proposer = proposer
-        self._verifier = verifier
+        self._verification = Verification(
+            verifier, vocab=target.vocab, device=target.device, probs_function=probs_function
+        )
         self._planner = planner
         self._scheduler = scheduler
-        self._probs_function = probs_function
         self._accounting = Accounting(
             alternatives=proposer.needs.alternatives, exact=verifier.exact, bound=verifier.bound
         )
@@ -96,8 +79,6 @@ class Engine:
         self.followers: Followers | None = None  # ranks that this engine tells what to do
         self.on_round: Callable[[Round], None] | None = None  # called after each round, to show what was drafted
         self.on_times: Callable[[Sequence[SequenceState], RoundTimes], None] | None = None  # called after each round
-        self._verifiers = {verifier.name: verifier}  # the default verifier and those of requests, by name
-        self._sampling = BatchSampling(target.vocab, target.device)
         self._open: Batch | None = None  # the batch of the current round
         self._refused: list[SequenceState] = []  # requests that failed at admission in this round
         self._committing = False  # whether this round has begun to commit
@@ -160,11 +141,14 @@ class Engine:
         self._weight_version = version
         self.suspend()
 
+    @property
+    def verifier(self) -> Verifier:
+        """The verifier of requests that name none."""
+        return self._verification.default
+
     def replace_verifier(self, verifier: Verifier) -> None:
         """Use another implementation of the verifier, which has its name, from the next round on."""
-        assert verifier.name == self._verifier.name
-        self._verifier = verifier
-        self._verifiers[verifier.name] = verifier
+        self._verification.replace_default(verifier)
 
     @torch.inference_mode()
     def suspend(self) -> None:
@@ -188,56 +172,86 @@ class Engine:
         """
         if self._blocked:
             raise OutriderError(self._blocked)
-        try:
-            return self._step()
-        except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(error) from error
-
-    def _out_of_memory(self, error: torch.OutOfMemoryError) -> NotEnoughMemory:
-        return out_of_memory(error, slots=self._target.slots, context=self._target.context)
-
-    def _step(self) -> tuple[SequenceState, ...]:
-        """Do what `step` does."""
         if self.followers:
             self.followers.step()
-        watch = self._stopwatch
-        began = watch.now()
         self._open = None
         self._committing = False
-        self._admit()
-        batch = self._open = self._next_batch()
-        if not batch.seqs:
-            return tuple(self._refused)
-        batch = self._fit_memory(self._planner.plan(batch, self._accounting.proposed))
-        planned = watch.now()
-        draft, drafting = self._propose(batch)
-        self._check(batch, draft)
-        draft = self._planner.trim(batch, draft)
+        timer = RoundTimer(self._stopwatch)
+        try:
+            self._admit()
+            batch = self._open = self._next_batch()
+            if batch.seqs:
+                seconds = self._run_round(batch, self._planner, timer)
+                self._scheduler.record_round(batch, seconds.total)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(error) from error
+        return (*self._refused, *batch.seqs)
+
+    def _run_round(self, batch: Batch, planner: Planner, timer: RoundTimer) -> RoundSeconds:
+        """Plan, propose, score, verify and commit. Returns the seconds of the parts."""
+        batch = self._fit_memory(planner.plan(batch, self._accounting.proposed))
+        timer.planned()
+        draft = planner.trim(batch, self._propose(batch, timer))
         constrained = apply_constraints(batch, draft, self._target.vocab)
-        round, scoring = self._verify(batch, constrained)
-        target_seconds = watch.seconds(scoring)
+        round = self._verify(batch, constrained, timer)
         if round.draft.size and any(round.failed):
             # A draft token may be the cause, which plain decoding would not score. Run the round without drafts.
             empty = tree.empty(len(batch.seqs), self._target.device)
-            constrained = apply_constraints(replace(batch, forced_budget=()), empty, self._target.vocab)
-            round, scoring = self._verify(batch, constrained)
-            target_seconds += watch.seconds(scoring)
-        draft_seconds = watch.seconds(drafting)
-        verified = watch.now()
+            without = replace(batch, budget=DraftBudget((0,) * len(batch.seqs)))
+            constrained = apply_constraints(without, empty, self._target.vocab)
+            round = self._verify(batch, constrained, timer)
+        timer.verified()
         self._commit(round)
-        committed = watch.now()
+        timer.committed()
         if self.on_times:
-            drafted = min(planned + draft_seconds, verified)
-            self.on_times(batch.seqs, RoundTimes(began, drafted, verified, committed, sum(round.draft.width)))
-        round_seconds = committed - began
-        if self.ranks:  # decisions depend on the times, so all ranks use the same ones
-            measured = (draft_seconds, target_seconds, round_seconds)
-            draft_seconds, target_seconds, round_seconds = self.ranks.agree(round.emitted, measured)
-        host_seconds = round_seconds - draft_seconds - target_seconds
-        seconds = RoundSeconds(draft=draft_seconds, target=target_seconds, host=host_seconds)
+            self.on_times(batch.seqs, timer.times(sum(round.draft.width)))
+        seconds = self._agree(round, timer.seconds())
         self._accounting.add(constrained, round, seconds, experts=self._touched_experts())
-        self._scheduler.record_round(batch, round_seconds)
-        return (*self._refused, *batch.seqs)
+        return seconds
+
+    def _propose(self, batch: Batch, timer: RoundTimer) -> Draft:
+        """Return the draft of the proposer.
+
+        Raises:
+            OutriderError: it exceeds its budget, or the verifier does not support it.
+        """
+        with timer.drafting:
+            draft = self._proposer.propose(batch)
+        check_budget(batch, draft)
+        verifier = self.verifier
+        if not draft.chain and not verifier.trees:
+            raise OutriderError(
+                f"verifier {verifier.name} verifies chains only; use walk, coupled, siblings or traversal"
+            )
+        return draft
+
+    def _verify(self, batch: Batch, constrained: ConstrainedDraft, timer: RoundTimer) -> Round:
+        """Score the draft, verify it and read the result."""
+        with timer.scoring:
+            scores = self._target.score(batch, constrained.draft)
+        return self._verification.verify(batch, constrained, scores)
+
+    def _commit(self, round: Round) -> None:
+        """Commit the accepted tokens to the cache, the proposer and the scheduler."""
+        self._committing = True
+        self._target.cache.commit(round)
+        self._proposer.commit(round)
+        add_logprobs(round)
+        self._record_version(round)
+        if self.on_round:
+            self.on_round(round)
+        for seq in self._scheduler.commit(round):
+            self._release(seq.slot)
+
+    def _agree(self, round: Round, seconds: RoundSeconds) -> RoundSeconds:
+        """Return the seconds that all ranks use, because decisions depend on them."""
+        if not self.ranks:
+            return seconds
+        draft, target, total = self.ranks.agree(round.emitted, (seconds.draft, seconds.target, seconds.total))
+        return RoundSeconds(draft=draft, target=target, host=total - draft - target)
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> NotEnoughMemory:
+        return out_of_memory(error, slots=self._target.slots, context=self._target.context)
 
     @torch.inference_mode()
     def recover(self, error: Exception) -> tuple[SequenceState, ...]:
@@ -265,27 +279,13 @@ class Engine:
                 self._end(seq, error)
                 continue
             try:
-                self._step_alone(batch, b)
+                single = Batch(seqs=(seq,), start=(batch.start[b],), feed=(batch.feed[b],), budget=DraftBudget((0,)))
+                self._run_round(single, FixedPlanner(0), RoundTimer(self._stopwatch))
             except torch.OutOfMemoryError as error_alone:
                 self._end(seq, self._out_of_memory(error_alone))
             except Exception as error_alone:
                 self._end(seq, error_alone)
         return (*self._refused, *batch.seqs)
-
-    def _step_alone(self, batch: Batch, b: int) -> None:
-        """Run sequence b of a batch alone and without draft tokens."""
-        single = Batch(seqs=batch.seqs[b : b + 1], start=(batch.start[b],), feed=(batch.feed[b],), draft_budget=(0,))
-        watch = self._stopwatch
-        began = watch.now()
-        draft, drafting = self._propose(single)
-        constrained = apply_constraints(single, draft, self._target.vocab)
-        round, scoring = self._verify(single, constrained)
-        self._commit(round)
-        draft_seconds = watch.seconds(drafting)
-        target_seconds = watch.seconds(scoring)
-        host_seconds = watch.now() - began - draft_seconds - target_seconds
-        seconds = RoundSeconds(draft=draft_seconds, target=target_seconds, host=host_seconds)
-        self._accounting.add(constrained, round, seconds, experts=self._touched_experts())
 
     def _touched_experts(self) -> float:
         """Return the distinct experts of a layer that the target's last pass used; 0: they are not counted."""
@@ -319,61 +319,13 @@ class Engine:
     def _fit_memory(self, batch: Batch) -> Batch:
         """Drop draft tokens that do not fit into the KV cache. Speculation never preempts a request."""
         ends = _feed_ends(batch)
-        forced = batch.forced_budget or (0,) * len(batch.seqs)
         wanted = {}
-        for seq, forced_budget, budget in zip(batch.seqs, forced, batch.draft_budget, strict=True):
-            drafted = min(forced_budget, budget + MAX_FORCED) if seq.matcher else budget
-            wanted[seq.slot] = ends[seq.slot] + drafted
+        for b, seq in enumerate(batch.seqs):
+            wanted[seq.slot] = ends[seq.slot] + batch.budget.most(b, constrained=seq.matcher is not None)
         fitting = prompts_that_fit(self._target.cache, ends, wanted)
         if len(fitting) == len(ends):
             return batch
-        fits = [seq.slot in fitting for seq in batch.seqs]
-        return replace(
-            batch,
-            draft_budget=tuple(count if fit else 0 for fit, count in zip(fits, batch.draft_budget, strict=True)),
-            forced_budget=tuple(count if fit else 0 for fit, count in zip(fits, forced, strict=True)),
-        )
-
-    def _propose(self, batch: Batch) -> tuple[Draft, Span]:
-        """Return the draft, and the span of drafting."""
-        begin = self._stopwatch.mark()
-        draft = self._proposer.propose(batch)
-        return draft, Span(begin, self._stopwatch.mark())
-
-    def _verify(self, batch: Batch, constrained: ConstrainedDraft) -> tuple[Round, Span]:
-        """Score the draft, verify it and read the result. Also return the span of the target's pass."""
-        draft = constrained.draft
-        masks = constrained.masks
-        begin = self._stopwatch.mark()
-        scores = self._target.score(batch, draft)
-        scoring = Span(begin, self._stopwatch.mark())
-        sampling = self._sampling.of(batch.seqs)
-        names = [seq.request.params.verifier or self._verifier.name for seq in batch.seqs]
-        if sampling.plain_greedy and not any(self._verifier_of(name).relaxes_greedy for name in set(names)):
-            return constrained.drop_failed(read_greedy(batch, draft, scores, masks)), scoring
-        noise = self._sampling.noise(batch.seqs)
-        packed = scores.packed
-        if packed is None:
-            logits = scores.logits if masks is None else masks.apply(scores.logits)
-            p = apply_sampling(logits, sampling, draft, probs_function=self._probs_function)
-            verdicts = {name: self._verifier_of(name).rule(draft, p, noise) for name in set(names)}
-        else:
-            packed = packed if masks is None else masks.apply_packed(packed)
-            probs = apply_sampling_packed(packed, sampling, draft, probs_function=self._probs_function)
-            verdicts = {name: self._verifier_of(name).verify(draft, probs, noise) for name in set(names)}
-        return constrained.drop_failed(read_verdict(batch, draft, scores, select_by_name(verdicts, names))), scoring
-
-    def _commit(self, round: Round) -> None:
-        """Commit the accepted tokens to the cache, the proposer and the scheduler."""
-        self._committing = True
-        self._target.cache.commit(round)
-        self._proposer.commit(round)
-        add_logprobs(round)
-        self._record_version(round)
-        if self.on_round:
-            self.on_round(round)
-        for seq in self._scheduler.commit(round):
-            self._release(seq.slot)
+        return replace(batch, budget=batch.budget.only([seq.slot in fitting for seq in batch.seqs]))
 
     def _record_version(self, round: Round) -> None:
         """Note the version of the weights in the sequences whose tokens come from another one than before."""
@@ -381,20 +333,6 @@ class Engine:
         for seq, emitted in zip(round.batch.seqs, round.emitted, strict=True):
             if emitted and (not seq.weight_versions or seq.weight_versions[-1][1] != version):
                 seq.weight_versions.append((seq.num_output_tokens, version))
-
-    def _verifier_of(self, name: str) -> Verifier:
-        """Return the verifier with this name."""
-        if name not in self._verifiers:
-            self._verifiers[name] = fastest_verifier(EXACT[name], self._target.device)
-        return self._verifiers[name]
-
-    def _check(self, batch: Batch, draft: Draft) -> None:
-        """Raise OutriderError if the draft exceeds its budget, or if the verifier does not support it."""
-        check_budget(batch, draft)
-        if not draft.chain and not self._verifier.trees:
-            raise OutriderError(
-                f"verifier {self._verifier.name} verifies chains only; use walk, coupled, siblings or traversal"
-            )
 
     def _release(self, slot: int) -> None:
         self._target.cache.release(slot)

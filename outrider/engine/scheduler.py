@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from outrider.core.cache import Cache
 from outrider.core.text import TextStream
-from outrider.core.types import Batch, FinishReason, Request, Round, SequenceState
+from outrider.core.types import Batch, DraftBudget, FinishReason, Request, Round, SequenceState
 from outrider.engine.prefill_budget import PrefillBudget
 from outrider.errors import OutriderError
 
@@ -128,8 +128,7 @@ class Scheduler:
             seqs=tuple(seqs),
             start=tuple(seq.num_cached_tokens for seq in seqs),
             feed=feeds,
-            draft_budget=budget,
-            forced_budget=budget,
+            budget=DraftBudget(budget, with_forced=budget),
             num_waiting=len(self._running) - len(seqs) + min(len(self._waiting), len(self._free)),
         )
 

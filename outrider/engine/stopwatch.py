@@ -7,6 +7,7 @@ the queue of the device: the device notes the time when it gets there.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +32,82 @@ class Stopwatch(Protocol):
 
     def seconds(self, span: Span) -> float:
         """Return the seconds between the marks of a span. The host has read a result of later work of the device."""
+
+
+class RoundTimes(NamedTuple):
+    """When the phases of a round ended, in seconds of `perf_counter`."""
+
+    began: float
+    drafted: float
+    verified: float
+    committed: float
+    draft_tokens: int  # verified draft tokens of all sequences
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSeconds:
+    """The seconds of the parts of one round."""
+
+    draft: float
+    target: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """The seconds of the round."""
+        return self.draft + self.target + self.host
+
+
+class Phase:
+    """Measures the work of a phase of a round: `with phase: ...`, once or several times."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._spans: list[Span] = []
+
+    def __enter__(self) -> None:
+        self._begin = self._watch.mark()
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is None:
+            self._spans.append(Span(self._begin, self._watch.mark()))
+
+    def seconds(self) -> float:
+        """Return the seconds of the phase. The host has read a result of later work of the device."""
+        return sum(map(self._watch.seconds, self._spans))
+
+
+class RoundTimer:
+    """Measures one round. It begins when the timer is made."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self.drafting = Phase(watch)
+        self.scoring = Phase(watch)
+        self._watch = watch
+        self._began = self._planned = self._verified = self._committed = watch.now()
+
+    def planned(self) -> None:
+        """Note that drafting begins."""
+        self._planned = self._watch.now()
+
+    def verified(self) -> None:
+        """Note that the round is verified."""
+        self._verified = self._watch.now()
+
+    def committed(self) -> None:
+        """Note that the round is committed."""
+        self._committed = self._watch.now()
+
+    def seconds(self) -> RoundSeconds:
+        """Return the seconds of a committed round."""
+        draft = self.drafting.seconds()
+        target = self.scoring.seconds()
+        return RoundSeconds(draft=draft, target=target, host=self._committed - self._began - draft - target)
+
+    def times(self, draft_tokens: int) -> RoundTimes:
+        """Return the times of a committed round with this many verified draft tokens."""
+        drafted = min(self._planned + self.drafting.seconds(), self._verified)
+        return RoundTimes(self._began, drafted, self._verified, self._committed, draft_tokens)
 
 
 class HostStopwatch:

@@ -80,8 +80,7 @@ def make_app(
     async_llm.latency.registry.register(EngineMetrics(async_llm))
     handler = RequestHandler(async_llm, settings, name=name)
     _add_routes(app, handler, async_llm, name, videos)
-    rules = async_llm.frontend.parts.source_rules
-    if rules is not None and rules.speech is not None:
+    if async_llm.codec.speech_rules is not None:
         add_audio_routes(app, handler)
     else:
         add_missing_audio_routes(app)
@@ -148,7 +147,7 @@ def _add_routes(
         """Return the token ids of a text."""
         handler.check_model(body.model)
         tokens = await async_llm.prompt_encoder.encode(body.prompt)
-        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": async_llm.frontend.parts.context}
+        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": async_llm.parts.context}
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
@@ -175,7 +174,7 @@ def _add_routes(
 
 def _model(name: str, async_llm: AsyncLLM) -> dict[str, Any]:
     """Return the model object of OpenAI's API, with Outrider's extensions."""
-    parts = async_llm.frontend.parts
+    parts = async_llm.parts
     return {
         "id": name,
         "object": "model",

@@ -15,14 +15,16 @@ from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.token_text import SingleTokens
 from outrider.core.types import Request, Round, SequenceState, SpeechOutput
+from outrider.engine.codec import EncodedPrompt
 from outrider.engine.engine import Engine
-from outrider.llm import LLM, EncodedSource
+from outrider.engine.requests import RequestMaker
+from outrider.llm import LLM
 from outrider.runtime.ranks import is_network_error
 from outrider.serve.errors import QueueFull
 from outrider.serve.monitoring.drift import Drift
 from outrider.serve.monitoring.latency import LatencyMetrics
 from outrider.serve.monitoring.tracing import Tracer
-from outrider.serve.prompt_encoder import PromptEncoder, with_own_tokenizer
+from outrider.serve.prompt_encoder import PromptEncoder
 from outrider.serve.stream.drafts import drafts_of
 from outrider.serve.stream.request_stream import PUBLISH_INTERVAL, RequestStream, StreamChunk, StreamContent, Wakeup
 from outrider.serve.stream.text import StreamText
@@ -56,13 +58,14 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM, *, max_queued_requests: int, max_num_seqs: int) -> None:
         """Accept at most `max_num_seqs + max_queued_requests` requests at a time."""
-        # For the event loop. It has its own tokenizer, because the engine thread uses the tokenizer of `llm`.
-        self.frontend = with_own_tokenizer(llm)
-        self.prompt_encoder = PromptEncoder(self.frontend)
-        self.single_tokens = SingleTokens(self.frontend.parts.tokenizer)  # for the event loop
+        self.parts = llm.parts
+        self.codec = llm.codec.copy()  # for the event loop; the engine thread has that of `llm`
+        self.prompt_encoder = PromptEncoder(self.codec)
+        self.single_tokens = SingleTokens(self.codec.tokenizer)  # for the event loop
         self.latency = LatencyMetrics()
         self.tracer: Tracer | None = None  # set before `start`
         self._llm = llm
+        self._request_maker = RequestMaker(llm.parts, self.codec)
         self.max_num_seqs = max_num_seqs
         self._max_requests = max_num_seqs + max_queued_requests
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -82,7 +85,7 @@ class AsyncLLM:
         self._recent_failures: deque[bool] = deque(maxlen=_RECENT_ROUNDS)  # by round: whether it failed
         self._last_error = ""
         self._error_repeats = 0  # how often the last error has occurred in a row
-        self.drifts = tuple(Drift() for _ in llm.parts.proposers)
+        self.drifts = tuple(Drift() for _ in self.parts.proposers)
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -118,7 +121,7 @@ class AsyncLLM:
         """Why errors reduce speculation; () if they do not. Outputs are correct in either case."""
         reasons = tuple(
             f"proposer {guard.name} is switched off for now: it has failed {guard.failures} times"
-            for guard in self.frontend.parts.isolated
+            for guard in self.parts.isolated
             if guard.disabled
         )
         num_failed = sum(tuple(self._recent_failures))  # a copy, because the engine thread appends to it
@@ -150,13 +153,12 @@ class AsyncLLM:
 
     def submit(
         self,
-        tokens: tuple[int, ...],
+        encoded: EncodedPrompt,
         params: SamplingParams,
         content: StreamContent,
-        source: EncodedSource | None = None,
         speech_output: SpeechOutput = SpeechOutput.TEXT,
     ) -> list[RequestStream]:
-        """Queue a prompt and the source of an encoder-decoder model, given as the tokens of `prompt_encoder`.
+        """Queue a prompt that `prompt_encoder` or `codec` has encoded.
 
         `speech_output` is for speech models. Return a stream with this content for each of its `n` completions.
 
@@ -171,8 +173,8 @@ class AsyncLLM:
             raise QueueFull(
                 f"{num_open} completions run or wait, and at most {self._max_requests} may; try again later"
             )
-        requests = self.frontend.requests_of_tokens(tokens, params, source, speech_output=speech_output)
-        context = self.frontend.parts.context
+        requests = self._request_maker.make(encoded, params, speech_output=speech_output)
+        context = self.parts.context
         if (params.max_tokens or 0) > context:
             raise InvalidParam(
                 "max_tokens",
@@ -181,7 +183,7 @@ class AsyncLLM:
         self._wakeup = self._wakeup or Wakeup(asyncio.get_running_loop())
         streams = []
         for request in requests:
-            text = StreamText(self.frontend.decode, self.single_tokens.text, params.stop, request.prompt_token_ids)
+            text = StreamText(self.codec.decode, self.single_tokens.text, params.stop, request.prompt_token_ids)
             streams.append(RequestStream(request, text, content))
         if self.tracer:
             self.tracer.submitted([stream.request.id for stream in streams])
@@ -304,7 +306,10 @@ class AsyncLLM:
             _log.exception("the running requests could not be aborted")
 
     def _run_round(self) -> None:
-        """Handle commands, and run a round if there are requests."""
+        """Handle commands, and run a round if there are requests.
+
+        `drive` does not fit: requests come and go between two rounds, rounds pause, and a round that fails is repeated.
+        """
         engine = self._llm.engine
         self._handle_commands(wait=not self._runs())
         if self._runs():
@@ -434,7 +439,7 @@ class AsyncLLM:
         for b, seq in enumerate(round.batch.seqs):
             stream = self._streams.get(seq.request.id)
             if stream and stream.content is StreamContent.DRAFTS:
-                stream.drafts = drafts_of(round, b, self._llm.parts.draft_sources)
+                stream.drafts = drafts_of(round, b, self.parts.draft_sources)
 
     def _wake(self, streams: Sequence[RequestStream]) -> None:
         if streams and self._wakeup:

@@ -13,9 +13,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from outrider.core.constraint import Constraint
 from outrider.core.conversation import InvalidMessage
 from outrider.core.params import InvalidParam, SamplingParams
-from outrider.core.types import Completion
+from outrider.core.types import Completion, SpeechOutput
+from outrider.engine.codec import EncodedPrompt
 from outrider.errors import OutriderError
-from outrider.llm import LLM
+from outrider.models.torch.speech.audio import Audio
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.errors import QueueFull
 from outrider.serve.monitoring.request_log import Entry, entry_of
@@ -26,8 +27,9 @@ from outrider.serve.openai.logprobs import LogprobsBuilder
 from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields
 from outrider.serve.openai.tools import Tools, supports_tool_calls
-from outrider.serve.prompt_encoder import EncodedInput, PromptEncoder
+from outrider.serve.prompt_encoder import PromptEncoder
 from outrider.serve.settings import Settings
+from outrider.serve.speech.options import TranscriptionOptions
 from outrider.serve.speech.session import Session
 from outrider.serve.speech.transcript import Transcript
 from outrider.serve.stream.request_stream import RequestStream, StreamChunk, StreamContent
@@ -47,10 +49,9 @@ class RequestHandler:
         self._name = name  # of the model
         self._grammar_lock = asyncio.Lock()
 
-    @property
-    def frontend(self) -> LLM:
-        """The models, for the event loop."""
-        return self._async_llm.frontend
+    def session(self, audio: Audio, options: TranscriptionOptions, params: SamplingParams) -> Session:
+        """Return the session of a recording. Raises as `Session` does."""
+        return Session(self._async_llm.codec, audio, options, params, context=self._async_llm.parts.context)
 
     @property
     def prompt_encoder(self) -> PromptEncoder:
@@ -89,14 +90,9 @@ class RequestHandler:
             max_tokens=body.max_tokens, logprobs=body.logprobs, scope=body.user or "", constraint=constraint
         )
         await self._prepare(body, len(inputs), params)
-        encoder = self._async_llm.prompt_encoder
         encoded = []
         for prompt, source in inputs:
-            source_tokens = None if source is None else await encoder.encode_source(source)
-            # Check the source first: without one, most prompts of an encoder-decoder model are a mistake, too.
-            self._async_llm.frontend.check_source(source_tokens)
-            prompt_tokens = self._async_llm.frontend.start_tokens() if prompt is None else await encoder.encode(prompt)
-            encoded.append(EncodedInput(prompt=prompt_tokens, source=source_tokens))
+            encoded.append(await self.prompt_encoder.encode_with_source(prompt, source))
         return await self._respond(body, encoded, params, request)
 
     async def _handle_chat(self, body: ChatRequest, request: Request) -> Response:
@@ -107,7 +103,7 @@ class RequestHandler:
             field = "structured_outputs" if body.structured_outputs else "response_format"
             raise InvalidParam(field, f"{field} cannot be combined with tools; remove one of them")
         body.check_continuation()
-        template = str(self._async_llm.frontend.parts.tokenizer.chat_template or "")
+        template = self._async_llm.codec.chat_template
         with attribute_errors("messages"):
             turns = conversation(body.messages, tools, template=template)
         with attribute_errors("tools"):
@@ -122,7 +118,7 @@ class RequestHandler:
         with attribute_errors("messages"):
             tokens = await self._encode_chat(body, turns, template_tools)
         await self._prepare(body, 1, params, tools)
-        return await self._respond(body, [EncodedInput(prompt=tokens)], params, request, has_tools=tools is not None)
+        return await self._respond(body, [EncodedPrompt(tokens)], params, request, has_tools=tools is not None)
 
     async def _encode_chat(
         self, body: ChatRequest, turns: Conversation, tools: Sequence[Mapping[str, Any]] | None
@@ -163,7 +159,7 @@ class RequestHandler:
 
     def _compile(self, constraint: Constraint, tools: Tools | None) -> None:
         """Compile a constraint, which is that of the tools if there are any."""
-        compile = self._async_llm.frontend.prepare
+        compile = self._async_llm.codec.prepare
         try:
             compile(constraint)
         except OutriderError:
@@ -174,7 +170,7 @@ class RequestHandler:
     async def _respond(
         self,
         body: SamplingFields,
-        inputs: Sequence[EncodedInput],
+        inputs: Sequence[EncodedPrompt],
         params: SamplingParams,
         request: Request,
         *,
@@ -192,7 +188,7 @@ class RequestHandler:
         builder = ResponseBuilder(
             chat=is_chat,
             model=self._name,
-            decode=self._async_llm.frontend.decode,
+            decode=self._async_llm.codec.decode,
             tokens=tokens,
             logprobs=None if params.logprobs is None else LogprobsBuilder(tokens=tokens, chat=is_chat, omitted=omitted),
             include_speculation=content >= StreamContent.ROUNDS,
@@ -233,8 +229,7 @@ class RequestHandler:
         step = session.step()
         if step is None:
             return []
-        encoded = EncodedInput(prompt=step.prompt, source=step.source, speech_output=step.output)
-        return self._submit([encoded], step.params, StreamContent.END)
+        return self._submit([step.encoded], step.params, StreamContent.END, step.output)
 
     async def _run_session(self, session: Session, streams: list[RequestStream], log_entry: Entry) -> list[StreamChunk]:
         """Complete a session whose first request is submitted. Add its later streams to `streams`.
@@ -269,15 +264,17 @@ class RequestHandler:
         self._async_llm.cancel(streams)
 
     def _submit(
-        self, inputs: Sequence[EncodedInput], params: SamplingParams, content: StreamContent
+        self,
+        inputs: Sequence[EncodedPrompt],
+        params: SamplingParams,
+        content: StreamContent,
+        speech_output: SpeechOutput = SpeechOutput.TEXT,
     ) -> list[RequestStream]:
         """Submit all prompts, or none of them."""
         streams: list[RequestStream] = []
         try:
-            for each in inputs:
-                streams += self._async_llm.submit(
-                    each.prompt, params, content, each.source, speech_output=each.speech_output
-                )
+            for encoded in inputs:
+                streams += self._async_llm.submit(encoded, params, content, speech_output)
         except OutriderError:
             self._async_llm.cancel(streams)
             raise

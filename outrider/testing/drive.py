@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import Proposer
-from outrider.core.types import Batch, Draft, DraftKind, Request, Round, Scores, SequenceState
+from outrider.core.types import Batch, Draft, DraftBudget, DraftKind, Request, Round, Scores, SequenceState
 from outrider.testing.toy_target import ToyTarget
 
 _PROMPT_TOKENS = 5  # length of a prompt of `FuzzedRun`
@@ -111,10 +111,10 @@ class FuzzedRun:
             seqs=tuple(seqs),
             start=tuple(seq.num_cached_tokens for seq in seqs),
             feed=tuple(feeds),
-            draft_budget=tuple(budget),
+            budget=DraftBudget(tuple(budget)),
         )
         allowed = tuple(count if emits else 0 for count, emits in zip(budget, batch.emits, strict=True))
-        return replace(batch, draft_budget=allowed)
+        return batch.limited(allowed)
 
     def _propose(self, batch: Batch) -> Draft:
         """Return the draft of the proposer, after checking it."""

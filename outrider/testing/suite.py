@@ -16,7 +16,7 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.target import Target
-from outrider.core.types import Batch, DraftKind, Draw, Scores, SequenceState
+from outrider.core.types import Batch, DraftBudget, DraftKind, Draw, Scores, SequenceState
 from outrider.testing.drive import (
     FuzzedRun,
     append,
@@ -200,7 +200,7 @@ def _run_round(target: Target, seqs: Sequence[SequenceState], rng: random.Random
         seqs=tuple(seqs),
         start=tuple(seq.num_cached_tokens for seq in seqs),
         feed=tuple(tuple(feed) for feed in feeds),
-        draft_budget=(5,) * len(seqs),
+        budget=DraftBudget((5,) * len(seqs)),
     )
     widths = [rng.randint(0, 5) if emits else 0 for emits in batch.emits]
     draft = random_tree(widths, target.vocab, rng, chain=not trees or rng.random() < 0.3)
@@ -226,12 +226,12 @@ def _expect_scores(target: Target, fresh: Target, seq: SequenceState, tolerance:
         seqs=(seq,),
         start=(seq.num_cached_tokens,),
         feed=(tuple(seq.token_ids[seq.num_cached_tokens :]),),
-        draft_budget=(0,),
+        budget=DraftBudget((0,)),
     )
     logits = target.score(rest, draft).logits[0, 0]
     target.cache.commit(make_round(rest, draft, Scores(logits=logits), [()], [()]))
     fresh.cache.admit(seq.slot, seq.token_ids)
-    prefill = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids),), draft_budget=(0,))
+    prefill = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids),), budget=DraftBudget((0,)))
     fresh_logits = fresh.score(prefill, draft).logits[0, 0]
     error = float((logits - fresh_logits).norm() / fresh_logits.norm())
     expect(error < tolerance, f"after commit, scoring differs from a fresh prefill by {error:.2g} of the logits' norm")

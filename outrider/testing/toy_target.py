@@ -10,7 +10,7 @@ from outrider.core import tree
 from outrider.core.cache import Layout, UnboundedCache, lay_out
 from outrider.core.params import SamplingParams
 from outrider.core.target import Target, draft_by_scores
-from outrider.core.types import Batch, Draft, DraftChains, Round, Scores, SequenceState, StopRule
+from outrider.core.types import Batch, Draft, DraftBudget, DraftChains, Round, Scores, SequenceState, StopRule
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 
 
@@ -98,7 +98,7 @@ def joint_distribution(target: Target, prompt: Sequence[int], params: SamplingPa
     seq = SequenceState.of(prompt, params=params)
     draft = _all_prefixes(target.vocab, length - 1, target.device)
     target.cache.admit(0, prompt)
-    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(prompt),), draft_budget=(draft.size,))
+    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(prompt),), budget=DraftBudget((draft.size,)))
     logits = target.score(batch, draft).logits
     target.cache.release(0)
     p = apply_sampling(logits, SamplingTensors.of((seq,), target.vocab, target.device), draft)[0].double()

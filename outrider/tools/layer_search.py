@@ -19,7 +19,7 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.prompts import Prompt, by_category
 from outrider.core.target import SelfDraftTarget, Target
-from outrider.core.types import Batch, SequenceState
+from outrider.core.types import Batch, DraftBudget, SequenceState
 from outrider.errors import OutriderError
 from outrider.lab.common.jobs import encode_prompt
 from outrider.llm import LLM
@@ -218,7 +218,7 @@ def agreement(part: Target, text: Text) -> list[bool]:
     tokens = torch.tensor([text.tokens], device=part.device)
     count = len(text.tokens) - 1
     draft = tree.chain(tokens[:, :-1], (count,)) if count else tree.empty(1, part.device)
-    batch = Batch(seqs=(SequenceState.of(text.prompt),), start=(0,), feed=(text.prompt,), draft_budget=(count,))
+    batch = Batch(seqs=(SequenceState.of(text.prompt),), start=(0,), feed=(text.prompt,), budget=DraftBudget((count,)))
     scores = part.score(batch, draft)
     best = scores.logits.argmax(-1) if scores.best is None else scores.best
     return (best == tokens)[0].tolist()
@@ -230,10 +230,10 @@ def measure(target: Target, figures: Figures, text: Text) -> Timing:
     assert isinstance(target, SelfDraftTarget)
     submodel = target.make_submodel(figures.layers)
     seq = SequenceState.of(text.prompt)
-    prefill = Batch(seqs=(seq,), start=(0,), feed=(text.prompt,), draft_budget=(0,))
+    prefill = Batch(seqs=(seq,), start=(0,), feed=(text.prompt,), budget=DraftBudget((0,)))
     for model in (submodel, target):
         model.score(prefill, tree.empty(1, target.device))
-    decode = Batch(seqs=(seq,), start=(len(text.prompt),), feed=(text.tokens[:1],), draft_budget=(figures.k,))
+    decode = Batch(seqs=(seq,), start=(len(text.prompt),), feed=(text.tokens[:1],), budget=DraftBudget((figures.k,)))
     no_draft = tree.empty(1, target.device)
     draft = tree.chain(torch.full((1, figures.k), text.tokens[0], device=target.device), (figures.k,))
     draft_ms = []

@@ -13,7 +13,8 @@ from outrider.core.proposer import Proposer
 from outrider.core.stats import Stats
 from outrider.core.types import Request
 from outrider.engine.build import EngineParts, assemble
-from outrider.llm import EncodedPrompt
+from outrider.engine.codec import EncodedPrompt
+from outrider.engine.drive import drive
 from outrider.train.model.trainee import DraftTrainee
 from outrider.verify.rules import EXACT
 
@@ -41,22 +42,22 @@ class Evaluator:
         parts = self._parts
         params = SamplingParams(temperature=temperature, max_tokens=self._tokens)
         engine = assemble(parts.loaded, proposer=proposer, verifier=_VERIFIER, planner=FixedPlanner(self._k))
+        seqs = []
         for i, prompt in enumerate(self._prompts):
             limit = min(self._tokens, parts.context - len(prompt.tokens))
             seed = derive_seed(self._seed, i + 1)
-            engine.add(
-                Request(
-                    id=i,
-                    prompt_token_ids=prompt.tokens,
-                    source_token_ids=prompt.source_token_ids,
-                    params=params,
-                    seed=seed,
-                    end_ids=parts.end_ids,
-                    max_tokens=limit,
-                )
+            request = Request(
+                id=i,
+                prompt_token_ids=prompt.tokens,
+                source_token_ids=prompt.source_token_ids,
+                params=params,
+                seed=seed,
+                end_ids=parts.end_ids,
+                max_tokens=limit,
             )
-        while engine.busy():
-            engine.step()
+            seqs.append(engine.add(request))
+        for _ in drive(engine, seqs):
+            pass
         return engine.stats
 
 

@@ -21,8 +21,9 @@ from outrider.drafting.plan.known_costs import known_costs
 from outrider.drafting.plan.pass_cost import CostModel
 from outrider.drafting.propose.leaves import draft_model
 from outrider.drafting.propose.registry import check_proposer
+from outrider.engine.codec import EncodedPrompt
 from outrider.errors import OutriderError
-from outrider.llm import LLM, EncodedPrompt
+from outrider.llm import LLM
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.fingerprint import model_fingerprint
 from outrider.models.loader.load import reads_sources

@@ -19,7 +19,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.planner import FixedPlanner
 from outrider.core.proposer import NoProposer
 from outrider.core.stats import Stats
-from outrider.core.types import FinishReason
+from outrider.core.types import Batch, DraftBudget, FinishReason, SequenceState
 from outrider.drafting.propose.combine import Merge
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.drafting.propose.draft_model.tree import TreeProposer
@@ -291,8 +291,7 @@ def test_statistics_of_the_planner_exclude_forced_tokens(grammars):
             seen.append(stats.total)
             return super().plan(batch, stats)
 
-    engine = make_engine(grammar_cases.WordTarget(), draft, k=3)
-    engine._planner = Planner(3)
+    engine = make_engine(grammar_cases.WordTarget(), draft, planner=Planner(3))
     constraint = Constraint.json_schema(PERSON)
     grammar_cases.complete(engine, grammars, [[5, 6]] * 4, [SamplingParams(constraint=constraint)] * 4)
     assert seen[-1].accepted[3:] == () != engine.stats.accepted[3:]
@@ -309,10 +308,7 @@ def test_sequences_without_a_grammar_do_not_change(grammars):
     engine = make_engine(grammar_cases.WordTarget(), draft, verifier="walk")
     alone = grammar_cases.complete(engine, grammars, [[5, 6], [7, 8], [9, 1]], [free] * 3, limit=30)
     assert [seq.token_ids for seq in mixed[::2]] == [seq.token_ids for seq in alone[::2]]
-    engine = make_engine(grammar_cases.WordTarget(), draft, verifier="walk")
-    engine.add(alone[0].request)
-    engine._scheduler.admit(engine._target.cache)
-    batch = engine._scheduler.next()
+    batch = Batch(seqs=(SequenceState.of((5, 6)),), start=(0,), feed=((5, 6),), budget=DraftBudget((0,)))
     empty = tree.empty(1, torch.device("cpu"))
     assert apply_constraints(batch, empty, grammar_cases.VOCAB).draft is empty
     assert apply_constraints(batch, empty, grammar_cases.VOCAB).masks is None

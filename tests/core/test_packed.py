@@ -200,7 +200,7 @@ class Uneven:
         self._round += 1
         limits = [seq.request.id % 5 if self._round % 3 else 0 for seq in batch.seqs]
         budget = tuple(map(min, batch.draft_budget, limits))
-        return self._inner.propose(replace(batch, draft_budget=budget))
+        return self._inner.propose(batch.limited(budget))
 
 
 PROPOSERS = {

@@ -14,7 +14,7 @@ from outrider.core.proposer import ProposerSetup
 from outrider.core.types import Request
 from outrider.drafting.plan.cost_planner import CostPlanner
 from outrider.drafting.plan.pass_cost import CostModel, PassCost
-from outrider.engine import engine as engine_module
+from outrider.engine import verification
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.stopwatch import CudaStopwatch, HostStopwatch, Span, find_stopwatch
@@ -62,14 +62,14 @@ def run(planner, stopwatch_class, monkeypatch, *, acceptance=0.82, rounds=300):
         scheduler=Scheduler(slots=1, chunk=512, context=CONTEXT),
         stopwatch=stopwatch_class(device),
     )
-    read_greedy = engine_module.read_greedy
+    read_greedy = verification.read_greedy
 
     def read(*args):
         device.read()
         device.host += HOST
         return read_greedy(*args)
 
-    monkeypatch.setattr(engine_module, "read_greedy", read)
+    monkeypatch.setattr(verification, "read_greedy", read)
     request = Request(
         id=0,
         prompt_token_ids=(1, 2, 3),

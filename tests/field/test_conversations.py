@@ -98,7 +98,7 @@ CONVERSATIONS = {  # situation: messages, the texts of all parts
 @pytest.fixture(scope="module")
 def server():
     with serving({"k": 0}) as (url, async_llm):
-        yield url + "/v1/chat/completions", async_llm.frontend.parts.tokenizer
+        yield url + "/v1/chat/completions", async_llm.codec.tokenizer
 
 
 def post(server, monkeypatch, template, messages):

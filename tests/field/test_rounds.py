@@ -20,7 +20,7 @@ class Alternating(FixedPlanner):
     def plan(self, batch, stats):
         self.rounds += 1
         planned = super().plan(batch, stats)
-        return planned if self.rounds % 3 == 0 else replace(planned, draft_budget=(0,) * len(batch.seqs))
+        return planned if self.rounds % 3 == 0 else planned.limited((0,) * len(batch.seqs))
 
 
 @pytest.mark.one_in(2)

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
-from outrider.core.planner import FixedPlanner
+from outrider.core.planner import FixedPlanner, Planner
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.target import Target
 from outrider.core.types import Request, SequenceState
+from outrider.engine.drive import drive
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Scheduler
 from outrider.testing.toy_target import ToyTarget
@@ -24,6 +25,7 @@ def make_engine(
     k: int = 4,
     rows: int = 16,
     chunk: int = 512,
+    planner: Planner | None = None,
 ) -> Engine:
     rule = EXACT[verifier] if isinstance(verifier, str) else verifier
     setup = ProposerSetup(
@@ -40,7 +42,7 @@ def make_engine(
         target=target,
         proposer=make(setup),
         verifier=rule,
-        planner=FixedPlanner(k),
+        planner=planner or FixedPlanner(k),
         scheduler=Scheduler(slots=rows, chunk=chunk, context=target.context),
     )
 
@@ -66,15 +68,14 @@ def run(
 ) -> list[SequenceState]:
     """Run all prompts together, each with its own seed. Return the finished rows in the order of the prompts."""
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    rows = []
     for i, (prompt, want) in enumerate(zip(prompts, wanted, strict=True)):
         seed = derive_seed(want.seed or 0, i)
-        engine.add(
-            Request(id=i, prompt_token_ids=tuple(prompt), params=want, seed=seed, end_ids=ends, max_tokens=limit)
-        )
-    done: dict[int, SequenceState] = {}
-    while engine.busy():
-        done |= {row.request.id: row for row in engine.step() if row.finish_reason}
-    return [done[i] for i in range(len(prompts))]
+        request = Request(id=i, prompt_token_ids=tuple(prompt), params=want, seed=seed, end_ids=ends, max_tokens=limit)
+        rows.append(engine.add(request))
+    for _ in drive(engine, rows):
+        pass
+    return rows
 
 
 def outputs(rows: Sequence[SequenceState]) -> list[list[int]]:

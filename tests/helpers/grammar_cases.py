@@ -17,6 +17,7 @@ from outrider.core.grammar import Grammars
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.core.types import Request, SequenceState
+from outrider.engine.drive import drive
 from outrider.engine.engine import Engine
 from outrider.testing.toy_target import ToyTarget
 
@@ -142,22 +143,21 @@ def complete(
     limit: int = 200,
 ) -> list[SequenceState]:
     """Run all prompts together, under their constraints; the finished rows in the order of the prompts."""
+    rows = []
     for i, (prompt, want) in enumerate(zip(prompts, params, strict=True)):
-        engine.add(
-            Request(
-                id=i,
-                prompt_token_ids=tuple(prompt),
-                params=want,
-                seed=derive_seed(want.seed or 0, i),
-                end_ids=frozenset({0}) if not want.ignore_eos else frozenset(want.stop_token_ids),
-                max_tokens=limit,
-                grammar=None if want.constraint is None else grammars.compile(want.constraint),
-            )
+        request = Request(
+            id=i,
+            prompt_token_ids=tuple(prompt),
+            params=want,
+            seed=derive_seed(want.seed or 0, i),
+            end_ids=frozenset({0}) if not want.ignore_eos else frozenset(want.stop_token_ids),
+            max_tokens=limit,
+            grammar=None if want.constraint is None else grammars.compile(want.constraint),
         )
-    done: dict[int, SequenceState] = {}
-    while engine.busy():
-        done |= {row.request.id: row for row in engine.step() if row.finish_reason}
-    return [done[i] for i in range(len(prompts))]
+        rows.append(engine.add(request))
+    for _ in drive(engine, rows):
+        pass
+    return rows
 
 
 def nested(depth: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from outrider.core import tree
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, KVView, Request, Round, Scores, SequenceState
+from outrider.core.types import Batch, DraftBudget, KVView, Request, Round, Scores, SequenceState
 from outrider.drafting.propose.draft_model.trained_head import HeadProposer
 from outrider.engine.build import LoadedTarget, build_engine, load_target
 from outrider.llm import LLM
@@ -268,7 +268,7 @@ def feed(head, description, text, states):
     )
     row = SequenceState(request=request, slot=0, token_ids=list(text))
     head.cache.admit(0, request.prompt_token_ids)
-    batch = Batch(seqs=(row,), start=(0,), feed=(tuple(text[:-1]),), draft_budget=(0,))
+    batch = Batch(seqs=(row,), start=(0,), feed=(tuple(text[:-1]),), budget=DraftBudget((0,)))
     width = states.shape[-1]
     head.record_states(
         Round(
@@ -285,7 +285,7 @@ def feed(head, description, text, states):
             failed=(False,),
         )
     )
-    return Batch(seqs=(row,), start=(0,), feed=(tuple(text),), draft_budget=(4,))
+    return Batch(seqs=(row,), start=(0,), feed=(tuple(text),), budget=DraftBudget((4,)))
 
 
 def far(ours, theirs):

@@ -23,7 +23,7 @@ from transformers import (
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.target import Target
-from outrider.core.types import AudioFeatures, Batch, Draft, Request, SequenceState, SpeechOutput
+from outrider.core.types import AudioFeatures, Batch, Draft, DraftBudget, Request, SequenceState, SpeechOutput
 from outrider.errors import UnsupportedModel
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
@@ -239,7 +239,10 @@ def everything(rows: Sequence[SequenceState]) -> Batch:
     """A batch in which each row feeds all tokens that are not in the cache."""
     feeds = tuple(tuple(row.token_ids[row.num_cached_tokens :]) for row in rows)
     return Batch(
-        seqs=tuple(rows), start=tuple(row.num_cached_tokens for row in rows), feed=feeds, draft_budget=(6,) * len(rows)
+        seqs=tuple(rows),
+        start=tuple(row.num_cached_tokens for row in rows),
+        feed=feeds,
+        budget=DraftBudget((6,) * len(rows)),
     )
 
 

@@ -10,6 +10,7 @@ from http.client import HTTPConnection
 import httpx
 import pytest
 
+from outrider.engine.codec import TextCodec
 from outrider.llm import LLM
 from outrider.serve.app import make_app
 from outrider.serve.async_llm import AsyncLLM
@@ -59,23 +60,23 @@ def test_disconnect_cancels_request_after_current_round(switching_server, monkey
 @pytest.mark.parametrize("chat", [False, True])
 def test_long_prompt_does_not_block_event_loop(switching_server, monkeypatch, chat):
     url, _ = switching_server
-    encode = LLM.encode
+    encode = TextCodec.encode
     started = threading.Event()
     may_finish = threading.Event()
     responses = []
     long_prompt = "a word and " * 4000
 
-    def slow_encode(self, prompt):
+    def slow_encode(self, prompt, **options):
         started.set()
         assert may_finish.wait(60)
-        return encode(self, prompt)
+        return encode(self, prompt, **options)
 
     if chat:
-        monkeypatch.setattr(LLM, "encode_chat", lambda self, *_, **__: slow_encode(self, long_prompt))
+        monkeypatch.setattr(TextCodec, "encode_chat", lambda self, *_, **__: slow_encode(self, long_prompt))
         body = {"messages": [{"role": "user", "content": long_prompt}]}
         prompt_url = url.replace("completions", "chat/completions")
     else:
-        monkeypatch.setattr(LLM, "encode", slow_encode)
+        monkeypatch.setattr(TextCodec, "encode", slow_encode)
         body = {**BODY, "prompt": long_prompt}
         prompt_url = url
     client = threading.Thread(target=lambda: responses.append(httpx.post(prompt_url, json=body, timeout=60)))

@@ -53,7 +53,7 @@ def chat(server, **body):
 
 def prompt_of(server, response):
     assert response.status_code == 200, response.text
-    return server[1].frontend.parts.tokenizer.decode(response.json()["choices"][0]["prompt_token_ids"])
+    return server[1].codec.tokenizer.decode(response.json()["choices"][0]["prompt_token_ids"])
 
 
 @pytest.mark.parametrize("body", [ChatRequest, CompletionRequest])
@@ -131,7 +131,7 @@ COPIED = {  # messages as other servers return them
 
 @pytest.mark.parametrize("origin", COPIED)
 def test_an_answer_of_another_server_is_taken_as_it_is(server, monkeypatch, origin):
-    monkeypatch.setattr(server[1].frontend.parts.tokenizer, "chat_template", MARKERS)
+    monkeypatch.setattr(server[1].codec.tokenizer, "chat_template", MARKERS)
     messages = [USER, {"role": "assistant", **COPIED[origin]}, USER]
     text = f"<user>{USER['content']}<assistant>Two.<user>{USER['content']}<answer>"
     assert prompt_of(server, chat(server, messages=messages)) == text
@@ -139,14 +139,14 @@ def test_an_answer_of_another_server_is_taken_as_it_is(server, monkeypatch, orig
 
 def test_reasoning_reaches_the_templates_that_write_it(server, monkeypatch):
     template = MARKERS.replace("{{ m.content }}", "{{ m.reasoning_content or '' }}|{{ m.content }}")
-    monkeypatch.setattr(server[1].frontend.parts.tokenizer, "chat_template", template)
+    monkeypatch.setattr(server[1].codec.tokenizer, "chat_template", template)
     for field in ("reasoning_content", "reasoning"):
         messages = [USER, {"role": "assistant", "content": "Two.", field: "one and one"}, USER]
         assert "<assistant>one and one|Two." in prompt_of(server, chat(server, messages=messages))
 
 
 def test_the_last_message_is_continued(server, monkeypatch):
-    monkeypatch.setattr(server[1].frontend.parts.tokenizer, "chat_template", MARKERS)
+    monkeypatch.setattr(server[1].codec.tokenizer, "chat_template", MARKERS)
     messages = [USER, {"role": "assistant", "content": "The answer is"}]
     beginning = f"<user>{USER['content']}<assistant>The answer is"
     for fields in ({"add_generation_prompt": False}, {}):
@@ -154,7 +154,7 @@ def test_the_last_message_is_continued(server, monkeypatch):
     assert prompt_of(server, chat(server, messages=messages, add_generation_prompt=False)) == beginning
     assert prompt_of(server, chat(server, messages=messages)) == beginning + "<answer>"
     closed = MARKERS.replace("{{ m.content }}", "{{ m.content | trim }}<end>")
-    monkeypatch.setattr(server[1].frontend.parts.tokenizer, "chat_template", closed)
+    monkeypatch.setattr(server[1].codec.tokenizer, "chat_template", closed)
     response = chat(server, messages=messages, continue_final_message=True)
     assert prompt_of(server, response) == beginning.replace("?<", "?<end><")
     both = chat(server, messages=messages, continue_final_message=True, add_generation_prompt=True)
@@ -163,7 +163,7 @@ def test_the_last_message_is_continued(server, monkeypatch):
 
 
 def test_developer_messages_are_system_messages_unless_the_template_knows_them(server, monkeypatch):
-    tokenizer = server[1].frontend.parts.tokenizer
+    tokenizer = server[1].codec.tokenizer
     messages = [{"role": "developer", "content": "Be brief."}, USER]
     monkeypatch.setattr(tokenizer, "chat_template", MARKERS)
     assert prompt_of(server, chat(server, messages=messages)).startswith("<system>Be brief.")
@@ -172,7 +172,7 @@ def test_developer_messages_are_system_messages_unless_the_template_knows_them(s
 
 
 def test_a_name_is_written_or_an_error(server, monkeypatch):
-    tokenizer = server[1].frontend.parts.tokenizer
+    tokenizer = server[1].codec.tokenizer
     messages = [USER | {"name": "Ann"}]
     monkeypatch.setattr(tokenizer, "chat_template", MARKERS)
     error = chat(server, messages=messages).json()["error"]

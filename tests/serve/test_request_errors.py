@@ -122,7 +122,7 @@ def test_error_names_invalid_field(server, path, body, field):
 def test_exception_of_chat_template_is_status_400(server, monkeypatch):
     url, async_llm = server
     template = "{{ raise_exception('System role not supported') }}"
-    monkeypatch.setattr(async_llm.frontend.parts.tokenizer, "chat_template", template)
+    monkeypatch.setattr(async_llm.codec.tokenizer, "chat_template", template)
     body = {"messages": [{"role": "system", "content": "Be brief."}]}
     response = httpx.post(url + "/v1/chat/completions", json=body)
     assert response.status_code == 400

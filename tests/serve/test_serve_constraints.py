@@ -286,14 +286,11 @@ class GrammarMatch(NamedTuple):
     matcher: Matcher
 
 
-def match_tools_grammar(fields, text, llm):
+def match_tools_grammar(fields, text, codec):
     """Match a text against the grammar of a request with `TOOLS` and these fields."""
-    parts = llm.parts
-    grammars = Grammars(parts.tokenizer, vocab=parts.vocab, end_ids=sorted(parts.end_ids))
     body = ChatRequest.model_validate({"messages": MESSAGES, "tools": TOOLS, **fields})
-    tools = Tools.of(body)
-    matcher = grammars.compile(tools.constraint()).start(parts.end_ids)
-    tokens = parts.tokenizer.encode(text, add_special_tokens=False)
+    matcher = codec.prepare(Tools.of(body).constraint()).start(codec.end_ids)
+    tokens = codec.tokenizer.encode(text, add_special_tokens=False)
     for i, token in enumerate(tokens):
         bits = matcher.allowed()
         if not bits[token >> 3] >> (token & 7) & 1:
@@ -303,19 +300,19 @@ def match_tools_grammar(fields, text, llm):
 
 
 def test_grammar_accepts_text_and_calls_that_match_their_schemas(server):
-    llm = server[1].frontend
-    match = match_tools_grammar({}, "Just text, with { and < in it.", llm)
+    codec = server[1].codec
+    match = match_tools_grammar({}, "Just text, with { and < in it.", codec)
     assert match.num_accepted == match.num_tokens
     assert not match.matcher.done
-    match = match_tools_grammar({"parallel_tool_calls": False}, ONE_CALL, llm)
+    match = match_tools_grammar({"parallel_tool_calls": False}, ONE_CALL, codec)
     assert match.num_accepted == match.num_tokens
     assert match.matcher.done
-    match = match_tools_grammar({}, TWO_CALLS, llm)
+    match = match_tools_grammar({}, TWO_CALLS, codec)
     assert match.num_accepted == match.num_tokens
     assert not match.matcher.done
     invalid_texts = (ONE_CALL.replace("Oslo", "Bonn"), ONE_CALL.replace("weather", "other"), ONE_CALL + " and more")
     for text in invalid_texts:
-        match = match_tools_grammar({}, text, llm)
+        match = match_tools_grammar({}, text, codec)
         assert match.num_accepted < match.num_tokens
 
 

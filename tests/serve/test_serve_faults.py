@@ -174,7 +174,8 @@ def test_command_after_stop_is_answered():
     async_llm = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), max_queued_requests=2, max_num_seqs=2)
 
     async def submit_and_stop():
-        (stream,) = async_llm.submit(async_llm.frontend.encode(PROMPT), SamplingParams(max_tokens=5), StreamContent.END)
+        encoded = async_llm.codec.encode_with_source(PROMPT, None)
+        (stream,) = async_llm.submit(encoded, SamplingParams(max_tokens=5), StreamContent.END)
         async_llm._stopping = True  # before the thread has read the command
         async_llm.start()
         async for chunks in stream.chunks():
@@ -219,7 +220,7 @@ def test_exceptions_of_proposer_do_not_change_output(reference_llm):
         bodies = [{**BODY, "prompt": prompt} for prompt in OTHER_PROMPTS]
         responses = post_concurrently(url + "/v1/completions", bodies)
         assert [text_of(response) for response in responses] == expected_texts(reference_llm, OTHER_PROMPTS)
-        assert async_llm.frontend.parts.isolated[0].failures
+        assert async_llm.parts.isolated[0].failures
         assert not async_llm.failed_rounds
         assert 'outrider_proposer_failures_total{proposer="own#1"}' in httpx.get(url + "/metrics").text
 

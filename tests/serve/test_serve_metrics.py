@@ -19,8 +19,6 @@ from outrider.drafting.propose.combine import Switch
 from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.drafting.propose.lookup.recycle import RecycleProposer
 from outrider.drafting.propose.registry import alternatives
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import Scheduler
 from outrider.serve.monitoring.drift import Drift
 from outrider.serve.monitoring.latency import LatencyMetrics
 from outrider.serve.monitoring.metrics import exposition
@@ -100,7 +98,7 @@ def test_draft_depth_histogram_is_consistent(server_metrics):
 
 def test_estimated_speedup_comes_from_planner(server_metrics):
     async_llm, samples = server_metrics
-    planner = async_llm.frontend.parts.planner
+    planner = async_llm.parts.planner
     assert value(samples, "outrider_planned_seconds_total") == planner.spent_seconds > 0
     assert value(samples, "outrider_estimated_speedup") == planner.plain_seconds / planner.spent_seconds > 0
 
@@ -186,13 +184,12 @@ def test_planner_does_not_learn_from_requests_with_own_proposer():
     """The planner learns only from the passes of the requests without a proposer."""
     target = ToyTarget(spread=3.0)
     planner = RecordingPlanner(COSTS, COSTS)
-    other_engine = make_engine(target, lambda setup: Switch(setup, [NgramProposer(setup), RecycleProposer(setup)]))
-    engine = Engine(
-        target=target,
-        proposer=other_engine._proposer,
-        verifier=other_engine._verifier,
+    engine = make_engine(
+        target,
+        lambda setup: Switch(setup, [NgramProposer(setup), RecycleProposer(setup)]),
+        rows=8,
+        chunk=64,
         planner=planner,
-        scheduler=Scheduler(slots=8, chunk=64, context=256),
     )
     params = SamplingParams(temperature=0.7)
     for i, prompt in enumerate(toy_prompts(4)):

@@ -12,6 +12,7 @@ import pytest
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Completion, FinishReason
+from outrider.engine.codec import EncodedPrompt
 from outrider.llm import LLM
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.stream.request_stream import StreamChunk, StreamContent
@@ -50,7 +51,7 @@ def collect_chunks(async_llm, content):
 
     async def run():
         (stream,) = async_llm.submit(
-            async_llm.frontend.encode("a = 1"), SamplingParams(max_tokens=64, ignore_eos=True), content
+            EncodedPrompt(async_llm.codec.encode("a = 1")), SamplingParams(max_tokens=64, ignore_eos=True), content
         )
         return [chunk async for chunks in stream.chunks() for chunk in chunks]
 
@@ -181,7 +182,7 @@ def test_tokens_are_published_before_round_with_prefill(monkeypatch):
     params = SamplingParams(max_tokens=64, ignore_eos=True)
 
     async def run():
-        (stream,) = async_llm.submit(async_llm.frontend.encode("a = 1"), params, StreamContent.TEXT)
+        (stream,) = async_llm.submit(EncodedPrompt(async_llm.codec.encode("a = 1")), params, StreamContent.TEXT)
         for _ in range(9):
             async_llm._run_round()
         num_tokens = stream.num_tokens
@@ -190,7 +191,7 @@ def test_tokens_are_published_before_round_with_prefill(monkeypatch):
         monkeypatch.setattr(async_llm, "_step", lambda: None)
         async_llm._run_round()  # a round without a prefill
         published_without_prefill = stream.num_published
-        async_llm.submit(async_llm.frontend.encode("b = 2"), params, StreamContent.TEXT)
+        async_llm.submit(EncodedPrompt(async_llm.codec.encode("b = 2")), params, StreamContent.TEXT)
         async_llm._run_round()
         return num_tokens, published_by_first_round, published_without_prefill, stream.num_published
 

@@ -39,8 +39,8 @@ def complete(client, **fields):
 def test_token_ids(server):
     client, async_llm = server
     choice = complete(client).json()["choices"][0]
-    assert async_llm.frontend.decode(choice["token_ids"]) == choice["text"]
-    assert choice["prompt_token_ids"] == list(async_llm.frontend.encode("def add(a, b):"))
+    assert async_llm.codec.decode(choice["token_ids"]) == choice["text"]
+    assert choice["prompt_token_ids"] == list(async_llm.codec.encode("def add(a, b):"))
     assert choice["weight_versions"][0][0] == 0
     assert "token_ids" not in complete(client, return_token_ids=False).json()["choices"][0]
 

@@ -78,9 +78,7 @@ class ExceedsBudget(Stateless):
     """Drafts one token more than its budget."""
 
     def propose(self, batch):
-        return super().propose(
-            replace(batch, draft_budget=tuple(budget + 1 if budget else 0 for budget in batch.draft_budget))
-        )
+        return super().propose(batch.limited(tuple(budget + 1 if budget else 0 for budget in batch.draft_budget)))
 
 
 class CountsCalls(DraftModelProposer):

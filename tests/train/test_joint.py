@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch
+from outrider.core.types import Batch, DraftBudget
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.models.heads.hidden_states import apply_final_norm
@@ -113,7 +113,7 @@ def test_draft_is_trained_on_the_states_of_the_engine(nano):
     tokens = texts.tokens[0, : int(texts.loss_mask[0].sum())].tolist()
     seq = make_seq(tokens, 0)
     nano.target.cache.admit(0, tokens)
-    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(tokens),), draft_budget=(0,))
+    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(tokens),), budget=DraftBudget((0,)))
     with torch.inference_mode():
         scores = nano.target.score(batch, tree.empty(1, CPU))
     engine_states = scores.feed_hidden_states[nano.target.layers - 1][0]
@@ -293,7 +293,7 @@ def test_other_architectures_are_trained_on_the_states_of_the_engine(name, tmp_p
     trainee = JointTrainee("mtp", settings, make_setup(loaded), loaded.tables)
     tokens = (1, 2, 3, 4, 5)
     loaded.target.cache.admit(0, tokens)
-    batch = Batch(seqs=(make_seq(list(tokens), 0),), start=(0,), feed=(tokens,), draft_budget=(0,))
+    batch = Batch(seqs=(make_seq(list(tokens), 0),), start=(0,), feed=(tokens,), budget=DraftBudget((0,)))
     with torch.inference_mode():
         scores = loaded.target.score(batch, tree.empty(1, CPU))
     engine_states = scores.feed_hidden_states[loaded.target.layers - 1][0]

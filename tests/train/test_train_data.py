@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.prompts import Prompt
-from outrider.core.types import Batch, FinishReason, Request, SequenceState
+from outrider.core.types import Batch, DraftBudget, FinishReason, Request, SequenceState
 from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.drafting.propose.lookup.suffix import SuffixProposer
 from outrider.errors import OutriderError
@@ -43,7 +43,7 @@ def _score_in_one_pass(target, tokens, layers):
     """Return states [L, layers, H] of a sequence scored in one pass, and the logits [V] after its last token."""
     seq = SequenceState(request=make_request(prompt=tuple(tokens)), slot=0, token_ids=list(tokens))
     target.cache.admit(0, tokens)
-    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(tokens),), draft_budget=(0,))
+    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(tokens),), budget=DraftBudget((0,)))
     scores = target.score(batch, tree.empty(1, CPU))
     target.cache.release(0)
     return torch.stack([scores.feed_hidden_states[layer][0] for layer in layers], 1), scores.logits[0, 0]
@@ -86,15 +86,17 @@ def test_recorded_states_equal_states_of_one_pass(make_proposer, temperature):
 
 
 def test_failed_request_gives_no_sample():
-    seqs = [
-        SimpleNamespace(request=make_request(id=i), finish_reason=finish, token_ids=[1, 2, 3])
-        for i, finish in enumerate((None, FinishReason.ERROR, FinishReason.LENGTH))
-    ]
-    steps = iter([seqs])
-    engine = SimpleNamespace(add=lambda request: None, busy=iter([True, False]).__next__, step=lambda: next(steps))
+    seqs = [SimpleNamespace(request=make_request(id=i), finish_reason=None, token_ids=[1, 2, 3]) for i in range(2)]
+
+    def step():
+        for seq, reason in zip(seqs, (FinishReason.ERROR, FinishReason.LENGTH), strict=True):
+            seq.finish_reason = reason
+        return seqs
+
+    engine = SimpleNamespace(add=lambda request: seqs[request.id], step=step)
     recorder = SimpleNamespace(take=lambda id: (torch.zeros(4, 1, 8, dtype=torch.bfloat16), None))
-    (sample,) = generate_samples(engine, recorder, [])
-    assert (sample.id, sample.tokens, len(sample.states)) == (2, (1, 2, 3), 2)
+    (sample,) = generate_samples(engine, recorder, [seq.request for seq in seqs])
+    assert (sample.id, sample.tokens, len(sample.states)) == (1, (1, 2, 3), 2)
 
 
 # Batches

@@ -12,7 +12,7 @@ from outrider.core import tree
 from outrider.core.noise import PositionNoise, inverse_cdf
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import NoProposer, ProposerSetup
-from outrider.core.types import Batch, Draft, DraftKind, Draw, Packed, Request, SequenceState
+from outrider.core.types import Batch, Draft, DraftBudget, DraftKind, Draw, Packed, Request, SequenceState
 from outrider.drafting.propose.combine import Merge
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.lab.audit.statistics import g_test
@@ -105,7 +105,7 @@ def test_exact_if_several_proposers_sample_without_replacement(verifier):
         id=0, prompt_token_ids=(0,), params=SamplingParams(temperature=1.0), seed=0, end_ids=frozenset(), max_tokens=9
     )
     seqs = tuple(SequenceState(request=replace(request, seed=seed), slot=seed, token_ids=[0]) for seed in range(count))
-    batch = Batch(seqs=seqs, start=(0,) * count, feed=((0,),) * count, draft_budget=(4,) * count)
+    batch = Batch(seqs=seqs, start=(0,) * count, feed=((0,),) * count, budget=DraftBudget((4,) * count))
     draft = Merge(setup, proposers).propose(batch)
     noise = PositionNoise(torch.arange(count), torch.zeros(count, dtype=torch.long))
     target_probs = torch.tensor(p, dtype=torch.float64).expand(count, 5, -1)
@@ -148,7 +148,7 @@ def next_token_probs(target, token_ids) -> torch.Tensor:
     draft = tree.empty(1, target.device)
     target.cache.admit(0, token_ids)
     with torch.inference_mode():
-        scores = target.score(Batch(seqs=(seq,), start=(0,), feed=(tuple(token_ids),), draft_budget=(0,)), draft)
+        scores = target.score(Batch(seqs=(seq,), start=(0,), feed=(tuple(token_ids),), budget=DraftBudget((0,))), draft)
         p = apply_sampling(scores.logits, SamplingTensors.of((seq,), target.vocab, target.device), draft)
     target.cache.release(0)
     return p[0, 0].double()

@@ -12,7 +12,7 @@ from outrider.core.noise import inverse_cdf
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import ProposerSetup
 from outrider.core.target import ChainSampler
-from outrider.core.types import Batch, DraftKind, Draw, DrawParams, Draws, Scores, StopRule
+from outrider.core.types import Batch, DraftBudget, DraftKind, Draw, DrawParams, Draws, Scores, StopRule
 from outrider.drafting.propose.draft_model import chain as model
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.models.loader.load import load_checkpoint
@@ -121,7 +121,7 @@ def run_round(proposer, seqs, budget, min_path_prob):
     """Return the draft of a round. Up to two draft tokens of each sequence are accepted."""
     start = tuple(seq.num_cached_tokens for seq in seqs)
     feed = tuple(tuple(seq.token_ids[seq.num_cached_tokens :]) for seq in seqs)
-    batch = Batch(seqs=tuple(seqs), start=start, feed=feed, draft_budget=budget, min_path_prob=min_path_prob)
+    batch = Batch(seqs=tuple(seqs), start=start, feed=feed, budget=DraftBudget(budget, min_path_prob=min_path_prob))
     draft = proposer.propose(batch)
     paths = [tuple(range(min(b % 3, width))) for b, width in enumerate(draft.width)]
     emitted = [(*draft.tokens[b, : len(path)].tolist(), 11) for b, path in enumerate(paths)]
@@ -137,7 +137,7 @@ def test_native_sampling_equals_inverse_cdf(folder):
     model = model_of(folder)
     seqs = make_seqs(random.Random(3), (1.0,) * 4)
     batch = Batch(
-        seqs=tuple(seqs), start=(0,) * 4, feed=tuple(tuple(seq.token_ids) for seq in seqs), draft_budget=(1,) * 4
+        seqs=tuple(seqs), start=(0,) * 4, feed=tuple(tuple(seq.token_ids) for seq in seqs), budget=DraftBudget((1,) * 4)
     )
     for seq in seqs:
         model.cache.admit(seq.slot, seq.token_ids)
@@ -161,7 +161,10 @@ def test_stop_rule_of_sampled_chains(folder):
     model = model_of(folder)
     seqs = make_seqs(random.Random(4))
     batch = Batch(
-        seqs=tuple(seqs), start=(0,) * 4, feed=tuple(tuple(seq.token_ids) for seq in seqs), draft_budget=(5, 3, 5, 1)
+        seqs=tuple(seqs),
+        start=(0,) * 4,
+        feed=tuple(tuple(seq.token_ids) for seq in seqs),
+        budget=DraftBudget((5, 3, 5, 1)),
     )
     for seq in seqs:
         model.cache.admit(seq.slot, seq.token_ids)
@@ -189,7 +192,7 @@ def test_draft_model_with_nan_logits_drafts_token_0(folder):
     model.update_weights({"model.norm.weight": torch.full((32,), torch.nan)}, 1)
     seq = make_seq([1, 2, 3], 0, SamplingParams())
     model.cache.admit(0, seq.token_ids)
-    batch = Batch(seqs=(seq,), start=(0,), feed=((1, 2, 3),), draft_budget=(2,))
+    batch = Batch(seqs=(seq,), start=(0,), feed=((1, 2, 3),), budget=DraftBudget((2,)))
     draws = Draws(params=(draw_params(1.0),), uniform=torch.full((1, 2), 0.5, dtype=torch.float64))
     chains = model.draft_sampled(batch, 256, draws)
     assert chains.tokens.tolist() == [[0, 0]]

@@ -38,7 +38,7 @@ class AfterFirstToken(FixedPlanner):
         budgets = tuple(
             budget if seq.num_output_tokens else 0 for seq, budget in zip(batch.seqs, batch.draft_budget, strict=True)
         )
-        return super().plan(replace(batch, draft_budget=budgets), stats)
+        return super().plan(batch.limited(budgets), stats)
 
 
 class SuffixAsInVllm:

@@ -18,7 +18,7 @@ import torch
 
 from outrider.core import tree
 from outrider.core.target import ExpertCounter, Target
-from outrider.core.types import Batch, Draft, SequenceState
+from outrider.core.types import Batch, Draft, DraftBudget, SequenceState
 from outrider.drafting.plan.pass_cost import PassCost, Sample
 from outrider.drafting.propose.draft_model.window import find_window
 from outrider.models.heads.targets.base import HeadTarget
@@ -207,7 +207,7 @@ def _measure(target: Target, seqs: int, tokens: int, cached: int, equal: bool = 
         seqs=tuple(_sequence(target, slot) for slot in range(seqs)),
         start=(cached,) * seqs,
         feed=tuple(row[:1] for row in ids),
-        draft_budget=tuple(share - 1 for share in shares),
+        budget=DraftBudget(tuple(share - 1 for share in shares)),
     )
     return _timed(target, batch, _draft([row[1:] for row in ids], target.device))
 
@@ -215,7 +215,7 @@ def _measure(target: Target, seqs: int, tokens: int, cached: int, equal: bool = 
 def _measure_prefill(target: Target, tokens: int) -> float:
     """Return the seconds of a prefill of `tokens`."""
     feed = _random_ids(target, [tokens])
-    batch = Batch(seqs=(_sequence(target, 0),), start=(0,), feed=feed, draft_budget=(0,))
+    batch = Batch(seqs=(_sequence(target, 0),), start=(0,), feed=feed, budget=DraftBudget((0,)))
     return _timed(target, batch, tree.empty(1, target.device))
 
 
@@ -225,7 +225,7 @@ def _measure_head(target: HeadTarget, shares: list[int], cached: int) -> float:
         seqs=tuple(_sequence(target, slot) for slot in range(len(shares))),
         start=(cached + 1,) * len(shares),  # the first token has no hidden state before it
         feed=_random_ids(target, shares),
-        draft_budget=(1,) * len(shares),
+        budget=DraftBudget((1,) * len(shares)),
     )
     for slot, share in enumerate(shares):
         target.set_zero_states(slot, cached, share + 1)

@@ -95,10 +95,10 @@ class CostPlanner:
     def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
         if self._window.can_skip_planning(batch, stats.rounds):
             self._window.rounds += 1
-            return replace(batch, draft_budget=(0,) * len(batch.seqs))
+            return batch.limited((0,) * len(batch.seqs))
         if any(needs_fixed_length(seq, self._replay) for seq in batch.seqs):
             self._window = PlanWindow(RoundLoad.of(batch))
-            return replace(batch, draft_budget=limit_budgets(FIXED_DRAFT_LENGTH, batch))
+            return batch.limited(limit_budgets(FIXED_DRAFT_LENGTH, batch))
         load = RoundLoad.of(batch)
         fixed = any(seq.request.alternative is not None for seq in batch.seqs)
         if not self._window.continues(batch, load, stats.rounds) or fixed != self._window.has_fixed_alternatives:
@@ -119,13 +119,7 @@ class CostPlanner:
             budget = window.assign_budgets(batch, budget)
         else:
             window.drafting_seqs += sum(map(bool, budget))
-        return replace(
-            batch,
-            draft_budget=budget,
-            min_path_prob=self._choice.thresholds.min_path_prob,
-            min_draft_probs=self._choice.thresholds.min_draft_probs,
-            alternative=max(window.alternative, 0),
-        )
+        return _planned(batch, budget, self._choice.thresholds, max(window.alternative, 0))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         window = self._window
@@ -138,7 +132,7 @@ class CostPlanner:
         window.drafting_seqs -= prefilling
         window.prefilling_seqs += prefilling
         if window.alternative >= 0 and any(draft.width):
-            self.proposers[window.alternative].estimates_acceptance = draft.accept_prob is not None
+            self.proposers[window.alternative].note_draft(draft)
         # Do not cut sampled tokens here: the cut would depend on tokens further down the path, which biases the output.
         # Their draft was already limited by `min_draft_probs` while it grew.
         draft = self._cut(draft)
@@ -174,7 +168,7 @@ class CostPlanner:
             self.proposers[self._unverified.alternative].learn(outcome, self._window.load.cached)
         self._unverified = None
         for i, proposer in enumerate(self.proposers):
-            proposer.idle_rounds = 0 if i == self._window.alternative else proposer.idle_rounds + self._window.rounds
+            proposer.count_rounds(self._window.rounds, used=i == self._window.alternative)
 
     def _open_window(self, batch: Batch, load: RoundLoad, rounds: int, *, fixed: bool) -> None:
         if not fixed and self._window.is_resting(rounds):
@@ -236,16 +230,10 @@ class CostPlanner:
     def _observation(self, batch: Batch, load: RoundLoad) -> Batch:
         """Return the batch of a round whose drafts are not verified."""
         proposer = self.proposers[self._observed]
-        proposer.observations += 1
+        proposer.count_observation()
         k = proposer.max_draft_tokens if proposer.estimates_acceptance else TRIAL_DRAFT_LENGTH
         thresholds = self._pricing.thresholds(proposer, load, in_trial=False)
-        return replace(
-            batch,
-            draft_budget=limit_budgets(k, batch),
-            min_path_prob=thresholds.min_path_prob,
-            min_draft_probs=thresholds.min_draft_probs,
-            alternative=self._observed,
-        )
+        return _planned(batch, limit_budgets(k, batch), thresholds, self._observed)
 
     def _drop(self, batch: Batch, draft: Draft) -> Draft:
         """Keep drafts for a comparison with the text, and return empty ones."""
@@ -353,8 +341,19 @@ class CostPlanner:
                 saved = decode * extra_tokens / seqs - (verify - with_prompts) * window.rounds - draft_seconds
                 self._trials.budget.add_savings(saved)
                 proposer = self.proposers[window.alternative]
-                proposer.saved_seconds += saved
-                proposer.add_time(spent=spent, plain=plain, passes=window.drafting_seqs)
+                proposer.add_time(spent=spent, plain=plain, saved=saved, passes=window.drafting_seqs)
         self._trials.budget.add_time(spent, has_saved=self._trials.has_saved_time)
         self.spent_seconds += spent
         self.plain_seconds += plain
+
+
+def _planned(batch: Batch, tokens: tuple[int, ...], thresholds: Thresholds, alternative: int) -> Batch:
+    """Return the batch with what the planner has decided."""
+    budget = replace(
+        batch.budget,
+        tokens=tokens,
+        min_path_prob=thresholds.min_path_prob,
+        min_draft_probs=thresholds.min_draft_probs,
+        alternative=alternative,
+    )
+    return replace(batch, budget=budget)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
-from outrider.core.types import Batch
+from outrider.core.types import Batch, Draft
 from outrider.drafting.plan.draft_cost import DraftCost
 from outrider.drafting.plan.pass_cost import Clock, CostModel
 
@@ -133,8 +133,24 @@ class ProposerStats:
         """The speedup over whole texts, with prefills of the draft model. None before enough passes."""
         return self._plain_seconds / self._spent_seconds if self._passes >= _TEXT_PASSES else None
 
-    def add_time(self, *, spent: float, plain: float, passes: int) -> None:
-        """Count the seconds of rounds, and the seconds that plain decoding would have taken for their tokens."""
+    def note_draft(self, draft: Draft) -> None:
+        """Note whether its drafts have acceptance probabilities."""
+        self.estimates_acceptance = draft.accept_prob is not None
+
+    def count_observation(self) -> None:
+        """Count a round whose drafts are not verified."""
+        self.observations += 1
+
+    def count_rounds(self, rounds: int, *, used: bool) -> None:
+        """Count rounds in which this alternative was the one that drafts, or was idle."""
+        self.idle_rounds = 0 if used else self.idle_rounds + rounds
+
+    def add_time(self, *, spent: float, plain: float, saved: float, passes: int) -> None:
+        """Count the seconds of rounds, and the seconds that plain decoding would have taken for their tokens.
+
+        `saved` is the difference as the costs expect it, which varies less than the measured one.
+        """
+        self.saved_seconds += saved
         decay = _TEXT_DECAY**passes
         self._passes = self._passes * decay + passes
         self._spent_seconds = self._spent_seconds * decay + spent

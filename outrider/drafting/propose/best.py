@@ -24,7 +24,7 @@ class Best(Combination):
 
     The value of a draft is the number of draft tokens that will be accepted, minus the price of drafting and verifying
     all of them. A price is a number of output tokens: as many as the same time is worth. It comes from the planner (see
-    `Batch.min_path_prob`), and is 0 with a fixed k.
+    `DraftBudget.min_path_prob`), and is 0 with a fixed k.
 
     The parts draft one after another. A later part drafts for a sequence only if its expected value exceeds that of the
     current draft, so put the parts that take no time first:
@@ -62,7 +62,7 @@ class Best(Combination):
         for i, part in enumerate(self.parts):
             triples = zip(batch.draft_budget, values, first_parts, strict=True)
             budget = tuple(count if value < later and i >= first else 0 for count, value, first in triples)
-            draft = part.propose(replace(batch, draft_budget=budget))
+            draft = part.propose(batch.limited(budget))
             if draft.accept_prob is None and draft.q is None:
                 draft = replace(draft, accept_prob=self._estimate(i, draft))
             draft = replace(draft, source=self._source(i, draft))
@@ -96,18 +96,19 @@ class Best(Combination):
         record = self._records[part]
         if record.rounds < _MIN_ROUNDS:
             return inf
+        budget = batch.budget
         price = 0.0
-        if self._has_model[part] and batch.min_draft_probs:
-            seqs = sum(map(bool, batch.draft_budget))
-            price = batch.min_draft_probs[min(max(seqs, 1), len(batch.min_draft_probs)) - 1] - batch.min_path_prob
-        return record.accepted - record.verified * batch.min_path_prob - record.drafted * price
+        if self._has_model[part] and budget.min_draft_probs:
+            seqs = max(sum(map(bool, budget.tokens)), 1)
+            price = budget.min_draft_probs[min(seqs, len(budget.min_draft_probs)) - 1] - budget.min_path_prob
+        return record.accepted - record.verified * budget.min_path_prob - record.drafted * price
 
     def _value(self, part: int, estimates: Sequence[float], batch: Batch, b: int) -> float:
         """Return the value of the draft of sequence b. Its tokens are drafted already, so only verification costs."""
         if not estimates or must_reproduce(batch.seqs[b], self._setup.draw):  # no estimates: the draft is sampled
             return inf
         factor = self._records[part].factor
-        return sum(max(factor * prob - batch.min_path_prob, 0.0) for prob in estimates)
+        return sum(max(factor * prob - batch.budget.min_path_prob, 0.0) for prob in estimates)
 
     def _estimate(self, part: int, draft: Draft) -> tuple[tuple[float, ...], ...]:
         """Return `Draft.accept_prob` for a part that does not estimate it, from the acceptance at each depth."""

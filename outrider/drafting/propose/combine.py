@@ -84,7 +84,7 @@ class First(Combination):
             draft = part.propose(remaining)
             drafts.append(replace(draft, source=self._source(i, draft)))
             pairs = zip(remaining.draft_budget, draft.width, strict=True)
-            remaining = replace(remaining, draft_budget=tuple(0 if width else budget for budget, width in pairs))
+            remaining = remaining.limited(tuple(0 if width else budget for budget, width in pairs))
         return reduce(_first_nonempty, drafts)
 
 
@@ -98,7 +98,7 @@ class Switch(Combination):
     def propose(self, batch: Batch) -> Draft:
         alternatives = batch.alternatives
         drafts = [part.propose(_only(batch, alternatives, i)) for i, part in enumerate(self.parts)]
-        in_use = {*alternatives, batch.alternative}
+        in_use = {*alternatives, batch.budget.alternative}
         drafts_in_use = [replace(draft, source=self._source(i, draft)) for i, draft in enumerate(drafts) if i in in_use]
         return reduce(_first_nonempty, drafts_in_use)
 
@@ -107,7 +107,7 @@ def _only(batch: Batch, alternatives: Sequence[int], alternative: int) -> Batch:
     """Return the batch with draft budgets for the sequences of one alternative only."""
     pairs = zip(batch.draft_budget, alternatives, strict=True)
     budget = tuple(count if used == alternative else 0 for count, used in pairs)
-    return batch if budget == batch.draft_budget else replace(batch, draft_budget=budget)
+    return batch if budget == batch.draft_budget else batch.limited(budget)
 
 
 class Merge(Combination):
@@ -131,7 +131,7 @@ class Merge(Combination):
         drafts = []
         for part, first_bit in zip(self.parts, self._first_bits, strict=True):
             stream = batch.noise_stream + first_bit
-            drafts.append(part.propose(replace(batch, draft_budget=part_budget, noise_stream=stream)))
+            drafts.append(part.propose(replace(batch.limited(part_budget), noise_stream=stream)))
         trees = [self._host_trees(part, draft) for part, draft in enumerate(drafts)]
         unions = []
         for b, budget in enumerate(batch.draft_budget):

@@ -64,7 +64,7 @@ class IsolatedProposer:
         if self._excluded:
             pairs = zip(batch.seqs, batch.draft_budget, strict=True)
             budget = tuple(0 if seq.slot in self._excluded else count for seq, count in pairs)
-            batch = replace(batch, draft_budget=budget)
+            batch = batch.limited(budget)
         drafts: list[Draft] = []
 
         def propose() -> None:

@@ -15,9 +15,10 @@ from outrider.core.params import SamplingParams
 from outrider.core.planner import FixedPlanner
 from outrider.core.proposer import NoProposer, Proposer
 from outrider.core.stats import Stats
-from outrider.core.types import Batch, Draft, FinishReason, Request, Round, SequenceState
+from outrider.core.types import Batch, Draft, DraftBudget, FinishReason, Request, Round, SequenceState
 from outrider.drafting.propose.registry import Maker, check_draft_settings
 from outrider.engine.build import assemble, full_dtype, make_proposer, make_setup, prepare_target, proposer_of
+from outrider.engine.drive import drive
 from outrider.engine.engine import Engine
 from outrider.engine.verifiers import tree_makers
 from outrider.errors import OutriderError
@@ -132,7 +133,7 @@ class Pair:
     def logits(self, text: Sequence[int]) -> torch.Tensor:
         """Return the logits [V] float32 after the tokens `text`, in a fresh prefill."""
         self._target.cache.admit(0, text)
-        batch = Batch(seqs=(SequenceState.of(text),), start=(0,), feed=(tuple(text),), draft_budget=(0,))
+        batch = Batch(seqs=(SequenceState.of(text),), start=(0,), feed=(tuple(text),), budget=DraftBudget((0,)))
         logits = self._target.score(batch, tree.empty(1, self.device)).logits[0, 0]
         self._target.cache.release(0)
         return logits
@@ -146,7 +147,9 @@ class Pair:
             prefix = (*text, *tokens[:begin])
             nodes = tuple(tokens[begin : begin + _CHAIN])
             self._target.cache.admit(0, prefix)
-            batch = Batch(seqs=(SequenceState.of(prefix),), start=(0,), feed=(prefix,), draft_budget=(len(nodes),))
+            batch = Batch(
+                seqs=(SequenceState.of(prefix),), start=(0,), feed=(prefix,), budget=DraftBudget((len(nodes),))
+            )
             draft = tree.empty(1, self.device)
             if nodes:
                 draft = tree.chain(torch.tensor([nodes], device=self.device), (len(nodes),))
@@ -188,10 +191,8 @@ class Pair:
         """Run the requests, one at a time or in a batch. `enough` tokens end a request."""
         tokens: dict[int, tuple[int, ...]] = {}
         for group in [[request] for request in requests] if alone else [requests]:
-            for request in group:
-                engine.add(request)
-            while engine.busy():
-                for seq in engine.step():
+            for seqs in drive(engine, [engine.add(request) for request in group]):
+                for seq in seqs:
                     if not seq.finish_reason and enough and seq.num_output_tokens >= enough:
                         engine.abort(seq.request.id)
                     if seq.finish_reason is FinishReason.ERROR:

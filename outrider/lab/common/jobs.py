@@ -9,8 +9,9 @@ from itertools import chain, cycle, islice
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.core.prompts import Prompt
+from outrider.engine.codec import EncodedPrompt, EncodedSource
 from outrider.errors import OutriderError
-from outrider.llm import LLM, EncodedPrompt, EncodedSource
+from outrider.llm import LLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ def _encode(llm: LLM, prompt: Prompt) -> EncodedPrompt:
     if llm.parts.source_rules is None:
         return EncodedPrompt(encode_prompt(llm, prompt))
     try:
-        return llm.encode_with_source(prompt.prompt, prompt.source)
+        return llm.codec.encode_with_source(prompt.prompt, prompt.source)
     except OutriderError as error:
         raise OutriderError(f"prompt {prompt.id}: {error}") from error
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from outrider.core.proposer import Proposer
+from outrider.core.types import SequenceState
 from outrider.drafting.plan.speedup import sequences_instead
 from outrider.drafting.propose.leaves import draft_model
+from outrider.engine.drive import drive
 from outrider.lab.common.jobs import Job
 from outrider.llm import LLM
 
@@ -51,21 +54,20 @@ class MemoryUse:
 def measure_memory(llm: LLM, jobs: Sequence[Job]) -> MemoryUse:
     """Return the memory use while all `jobs` run, one per sequence."""
     parts = llm.parts
-    ids = []
+    seqs: list[SequenceState] = []
     for job in jobs:
         # Without an end: no sequence may finish before the last one has started.
         params = replace(job.params, ignore_eos=True, max_tokens=None)
-        ids += llm.submit(job.prompt, params, source=job.source)
-    # Caches grow with the running sequences, so wait until all of them have emitted a token.
-    emitting: set[int] = set()
-    while llm.engine.busy() and len(emitting) < len(ids):
-        emitting |= {seq.request.id for seq in llm.engine.step() if seq.num_output_tokens}
-    target_weights = parts.target.bytes()
-    target_cache = parts.target.cache.bytes()
-    draft_weights, draft_cache = _draft_bytes(parts.proposer)
-    other = _other_bytes(parts.device, target_weights + target_cache + draft_weights + draft_cache)
-    for id in ids:
-        llm.abort(id)
+        seqs += map(llm.add, llm.request_maker.of_tokens(job.prompt, params, job.source, seed=job.seed))
+    with closing(drive(llm.engine, seqs)) as rounds:
+        # Caches grow with the running sequences, so wait until all of them have emitted a token.
+        for _ in rounds:
+            if all(seq.num_output_tokens for seq in seqs):
+                break
+        target_weights = parts.target.bytes()
+        target_cache = parts.target.cache.bytes()
+        draft_weights, draft_cache = _draft_bytes(parts.proposer)
+        other = _other_bytes(parts.device, target_weights + target_cache + draft_weights + draft_cache)
     return MemoryUse(
         sequences=len(jobs),
         context=parts.context,

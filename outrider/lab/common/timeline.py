@@ -10,6 +10,7 @@ from time import perf_counter
 from outrider.core.bound import Bound
 from outrider.core.stats import Stats
 from outrider.core.types import FinishReason, SequenceState
+from outrider.engine.drive import drive
 from outrider.errors import OutriderError
 from outrider.lab.common.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, token_gaps, with_times
 from outrider.lab.common.jobs import Job
@@ -66,22 +67,18 @@ def run_jobs(llm: LLM, jobs: Sequence[Job]) -> Timeline:
         OutriderError: a prompt does not fit the model, or could not be completed.
     """
     engine = llm.engine
-    seqs: dict[int, SequenceState | None] = {}
+    seqs: list[SequenceState] = []
     for job in jobs:
-        for request in llm.requests_of_tokens(job.prompt, job.params, job.source, seed=job.seed):
-            llm.add(request)
-            seqs[request.id] = None
+        requests = llm.request_maker.of_tokens(job.prompt, job.params, job.source, seed=job.seed)
+        seqs += map(llm.add, requests)
     events = [EmitEvent(at=perf_counter(), emitted=(0,) * len(seqs))]
     snapshots = [engine.stats]
-    while engine.busy():
-        for seq in engine.step():
-            seqs[seq.request.id] = seq
+    for _ in drive(engine, seqs):
         now = perf_counter()
-        emitted = tuple(seq.num_output_tokens if seq else 0 for seq in seqs.values())
-        events.append(EmitEvent(at=now, emitted=emitted))
+        events.append(EmitEvent(at=now, emitted=tuple(seq.num_output_tokens for seq in seqs)))
         snapshots.append(engine.stats)
     return Timeline(
-        seqs=tuple(_finished(seq) for seq in seqs.values()),
+        seqs=tuple(map(_finished, seqs)),
         events=tuple(events),
         snapshots=tuple(snapshots),
         exact=engine.stats.exact,
@@ -89,8 +86,7 @@ def run_jobs(llm: LLM, jobs: Sequence[Job]) -> Timeline:
     )
 
 
-def _finished(seq: SequenceState | None) -> SequenceState:
-    assert seq is not None
+def _finished(seq: SequenceState) -> SequenceState:
     if seq.finish_reason is FinishReason.ERROR:
         raise OutriderError(f"a prompt could not be completed: {seq.error}; try another dtype")
     return seq

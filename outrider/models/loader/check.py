@@ -18,7 +18,7 @@ from torch.nn import functional
 from outrider.core import tree
 from outrider.core.config import NEVER, ONCE
 from outrider.core.target import ExpertCounter, Target
-from outrider.core.types import AudioFeatures, Batch, SequenceState
+from outrider.core.types import AudioFeatures, Batch, DraftBudget, SequenceState
 from outrider.errors import MODEL_ERRORS, NotEnoughMemory, UnsupportedModel
 from outrider.models.cache.memory import out_of_memory
 from outrider.models.loader.check_store import CheckResult, once
@@ -164,7 +164,7 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> _Scored:
     seq = SequenceState.of(prompt, source=_source(checkpoint, seed))
     target.cache.admit(0, prompt)
     no_draft = tree.empty(1, target.device)
-    first_batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(prompt[:_FIRST_FEED]),), draft_budget=(0,))
+    first_batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(prompt[:_FIRST_FEED]),), budget=DraftBudget((0,)))
     scores = target.score(first_batch, no_draft)
     experts = [target.chosen_experts() if isinstance(target, ExpertCounter) else []]
     target.cache.commit(tree.prefill_round(first_batch, no_draft, scores))
@@ -172,7 +172,7 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> _Scored:
     parents = torch.tensor([_PARENTS], device=target.device)
     draft = tree.one_hot_tree(nodes, parents, (len(drafted),))
     second_batch = Batch(
-        seqs=(seq,), start=(_FIRST_FEED,), feed=(tuple(prompt[_FIRST_FEED:]),), draft_budget=(len(drafted),)
+        seqs=(seq,), start=(_FIRST_FEED,), feed=(tuple(prompt[_FIRST_FEED:]),), budget=DraftBudget((len(drafted),))
     )
     logits = target.score(second_batch, draft).logits
     experts.append(target.chosen_experts() if isinstance(target, ExpertCounter) else [])

@@ -6,12 +6,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from outrider.core import tree
-from outrider.core.cache import MIN_CAPACITY, Cache
+from outrider.core.cache import MIN_CAPACITY, Cache, SequenceSpan, node_order, pack
 from outrider.core.types import Batch, Draft, DraftChains, Draws, KVView, Packed, Scores, SharedWeights, StopRule
 from outrider.errors import OutriderError
 from outrider.models.cache.paged import PagedCache
@@ -77,7 +77,7 @@ class NativeTarget:
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         self._memory.reserve(batch, draft.width)
-        columns, order = columns_of(batch, draft, first, self.vocab)
+        columns, spans, order = columns_of(batch, draft, first, self.vocab)
         self._columns = len(columns.token)
         logits, best, states = self._decoder.run(columns, self._layers)
         batch_size = len(batch.seqs)
@@ -89,10 +89,8 @@ class NativeTarget:
         if self._layers:
             output_columns = torch.tensor(columns.output_columns, dtype=torch.int64)
             nodes = (output_columns if packed is None else output_columns[packed.at]).view(batch_size, -1)
-            feed = tuple(len(feed) if first < 0 else 0 for feed in batch.feed)
-            new_nodes = (max(width - max(first, 0), 0) for width in draft.width)
-            sizes = (fed + new for fed, new in zip(feed, new_nodes, strict=True))
-            begin = tuple(accumulate(sizes, initial=0))[:-1]
+            begin = tuple(span.begin for span in spans)
+            feed = tuple(span.end - span.begin - span.nodes for span in spans)
             exported = Exported(layers=self._layers, values=states, nodes=nodes, begin=begin, feed=feed)
         num_nodes = len(best) // batch_size
         host = [best[at : at + num_nodes].tolist() for at in range(0, len(best), num_nodes)]
@@ -106,7 +104,7 @@ class NativeTarget:
 
     def _draft(self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: Draws | None) -> DraftChains:
         self._memory.reserve(batch, batch.draft_budget)
-        columns, _ = columns_of(batch, tree.empty(len(batch.seqs), self.device), -1, self.vocab)
+        columns = columns_of(batch, tree.empty(len(batch.seqs), self.device), -1, self.vocab).columns
         return self._decoder.draft_chains(columns, batch.draft_budget, vocab, stop_rule, draws=draws)
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
@@ -201,51 +199,40 @@ class NativeTarget:
         self._decoder.attach(self._memory)
 
 
-def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Columns, list[int] | None]:
-    """Return the columns of a pass and the order of their logits.
+class PackedColumns(NamedTuple):
+    """The columns of a pass, and where they are."""
+
+    columns: Columns
+    spans: list[SequenceSpan]  # [B]
+    order: list[int] | None  # index of the logits of each node, as `node_order` returns it
+
+
+def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> PackedColumns:
+    """Return the columns of a pass.
 
     Args:
         batch: B sequences with their feeds.
         draft: at most N draft tokens per sequence.
         first: -1: run the feeds and all draft tokens; else only draft tokens from this node on.
         vocab: number of ids of the embedding.
-
-    Returns:
-        The columns, and for each sequence and node the index of its logits, flat. Padding repeats the first node of
-        the sequence. The order is None if it is 0, 1, 2, ...
     """
     columns = Columns()
-    skip = max(first, 0)
-    begins = []  # [B] index of the first logits of each sequence
+    spans = pack(batch, draft.width, first)
     tokens = draft.host_tokens()
     parents = draft.parent.tolist() if draft.size and not draft.chain else None
-    for b, seq in enumerate(batch.seqs):
-        begins.append(len(columns.output_columns))
-        start = batch.start[b]
-        feed = batch.feed[b]
-        width = draft.width[b]
+    for b, span in enumerate(spans):
+        columns.output_columns.extend(span.outputs)
         if first < 0:
-            columns.add_consecutive(_valid_ids(feed, vocab), start, seq.slot)
-            columns.output_columns.append(len(columns.token) - 1)
-        if width <= skip:
+            columns.add_consecutive(_valid_ids(batch.feed[b], vocab), span.start, span.slot)
+        if not span.nodes:
             continue
-        draft_tokens = _valid_ids(tokens[b][:width], vocab)
-        base = start + len(feed)
-        columns.output_columns.extend(range(len(columns.token), len(columns.token) + width - skip))
+        draft_tokens = _valid_ids(tokens[b][: draft.width[b]], vocab)
         if parents is None:
-            columns.add_consecutive(draft_tokens[skip:], base + skip, seq.slot)
+            columns.add_consecutive(draft_tokens[span.first :], span.base + span.first, span.slot)
         else:
-            _add_tree(columns, draft_tokens, parents[b], base, slot=seq.slot, skip=skip)
-    num_nodes = draft.size - skip + (first < 0)
-    if len(columns.output_columns) == num_nodes * len(begins):
-        return columns, None
-    ends = (*begins[1:], len(columns.output_columns))
-    order: list[int] = []
-    for begin, end in zip(begins, ends, strict=True):
-        padding = begin if end > begin else 0
-        order += range(begin, end)
-        order += [padding] * (num_nodes - (end - begin))
-    return columns, order
+            _add_tree(columns, draft_tokens, parents[b], span.base, slot=span.slot, skip=span.first)
+    num_nodes = draft.size - max(first, 0) + (first < 0)
+    return PackedColumns(columns, spans, node_order(spans, num_nodes))
 
 
 def _valid_ids(tokens: Sequence[int], vocab: int) -> Sequence[int]:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from outrider.core.cache import pack
 from outrider.core.tree import ancestors, empty, upload
-from outrider.core.types import Batch, Draft
+from outrider.core.types import Batch, Draft, DraftBudget
 from outrider.errors import UnsupportedModel
 from outrider.models.cache.static import StaticCache
 from outrider.models.torch.attention import Fixed, MaskRule, has_grouped_kernel
@@ -68,28 +69,25 @@ def round_integers(bucket: Bucket, batch: Batch, draft: Draft, first: int, spare
     """
     rows = bucket.rows
     size = bucket.columns
-    skip = max(first, 0)
-    has_feed = first < 0
     source = [0] * (rows * size)
     entries = [spare] * (rows * size)
     nodes = [0] * (rows * size)
     base = [0] * rows
     budget = [0] * rows
     slots = [0] * rows
-    for b, seq in enumerate(batch.seqs):
-        begin = seq.slot * size
-        feed = batch.feed[b] if has_feed else ()
-        num_drafted = max(draft.width[b] - skip, 0)
-        end = begin + len(feed) + num_drafted
-        base[seq.slot] = batch.start[b] + len(batch.feed[b])
-        start = batch.start[b] if has_feed else base[seq.slot] + skip
-        source[begin:end] = [*feed, *(~(b * size + j) for j in range(num_drafted))]
-        entries[begin:end] = range(start, start + end - begin)
-        seq_nodes = [*range(end - num_drafted - has_feed, end)] or [begin]
+    for b, span in enumerate(pack(batch, draft.width, first)):
+        length = span.end - span.begin
+        begin = span.slot * size
+        end = begin + length
+        feed = batch.feed[b] if first < 0 else ()
+        source[begin:end] = [*feed, *(~(b * size + j) for j in range(span.nodes))]
+        entries[begin:end] = range(span.start, span.start + length)
+        seq_nodes = [begin - span.begin + column for column in span.outputs] or [begin]
         padding = seq_nodes[:1] * (size - len(seq_nodes))  # repeats the first node
         nodes[b * size : (b + 1) * size] = seq_nodes + padding
-        budget[seq.slot] = batch.draft_budget[b]
-        slots[b] = seq.slot
+        base[span.slot] = span.base
+        budget[span.slot] = batch.draft_budget[b]
+        slots[b] = span.slot
     return source + entries + base + nodes + budget + slots
 
 
@@ -233,7 +231,7 @@ class StaticPass:
         self._spare = model.cache.spare
         shape = (bucket.rows, bucket.columns)
         device = model.cache.device
-        no_seqs = Batch(seqs=(), start=(), feed=(), draft_budget=())
+        no_seqs = Batch(seqs=(), start=(), feed=(), budget=DraftBudget(()))
         self._integers = upload(round_integers(bucket, no_seqs, empty(0, device), -1, self._spare), device)
         self._draft_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self._parents = torch.full(shape, -1, dtype=torch.int64, device=device)

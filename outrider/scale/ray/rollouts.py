@@ -15,8 +15,8 @@ import torch
 
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
+from outrider.engine.codec import Prompt
 from outrider.errors import OutriderError
-from outrider.llm import Prompt
 from outrider.scale.ray.package import import_ray, lost_actor_errors
 from outrider.train.rl.records import Provenance, Rollout, RolloutBatch
 from outrider.train.rl.rollout import RolloutEngine, Sample, check_call, samples_of

@@ -21,7 +21,7 @@ class EngineMetrics:
 
     def __init__(self, async_llm: AsyncLLM) -> None:
         self._async_llm = async_llm
-        self._parts = async_llm.frontend.parts
+        self._parts = async_llm.parts
 
     def collect(self) -> Iterator[Metric]:
         stats = self._async_llm.stats

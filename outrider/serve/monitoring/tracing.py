@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.core.types import SequenceState
-from outrider.engine.engine import RoundTimes
+from outrider.engine.stopwatch import RoundTimes
 from outrider.errors import OutriderError
 from outrider.serve.monitoring.request_log import Entry, entry_of
 

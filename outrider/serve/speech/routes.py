@@ -86,7 +86,7 @@ async def _session(handler: RequestHandler, asked: AudioRequest[Any]) -> Session
     params = asked.fields.params()
     with attribute_errors("file"):
         audio = await handler.prompt_encoder.hear(asked.audio, asked.name, timestamps=options.timestamps)
-    return Session(handler.frontend, audio, options, params)
+    return handler.session(audio, options, params)
 
 
 def _response(fields: AudioFields, transcript: Transcript) -> Response:

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import SequenceState
-from outrider.llm import LLM, Source, as_list
+from outrider.engine.codec import Source
+from outrider.engine.drive import drive
+from outrider.engine.requests import as_list
+from outrider.llm import LLM
 from outrider.models.torch.speech.audio import hear
 from outrider.runtime.ranks import of_first_rank
 from outrider.serve.speech.options import TranscriptionOptions
@@ -72,8 +75,8 @@ def open_session(
     Raises:
         OutriderError: the target is no speech model, or the source or an option does not fit it.
     """
-    audio = hear(source, speech_rules(llm), timestamps=options.timestamps)
-    return Session(llm, audio, options, params or SamplingParams(max_tokens=None))
+    audio = hear(source, speech_rules(llm.codec), timestamps=options.timestamps)
+    return Session(llm.codec, audio, options, params or SamplingParams(max_tokens=None), context=llm.parts.context)
 
 
 def run_sessions(llm: LLM, sessions: Iterable[Session]) -> Iterator[Session]:
@@ -81,28 +84,26 @@ def run_sessions(llm: LLM, sessions: Iterable[Session]) -> Iterator[Session]:
 
     Leaving the loop aborts their requests.
     """
-    running: dict[Session, SequenceState] = {}
+    running: dict[int, Session] = {}  # by id of its request
+    seqs: list[SequenceState] = []
     try:
         for session in sessions:
-            _submit(llm, session, running)
-        while running:
-            llm.engine.step()
-            finished = {session: row for session, row in running.items() if row.finish_reason}
-            for session, row in finished.items():
-                del running[session]
-                session.add(llm.completion(row))
-                yield session
-                _submit(llm, session, running)
+            _submit(llm, session, running, seqs)
+        for round in drive(llm.engine, seqs):
+            for seq in round:
+                if seq.finish_reason and (done := running.pop(seq.request.id, None)):
+                    done.add(llm.completion(seq))
+                    yield done
+                    _submit(llm, done, running, seqs)
     finally:
-        for row in running.values():
-            llm.abort(row.request.id)
         llm.try_save_plan()
 
 
-def _submit(llm: LLM, session: Session, running: dict[Session, SequenceState]) -> None:
+def _submit(llm: LLM, session: Session, running: dict[int, Session], seqs: list[SequenceState]) -> None:
     """Queue the next request of a session, if there is one."""
     step = session.step()
     if step is not None:
         seed = of_first_rank(secrets.randbits(63))
-        (request,) = llm.requests_of_tokens(step.prompt, step.params, step.source, seed=seed, speech_output=step.output)
-        running[session] = llm.add(request)
+        (request,) = llm.request_maker.make(step.encoded, step.params, seed=seed, speech_output=step.output)
+        running[request.id] = session
+        seqs.append(llm.add(request))

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from outrider.core.noise import derive_seed
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.prompts import text_tokens
-from outrider.core.types import AudioFeatures, Completion, FinishReason, SpeechOutput
+from outrider.core.types import Completion, FinishReason, SpeechOutput
+from outrider.engine.codec import EncodedPrompt, TextCodec
 from outrider.errors import OutriderError
-from outrider.llm import LLM
 from outrider.models.torch.speech.audio import Audio
 from outrider.models.torch.speech.rules import SpeechRules
 from outrider.models.torch.speech.segments import TokenSegment
@@ -25,8 +25,7 @@ _PREVIOUS = "<|startofprev|>"  # in tokenizers of checkpoints without a prev_sot
 class Step:
     """A request of a session."""
 
-    prompt: tuple[int, ...]
-    source: AudioFeatures
+    encoded: EncodedPrompt
     params: SamplingParams
     output: SpeechOutput
 
@@ -38,21 +37,25 @@ class Session:
     does not use the engine itself, so a server and a loop in Python share it.
     """
 
-    def __init__(self, llm: LLM, audio: Audio, options: TranscriptionOptions, params: SamplingParams) -> None:
+    def __init__(
+        self, codec: TextCodec, audio: Audio, options: TranscriptionOptions, params: SamplingParams, *, context: int
+    ) -> None:
         """Prepare for a recording.
 
         Args:
-            llm: the models. Only its tokenizer and settings are used.
+            codec: that of the speech model.
             audio: the recording.
             options: what the transcript should be.
             params: how to sample each window.
+            context: most tokens of prompt and completion together.
 
         Raises:
             OutriderError: an option does not fit the model.
         """
         check_options(options, params)
-        self._llm = llm
-        self._rules = speech_rules(llm)
+        self._codec = codec
+        self._context = context
+        self._rules = speech_rules(codec)
         self._audio = audio
         self._options = options
         self._params = params
@@ -74,14 +77,14 @@ class Session:
         if self._detects:
             params = SamplingParams(max_tokens=1, scope=self._params.scope, priority=self._params.priority)
             start = self._rules.start_tokens(next(iter(self._rules.languages)))
-            return Step(prompt=start[:1], source=self._windows.features, params=params, output=SpeechOutput.LANGUAGE)
+            encoded = EncodedPrompt(start[:1], self._windows.features)
+            return Step(encoded=encoded, params=params, output=SpeechOutput.LANGUAGE)
         output = SpeechOutput.TIMESTAMPS if self._audio.timestamps else SpeechOutput.TEXT
         params = self._params
         if params.seed is not None:
             params = replace(params, seed=derive_seed(params.seed, len(self._completions)))
-        return Step(
-            prompt=self._windows.prompt(self._start), source=self._windows.features, params=params, output=output
-        )
+        encoded = EncodedPrompt(self._windows.prompt(self._start), self._windows.features)
+        return Step(encoded=encoded, params=params, output=output)
 
     def add(self, completion: Completion) -> None:
         """Take the completion of the last `step`.
@@ -133,14 +136,14 @@ class Session:
         return Segment(
             start=segment.start,
             end=segment.end,
-            text=self._llm.decode([token for token in segment.token_ids if token < begin]),
+            text=self._codec.decode([token for token in segment.token_ids if token < begin]),
             token_ids=segment.token_ids,
             window_start=segment.frame / self._rules.frames_per_second,
         )
 
     def _without_end(self, completion: Completion) -> Sequence[int]:
         tokens = completion.token_ids
-        return tokens[:-1] if tokens and tokens[-1] in self._llm.parts.end_ids else tokens
+        return tokens[:-1] if tokens and tokens[-1] in self._codec.end_ids else tokens
 
     def _previous_text(self) -> PreviousText:
         options = self._options
@@ -148,33 +151,31 @@ class Session:
         if not prompt and not options.condition_on_previous_text:
             return PreviousText(token=None)
         # Half of the context is for the output. The other half begins with the token before previous text.
-        limit = min(self._rules.positions, self._llm.parts.context) // 2 - 1
+        limit = min(self._rules.positions, self._context) // 2 - 1
         return PreviousText(
-            token=_previous_token(self._llm, self._rules),
-            prompt=_prompt_tokens(self._llm, prompt) if prompt else (),
+            token=_previous_token(self._codec, self._rules),
+            prompt=_prompt_tokens(self._codec, prompt) if prompt else (),
             condition=options.condition_on_previous_text,
             limit=max(limit, 1),
         )
 
 
-def speech_rules(llm: LLM) -> SpeechRules:
+def speech_rules(codec: TextCodec) -> SpeechRules:
     """Return what the checkpoint of a speech model says about speech.
 
     Raises:
         OutriderError: the target is no speech model.
     """
-    rules = llm.parts.source_rules
-    if rules is None or rules.speech is None:
+    if codec.speech_rules is None:
         raise OutriderError("this target is no speech model and transcribes no audio; use a model such as Whisper")
-    speech: SpeechRules = rules.speech
-    return speech
+    return codec.speech_rules
 
 
-def _previous_token(llm: LLM, rules: SpeechRules) -> int:
+def _previous_token(codec: TextCodec, rules: SpeechRules) -> int:
     """Return the token before previous text."""
     if rules.previous is not None:
         return rules.previous
-    token = llm.parts.tokenizer.get_vocab().get(_PREVIOUS)
+    token = codec.tokenizer.get_vocab().get(_PREVIOUS)
     if token is None:
         raise InvalidParam(
             "prompt",
@@ -184,12 +185,12 @@ def _previous_token(llm: LLM, rules: SpeechRules) -> int:
     return int(token)
 
 
-def _prompt_tokens(llm: LLM, prompt: str) -> tuple[int, ...]:
+def _prompt_tokens(codec: TextCodec, prompt: str) -> tuple[int, ...]:
     """Return the tokens of a prompt. They begin with a space, as words within a text do."""
-    tokens = text_tokens(llm.parts.tokenizer, " " + prompt, special=False)
-    added = llm.parts.tokenizer.added_tokens_decoder
+    tokens = text_tokens(codec.tokenizer, " " + prompt, special=False)
+    added = codec.tokenizer.added_tokens_decoder
     found = next((token for token in tokens if token in added), None)
     if found is not None:
-        name = llm.parts.tokenizer.convert_ids_to_tokens(found)
+        name = codec.tokenizer.convert_ids_to_tokens(found)
         raise InvalidParam("prompt", f"prompt has the special token {name}; leave it out")
     return tokens

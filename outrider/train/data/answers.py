@@ -13,8 +13,9 @@ from outrider.core.params import SamplingParams
 from outrider.core.proposer import Proposer
 from outrider.core.types import Batch, Draft, FinishReason, KVView, Request, Round
 from outrider.engine.build import EngineParts
+from outrider.engine.codec import EncodedPrompt
+from outrider.engine.drive import drive
 from outrider.engine.engine import Engine
-from outrider.llm import EncodedPrompt
 from outrider.train.data.feature_cache import FeatureCache
 from outrider.train.data.sample import Sample
 
@@ -100,10 +101,8 @@ class Recorder:
 
 def generate_samples(engine: Engine, recorder: Recorder, requests: Iterable[Request]) -> Iterator[Sample]:
     """Run requests to their end, and yield a sample for each as soon as it ends. Failed requests are left out."""
-    for request in requests:
-        engine.add(request)
-    while engine.busy():
-        for seq in engine.step():
+    for seqs in drive(engine, [engine.add(request) for request in requests]):
+        for seq in seqs:
             if seq.finish_reason is None:
                 continue
             recorded = recorder.take(seq.request.id)

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider.core import tree
 from outrider.core.target import Target
-from outrider.core.types import Batch, Scores, SequenceState, SharedWeights
+from outrider.core.types import Batch, DraftBudget, Scores, SequenceState, SharedWeights
 from outrider.errors import OutriderError
 from outrider.models.heads.description import AuxStates, SharedKV
 from outrider.models.heads.hidden_states import apply_final_norm
@@ -124,7 +124,7 @@ class Collator:
 
 def score_sequence(target: Target, tokens: tuple[int, ...], source: tuple[int, ...] = ()) -> Scores:
     """Score a sequence in one pass. The target must have no running sequences."""
-    batch = Batch(seqs=(SequenceState.of(tokens, source=source),), start=(0,), feed=(tokens,), draft_budget=(0,))
+    batch = Batch(seqs=(SequenceState.of(tokens, source=source),), start=(0,), feed=(tokens,), budget=DraftBudget((0,)))
     target.cache.admit(0, tokens)
     scores = target.score(batch, tree.empty(1, target.device))
     target.cache.release(0)

@@ -20,8 +20,9 @@ from outrider.core.prompts import (
     read_lines,
     text_tokens,
 )
+from outrider.engine.codec import EncodedPrompt
 from outrider.errors import OutriderError
-from outrider.llm import LLM, EncodedPrompt
+from outrider.llm import LLM
 
 _EVAL_SHARE = 0.05  # of the prompts, if there is no --eval-data
 _MAX_EVAL_PROMPTS = 64
@@ -104,7 +105,7 @@ def encode_sourced_prompt(llm: LLM, prompt: Prompt) -> EncodedPrompt:
         OutriderError: the source is too long for the encoder, or the target has no start tokens.
     """
     try:
-        return llm.encode_with_source(prompt.prompt, prompt.source)
+        return llm.codec.encode_with_source(prompt.prompt, prompt.source)
     except OutriderError as error:
         raise OutriderError(f"{prompt.id}: {error}") from error
 

@@ -10,7 +10,7 @@ import torch
 
 from outrider.core import tree
 from outrider.core.target import Target, WeightSharer
-from outrider.core.types import Batch, KVView, SequenceState, SharedWeights
+from outrider.core.types import Batch, DraftBudget, KVView, SequenceState, SharedWeights
 from outrider.errors import OutriderError
 from outrider.models.heads.config import ConfigReader
 from outrider.models.heads.description import Body, SharedKV
@@ -72,7 +72,7 @@ def find_shared_kv(target: Target, tables: SharedWeights, layer_type: str = FULL
 def _probe(target: Target, kv_view: KVView, layer: int) -> tuple[torch.Tensor, ...]:
     """Return the keys and values [key heads, T, D] of the probe sequence."""
     tokens = (_TOKEN,) * _LENGTH
-    batch = Batch(seqs=(SequenceState.of(tokens),), start=(0,), feed=(tokens,), draft_budget=(0,))
+    batch = Batch(seqs=(SequenceState.of(tokens),), start=(0,), feed=(tokens,), budget=DraftBudget((0,)))
     target.cache.admit(0, tokens)
     target.score(batch, tree.empty(1, target.device))
     entries = kv_view.entries(layer, [0], 0, _LENGTH)

@@ -18,10 +18,11 @@ from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Draw, SequenceState
 from outrider.drafting.propose.registry import SAMPLING_PROPOSERS, parse
+from outrider.engine.codec import Prompt
 from outrider.engine.default_proposer import default_proposer
 from outrider.engine.weights import NewWeights
 from outrider.errors import OutriderError
-from outrider.llm import LLM, Prompt
+from outrider.llm import LLM
 from outrider.train.rl.records import Provenance, Rollout, RolloutBatch
 from outrider.train.rl.regimes import RegimeCounter
 
@@ -213,7 +214,7 @@ class RolloutEngine:
         requests = []
         for sample in samples:
             own = replace(params, seed=sample.seed, logprobs=params.logprobs or 0)
-            (request,) = self.llm.requests_of_tokens(sample.prompt_token_ids, own)
+            (request,) = self.llm.request_maker.of_tokens(sample.prompt_token_ids, own)
             requests.append(replace(request, group=sample.group))
         pairs = zip(requests, samples, strict=True)
         # Groups whose rollouts were long start first, so that they do not run alone at the end. New groups may be long.
@@ -246,6 +247,8 @@ class RolloutEngine:
 
     def step(self) -> dict[int, Rollout]:
         """Run one round and return the rollouts that it has finished, by id.
+
+        Callers may submit, cancel and update weights between two rounds, so the loop is theirs.
 
         Raises:
             OutriderError: no request runs or waits.

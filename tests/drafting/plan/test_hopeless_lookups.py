@@ -15,7 +15,7 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.stats import StatsAccumulator
-from outrider.core.types import Batch, FinishReason, Request, SequenceState
+from outrider.core.types import Batch, DraftBudget, FinishReason, Request, SequenceState
 from outrider.drafting.plan.cost_planner import CostPlanner
 from outrider.drafting.plan.pass_cost import CostModel, PassCost
 
@@ -59,7 +59,7 @@ def _sequence(id):
 def _round(planner, stats, seq, estimates, rng, accepted):
     """Run one round, and return its time. Draft tokens are 1, and others follow by 2."""
     left = TOKENS - seq.num_output_tokens - 1
-    batch = Batch(seqs=(seq,), start=(len(seq.token_ids) - 1,), feed=((0,),), draft_budget=(left,))
+    batch = Batch(seqs=(seq,), start=(len(seq.token_ids) - 1,), feed=((0,),), budget=DraftBudget((left,)))
     planned = planner.plan(batch, stats)
     depth = min(planned.draft_budget[0], len(estimates))
     probs = tuple(accumulate(estimates[:depth], mul))

@@ -14,7 +14,7 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
-from outrider.core.types import Batch, Request, SequenceState
+from outrider.core.types import Batch, DraftBudget, Request, SequenceState
 from outrider.drafting.plan.calibrate import measure_pass
 from outrider.drafting.plan.cost_planner import CostPlanner
 from outrider.drafting.plan.known_costs import cost_file, known_costs
@@ -47,7 +47,7 @@ def batch(rows, start=40, first=0):
     seqs = tuple(
         SequenceState(request=Request(id=first + b, **fields), slot=b, token_ids=[0] * (start + 1)) for b in range(rows)
     )
-    return Batch(seqs=seqs, start=(start,) * rows, feed=((0,),) * rows, draft_budget=(20,) * rows)
+    return Batch(seqs=seqs, start=(start,) * rows, feed=((0,),) * rows, budget=DraftBudget((20,) * rows))
 
 
 def simulate(planner, rows, acceptance, rounds, *, took=lambda k: (1.0, 0.0), seed=0, waits=0, first=0, source=None):
@@ -322,9 +322,9 @@ def test_drafting_starts_when_the_first_sequence_decodes():
     (other,) = batch(1).seqs
     seq = SequenceState(request=replace(other.request, id=7), slot=0, token_ids=[0] * 31)
     for rounds in range(3):  # ten of 31 tokens in each round
-        prefill = Batch(seqs=(seq,), start=(10 * rounds,), feed=((0,) * 10,), draft_budget=(0,))
+        prefill = Batch(seqs=(seq,), start=(10 * rounds,), feed=((0,) * 10,), budget=DraftBudget((0,)))
         assert not any(planner.plan(prefill, Stats(rounds=40 + rounds)).draft_budget)
-    decoding = Batch(seqs=(seq,), start=(30,), feed=((0,),), draft_budget=(20,))
+    decoding = Batch(seqs=(seq,), start=(30,), feed=((0,),), budget=DraftBudget((20,)))
     assert planner.plan(decoding, Stats(rounds=43)).draft_budget == (4,)
 
 
@@ -336,7 +336,7 @@ def test_seeded_request_gets_a_fixed_draft_length_during_plain_decoding():
     assert not any(planner.plan(unseeded, stats).draft_budget)
     request = replace(unseeded.seqs[0].request, id=9, params=SamplingParams(seed=1, temperature=1.0))
     seqs = (*unseeded.seqs, SequenceState(request=request, slot=2, token_ids=[0] * 11))
-    with_seeded = Batch(seqs=seqs, start=(10,) * 3, feed=((0,),) * 3, draft_budget=(20,) * 3)
+    with_seeded = Batch(seqs=seqs, start=(10,) * 3, feed=((0,),) * 3, budget=DraftBudget((20,) * 3))
     assert planner.plan(with_seeded, replace(stats, rounds=41)).draft_budget == (FIXED_DRAFT_LENGTH,) * 3
 
 
@@ -352,7 +352,7 @@ def test_draft_model_prefills_only_sequences_that_repay_it():
         """Return the batch of two prefilled sequences and a third one."""
         request = replace(prefilled.seqs[0].request, id=budget + start)
         seqs = (*prefilled.seqs, SequenceState(request=request, slot=2, token_ids=[0] * (start + 1)))
-        return Batch(seqs=seqs, start=(10, 10, start), feed=((0,),) * 3, draft_budget=(20, 20, budget))
+        return Batch(seqs=seqs, start=(10, 10, start), feed=((0,),) * 3, budget=DraftBudget((20, 20, budget)))
 
     window = planner._window
     budgets = []
@@ -365,7 +365,7 @@ def test_draft_model_prefills_only_sequences_that_repay_it():
 
 def test_plan_never_raises_a_budget():
     planner = CostPlanner(costs(FLAT), max_draft_tokens=12)
-    limited = replace(batch(3), draft_budget=(0, 2, 20))
+    limited = batch(3).limited((0, 2, 20))
     budget = planner.plan(limited, Stats()).draft_budget
     assert budget[0] == 0
     assert budget[1] <= 2

@@ -10,7 +10,7 @@ from torch.nn import functional
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import ProposerSetup
-from outrider.core.types import Batch, Draw, Needs, Packed, Round, Scores, SequenceState
+from outrider.core.types import Batch, DraftBudget, Draw, Needs, Packed, Round, Scores, SequenceState
 from outrider.drafting.propose.best import Best
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.testing.toy_target import ToyTarget
@@ -77,7 +77,7 @@ def make_best(*parts, draw=Draw.SAMPLE):
 def run(best, *, accepted, rounds=1, seqs=1, budget=4, params=None, **prices):
     """Run rounds in which so many draft tokens are accepted. Return the draft tokens of the last round."""
     texts = tuple(SequenceState.of((1, 2, 3), slot=slot, params=params) for slot in range(seqs))
-    batch = Batch(seqs=texts, start=(2,) * seqs, feed=((3,),) * seqs, draft_budget=(budget,) * seqs, **prices)
+    batch = Batch(seqs=texts, start=(2,) * seqs, feed=((3,),) * seqs, budget=DraftBudget((budget,) * seqs), **prices)
     for _ in range(rounds):
         draft = best.propose(batch)
         drafted = [tokens[:width] for tokens, width in zip(draft.host_tokens(), draft.width, strict=True)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, StopRule
+from outrider.core.types import Batch, DraftBudget, StopRule
 from outrider.drafting.propose.draft_model.cascade import Cascade
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.drafting.propose.registry import find_proposer
@@ -116,7 +116,7 @@ def draft_chains(target, texts, budget, *, vocab=None, stop_rule=None):
     for seq in seqs:
         target.cache.admit(seq.slot, seq.token_ids)
     feed = tuple(tuple(seq.token_ids) for seq in seqs)
-    batch = Batch(seqs=seqs, start=(0,) * len(seqs), feed=feed, draft_budget=budget)
+    batch = Batch(seqs=seqs, start=(0,) * len(seqs), feed=feed, budget=DraftBudget(budget))
     return target.draft_greedy(batch, vocab or target.vocab, stop_rule)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -157,7 +156,7 @@ def test_each_part_of_a_switch_has_its_own_guard():
 def test_too_many_draft_tokens_count_as_a_failure():
     class OverBudgetProposer(NgramProposer):
         def propose(self, batch):
-            return super().propose(replace(batch, draft_budget=tuple(budget + 3 for budget in batch.draft_budget)))
+            return super().propose(batch.limited(tuple(budget + 3 for budget in batch.draft_budget)))
 
     guards = []
 

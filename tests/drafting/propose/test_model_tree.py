@@ -11,7 +11,7 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import NoProposer
-from outrider.core.types import Batch, DraftKind, Draw, Scores
+from outrider.core.types import Batch, DraftBudget, DraftKind, Draw, Scores
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.drafting.propose.draft_model.tree import TreeProposer
 from outrider.drafting.propose.leaves import draft_model
@@ -36,8 +36,7 @@ def batch_of(seqs, budget, **more) -> Batch:
         seqs=tuple(seqs),
         start=tuple(seq.num_cached_tokens for seq in seqs),
         feed=tuple(tuple(seq.token_ids[seq.num_cached_tokens :]) for seq in seqs),
-        draft_budget=tuple(budget) if isinstance(budget, list) else (budget,) * len(seqs),
-        **more,
+        budget=DraftBudget(tuple(budget) if isinstance(budget, list) else (budget,) * len(seqs), **more),
     )
 
 

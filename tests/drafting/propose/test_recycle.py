@@ -10,7 +10,7 @@ import torch
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Scores
+from outrider.core.types import Batch, DraftBudget, Scores
 from outrider.drafting.propose.lookup import recycle
 from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.drafting.propose.lookup.recycle import RecycleProposer
@@ -109,7 +109,7 @@ def test_prompt_is_stored_as_it_is_prefilled(make, table_of):
     for start in range(0, 89, 16):
         end = min(start + 16, 89)
         feed = tuple(seq.token_ids[start:end])
-        chunked.propose(Batch(seqs=(seq,), start=(start,), feed=(feed,), draft_budget=(0,)))
+        chunked.propose(Batch(seqs=(seq,), start=(start,), feed=(feed,), budget=DraftBudget((0,))))
         sizes.append(len(table_of(chunked)))
     assert sizes[0] == 0
     assert all(before < after for before, after in pairwise(sizes))
@@ -207,7 +207,7 @@ def test_sequences_share_no_successors():
 def test_prefilling_sequences_store_no_logits():
     target, proposer, seqs = admitted([[3, 1, 4], [1, 5, 9]])
     before = dict(successors_of(proposer, 1))
-    batch = Batch(seqs=tuple(seqs), start=(2, 0), feed=((4,), (1,)), draft_budget=(3, 0))
+    batch = Batch(seqs=tuple(seqs), start=(2, 0), feed=((4,), (1,)), budget=DraftBudget((3, 0)))
     draft = proposer.propose(batch)
     logits = torch.stack([score(target, seq, draft, b) for b, seq in enumerate(seqs)])
     path, emitted = verify_greedy(draft, logits.argmax(-1))[0]

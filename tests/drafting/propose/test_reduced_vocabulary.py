@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch
+from outrider.core.types import Batch, DraftBudget
 from outrider.drafting.propose.vocabulary.reduced import (
     read_draft_vocabulary,
     reduce_vocabulary,
@@ -47,7 +47,7 @@ def make(kernels, ids=None):
 
 def batch(model, tokens, budget):
     model.cache.admit(0, tokens)
-    return Batch(seqs=(make_seq(tokens, 0),), start=(0,), feed=(tuple(tokens),), draft_budget=(budget,))
+    return Batch(seqs=(make_seq(tokens, 0),), start=(0,), feed=(tuple(tokens),), budget=DraftBudget((budget,)))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
-from outrider.core.types import Batch, Scores
+from outrider.core.types import Batch, DraftBudget, Scores
 from outrider.drafting.propose.lookup.datastore import LONGEST, SORTED, Datastore, join, sort_suffixes, vocabulary
 from outrider.drafting.propose.lookup.retrieval import RetrievalProposer
 from outrider.drafting.propose.registry import find_proposer
@@ -137,7 +137,7 @@ def propose(documents, text, *, budget=8, vocab=10, **settings):
     setup = replace(toy_setup(ToyTarget()), vocab=vocab)
     proposer = RetrievalProposer(setup, Datastore.of(documents, vocab), **settings)
     seq = make_seq(list(text), 0)
-    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(text),), draft_budget=(budget,))
+    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(text),), budget=DraftBudget((budget,)))
     return proposer, batch, proposer.propose(batch)
 
 
@@ -182,7 +182,7 @@ def test_ids_beyond_the_targets_vocabulary_are_not_drafted():
     assert 9 in draft.tokens
     proposer = RetrievalProposer(replace(toy_setup(ToyTarget()), vocab=9), Datastore.of(documents, 10))
     seq = make_seq([1, 2], 0)
-    draft = proposer.propose(Batch(seqs=(seq,), start=(0,), feed=((1, 2),), draft_budget=(8,)))
+    draft = proposer.propose(Batch(seqs=(seq,), start=(0,), feed=((1, 2),), budget=DraftBudget((8,))))
     assert draft.tokens.tolist() == [[4]]
 
 
@@ -419,7 +419,7 @@ def test_random_suffix_array_does_no_harm(corpus, tmp_path, setup):
     proposer = find_proposer(f"retrieval:{tmp_path / 'store'}:1", setup)
     for end in range(1, 20):
         text = setup.tokenizer.encode(CODE)[:end]
-        batch = Batch(seqs=(make_seq(text, 0),), start=(0,), feed=(tuple(text),), draft_budget=(8,))
+        batch = Batch(seqs=(make_seq(text, 0),), start=(0,), feed=(tuple(text),), budget=DraftBudget((8,)))
         assert all(token < setup.vocab for token in proposer.propose(batch).tokens[0].tolist())
 
 

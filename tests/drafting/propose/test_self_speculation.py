@@ -13,7 +13,7 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import NoProposer, ProposerSetup
 from outrider.core.target import SelfDraftTarget
-from outrider.core.types import Batch, Draw
+from outrider.core.types import Batch, DraftBudget, Draw
 from outrider.drafting.propose.combine import Merge, Switch
 from outrider.drafting.propose.draft_model.self_speculation import exit_proposer, quantized_proposer, skip_proposer
 from outrider.drafting.propose.lookup.ngram import NgramProposer
@@ -90,7 +90,7 @@ def random_ids(count, seed=0):
 def logits(model, text, slot=0):
     """Return the logits [T, V] after each token of a text, which is fed as one token and a chain of draft tokens."""
     seq = tiny.admit(model, slot, text[:1])
-    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(text[:1]),), draft_budget=(len(text) - 1,))
+    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(text[:1]),), budget=DraftBudget((len(text) - 1,)))
     with torch.inference_mode():
         return model.score(batch, tree.chain(torch.tensor([text[1:]]), (len(text) - 1,))).logits[0]
 
@@ -169,7 +169,7 @@ class DraftingTarget:
 
     def score(self, batch, draft, first=-1):
         budget = tuple(5 + b for b in range(len(batch.seqs)))
-        draft_batch = Batch(seqs=batch.seqs, start=batch.start, feed=batch.feed, draft_budget=budget)
+        draft_batch = Batch(seqs=batch.seqs, start=batch.start, feed=batch.feed, budget=DraftBudget(budget))
         self._submodel.draft_greedy(draft_batch, self.vocab)
         return self._target.score(batch, draft, first)
 
@@ -253,7 +253,7 @@ def test_submodel_passes_do_not_export_hidden_states(folders):
         expected = target.score(tiny.everything([seq]), tree.empty(1, CPU)).hidden_states[1]
         for submodel in (made_before, made_after):
             feed = tuple(random_ids(12, 5))
-            submodel.draft_greedy(Batch(seqs=(seq,), start=(0,), feed=(feed,), draft_budget=(4,)), 99)
+            submodel.draft_greedy(Batch(seqs=(seq,), start=(0,), feed=(feed,), budget=DraftBudget((4,))), 99)
             assert not submodel.score(tiny.everything([seq]), tree.empty(1, CPU)).hidden_states
         assert torch.equal(target.score(tiny.everything([seq]), tree.empty(1, CPU)).hidden_states[1], expected)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Scores
+from outrider.core.types import Batch, DraftBudget, Scores
 from outrider.drafting.propose.lookup.suffix import SuffixProposer
 from outrider.drafting.propose.lookup.suffix_automaton import Automaton
 from outrider.drafting.propose.lookup.suffix_history import CONTEXT, History
@@ -290,7 +290,7 @@ def propose(proposer, seq, budget=4):
         seqs=(seq,),
         start=(seq.num_cached_tokens,),
         feed=(tuple(seq.token_ids[seq.num_cached_tokens :]),),
-        draft_budget=(budget,),
+        budget=DraftBudget((budget,)),
     )
     return batch, proposer.propose(batch)
 
@@ -374,7 +374,7 @@ def test_prompt_is_indexed_as_it_is_prefilled():
     proposer = SuffixProposer(setup(), history=10)
     seq = make_seq(STORY * 2, 0)
     proposer.admit(0, seq.request)
-    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:20]),), draft_budget=(0,))
+    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:20]),), budget=DraftBudget((0,)))
     assert proposer.propose(batch).size == 0
     assert len(proposer._indexes[0]) == 20
     seq.num_cached_tokens = 20

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider import LLM, SamplingParams
 from outrider.core.prompts import read_prompts
 from outrider.core.target import draft_by_scores
-from outrider.core.types import Batch, Scores
+from outrider.core.types import Batch, DraftBudget, Scores
 from outrider.drafting.propose.vocabulary.counterparts import counterparts, faithful_text
 from outrider.drafting.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
 from outrider.drafting.propose.vocabulary.retokenize import Retokenizer
@@ -225,7 +225,7 @@ def test_greedy_chains_have_no_missing_tokens():
         rng = random.Random(seed)
         seq = make_seq([rng.randrange(4) for _ in range(4)], 0)
         model.cache.admit(0, seq.token_ids)
-        batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids),), draft_budget=(3,))
+        batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids),), budget=DraftBudget((3,)))
         tokens = model.draft_greedy(batch, 4).tokens
         assert torch.equal(tokens, draft_by_scores(model, batch, 4).tokens)
         assert int(tokens.max()) < 3

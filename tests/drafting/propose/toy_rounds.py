@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Scores
+from outrider.core.types import Batch, DraftBudget, Scores
 from outrider.llm import LLM
 from outrider.testing.drive import make_round, make_seq
 from outrider.verify.rules import verify_greedy
@@ -24,7 +24,7 @@ def batch_of(seqs, budget):
     """Return a batch in which the last token of each sequence is fed."""
     feeds = tuple((seq.token_ids[-1],) for seq in seqs)
     starts = tuple(len(seq.token_ids) - 1 for seq in seqs)
-    return Batch(seqs=tuple(seqs), start=starts, feed=feeds, draft_budget=(budget,) * len(seqs))
+    return Batch(seqs=tuple(seqs), start=starts, feed=feeds, budget=DraftBudget((budget,) * len(seqs)))
 
 
 def score(target, seq, draft, b):

@@ -10,7 +10,7 @@ import torch
 from outrider.core import tree
 from outrider.core.cache import CacheUsage
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, FinishReason, Request, Scores
+from outrider.core.types import Batch, DraftBudget, FinishReason, Request, Scores
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.errors import OutriderError
 from outrider.llm import LLM
@@ -363,7 +363,7 @@ def test_static_cache_prefers_the_prefix_in_its_own_slot():
 
 def test_defaults_of_usage_and_batch():
     assert CacheUsage().free_blocks == 0
-    assert Batch(seqs=(), start=(), feed=(), draft_budget=()).num_waiting == 0
+    assert Batch(seqs=(), start=(), feed=(), budget=DraftBudget(())).num_waiting == 0
 
 
 @pytest.mark.one_in(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch, Scores, SequenceState
+from outrider.core.types import Batch, DraftBudget, Scores, SequenceState
 from outrider.models.cache.static import StaticCache
 
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ NO_DRAFT = tree.empty(1, CPU)
 def write(cache, text, *, start, drafted=0):
     """Write ones for the tokens of a text from `start` on and for draft tokens. Return the batch."""
     feed = tuple(text[start:])
-    batch = Batch(seqs=(SequenceState.of(text),), start=(start,), feed=(feed,), draft_budget=(drafted,))
+    batch = Batch(seqs=(SequenceState.of(text),), start=(start,), feed=(feed,), budget=DraftBudget((drafted,)))
     draft = tree.chain(torch.ones(1, drafted, dtype=torch.int64), (drafted,)) if drafted else NO_DRAFT
     ones = torch.ones(1, len(feed) + drafted, 2)
     cache.write(0, cache.stage(batch, draft), ones, ones)

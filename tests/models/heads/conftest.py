@@ -8,7 +8,7 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import NoProposer
-from outrider.core.types import Batch
+from outrider.core.types import Batch, DraftBudget
 from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
@@ -33,7 +33,7 @@ def nano():
     for prompt, answer in zip(prompts, answers, strict=True):
         seq = make_seq([*prompt, *answer], 0)
         target.cache.admit(0, seq.token_ids)
-        batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:-1]),), draft_budget=(0,))
+        batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:-1]),), budget=DraftBudget((0,)))
         with torch.inference_mode():
             scores = target.score(batch, tree.empty(1, CPU))
             states = torch.stack([scores.feed_hidden_states[layer][0] for layer in range(2)], 1)

@@ -11,7 +11,7 @@ import torch
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Scores, SequenceState, SharedWeights
+from outrider.core.types import Batch, DraftBudget, Scores, SequenceState, SharedWeights
 from outrider.drafting.propose.draft_model.trained_head import HeadProposer
 from outrider.models.heads.description import HeadDescription
 from outrider.models.heads.store import HeadModule, make_module
@@ -63,7 +63,7 @@ def note_states(head, seqs, aux_states, ends) -> None:
         layer: tuple(aux_states[seq.slot, begin:end, i] for seq, begin, end in spans) for i, layer in enumerate(layers)
     }
     node_states = {layer: torch.zeros(len(seqs), 1, aux_states.shape[-1]) for layer in layers}
-    batch = Batch(seqs=tuple(seqs), start=tuple(begins), feed=feeds, draft_budget=(0,) * len(seqs))
+    batch = Batch(seqs=tuple(seqs), start=tuple(begins), feed=feeds, budget=DraftBudget((0,) * len(seqs)))
     scores = Scores(logits=torch.zeros(len(seqs), 1, 1), hidden_states=node_states, feed_hidden_states=feed_states)
     empty = [()] * len(seqs)
     head.record_states(make_round(batch, tree.empty(len(seqs), CPU), scores, empty, empty))
@@ -74,7 +74,7 @@ def next_batch(head, seqs, max_tokens=None) -> Batch:
     """Return a batch of the tokens that the head has not cached, at most `max_tokens` of each sequence."""
     start = tuple(head.cache.length(seq.slot) for seq in seqs)
     feed = tuple(tuple(seq.token_ids[begin:][:max_tokens]) for seq, begin in zip(seqs, start, strict=True))
-    return Batch(seqs=tuple(seqs), start=start, feed=feed, draft_budget=(4,) * len(seqs))
+    return Batch(seqs=tuple(seqs), start=start, feed=feed, budget=DraftBudget((4,) * len(seqs)))
 
 
 def commit_feed(head, batch, draft) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Draw
+from outrider.core.types import Batch, DraftBudget, Draw
 from outrider.drafting.propose.draft_model import chain as chain_module
 from outrider.drafting.propose.draft_model.confidence import Confidence
 from outrider.drafting.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
@@ -307,7 +307,7 @@ def test_confidence_head_limits_the_draft_length():
     head = make_head_target(module, TABLES, slots=1, context=32)
     seqs = admit(head, [[1, 2, 3, 4, 5]])
     note_states(head, seqs, torch.randn(1, 4, 5, 64), [4])
-    batch = replace(next_batch(head, seqs), draft_budget=(4,))
+    batch = next_batch(head, seqs).limited((4,))
     stop_rule = Confidence().stop_rule(0.2, (0.0,), ())
     lengths = []
     torch.nn.init.zeros_(module.judge.weight)
@@ -340,7 +340,7 @@ def test_single_pass_heads_ignore_the_price_of_another_pass(kind, min_depth, mak
     proposer.admit(0, seq.request)
     head.num_noted = {0: 0}
     note_states(head, [seq], torch.randn(1, 4, len(head.description.aux_states.layers), 64), [4])
-    batch = Batch(seqs=(seq,), start=(4,), feed=((5,),), draft_budget=(4,), min_draft_probs=(2.0,))
+    batch = Batch(seqs=(seq,), start=(4,), feed=((5,),), budget=DraftBudget((4,), min_draft_probs=(2.0,)))
     depth = max(proposer.propose(batch).depth)
     assert depth == 1 if min_depth == 1 else depth >= min_depth
 

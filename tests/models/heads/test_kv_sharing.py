@@ -14,7 +14,7 @@ from transformers.utils import logging
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import NoProposer
-from outrider.core.types import Batch, SharedWeights
+from outrider.core.types import Batch, DraftBudget, SharedWeights
 from outrider.drafting.propose.draft_model.trained_head import HeadProposer
 from outrider.errors import OutriderError
 from outrider.llm import LLM
@@ -127,7 +127,7 @@ def test_target_exports_entries_of_given_slots(slots, shelf):
     rng = random.Random(8)
     seqs = [tiny.admit(target, slot, tiny.text(rng, 5 + 3 * slot)) for slot in range(4)]
     feeds = tuple(tuple(seq.token_ids) for seq in seqs)
-    batch = Batch(seqs=tuple(seqs), start=(0,) * 4, feed=feeds, draft_budget=(0,) * 4)
+    batch = Batch(seqs=tuple(seqs), start=(0,) * 4, feed=feeds, budget=DraftBudget((0,) * 4))
     target.score(batch, tree.empty(4, CPU))
     kv_view = target.share_weights().kv_view
     entries = kv_view.entries(3, slots, 2, 14)
@@ -184,7 +184,7 @@ def test_recorded_entries_equal_the_targets_cache(nano):
         fresh_seq = make_seq(seq.token_ids, 0)
         target.cache.admit(0, fresh_seq.token_ids)
         feed = tuple(fresh_seq.token_ids[: len(states)])
-        batch = Batch(seqs=(fresh_seq,), start=(0,), feed=(feed,), draft_budget=(0,))
+        batch = Batch(seqs=(fresh_seq,), start=(0,), feed=(feed,), budget=DraftBudget((0,)))
         target.score(batch, tree.empty(1, CPU))
         parts = [
             tensor[0].transpose(0, 1).flatten(1)
@@ -210,7 +210,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(centroids, nano):
     for prompt, answer in zip(prompts, answers, strict=True):
         seq = make_seq([*prompt, *answer], 0)
         target.cache.admit(0, seq.token_ids)
-        batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:-1]),), draft_budget=(0,))
+        batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:-1]),), budget=DraftBudget((0,)))
         with torch.inference_mode():
             states = target.score(batch, tree.empty(1, CPU)).feed_hidden_states[1][0][:, None]
             entries = [tensor[0] for tensor in tables.kv_view.entries(1, [0], 0, len(states))]
@@ -253,7 +253,7 @@ def test_native_kernels_export_keys_and_values(tmp_path):
     for target in targets:
         seq = make_seq(list(range(40, 56)), 0)
         target.cache.admit(0, seq.token_ids)
-        batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids),), draft_budget=(0,))
+        batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids),), budget=DraftBudget((0,)))
         target.score(batch, tree.empty(1, CPU))
     native_keys, torch_keys = (target.share_weights().kv_view.entries(7, [0], 0, 16)[0].float() for target in targets)
     assert (native_keys - torch_keys).norm() < 0.03 * torch_keys.norm()
@@ -317,7 +317,7 @@ def test_assistant_agrees_with_transformers(assistant, shelf):
     text = tiny.text(random.Random(5), 21)
     target = shelf.target("gemma4_text", (3,))
     seq = tiny.admit(target, 0, text)
-    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(text[:-1]),), draft_budget=(0,))
+    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(text[:-1]),), budget=DraftBudget((0,)))
     scores = target.score(batch, tree.empty(1, CPU))
     head = make_head_target(module, target.share_weights(), slots=4, context=64)
     head.num_noted = {0: 0}

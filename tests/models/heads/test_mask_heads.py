@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch
+from outrider.core.types import Batch, DraftBudget
 from outrider.errors import OutriderError
 from outrider.models.heads.description import AuxStates, Feedback, FuseNorm, HeadDescription, Kind, MaskTokens
 from outrider.models.heads.store import make_module, read_head, write_head
@@ -112,7 +112,7 @@ def test_engine_logits_equal_training_logits(name):
     while seqs:
         note_states(head, seqs, training.aux_states, [len(seq.token_ids) - 1 for seq in seqs])
         budgets = [rng.randint(1, 6) for _ in seqs]
-        batch = replace(next_batch(head, seqs), draft_budget=tuple(budgets))
+        batch = next_batch(head, seqs).limited(tuple(budgets))
         chain = tree.empty(len(seqs), CPU)
         logits = [head.score(batch, chain).logits[:, -1]]
         for depth in range(1, num_draft_tokens):
@@ -130,7 +130,7 @@ def test_logits_of_a_node_depend_only_on_its_depth():
     head = make_head_target(make_head(describe("peagle", SMALL)), TABLES, slots=2, context=32)
     seqs = admit(head, [[1, 2, 3, 4, 5], [6, 7, 8]])
     note_states(head, seqs, torch.randn(2, 5, 3, 64), [4, 2])
-    batch = replace(next_batch(head, seqs), draft_budget=(9, 9))
+    batch = next_batch(head, seqs).limited((9, 9))
     draft = random_tree([9, 6], 40, random.Random(5))
     tree_logits = head.score(batch, draft).logits
     depths = tree.depths(draft)
@@ -147,7 +147,7 @@ def test_masks_at_the_end_of_the_context():
     aux_states = torch.randn(2, 11, 3, 64)
     seqs = admit(head, texts)
     note_states(head, seqs, aux_states, [10, 3])
-    batch = replace(next_batch(head, seqs), draft_budget=(1, 4))
+    batch = next_batch(head, seqs).limited((1, 4))
     logits = head.score(batch, tree.empty(2, CPU)).logits[:, 0]
     larger_head = make_head_target(make_head(describe("peagle", SMALL)), TABLES, slots=2, context=32)
     assert torch.allclose(logits, score_texts(larger_head, texts, aux_states), atol=1e-4)
@@ -251,5 +251,5 @@ def test_prefill_without_draft_budget():
     head = make_head_target(make_head(describe("peagle", SMALL)), TABLES, slots=1, context=32)
     seqs = admit(head, [[1, 2, 3]])
     note_states(head, seqs, torch.randn(1, 2, 3, 64), [2])
-    batch = Batch(seqs=tuple(seqs), start=(0,), feed=((1, 2, 3),), draft_budget=(0,))
+    batch = Batch(seqs=tuple(seqs), start=(0,), feed=((1, 2, 3),), budget=DraftBudget((0,)))
     assert head.score(batch, tree.empty(1, CPU)).logits.shape == (1, 1, 40)

@@ -10,7 +10,7 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.target import draft_by_scores
-from outrider.core.types import Batch, Draw
+from outrider.core.types import Batch, DraftBudget, Draw
 from outrider.drafting.propose.draft_model.trained_head import HeadProposer
 from outrider.errors import OutriderError
 from outrider.models.heads.description import HeadDescription
@@ -81,7 +81,7 @@ def test_each_pass_settles_one_more_token(layout):
 def test_budget_beyond_the_block_repeats_its_last_token():
     head = make_head(description_of("fill-in"))
     _, batch = start(head)
-    chains = head.draft_greedy(replace(batch, draft_budget=(6, 2)), 40)
+    chains = head.draft_greedy(batch.limited((6, 2)), 40)
     assert chains.count == (6, 2)
     assert torch.equal(chains.tokens[:, 3:], chains.tokens[:, 3:4].expand(-1, 3))
 
@@ -107,7 +107,7 @@ def test_tokens_are_sampled_from_the_stated_distribution(layout, candidates):
     proposer.admit(0, seq.request)
     head.num_noted = {0: 0}
     note_states(head, [seq], torch.randn(1, 4, len(head.description.aux_states.layers), 64), [4])
-    batch = Batch(seqs=(seq,), start=(4,), feed=((5,),), draft_budget=(4,))
+    batch = Batch(seqs=(seq,), start=(4,), feed=((5,),), budget=DraftBudget((4,)))
     draft = proposer.propose(batch)
     assert draft.width == (4,)
     assert draft.q is not None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from outrider.core import tree
@@ -46,7 +44,7 @@ class TrainingPass:
         seqs = admit(head, self.tokens[:, :_BEGIN].tolist())
         note_states(head, seqs, self.aux_states, [_BEGIN - 1] * 3)
         for max_tokens in chunks:
-            chunk = replace(next_batch(head, seqs, max_tokens), draft_budget=(draft_budget,) * 3)
+            chunk = next_batch(head, seqs, max_tokens).limited((draft_budget,) * 3)
             head.score(chunk, tree.empty(3, CPU))
             commit_feed(head, chunk, tree.empty(3, CPU))
         return seqs

@@ -15,7 +15,7 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.target import draft_by_scores
-from outrider.core.types import Batch, StopRule
+from outrider.core.types import Batch, DraftBudget, StopRule
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.models.loader.embedded import embedded
@@ -127,7 +127,7 @@ def feed(target, pieces, *, slot=0, draft=None):
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
         piece_draft = draft if last and draft is not None else tree.empty(1, CPU)
-        batch = Batch(seqs=(seq,), start=(start,), feed=(tuple(piece),), draft_budget=(piece_draft.size,))
+        batch = Batch(seqs=(seq,), start=(start,), feed=(tuple(piece),), budget=DraftBudget((piece_draft.size,)))
         scores = target.score(batch, piece_draft)
         all_scores.append(scores)
         if not last:
@@ -265,7 +265,7 @@ def test_ids_beyond_the_embedding_are_clamped(bits, folders):
             assert torch.equal(feed(target, [tokens], draft=chain([token]))[0].logits[:, -1], expected[:, 0])
         seqs = [tiny.admit(target, slot, [*tokens, token]) for slot, token in enumerate((last, 10**8))]
         feeds = tuple(tuple(seq.token_ids) for seq in seqs)
-        batch = Batch(seqs=tuple(seqs), start=(0, 0), feed=feeds, draft_budget=(3, 3))
+        batch = Batch(seqs=tuple(seqs), start=(0, 0), feed=feeds, budget=DraftBudget((3, 3)))
         drafted = target.draft_greedy(batch, 200).tokens
     assert torch.equal(drafted[0], drafted[1])
 
@@ -276,7 +276,10 @@ def test_draft_greedy_equals_step_by_step_scoring(bits, folders):
     sequences = [random_ids(count, seed) for seed, count in enumerate((11, 30, 4))]
     seqs = [tiny.admit(target, slot, tokens) for slot, tokens in enumerate(sequences)]
     batch = Batch(
-        seqs=tuple(seqs), start=(0, 0, 0), feed=tuple(tuple(tokens) for tokens in sequences), draft_budget=(3, 7, 1)
+        seqs=tuple(seqs),
+        start=(0, 0, 0),
+        feed=tuple(tuple(tokens) for tokens in sequences),
+        budget=DraftBudget((3, 7, 1)),
     )
     with torch.inference_mode():
         drafted = target.draft_greedy(batch, 200).tokens
@@ -291,7 +294,7 @@ def test_draft_greedy_equals_step_by_step_scoring(bits, folders):
 def test_chain_stops_at_end_of_text_token(bits, folders):
     target, _ = load_target(folders["biased"], bits=bits)
     seq = tiny.admit(target, 0, random_ids(11))
-    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids),), draft_budget=(7,))
+    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids),), budget=DraftBudget((7,)))
     with torch.inference_mode():
         unstopped = target.draft_greedy(batch, 200).tokens[0].tolist()
         stop_rule = StopRule(weight=(1.0,), bias=(0.0,), ends=(unstopped[3], 777))
@@ -309,7 +312,10 @@ def test_chain_stops_below_acceptance_thresholds(folders, threshold, extra, bits
     sequences = [random_ids(count, seed) for seed, count in enumerate((11, 30, 4))]
     seqs = [tiny.admit(target, slot, tokens) for slot, tokens in enumerate(sequences)]
     batch = Batch(
-        seqs=tuple(seqs), start=(0, 0, 0), feed=tuple(tuple(tokens) for tokens in sequences), draft_budget=(3, 7, 1)
+        seqs=tuple(seqs),
+        start=(0, 0, 0),
+        feed=tuple(tuple(tokens) for tokens in sequences),
+        budget=DraftBudget((3, 7, 1)),
     )
     stop_rule = StopRule(
         weight=(1.5, 0.8, 3.0),

@@ -21,7 +21,7 @@ from outrider.core.config import EngineConfig
 from outrider.engine.build import load_target
 from outrider.models.loader.embedded import embedded
 from outrider.models.native import library
-from outrider.core.types import Batch, SequenceState
+from outrider.core.types import Batch, DraftBudget, SequenceState
 
 level, out = sys.argv[1:]
 library._FLAGS = tuple(f"-march={level}" if flag.startswith("-march") else flag for flag in library._FLAGS)
@@ -35,7 +35,7 @@ for kind in ("float32", "bfloat16", "int8", "int4"):
     for size in (1, 2, 3, 5, 11, 13, 45):  # tiles of different numbers of rows
         feed = tokens[:size]
         target.cache.admit(0, feed)
-        batch = Batch(seqs=(SequenceState.of(feed),), start=(0,), feed=(feed,), draft_budget=(0,))
+        batch = Batch(seqs=(SequenceState.of(feed),), start=(0,), feed=(feed,), budget=DraftBudget((0,)))
         logits = target.score(batch, tree.empty(1, target.device)).logits[0, 0]
         kind_probs.append(logits.float().softmax(-1))
         target.cache.release(0)

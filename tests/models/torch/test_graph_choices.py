@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from outrider.core import tree
-from outrider.core.types import Batch
+from outrider.core.types import Batch, DraftBudget
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.torch import cuda_graphs, graph_buckets
 from outrider.models.torch.attention_target import AttentionTarget
@@ -54,7 +54,7 @@ def score(target, seq, tokens=0):
 
 
 def draft(target, seq, steps):
-    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:2]),), draft_budget=(steps,))
+    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:2]),), budget=DraftBudget((steps,)))
     target.draft_greedy(batch, tiny.VOCAB)
 
 

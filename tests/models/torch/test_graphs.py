@@ -16,7 +16,7 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import NoProposer
 from outrider.core.target import draft_by_scores
-from outrider.core.types import Batch, Request
+from outrider.core.types import Batch, DraftBudget, Request
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.errors import UnsupportedModel
 from outrider.models.loader.load import load_checkpoint
@@ -199,7 +199,7 @@ def test_recorded_draft_equals_step_by_step_scoring(budget, shelf):
                 seq.token_ids = seq.token_ids + new_tokens
             starts = tuple(seq.num_cached_tokens for seq in seqs)
             feeds = tuple(tuple(seq.token_ids[seq.num_cached_tokens :]) for seq in seqs)
-            batch = Batch(seqs=tuple(seqs), start=starts, feed=feeds, draft_budget=budget)
+            batch = Batch(seqs=tuple(seqs), start=starts, feed=feeds, budget=DraftBudget(budget))
             if target.graphs:
                 draft = lambda target=target, batch=batch: target.draft_greedy(batch, 200).tokens  # noqa: E731
                 drafted.append(result_of_replay(target, draft))
@@ -218,7 +218,7 @@ def test_recorded_draft_stops_at_the_end_of_a_slot(shelf):
         seqs = [tiny.admit(target, 0, [3] * (CONTEXT - 2)), tiny.admit(target, 1, [4] * 5)]
         batch = tiny.everything(seqs)
         target.cache.commit(tree.prefill_round(batch, tree.empty(2, CPU), target.score(batch, tree.empty(2, CPU))))
-        batch = Batch(seqs=tuple(seqs), start=(CONTEXT - 2, 5), feed=((1,), (2,)), draft_budget=(1, 6))
+        batch = Batch(seqs=tuple(seqs), start=(CONTEXT - 2, 5), feed=((1,), (2,)), budget=DraftBudget((1, 6)))
         drafted = result_of_replay(target, lambda: target.draft_greedy(batch, tiny.VOCAB).tokens)
         expected = draft_by_scores(load_eager_with_prefill(shelf, batch), batch, tiny.VOCAB).tokens
     assert drafted[0, 0] == expected[0, 0]

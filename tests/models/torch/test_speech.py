@@ -433,7 +433,7 @@ def test_wrong_sources(source, message, plain):
 
 def test_tokens_are_no_audio(plain):
     with pytest.raises(OutriderError, match="source is text, and this target is a speech model"):
-        plain.check_source((1, 2))
+        plain.codec.check_source((1, 2))
 
 
 def test_audio_for_a_model_of_text(tmp_path):
@@ -441,7 +441,7 @@ def test_audio_for_a_model_of_text(tmp_path):
     with pytest.raises(OutriderError, match="a source has the type ndarray; give a string"):
         llm.generate(sources=[recording(0)])
     with pytest.raises(OutriderError, match="source is audio, and this target reads text"):
-        llm.check_source(features_of(0))
+        llm.codec.check_source(features_of(0))
 
 
 # What does not fit together.

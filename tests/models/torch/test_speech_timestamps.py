@@ -134,7 +134,7 @@ def test_sampled_output_has_the_distribution_of_the_model(timed_whisper, whisper
     for proposer in (f"draft:{whisper_draft}", "suffix:1000"):
         llm = LLM(timed_whisper, proposer=proposer, k=3, max_num_seqs=16, **OPTIONS)
         params = SamplingParams(max_tokens=3, temperature=2.0, top_k=2, n=400, seed=1, ignore_eos=True)
-        requests = llm.requests_of_tokens(prompt, params, features, speech_output=SpeechOutput.TIMESTAMPS)
+        requests = llm.request_maker.of_tokens(prompt, params, features, speech_output=SpeechOutput.TIMESTAMPS)
         rows = [llm.add(request) for request in requests]
         while not all(row.finish_reason for row in rows):
             llm.engine.step()
@@ -150,7 +150,7 @@ def test_draft_of_the_same_weights_is_accepted(timed_whisper):
     llm = LLM(timed_whisper, proposer=f"draft:{timed_whisper}", k=4, **OPTIONS)
     features = llm.encode_source(recording(1))
     params = SamplingParams(max_tokens=20, ignore_eos=True)
-    (request,) = llm.requests_of_tokens((0, 240, 243), params, features, speech_output=SpeechOutput.TIMESTAMPS)
+    (request,) = llm.request_maker.of_tokens((0, 240, 243), params, features, speech_output=SpeechOutput.TIMESTAMPS)
     row = llm.add(request)
     while not row.finish_reason:
         llm.engine.step()

@@ -109,7 +109,7 @@ def test_an_update_inside_of_a_completion(shelf, changed, kernels):
     weights = changed(shelf / "policy")
     llm = load(shelf / "policy", kernels=kernels, k=0)
     one = SamplingParams(temperature=1.0, max_tokens=24, seed=5, logprobs=0, ignore_eos=True)
-    (request,) = llm.requests(PROMPT, one)
+    (request,) = llm.request_maker.of_prompt(PROMPT, one)
     row = llm.add(request)
     for _ in range(8):
         llm.engine.step()
@@ -121,7 +121,9 @@ def test_an_update_inside_of_a_completion(shelf, changed, kernels):
     new = load(shelf / "policy", kernels=kernels, k=0)
     new.update_weights(weights)
     prefix = [*PROMPT, *done.token_ids[:8]]
-    (request,) = new.requests(prefix, SamplingParams(temperature=1.0, max_tokens=16, seed=5, ignore_eos=True))
+    (request,) = new.request_maker.of_prompt(
+        prefix, SamplingParams(temperature=1.0, max_tokens=16, seed=5, ignore_eos=True)
+    )
     row = new.add(request)  # noise depends on the position in the text, so the seed gives the same tokens
     while not row.finish_reason:
         new.engine.step()
@@ -163,9 +165,9 @@ def test_tables_of_files_are_kept(shelf, tmp_path, changed):
     table.write_text(json.dumps({"vocab": tiny.VOCAB, "groups": [[5, 6], [7, 8]]}))
     settings = {"proposer": f"draft:{shelf / 'draft'}", "verifier": f"gsd:table={table}", "kernels": "torch"}
     llm = load(shelf / "policy", **settings)
-    before = llm.engine._verifier
+    before = llm.engine.verifier
     llm.update_weights(changed(shelf / "policy", scale=0.3))
-    assert llm.engine._verifier is before
+    assert llm.engine.verifier is before
 
 
 @KERNELS

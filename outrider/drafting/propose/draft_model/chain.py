@@ -160,10 +160,8 @@ class DraftModelProposer:
             seqs=tuple(batch.seqs[b] for b in indices),
             start=tuple(starts),
             feed=tuple(feeds),
-            draft_budget=tuple(budgets),
-            forced_budget=(),
+            budget=replace(batch.budget, tokens=tuple(budgets), with_forced=(), alternative=0),
             num_waiting=0,
-            alternative=0,
         )
         return draft_batch, indices
 
@@ -200,7 +198,7 @@ class DraftModelProposer:
         ends = frozenset[int]()
         if not any(must_reproduce(seq, self._setup.draw) for seq in batch.seqs):
             ends = frozenset.intersection(*(seq.request.end_ids for seq in batch.seqs))
-        stop_rule = self._confidence.stop_rule(batch.min_path_prob, batch.min_draft_probs, tuple(ends))
+        stop_rule = self._confidence.stop_rule(batch.budget.min_path_prob, batch.budget.min_draft_probs, tuple(ends))
         chains = self._draft_in_one_call(batch, sampling, stop_rule) if max(batch.draft_budget) else None
         if chains is None:
             return self._draft_by_token(batch, sampling, stop_rule)
@@ -213,7 +211,7 @@ class DraftModelProposer:
     def _draft_in_one_call(self, batch: Batch, sampling: SamplingTensors, stop_rule: StopRule) -> DraftChains | None:
         """Draft with one call of the model. None if the sampling parameters do not allow it."""
         if not min(batch.draft_budget):  # sequences in prefill draft one token, which is dropped
-            at_least_one = replace(batch, draft_budget=tuple(max(budget, 1) for budget in batch.draft_budget))
+            at_least_one = batch.limited(tuple(max(budget, 1) for budget in batch.draft_budget))
             chains = self._draft_in_one_call(at_least_one, sampling, stop_rule)
             return chains and _limit(chains, batch.draft_budget)
         model = self._model

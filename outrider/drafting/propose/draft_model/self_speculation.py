@@ -6,15 +6,13 @@ quantized weights (Tiwari et al. 2025).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from outrider.core import tree
 from outrider.core.config import QUANTIZE_BITS
 from outrider.core.proposer import ProposerSetup, parse_count
 from outrider.core.target import SelfDraftTarget, Target
-from outrider.core.types import Batch, Draft, SequenceState
+from outrider.core.types import Batch, Draft, DraftBudget, SequenceState
 from outrider.drafting.propose.draft_model.cascade import cascade
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.errors import MODEL_ERRORS, NotEnoughMemory, OutriderError
@@ -34,7 +32,7 @@ class SharedCacheProposer(DraftModelProposer):
     def propose(self, batch: Batch) -> Draft:
         pairs = zip(batch.draft_budget, batch.feed, strict=True)
         budgets = tuple(budget if len(feed) < _MAX_FEED else 0 for budget, feed in pairs)
-        return super().propose(replace(batch, draft_budget=budgets))
+        return super().propose(batch.limited(budgets))
 
 
 def exit_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
@@ -107,7 +105,7 @@ def _self_draft_target(setup: ProposerSetup) -> SelfDraftTarget:
 @torch.inference_mode()
 def _test_pass(model: Target, setup: ProposerSetup) -> Target:
     """Return the model after a test pass, which fails if layers depend on layers that were left out."""
-    batch = Batch(seqs=(SequenceState.of((0, 0)),), start=(0,), feed=((0, 0),), draft_budget=(2,))
+    batch = Batch(seqs=(SequenceState.of((0, 0)),), start=(0,), feed=((0, 0),), budget=DraftBudget((2,)))
     try:
         model.draft_greedy(batch, setup.vocab)
     except NotEnoughMemory:

@@ -8,7 +8,7 @@ from outrider.core import tree
 from outrider.core.cache import prompts_that_fit
 from outrider.core.proposer import ProposerSetup
 from outrider.core.target import HiddenStateCache
-from outrider.core.types import Batch, Draft, Needs, Round
+from outrider.core.types import Batch, Draft, DraftBudget, Needs, Round
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.drafting.propose.draft_model.tree import TreeProposer
 from outrider.models.heads.targets.base import HeadTarget
@@ -88,7 +88,7 @@ def feed_pending(head: HeadTarget, batch: Batch) -> None:
             seqs=tuple(batch.seqs[b] for b, _, _ in due),
             start=tuple(start for _, start, _ in due),
             feed=tuple(tuple(batch.seqs[b].token_ids[start:stop]) for b, start, stop in due),
-            draft_budget=(0,) * len(due),
+            budget=DraftBudget((0,) * len(due)),
         )
         none = tree.empty(len(due), head.device)
         head.cache.commit(tree.prefill_round(head_batch, none, head.score(head_batch, none)))
@@ -98,9 +98,9 @@ def limit_budgets(batch: Batch, head: HeadTarget, most: int) -> Batch:
     """Limit the draft budgets to `most` tokens, and to 0 for sequences whose last token has no hidden state yet."""
     if head.description.parallel_draft_tokens:
         # All draft tokens come from one pass, so a shorter draft is not faster.
-        batch = replace(batch, min_draft_probs=())
+        batch = replace(batch, budget=replace(batch.budget, min_draft_probs=()))
     budgets = []
     for budget, start, feed in zip(batch.draft_budget, batch.start, batch.feed, strict=True):
         has_state = start and len(feed) == 1
         budgets.append(min(budget, most) if has_state else 0)
-    return replace(batch, draft_budget=tuple(budgets))
+    return batch.limited(tuple(budgets))

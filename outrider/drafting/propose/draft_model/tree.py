@@ -210,18 +210,19 @@ class TreeProposer(DraftModelProposer):
         not_greedy = torch.zeros_like(sampling.greedy)
         self._soft_sampling = replace(sampling, greedy=not_greedy, all_greedy=False, sampled=(True,) * len(batch.seqs))
         uniform = self._sampling.noise(batch.seqs).uniforms(max(batch.draft_budget), batch.noise_stream)
-        stop_rule = StopRule(weight=(), bias=(), min_draft_probs=batch.min_draft_probs)
+        stop_rule = StopRule(weight=(), bias=(), min_draft_probs=batch.budget.min_draft_probs)
         self._fed = tree.empty(len(batch.seqs), self._setup.device)
         distributions = [self._distributions(batch, -1)]
         growing = {b: growth for b, growth in enumerate(self._growths) if growth.budget}
+        least = batch.budget.min_path_prob
         while growing:
             greedy = {b: growth for b, growth in growing.items() if not growth.sampled}
             sampled = {b: growth for b, growth in growing.items() if growth.sampled}
-            self._add_likeliest_children(greedy, distributions[-1], batch.min_path_prob)
-            self._sample_children(sampled, distributions[-1], uniform, batch.min_path_prob)
+            self._add_likeliest_children(greedy, distributions[-1], least)
+            self._sample_children(sampled, distributions[-1], uniform, least)
             min_level_prob = stop_rule.threshold(len(growing))
             first = self._fed.size
-            levels = {b: self._next_level(growth, batch.min_path_prob, min_level_prob) for b, growth in growing.items()}
+            levels = {b: self._next_level(growth, least, min_level_prob) for b, growth in growing.items()}
             growing = {b: growth for b, growth in growing.items() if levels[b] and len(distributions) != self._reach}
             for b, growth in growing.items():
                 growth.feed(levels[b], first)

@@ -160,7 +160,7 @@ class RecycleProposer:
         for seq, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True):
             self._tables[seq.slot].add_prompt(seq.token_ids, start + len(feed))
         builders = [
-            self._draft_tree(seq, budget, batch.min_path_prob)
+            self._draft_tree(seq, budget, batch.budget.min_path_prob)
             for seq, budget in zip(batch.seqs, batch.draft_budget, strict=True)
         ]
         return build_draft(builders, self._device)

@@ -13,7 +13,7 @@ from outrider.core.cache import prompts_that_fit
 from outrider.core.proposer import ProposerSetup
 from outrider.core.target import Target
 from outrider.core.token_text import TokenText
-from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
+from outrider.core.types import Batch, Draft, DraftBudget, Needs, Request, Round, SequenceState
 from outrider.drafting.propose.acceptance import AcceptanceEstimator
 from outrider.drafting.propose.draft_model.window import find_window
 from outrider.drafting.propose.tree_builder import TreeBuilder, build_draft
@@ -214,7 +214,7 @@ def _batch(passes: Sequence[_DraftPass]) -> Batch:
         seqs=tuple(draft_pass.seq for draft_pass in passes),
         start=tuple(draft_pass.start for draft_pass in passes),
         feed=tuple(draft_pass.feed for draft_pass in passes),
-        draft_budget=tuple(draft_pass.steps for draft_pass in passes),
+        budget=DraftBudget(tuple(draft_pass.steps for draft_pass in passes)),
     )
 
 

@@ -157,7 +157,7 @@ class NativeHead(AutoregressiveTarget):
 
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._paged_cache.reserve(batch, draft.width)
-        columns, order = columns_of(batch, draft, first, self.vocab)
+        columns, _, order = columns_of(batch, draft, first, self.vocab)
         logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), states.float().contiguous())
         logits = logits if order is None else logits[order]
         return out[0].to(self._dtype), logits.view(len(batch.seqs), -1, logits.shape[-1])
@@ -181,7 +181,7 @@ class NativeAutoregressiveTarget(NativeHead):
         empty = tree.empty(len(batch.seqs), self.device)
         states = torch.cat([self._input_states(batch, empty, -1, b) for b in range(len(batch.seqs))])
         self._paged_cache.reserve(head_batch, batch.draft_budget)
-        columns, _ = columns_of(head_batch, empty, -1, self.vocab)
+        columns = columns_of(head_batch, empty, -1, self.vocab).columns
         return self._decoder.draft_chains(
             columns, batch.draft_budget, vocab, stop_rule, draws=draws, state=states.float().contiguous()
         )

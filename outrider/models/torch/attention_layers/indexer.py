@@ -55,7 +55,7 @@ class _IndexerKeys:
     def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
         """Write the keys [R, L, D] of the group. Return those of its slots, [R, S, D]."""
         size = keys.shape[1]
-        own = (replace(span, begin=r * size, end=(r + 1) * size) for r, span in enumerate(self.group))
+        own = (span._replace(begin=r * size, end=(r + 1) * size) for r, span in enumerate(self.group))
         flat = keys.flatten(0, 1)[None]
         layout = replace(self.reader.layout, spans=tuple(own))
         cached, _ = self.reader.cache.write(_LAYER + layer, layout, flat, flat[..., :0])
