@@ -6,6 +6,7 @@ import ast
 import importlib
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 
@@ -36,13 +37,16 @@ def test_imports_follow_the_layers(path):
         assert LAYERS[other] < LAYERS[own], f"{own} imports {other}, which is not below it"
 
 
-@pytest.mark.parametrize("name", ["outrider", "outrider.media", "outrider.train.rl", "outrider.testing"])
+@pytest.mark.parametrize(
+    "name", ["outrider", "outrider.media", "outrider.plugin", "outrider.train.rl", "outrider.testing"]
+)
 def test_public_names(name):
     module = importlib.import_module(name)
     assert list(module.__all__) == sorted(module.__all__)
     for public in module.__all__:
-        assert getattr(module, public) is not None
-        assert public.startswith("__") or getattr(module, public).__doc__
+        value = getattr(module, public)
+        assert value is not None
+        assert public.startswith("__") or isinstance(value, Mapping) or value.__doc__
 
 
 def test_public_definitions_have_docstrings():
