@@ -27,7 +27,7 @@ git -C "$root" archive --format=tar HEAD | tar -x -C "$work" --one-top-level=sou
 "$python" -m venv "$work/build"
 "$work/build/bin/pip" install --quiet --disable-pip-version-check build
 rm -rf "$root/dist"
-"$work/build/bin/python" -m build --outdir "$root/dist" "$work/source"
+"$work/build/bin/python" -m build --outdir "$root/dist" "$work/source" >"$work/log" || { cat "$work/log" >&2; exit 1; }
 wheel=$(ls "$root"/dist/*.whl)
 
 missing=$(git -C "$root" ls-tree -r --name-only HEAD outrider | sort | comm -23 - \
@@ -44,7 +44,8 @@ if [[ $env ]]; then
         >"$("$work/env/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")/dependencies.pth"
     "$work/env/bin/pip" install --quiet --disable-pip-version-check --no-deps "$wheel"
 else
-    "$work/env/bin/pip" install --quiet --disable-pip-version-check "$wheel"
+    torch=$(grep -o 'torch==[0-9.]*' "$root/Makefile") # the CPU build; a looser request may pull CUDA packages
+    "$work/env/bin/pip" install --quiet --disable-pip-version-check "$torch" "$wheel"
 fi
 
 cd "$work"
