@@ -93,7 +93,7 @@ def test_best_weights_of_a_draft_are_measured_again_and_named():
     assert "Chosen: draft:/x/small in int8 with k 4" in words(found)
 
 
-# On SmolLM2, as docs/explanation/performance.md gives them: the head is as fast at temperature 0, and loses at 1.
+# On SmolLM2, as docs/explanation/results/training.md gives them: the head is as fast at temperature 0, and loses at 1.
 HEAD, COPY = "best(suffix:100000,draft:/x/head)", "best(suffix:100000,quantized:int4)"
 ROBUST = (
     case(COPY, "auto", 1.64, low=1.5, high=1.8, tau=4.71),
