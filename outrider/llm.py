@@ -147,8 +147,8 @@ class LLM:
     def encode(self, prompt: Prompt, *, language: str | None = None, task: str | None = None) -> tuple[int, ...]:
         """Return the tokens of a prompt, with the special tokens that the tokenizer adds.
 
-        The prompt of an encoder-decoder target begins its output: a text has the model's start tokens before it and no
-        other special tokens. `language` and `task` are those of `start_tokens`, for a text only.
+        For encoder-decoder targets, the prompt is the beginning of the decoder's output. The model's start tokens are
+        prepended; no other special tokens are added. `language` and `task` are those of `start_tokens`, for text only.
 
         Raises:
             OutriderError: the prompt is neither a string nor a list of token ids, or token ids come with a language or

@@ -14,7 +14,7 @@ from outrider.models.torch.weights import Weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRules:
-    """What an encoder-decoder model takes as source, and how its output begins."""
+    """The rules for an encoder-decoder model's source and for the beginning of its output."""
 
     context: int  # most tokens of a source, or positions of speech
     start: tuple[int, ...]  # the default prompt of the decoder; (): the checkpoint names none
