@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test test-all test-gpu check bench docs readme clean
+.PHONY: help demo test test-all test-gpu check bench docs readme release clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,9 @@ docs: .venv/ready ## Build the documentation site in site/. A broken link fails.
 
 readme: .venv/ready ## Regenerate the example output in README.md.
 	$(BIN)/python docs/update_readme.py
+
+release: ## Build the source archive and the wheel in dist/, and try the wheel in a fresh environment.
+	scripts/release.sh --python $(PYTHON)
 
 # The CPU build of torch comes first. A looser request may pull gigabytes of CUDA packages.
 .venv/ready: pyproject.toml

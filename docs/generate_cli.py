@@ -1,4 +1,4 @@
-"""Write docs/reference/cli.md from the options of `outrider`. With --check, exit 1 if the page is out of date."""
+"""Write docs/reference/cli/ from the options of `outrider`. With --check, exit 1 if a page is out of date."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import typer
 
 from outrider.cli.app import app
 
-PAGE = Path(__file__).parent / "reference" / "cli.md"
+PAGES = Path(__file__).parent / "reference" / "cli"
 HEAD = """\
 # Command line
 
-This page lists every command of `outrider` and its options. `outrider COMMAND --help` prints the same text.
+Each command of `outrider` has a page with its options. `outrider COMMAND --help` prints the same text.
 
 `outrider --version` prints the version, and `outrider --install-completion` sets up
-[completion](../getting-started/installation.md#shell-completion) in your shell. An option with an
-[environment variable](../how-to/deploy.md#environment-variables) takes its value, unless the command line or `--config`
-sets the option. Every command has `-h` and `--help`. A mistake in an option or a file ends the
+[completion](../../getting-started/installation.md#shell-completion) in your shell. An option with an
+[environment variable](../../how-to/deploy.md#environment-variables) takes its value, unless the command
+line or `--config` sets the option. Every command has `-h` and `--help`. A mistake in an option or a file ends the
 command with exit code 2 and one line on standard error that says what to change.
 
 | Command | Purpose |
@@ -52,21 +52,38 @@ class Row(NamedTuple):
 
 
 def main() -> None:
-    """Write the page, or compare it."""
-    page = render()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page, "utf-8")
-    elif not PAGE.is_file() or PAGE.read_text("utf-8") != page:
-        sys.exit(f"{PAGE.name} is out of date; run python docs/generate_cli.py")
+    """Write the pages, or compare them."""
+    pages = render()
+    if "--check" in sys.argv[1:]:
+        written = {file.name: file.read_text("utf-8") for file in PAGES.glob("*.md")}
+        if written != pages:
+            names = [name for name in sorted(written | pages) if written.get(name) != pages.get(name)]
+            sys.exit(f"{', '.join(names)} in {PAGES} are out of date; run python docs/generate_cli.py")
+        return
+    PAGES.mkdir(exist_ok=True)
+    for file in PAGES.glob("*.md"):
+        file.unlink()
+    for name, text in pages.items():
+        (PAGES / name).write_text(text, "utf-8")
 
 
-def render() -> str:
-    """The text of the page."""
-    verbs = list(_verbs(app))
+def render() -> dict[str, str]:
+    """The text of each page, by file name: one page for each command and each group of commands, and their index."""
+    purposes = []
+    pages = {}
+    for verb in _verbs(app):
+        file = f"outrider-{verb.name}.md"
+        purposes.append(f"| [`{verb.name}`]({file}) | {_purpose(verb.command)} |\n")
+        pages[file] = f"# outrider {verb.name}\n\n" + _section(verb)
     for group in app.registered_groups:
-        verbs += _verbs(group.typer_instance, f"{group.name} ")
-    purposes = [f"| [`{verb.name}`](#{verb.name.replace(' ', '-')}) | {_purpose(verb.command)} |\n" for verb in verbs]
-    return HEAD + "".join(purposes) + "\n" + "\n".join(map(_section, verbs))
+        file = f"outrider-{group.name}.md"
+        sections = []
+        for verb in _verbs(group.typer_instance, f"{group.name} "):
+            anchor = verb.name.replace(" ", "-")
+            purposes.append(f"| [`{verb.name}`]({file}#{anchor}) | {_purpose(verb.command)} |\n")
+            sections.append(f"## {verb.name}\n\n" + _section(verb))
+        pages[file] = f"# outrider {group.name}\n\n" + "\n".join(sections)
+    return {"index.md": HEAD + "".join(purposes), **pages}
 
 
 def _verbs(program: typer.Typer, prefix: str = "") -> Iterator[Verb]:
@@ -86,7 +103,7 @@ def _section(verb: Verb) -> str:
     hints = get_type_hints(callback, include_extras=True)
     rows = [_row(parameter, hints[parameter.name]) for parameter in command.params if parameter.name != "help"]
     arguments = "".join(f" {row.flag}" for row in rows if row.panel == "Arguments")
-    lines = [f"## {name}", "", "```text", f"outrider {name} [OPTIONS]{arguments}", "```", ""]
+    lines = ["```text", f"outrider {name} [OPTIONS]{arguments}", "```", ""]
     lines += [_prose(inspect.cleandoc(command.help)), ""]
     for panel in sorted(
         dict.fromkeys(row.panel for row in rows), key=lambda each: each not in ("Arguments", "Options")
@@ -143,7 +160,7 @@ def _default(parameter: Any) -> tuple[str, str]:
         default = f"`{value}`"
     elif told:
         text, default = told["help"], _cell(told["default"])
-    env = f" Environment variable: `{parameter.envvar}`." if parameter.envvar else ""
+    env = f" Variable: `{parameter.envvar}`." if parameter.envvar else ""
     return _cell(text) + env, default
 
 

@@ -1,24 +1,13 @@
-"""Test that speculation leaves the output of a target unchanged, for one proposer. See `outrider audit`."""
+"""Test from a script that speculation leaves the output of a target unchanged. See `outrider audit --help`."""
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
+import json
+import subprocess
+import sys
 
-from outrider.lab.audit.run import run_audit
-
-with TemporaryDirectory() as folder:
-    prompts = Path(folder) / "prompts.jsonl"
-    prompts.write_text('{"prompt": "def add(a, b):"}\n{"prompt": "The old man"}\n', encoding="utf-8")
-    report = run_audit(
-        target=None,  # the embedded target; your own: a folder
-        proposer="ngram",
-        k=4,
-        prompts=str(prompts),
-        samples=200,  # per test; the default of `outrider audit` is 2000
-        tokens=8,
-        device="cpu",
-        threads=None,
-        console=None,
-    )
+# Your own pair: add --target DIR --proposer draft:DIR2 --prompts FILE. The default of --samples is 2000.
+command = [sys.executable, "-m", "outrider", "audit", "--proposer", "ngram", "--samples", "200", "--json"]
+done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+report = json.loads(done.stdout)
 print("passed" if report["passed"] else "FAILED")
 print(f"replay: {report['replay']['mismatches']} mismatches")
 print(f"flips: {report['flips']['flips']} of {report['flips']['tokens']} tokens in {report['flips']['dtype']}")

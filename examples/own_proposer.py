@@ -6,8 +6,7 @@ On the command line, from the folder of this file: outrider run --proposer own_p
 import torch
 
 from outrider import LLM
-from outrider.core import tree
-from outrider.core.types import Needs
+from outrider.plugin import Needs, chain
 from outrider.testing import check_proposer
 
 
@@ -29,7 +28,7 @@ class RepeatProposer:
         longest = max(map(len, drafts))
         padded = [draft + [0] * (longest - len(draft)) for draft in drafts]
         tokens = torch.tensor(padded, dtype=torch.int64, device=self.device).view(len(drafts), longest)
-        return tree.chain(tokens, tuple(map(len, drafts)))
+        return chain(tokens, tuple(map(len, drafts)))
 
     def commit(self, round):
         """A round is over: `round.emitted` holds the accepted tokens."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from outrider.core.types import Completion, FinishReason, TokenLogprobs
     from outrider.llm import LLM
     from outrider.models.torch.speech.wav import Recording
+    from outrider.scale.ray.rollouts import RolloutPool
     from outrider.serve.speech.run import transcribe
     from outrider.serve.speech.transcript import Segment, Transcript
 
@@ -37,6 +38,7 @@ __all__ = [
     "LLM",
     "OutriderError",
     "Recording",
+    "RolloutPool",
     "SamplingParams",
     "Segment",
     "Stats",
@@ -58,6 +60,7 @@ _MODULES = {  # the module of each public name
     "Stats": "outrider.core.stats",
     "TokenLogprobs": "outrider.core.types",
     "Recording": "outrider.models.torch.speech.wav",
+    "RolloutPool": "outrider.scale.ray.rollouts",
     "Segment": "outrider.serve.speech.transcript",
     "Transcript": "outrider.serve.speech.transcript",
     "transcribe": "outrider.serve.speech.run",

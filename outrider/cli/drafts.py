@@ -126,7 +126,7 @@ def export(
 ) -> None:
     """Write a draft as another engine reads it, with the command that runs it there.
 
-    Drafts that the engine does not run are refused. What was not run with an engine is labeled untested.
+    Drafts that the engine does not run are refused. A draft that was not run with an engine is labeled untested.
     """
     from outrider.tools.export.run import run_export
 

@@ -16,13 +16,13 @@ _PANEL = "Source"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """What the encoder of an encoder-decoder target reads."""
+    """The input of an encoder-decoder target's encoder."""
 
     source: Annotated[
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="What the encoder of an encoder-decoder target reads: a text, or for a speech target the path of a WAV"
+            help="The input of an encoder-decoder target's encoder: a text, or for a speech target the path of a WAV"
             " file. PROMPT begins the output.",
             rich_help_panel=_PANEL,
         ),

@@ -1,4 +1,4 @@
-"""What a lossy verification rule promises: how far the emitted tokens may be from the target's distribution.
+"""The promise of a lossy verification rule: how far the emitted tokens may be from the target's distribution.
 
 A bound holds at each position, given the tokens before it. p is the target's distribution there.
 """

@@ -63,8 +63,7 @@ class EngineConfig:
     prefix_caching: bool = True
     """Reuse the KV cache of equal prompt prefixes."""
     draft_window: int | None = None
-    """The latest tokens that a draft model or draft head reads, draft tokens included. None: as many as it was made
-    for, so the whole text if that is enough."""
+    """Context window of the draft model or draft head, in tokens, draft tokens included. None: its own maximum."""
     draft_quantize: str | None = None
     """int8 or int4 for the weights of a draft model or draft head on the native kernels, LM head included. The output
     stays the target's. None: the weights as stored."""

@@ -33,7 +33,7 @@ class ProposerSetup:
     tokenizer: Any  # the target's
     kernels: str = "auto"  # of draft models; see `make_target`
     source_rules: SourceRules | None = None  # what the target takes as source; None: a decoder-only model
-    draft_window: int | None = None  # tokens that a draft model reads at once; None: as many as it was made for
+    draft_window: int | None = None  # context window of a draft model, in tokens; None: its own maximum
     check: str = ONCE  # when the logits of a draft model are checked at load, as in `EngineConfig`
     draft_quantize: str | None = None  # int8 or int4 weights of a draft model or head; None: as stored
     target_folder: str = ""  # folder or file of the target's checkpoint; "": unknown

@@ -1,4 +1,4 @@
-"""What an encoder-decoder model reads."""
+"""The source of an encoder-decoder model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRules:
-    """What an encoder-decoder model takes as source, and how its output begins."""
+    """The rules for an encoder-decoder model's source and for the beginning of its output."""
 
     context: int  # most tokens of a source, or positions of speech
     start: tuple[int, ...]  # the default prompt of the decoder; (): the checkpoint names none

@@ -16,8 +16,8 @@ _BYTE_LEVEL_SPACE = "Ġ"  # how byte-level tokenizers write a space
 class SingleTokens:
     """The text of single tokens of a tokenizer, which is read when it is asked for.
 
-    An added token that is not special has a text like any other token. What a special token spells is never part of a
-    decoded text, so it has no text.
+    An added token that is not special has a text like any other token. A special token is never part of a decoded
+    text, so it has no text.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -55,13 +55,13 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AudioFeatures:
-    """What the encoder of a speech model reads. An object equals only itself, so that caches compare it fast."""
+    """The input of a speech model's encoder. An object equals only itself, so that caches compare it fast."""
 
     values: torch.Tensor  # [bins, frames] float32, on the host
 
 
 class SpeechOutput(StrEnum):
-    """What a speech model writes. Only targets of speech read it."""
+    """The kind of output of a speech model. Only targets of speech read it."""
 
     TEXT = "text"  # no rules besides the tokens that the checkpoint suppresses
     TIMESTAMPS = "timestamps"  # text between timestamps
@@ -408,7 +408,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a proposer needs from the target's pass. Nothing else is exported."""
+    """The outputs of the target's pass that a proposer needs. Nothing else is exported."""
 
     layers: tuple[int, ...] = ()  # decoder layers, from 0, whose hidden states are needed
     alternatives: int = 1  # proposers that the planner chooses from in each round

@@ -94,7 +94,7 @@ class EngineParts:
 
     @property
     def source_rules(self) -> SourceRules | None:
-        """What an encoder-decoder target takes as source; None: the target is a decoder-only model."""
+        """The rules for sources of an encoder-decoder target; None: the target is a decoder-only model."""
         return self.loaded.checkpoint.source
 
     @property

@@ -1,4 +1,4 @@
-"""What the engine expects of models: block generators, a streaming decoder, a scorer and a router.
+"""The protocols of models: block generators, a streaming decoder, a scorer and a router.
 
 The protocols are the same for video and audio. A block is a latent of a fixed shape. The decoder turns it into content:
 frames of a video, or samples of a recording. The scorer gives one score for each unit of content: a frame, or a window.
@@ -77,7 +77,7 @@ class Scorer(Protocol):
 
 
 class Choice(Enum):
-    """What a router wants for a block, before there is a draft."""
+    """A router's choice for a block, before there is a draft."""
 
     TARGET = "target"  # the target makes the block
     DRAFT = "draft"  # the drafter makes the block, and it is accepted without a score

@@ -1,4 +1,4 @@
-"""What the engine returns: content, and for each block who made it, its score and its times."""
+"""The results of the engine: content, and for each block its maker, score and times."""
 
 from __future__ import annotations
 

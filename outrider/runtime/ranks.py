@@ -109,8 +109,8 @@ class Ranks:
     def all_true(self, value: bool, failure: str = "") -> bool:
         """Return whether the value is true in all ranks.
 
-        A rank in which something has failed may be alone with it: the others may wait for it in an operation of the
-        model, and would not come here. So it ends with `failure` if they do not ask as well within a few seconds.
+        If one rank fails, the others may be blocked in a collective of the model and never reach this call. The failing
+        rank therefore exits with `failure` if they do not call within a few seconds.
 
         Args:
             value: of this rank.

@@ -98,7 +98,7 @@ def make_app(
 
 
 def _add_middleware(app: FastAPI, settings: Settings, tracer: Tracer | None) -> None:
-    """Add the middleware. What is added later runs earlier."""
+    """Add the middleware. Middleware that is added later runs earlier."""
     app.add_middleware(BodyLimitMiddleware, max_bytes=1024 * settings.max_body_kb)
     if tracer:
         app.add_middleware(TraceMiddleware, tracer=tracer)

@@ -322,7 +322,7 @@ def _proposal_of(instance: Instance, node: int, tokens: torch.Tensor) -> torch.T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Emitted:
-    """What the verdicts of all cases emit."""
+    """The tokens that the verdicts of all cases emit."""
 
     tokens: torch.Tensor  # [R, 1 + N] the accepted draft tokens, then the bonus token; 0 beyond
     legal: torch.Tensor  # [R] bool: the verdict is a path of the draft and a token of the vocabulary

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "outrider"
 ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"
-PUBLIC_FILES = frozenset({"__init__.py", "__main__.py", "_version.py", "errors.py", "llm.py"})
+PUBLIC_FILES = frozenset({"__init__.py", "__main__.py", "_version.py", "errors.py", "llm.py", "plugin.py"})
 LAYERLESS = frozenset({"__init__", "__main__", "_version", "errors"})
 
 

@@ -48,7 +48,7 @@ def measure_pass(target: Target) -> PassCost:
 
 
 class _Shape(NamedTuple):
-    """What a measured pass runs over."""
+    """The input of a measured pass."""
 
     tokens: int
     seqs: int

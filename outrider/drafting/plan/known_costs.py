@@ -1,4 +1,4 @@
-"""What passes cost on this machine, kept in one file per model.
+"""The costs of passes on this machine, kept in one file per model.
 
 A start measures for a second at most. Later starts continue the measurement for a shorter time until it is whole, and
 the planner corrects the costs with the times of its rounds. `outrider bench --calibrate` measures everything at once.

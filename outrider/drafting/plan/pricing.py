@@ -43,7 +43,7 @@ class DraftPricing:
         return Thresholds(min(verify, 1.0), tuple(verify + cost for cost in draft))
 
     def profitable_widths(self, accept_probs: Sequence[Sequence[float]], load: RoundLoad) -> tuple[int, ...]:
-        """Return the number of draft tokens to keep by sequence. The likeliest tokens of all sequences come first.
+        """Return how many draft tokens each sequence keeps. The most likely tokens across the batch come first.
 
         If drafts are padded, all sequences may keep the same number.
         """

@@ -70,7 +70,7 @@ class RoundLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a proposer achieved in some rounds, as sums over them."""
+    """The results of a proposer in some rounds, as sums over them."""
 
     rounds: int
     seqs: int  # sequences with a draft budget

@@ -8,8 +8,8 @@ memory, N ranks, L layers and t seconds of an all-reduce of one hidden state, a 
     sharded      W / (N B) + (2 L + 2) t
 
 Two messages are those of the embedding and of the logits. B and t are measured when the draft is loaded, in all ranks
-at once, because ranks on CPUs share their memory. What both passes have in common, such as the launch of kernels, does
-not count.
+at once, because ranks on CPUs share their memory. Costs that both passes have, such as kernel launches, do not
+count.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class Pair:
         """Load target and proposer.
 
         Args:
-            config: target and proposer. What sets the number of sequences, their length, their cache and the draft
-                length is not read. If quantized weights run in float32, they are quantized as on torch and then
+            config: target and proposer. The fields for the number of sequences, their length, their cache and the
+                draft length are not read. If quantized weights run in float32, they are quantized as on torch and then
                 widened.
             prompts: the prompts.
             room: number of tokens after a prompt, including draft tokens.

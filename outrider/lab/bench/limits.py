@@ -27,7 +27,7 @@ DEFINITIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """What a pass needs, and what the machine delivers."""
+    """The needs of a pass, and the rates of the machine."""
 
     weight_bytes_per_pass: float  # without routed experts
     cache_bytes_per_token: float  # per cached token of a sequence

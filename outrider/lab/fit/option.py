@@ -47,7 +47,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        """What people read."""
+        """The name for people."""
         return PLAIN if self.proposer == "none" else f"{label(short(self.proposer), self.draft_quantize)}, k {self.k}"
 
     @classmethod

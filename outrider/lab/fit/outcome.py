@@ -140,7 +140,7 @@ class Outcome:
         if not advice["speculate"]:
             several = len(self._measured["plain"]) > 1
             condition = " without being slower at one of the temperatures" if several else ""
-            return f"Chosen: plain decoding. No proposer is surely faster on {self._where()}{condition}."
+            return f"Chosen: plain decoding. No proposer is significantly faster on {self._where()}{condition}."
         option = next(each for each in self.options if each.verdict == "chosen")
         proposer = label(command_line_form(option.proposer), option.draft_quantize)
         first, *others = option.by_temperature

@@ -10,7 +10,7 @@ from outrider.runtime.report.console import Document, new_table
 
 def show(document: Document, console: Console) -> None:
     """Print a table of all options, and the choice in words."""
-    table = new_table("What each option brings: tokens/s over plain decoding with its 95% interval, and memory")
+    table = new_table("Speedup of each option over plain decoding with its 95% interval, and memory")
     table.add_column("option", overflow="fold")
     for plain in document["plain"]:
         table.add_column(f"speedup, T={plain['temperature']:g}")

@@ -44,7 +44,7 @@ class TargetSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """What is trained, and in which portions."""
+    """The head to train, and the portions of the training."""
 
     kind: str
     draft_vocab_size: int  # 0: all tokens

@@ -46,7 +46,7 @@ def check_page(file: str) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class ServerLoad:
-    """What one server has answered."""
+    """The answers of one server."""
 
     model: str
     results: list[RequestResult] = field(default_factory=list)

@@ -82,7 +82,7 @@ def advise(plains: Sequence[Plain], cases: Sequence[Case], *, every_temperature:
 
     It is the candidate with the highest overall speedup, prefill included, if that is a significant gain. k auto is
     preferred if it is nearly as fast, because it stops drafting where drafting does not pay. For several temperatures
-    the geometric mean counts, and a candidate that is surely slower than plain decoding at one of them is left out.
+    the geometric mean counts, and a candidate whose interval is entirely below 1 at any of them is left out.
     """
     plain = plains[0]
     batch = plain.variant.batch

@@ -1,4 +1,4 @@
-"""What is measured in a limited time: how long the outputs are, and which variants run."""
+"""The measurements that fit into a limited time: how long the outputs are, and which variants run."""
 
 from __future__ import annotations
 

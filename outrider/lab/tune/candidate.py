@@ -14,7 +14,7 @@ WORTHWHILE = 1.02  # overall speedup below which plain decoding is recommended
 
 
 class CandidateKey(NamedTuple):
-    """What a configuration would use at all temperatures."""
+    """The settings that a configuration would use at all temperatures."""
 
     proposer: str
     k: int | str
@@ -37,7 +37,7 @@ class Candidate:
 
     @property
     def key(self) -> CandidateKey:
-        """What tells it from others."""
+        """The fields that tell it from others."""
         return CandidateKey(self.proposer, self.k, self.draft_quantize)
 
     @property
@@ -59,14 +59,14 @@ class Candidate:
 
     @property
     def loses_at(self) -> tuple[float, ...]:
-        """The temperatures at which it is surely slower than plain decoding."""
-        return tuple(temperature for temperature, speedup in self.speedups.items() if speedup.surely_slower)
+        """The temperatures at which its whole interval is below 1."""
+        return tuple(temperature for temperature, speedup in self.speedups.items() if speedup.is_slower)
 
     @property
     def worthwhile(self) -> bool:
-        """Whether it gains, significantly so if an interval is known, and is surely slower at no temperature."""
+        """Whether it gains, significantly so if an interval is known, and is slower at no temperature."""
         overall = self.overall
-        return overall.value >= WORTHWHILE and (overall.low is None or overall.sure) and not self.loses_at
+        return overall.value >= WORTHWHILE and (overall.low is None or overall.is_faster) and not self.loses_at
 
 
 def group(speedups: Iterable[tuple[Variant, Estimate]]) -> list[Candidate]:
@@ -83,7 +83,7 @@ def fastest(candidates: Iterable[Candidate]) -> Candidate | None:
 
 
 def fastest_first(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Sort candidates by the geometric mean. Those that are surely slower at one of the temperatures come last."""
+    """Sort candidates by the geometric mean. Those that are slower at one of the temperatures come last."""
     return sorted(candidates, key=lambda each: (not each.loses_at, each.overall.value), reverse=True)
 
 

@@ -109,8 +109,8 @@ def _head(engine: str, kind: Kind, folder: str, k: int, block: int | None) -> Ot
         folder: its folder.
         k: draft tokens per round here.
         block: draft tokens of the whole block that the head was trained with; 0: unknown; None: it fills in no block.
-            Outrider always computes the whole block and verifies k of it. The others compute a block of k tokens, in
-            which columns lack the later ones that they attend to, so the whole block is right there whatever k is here.
+            Outrider computes the whole block and verifies k of its tokens. Other engines compute only k columns, which
+            changes the attention inside the block, so they get the full block size.
     """
     name, methods = _HEADS[engine]
     if kind not in methods:

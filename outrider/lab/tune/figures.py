@@ -28,12 +28,12 @@ class Estimate:
     high: float | None = None
 
     @property
-    def sure(self) -> bool:
+    def is_faster(self) -> bool:
         """Whether the whole interval is above 1."""
         return self.low is not None and self.low > 1
 
     @property
-    def surely_slower(self) -> bool:
+    def is_slower(self) -> bool:
         """Whether the whole interval is below 1. Without an interval, whether the value is."""
         return (self.value if self.high is None else self.high) < 1
 

@@ -28,9 +28,9 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
     {
         "seconds": "the repeat of median speed of each batch of prompts; acceptance is of all repeats",
         "prefill_share": "share of the time of plain decoding until every sequence of a batch has a token",
-        "speedup": "tokens/s after the first token of every sequence, over those of plain decoding",
-        "overall": "tokens/s from the prompts to the last token, over those of plain decoding; of the advice, the"
-        " geometric mean over its temperatures",
+        "speedup": "tokens/s after the first token of every sequence, relative to plain decoding",
+        "overall": "tokens/s from the prompts to the last token, relative to plain decoding; for the recommendation,"
+        " the geometric mean over temperatures",
         "batches": "batches of prompts that were measured",
         "budget": "what the time limit of a fit allowed: tokens of an output, and variants with plain decoding",
         "low, high": "95% interval: 1000 resamples of the batches of prompts, pooled; null with one batch",

@@ -35,7 +35,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """What people read."""
+        """The name for people."""
         return "plain decoding" if self.plain else f"{label(short(self.proposer), self.draft_quantize)}, k {self.k}"
 
     @property

@@ -84,7 +84,7 @@ class DemoSettings:
         str | None,
         typer.Option(
             metavar="FILE",
-            help="What `outrider media tune --out` wrote. Default: the calibration in the folder of the models.",
+            help="A file of `outrider media tune --out`. Default: the calibration in the folder of the models.",
             rich_help_panel=_MODEL,
         ),
     ] = None

@@ -23,7 +23,7 @@ LANGUAGE = Language(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What a caption says: a shape, where it starts and moves, and the background."""
+    """The content of a caption: a shape, where it starts and moves, and the background."""
 
     color: str
     shape: str

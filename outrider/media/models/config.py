@@ -10,7 +10,7 @@ from outrider.media.models.language import Language
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """What all models of a set share, whatever their content is."""
+    """The settings that all models of a set share, whatever their content is."""
 
     blocks: int = 8  # of an output
     frames: int = 3  # latent frames of a block
@@ -31,7 +31,7 @@ class BlockConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoConfig(BlockConfig):
-    """What all models of a set of video models share. A latent frame gives one frame of the video."""
+    """The settings that all models of a set of video models share. A latent frame gives one frame of the video."""
 
     frame_size: int = 32  # rows and columns of a frame of the video
 

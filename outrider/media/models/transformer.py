@@ -24,7 +24,7 @@ _ROTARY_BASE = 100.0
 
 
 class Text(NamedTuple):
-    """What captions give to a pass."""
+    """The inputs of a pass that come from captions."""
 
     condition: Tensor  # added to the first states of all tokens, (..., width)
     layers: list[KeyValue]  # keys and values for each layer

@@ -12,7 +12,7 @@ from outrider.media.contract import Choice, Judgment, Position
 
 
 class _Placement:
-    """What these routers have in common."""
+    """The base of these routers."""
 
     threshold: float | None = None
 

@@ -16,7 +16,7 @@ KeyValue = tuple[Tensor, Tensor]
 
 @dataclass(slots=True)
 class Pass:
-    """What the layers of one pass share."""
+    """The state that the layers of one pass share."""
 
     cache: BlockCache
     rotation: KeyValue  # cosines and sines of the block's tokens, each (tokens, 1, half of the channels of a head)

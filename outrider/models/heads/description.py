@@ -37,7 +37,7 @@ class Kind(StrEnum):
 
 
 class FuseNorm(StrEnum):
-    """What is normalized before the target's hidden states are fused."""
+    """The input that is normalized before the target's hidden states are fused."""
 
     NONE = "none"
     EACH = "each"  # the state of each layer separately (EAGLE-3.1)

@@ -16,7 +16,7 @@ _INTEGERS = ("ids", TOKEN_ORDER)  # weights that are not floating-point
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What errors call a checkpoint and its weights."""
+    """The names of a checkpoint and its weights in errors."""
 
     where: str  # the checkpoint
     stored: Callable[[str], str]  # returns the name of a weight in the checkpoint

@@ -136,7 +136,7 @@ def _errors(target: Target, checkpoint: Checkpoint, seed: int, tolerance: float)
 
 
 class _Scored(NamedTuple):
-    """What the target has computed."""
+    """The target's results."""
 
     logits: torch.Tensor  # [1, 1 + N, V]
     tokens: list[int]  # of the prompt, followed by those of the tree
@@ -144,7 +144,7 @@ class _Scored(NamedTuple):
 
 
 class _Reference(NamedTuple):
-    """What transformers has computed for each node. The first one is the prompt."""
+    """The results of transformers for each node. The first one is the prompt."""
 
     logits: torch.Tensor  # [1 + N, V]
     gaps: torch.Tensor  # [1 + N] the largest gap of the choice of experts, see `prescribed_experts`

@@ -1,4 +1,4 @@
-"""What a configuration says about the use of a model: its context length and the tokens that end a text."""
+"""Facts in a configuration about the use of a model: its context length and the tokens that end a text."""
 
 from __future__ import annotations
 

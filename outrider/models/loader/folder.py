@@ -17,14 +17,14 @@ _PART = re.compile(r".*-\d+-of-\d+\.safetensors")
 # Architectures of transformers that write no text, from checkpoints whose model_type also has a language model.
 _OTHER_HEADS = re.compile(r".*For(\w*Classification|QuestionAnswering|MultipleChoice|\w*Reward\w*)")
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
-# What a folder without config.json may be, by the file that shows it.
+# The kinds of folders without config.json, by the file that shows the kind.
 _NO_MODELS = {
     "adapter_config.json": "a PEFT adapter and no model; merge it with merge_and_unload(), and give the folder in which"
     " save_pretrained writes the result",
     "model_index.json": "a pipeline of diffusers and no language model; give the folder of a text model",
     "params.json": "a checkpoint of its publisher's own format; give the folder of its Hugging Face version",
 }
-# What a folder without safetensors may hold, by the ending of the file.
+# The contents of a folder without safetensors, by the ending of the file.
 _OTHER_WEIGHTS = {
     ".bin": "weights as {name}, which may run code when they are read; write safetensors with"
     " AutoModelForCausalLM.from_pretrained and save_pretrained of transformers",

@@ -1,4 +1,4 @@
-"""Load a model. What the native kernels run is read without transformers, which takes seconds to import."""
+"""Load a model. Models on the native kernels are read without transformers, which takes seconds to import."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _read_full(path: Path) -> Any:
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             tokenizer._tokenizer = _with_text_markers(backend)
     except Exception as error:  # the tokenizers library raises bare Exceptions
-        # What transformers says of a missing file has several lines, and names packages that would not help.
+        # The message of transformers about a missing file has several lines, and names packages that would not help.
         missing = not (path / "tokenizer.json").exists()
         reason = "there is no tokenizer.json" if missing else " ".join(str(error).split())
         raise OutriderError(f"{path} has no working tokenizer ({reason}); copy its tokenizer.json there") from error

@@ -34,7 +34,7 @@ _NUMBERS: Mapping[torch.dtype, int] = MappingProxyType(  # `Number` of linear.h
 
 
 class _Format(NamedTuple):
-    """What the blocks of a type become, as in blocks.cpp."""
+    """The packed form of a type's blocks, as in blocks.cpp."""
 
     bits: int
     group: int

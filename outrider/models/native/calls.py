@@ -16,7 +16,7 @@ _NEVER_STOP = StopRule(weight=(0.0,), bias=(0.0,))
 
 
 class PassResult(NamedTuple):
-    """What a forward pass returns. K columns have logits."""
+    """The results of a forward pass. K columns have logits."""
 
     logits: torch.Tensor  # [K, V] float32
     best: array[int]  # [K] likeliest ids; -1 where the logits are not finite

@@ -71,7 +71,7 @@ class Refill:
         return self._memory.pop(0).copy_(tensor)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return the next tensor of the old value, which has this shape. What is not overwritten is zero already."""
+        """Return the next tensor of the old value, which has this shape. Its other elements are zero already."""
         return self._memory.pop(0)
 
 

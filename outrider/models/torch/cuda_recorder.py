@@ -1,4 +1,4 @@
-"""What records a pass: as a CUDA graph, without a wait for the host."""
+"""Record a pass as a CUDA graph, without a wait for the host."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from outrider.runtime.ranks import all_ranks
 
 
 class Pass(NamedTuple):
-    """What a pass runs over."""
+    """The input of a pass."""
 
     batch: Batch
     draft: Draft

@@ -9,7 +9,7 @@ from outrider.drafting.plan.speedup import decode_limit, roof
 
 
 class Bound(StrEnum):
-    """What limits the speed of a pass."""
+    """The limit of a pass's speed."""
 
     BANDWIDTH = "bandwidth"
     ARITHMETIC = "arithmetic"

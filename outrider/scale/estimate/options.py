@@ -196,7 +196,7 @@ OverlapOption = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="What the draft machine does during verification. none: it waits. continue: it goes on after its draft"
+        help="The draft machine's work during verification. none: it waits. continue: it goes on after its draft"
         " (PEARL, AMUSD). guess:SHARE: it drafts for likely outcomes, which are right with this share (SSD).",
         rich_help_panel=_LAYOUT,
     ),

@@ -13,7 +13,7 @@ from outrider.errors import OutriderError
 
 
 class Overlap(StrEnum):
-    """What the draft does while the target verifies."""
+    """The draft's work while the target verifies."""
 
     NONE = "none"  # it waits
     CONTINUE = "continue"  # it goes on after its own draft (PEARL, AMUSD)

@@ -1,4 +1,4 @@
-"""What a faster generation gains for a step of reinforcement learning.
+"""Estimate how much faster generation shortens a step of reinforcement learning.
 
 A step generates rollouts and does other work: rewards, log-probabilities, training, and the transfer of the weights. R
 is the share of the generation in a step without speculation, and a is the speedup of the generation.

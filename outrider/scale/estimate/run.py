@@ -34,7 +34,7 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
         "pass": "max(r, a) + exposed x min(r, a) + layers x layer overhead, where r = bytes / bandwidth and a ="
         " operations / rate; a pass reads all weights once and the KV cache of each sequence, and a token costs two"
         " operations per active weight",
-        "speedup": "tokens/s over those of plain decoding, both estimated for the same machine, batch and case",
+        "speedup": "tokens/s relative to plain decoding, both estimated for the same machine, batch and case",
         "k": "the fastest of the considered draft lengths; 0 if plain decoding is the fastest",
         "bound": "what limits the speed of the target's pass",
         "stops_paying": "the batch from which no k gains; null if drafting still pays at 65536 sequences",

@@ -56,7 +56,7 @@ class Job:
 
 @dataclass(slots=True)
 class Counts:
-    """What a replica has done."""
+    """The totals of a replica."""
 
     rounds: int = 0
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""What a simulation says: throughput, latencies, and the use of the replicas."""
+"""The results of a simulation: throughput, latencies, and the use of the replicas."""
 
 from __future__ import annotations
 

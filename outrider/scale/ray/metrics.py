@@ -52,7 +52,7 @@ def _with(family: Metric, values: Mapping[tuple[str, tuple[tuple[str, str], ...]
 
 
 class _Registry:
-    """What `generate_latest` reads."""
+    """The metrics that `generate_latest` reads."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = metrics

@@ -28,7 +28,7 @@ _Weights = Mapping[str, torch.Tensor] | str | Path
 
 
 class _Progress(NamedTuple):
-    """What a worker has done in a call."""
+    """The results of a worker in a call."""
 
     finished: tuple[Rollout, ...]
     lengths: dict[tuple[int, int], int]  # output tokens of its unfinished samples, by prompt and sample

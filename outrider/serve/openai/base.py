@@ -1,4 +1,4 @@
-"""What all request bodies have in common: null is absent, and unknown fields are errors."""
+"""The base of all request bodies: null is absent, and unknown fields are errors."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class CompletionRequest(SamplingFields):
     )
     source: _Texts | None = Field(
         None,
-        description="Extension. What the encoder of an encoder-decoder model reads, one per prompt, in the same forms.",
+        description="Extension. The input of an encoder-decoder model's encoder, one per prompt, in the same forms.",
     )
     max_tokens: int = Field(16, ge=-1, description="-1: the rest of the context.")
     logprobs: int | None = Field(None, ge=0, le=20)

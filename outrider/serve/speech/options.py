@@ -1,4 +1,4 @@
-"""What a user may ask of a transcript."""
+"""The options of a transcript."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COLD = 0.5  # below this temperature, the text of a window is good enough to go
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranscriptionOptions:
-    """What a transcript should be."""
+    """The wanted form of a transcript."""
 
     language: str | None = None  # of the audio: a code or an English name; None: see `SpeechRules.start_tokens`
     task: str | None = None  # transcribe, or translate for English text; None: as the checkpoint says, or transcribe

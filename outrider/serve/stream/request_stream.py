@@ -19,7 +19,7 @@ PUBLISH_INTERVAL = 0.04  # seconds; the rounds of this time share one chunk
 
 
 class StreamContent(IntEnum):
-    """What the chunks of a stream contain. Each level includes the levels before it."""
+    """The contents of a stream's chunks. Each level includes the levels before it."""
 
     END = 0  # only the last chunk
     TEXT = 1  # new text, of one or several rounds
@@ -30,7 +30,7 @@ class StreamContent(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamChunk:
-    """What one or several rounds add to a completion."""
+    """The tokens and the text that one or several rounds add to a completion."""
 
     text: str = ""  # characters that no later token can change
     tokens: tuple[int, ...] = ()

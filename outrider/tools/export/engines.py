@@ -1,5 +1,5 @@
-"""What other engines read: vLLM 0.33, SGLang 0.5.23, llama.cpp of October 2026, mlx-lm 0.32 and mlx-vlm 0.7, Ollama and
-TensorRT-LLM 1. A recipe is tested if the engine has run such a draft of ours."""
+"""The drafts that other engines read: vLLM 0.33, SGLang 0.5.23, llama.cpp of October 2026, mlx-lm 0.32, mlx-vlm 0.7,
+Ollama and TensorRT-LLM 1. A recipe is tested if the engine has run such a draft of ours."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FAMILIES = ("MiMoForCausalLM", *_QWEN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """What a recipe writes commands about."""
+    """The subject of a recipe's commands."""
 
     path: str  # of the written draft
     target: str  # folder of the target, the name of a model on the Hub, or TARGET

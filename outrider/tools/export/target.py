@@ -14,7 +14,7 @@ _FILE = "target.gguf"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedTarget:
-    """What the command of an engine reads as the target."""
+    """The target in the command of an engine."""
 
     name: str  # an existing folder or file, the name of a model on the Hub, or TARGET
     gguf: str  # the GGUF file of an engine that needs one

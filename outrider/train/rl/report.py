@@ -1,4 +1,4 @@
-"""What one step of training has done, and where its time went."""
+"""The results of one step of training, and where its time went."""
 
 from __future__ import annotations
 

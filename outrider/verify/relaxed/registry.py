@@ -207,7 +207,7 @@ class _Similar:
 
     @property
     def name(self) -> str:
-        """What the similarity comes from."""
+        """The source of the similarity."""
         return "the target's embedding" if self._table is None else self._table.file
 
     def check(self, facts: TargetFacts) -> None:

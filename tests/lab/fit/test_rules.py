@@ -93,7 +93,7 @@ def test_best_weights_of_a_draft_are_measured_again_and_named():
     assert "Chosen: draft:/x/small in int8 with k 4" in words(found)
 
 
-# On SmolLM2, as docs/explanation/performance.md gives them: the head is as fast at temperature 0, and loses at 1.
+# On SmolLM2, as docs/explanation/results/training.md gives them: the head is as fast at temperature 0, and loses at 1.
 HEAD, COPY = "best(suffix:100000,draft:/x/head)", "best(suffix:100000,quantized:int4)"
 ROBUST = (
     case(COPY, "auto", 1.64, low=1.5, high=1.8, tau=4.71),
@@ -110,7 +110,7 @@ def test_best_over_both_temperatures_is_ranked_first():
     assert ranked(ROBUST)[0].overall.value == pytest.approx((1.64 * 1.36) ** 0.5)
     lengths = [case("ngram", 8, 2.0), case("ngram", 8, 0.9, high=0.95, temperature=1.0)]
     lengths += [case("ngram", 2, 1.2), case("ngram", 2, 1.1, temperature=1.0)]
-    assert ranked(lengths)[0].k == 2  # k 8 has the higher mean, and is surely slower at temperature 1
+    assert ranked(lengths)[0].k == 2  # k 8 has the higher mean, and is slower at temperature 1
 
 
 def test_speedups_at_both_temperatures_are_shown():
@@ -171,7 +171,7 @@ def test_plain_decoding_is_chosen_if_nothing_pays():
         ("ngram, k 2", "no sure gain"),
         ("suffix, k 2", "slower than plain decoding"),
     ]
-    assert words(found).startswith("Chosen: plain decoding. No proposer is surely faster")
+    assert words(found).startswith("Chosen: plain decoding. No proposer is significantly faster")
 
 
 def test_fastest_is_chosen_on_held_out_prompts():

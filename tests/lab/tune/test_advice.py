@@ -199,8 +199,8 @@ def test_interval_is_over_batches_of_prompts():
     assert estimate == ratio(amounts, base, seed=1)
     assert ratio(amounts[:1], base[:1], seed=1) == Estimate(value=2.0)
     assert ratio([(0.0, 0.0)], [(0.0, 0.0)], seed=1) is None
-    assert Estimate(value=1.2, low=1.1, high=1.3).sure
-    assert not Estimate(value=1.2).sure
+    assert Estimate(value=1.2, low=1.1, high=1.3).is_faster
+    assert not Estimate(value=1.2).is_faster
 
 
 def test_repeats_of_one_batch_have_no_interval():

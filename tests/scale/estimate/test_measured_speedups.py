@@ -16,7 +16,7 @@ from tests.scale.estimate.models import BASE, DRAFT, LLAMA_7B, LLAMA_70B, llama,
     [(1, 4.4), (2, 4.4), (4, 4.5), (5, 4.6), (8, 5.6), (12, 7.2), (16, 8.5), (32, 16.0), (64, 33.0), (512, 246.0)],
 )
 def test_pass_time_measured_on_a_cpu(tokens, ms):
-    """docs/explanation/performance.md, The limit: within 25% of the middle case, and between the other cases."""
+    """docs/explanation/results/passes.md, The limit: within 25% of the middle case, and between the other cases."""
     slow, middle, fast = (
         1e3 * one_pass(BASE, pair.machine, pair.efficiency, tokens=tokens, seqs=1, context=0).seconds
         for pair in pairs(BASE, "EPYC 2 cores", kind=CPU)
@@ -39,7 +39,7 @@ def _speedups(target, machine, draft, tau, k, *, context, kind=GPU, pass_seconds
 
 
 def test_speedup_measured_on_a_gpu():
-    """docs/explanation/performance.md, GPU: 8B with 1B, k = 4. The cases contain it, and the draft's time decides.
+    """docs/explanation/results/gpu.md: 8B with 1B, k = 4. The cases contain it, and the draft's time decides.
 
     A round took 3.55 / 236.4 s: 7.3 ms of verification, 0.3 ms outside of the passes, and four passes of the draft.
     """
@@ -55,7 +55,7 @@ def test_speedup_measured_on_a_gpu():
 
 @pytest.mark.parametrize(("tau", "speedup"), [(4.77, 2.74), (4.90, 3.31), (2.69, 2.04), (2.04, 1.38), (3.28, 2.16)])
 def test_speedup_of_each_category_on_a_cpu(tau, speedup):
-    """docs/explanation/performance.md, Temperature 1: the cases contain each row."""
+    """docs/explanation/results/speculation.md, Temperature 1: the cases contain each row."""
     slow, _, fast = _speedups(BASE, "EPYC 2 cores", DRAFT, tau, 4, context=200, kind=CPU)
     assert slow < speedup < fast
 
@@ -74,7 +74,7 @@ def test_speedup_of_each_category_on_a_cpu(tau, speedup):
     ],
 )
 def test_speedup_measured_on_a_cpu(target, drafting, rates, speedup, plain):
-    """docs/explanation/performance.md, Temperature 1 and The embedded pair: within 10% of the middle case."""
+    """docs/explanation/results/speculation.md, Temperature 1 and The embedded pair: within 10% of the middle case."""
     points = [
         pair.point(1, 200, 4)
         for pair in pairs(target, "EPYC 2 cores", kind=CPU, drafting=drafting, acceptance=Acceptance(rates=rates))
@@ -85,7 +85,7 @@ def test_speedup_measured_on_a_cpu(target, drafting, rates, speedup, plain):
 
 
 def test_batch_32_on_a_cpu():
-    """docs/explanation/performance.md, Batch 32: no draft pays, and plain decoding has 1163 tokens/s."""
+    """docs/explanation/results/speculation.md, Per batch: no draft pays, and plain decoding has 1163 tokens/s."""
     cases = pairs(BASE, "EPYC 2 cores", kind=CPU, drafting=Drafting(model=DRAFT))
     assert [pair.best(32, 300, range(1, 9)).k for pair in cases] == [0, 0, 0]
     slow, _, fast = (pair.point(32, 300, 0).tokens_per_s for pair in cases)

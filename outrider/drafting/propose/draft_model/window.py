@@ -127,7 +127,7 @@ class _WindowCache(WrappedCache):
         return self._windows[slot].offset if slot in self._windows else 0
 
     def slide(self, seq: SequenceState, end: int) -> None:
-        """Move the window of a sequence of `end` tokens. What it held is dropped, if it has to move."""
+        """Move the window of a sequence of `end` tokens. If it has to move, its tokens are dropped."""
         window = self._windows[seq.slot]
         if self._owner.begin(end) > window.offset:
             self.admit(seq.slot, seq.token_ids[:end], window.scope)

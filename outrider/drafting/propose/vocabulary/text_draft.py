@@ -29,7 +29,7 @@ _PRIOR = 0.6  # acceptance of a draft token before any has been verified
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _DraftPass:
-    """What the draft model does for one sequence in a round."""
+    """The draft model's work for one sequence in a round."""
 
     index: int  # of the sequence in the target's batch
     seq: SequenceState  # in the draft model's ids

@@ -1,4 +1,4 @@
-"""What a server may do to the distribution of its output: nothing, or one of the defects that engines have had.
+"""Hypotheses about the distribution of a server's output: no change, or one of the defects that engines have had.
 
 A hypothesis gives the distribution of the next token after every beginning, so that whole distributions can be
 compared. A server with speculation is a chain of states: how many draft tokens of the current round were accepted.
@@ -180,7 +180,7 @@ def _with_draft(start: State, k: int) -> Iterator[Hypothesis]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verified:
-    """What becomes of one draft token."""
+    """The fate of one draft token: the probabilities of its outcomes."""
 
     accepted: torch.Tensor  # [V] probability that the draft token is this one and is accepted
     rejected: torch.Tensor  # [V] probability that the draft token is rejected and replaced by this one

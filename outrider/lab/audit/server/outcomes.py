@@ -1,4 +1,4 @@
-"""What is counted: the beginnings of a server's completions, and their probability under a hypothesis."""
+"""The outcomes that are counted: beginnings of a server's completions, with their probability under a hypothesis."""
 
 from __future__ import annotations
 

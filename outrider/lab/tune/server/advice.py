@@ -1,4 +1,4 @@
-"""What to set on a server, from what was measured on it. The functions are pure."""
+"""Recommend the settings of a server from measurements on it. The functions are pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POOR = 0.05  # acceptance at the first position below which a draft does not wo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What was measured at one load."""
+    """The measurements at one load."""
 
     concurrency: int  # requests at a time
     tokens_per_s: float  # output tokens of all requests

@@ -106,7 +106,7 @@ def show(document: dict[str, Any], console: Console) -> None:
 
 
 class _Measured(NamedTuple):
-    """What was measured on a server."""
+    """The measurements on a server."""
 
     engine: str  # "" without metrics of a known one
     model: str

@@ -11,7 +11,7 @@ from outrider.media.models.language import Language
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AudioConfig(BlockConfig):
-    """What all models of a set of audio models share.
+    """The settings that all models of a set of audio models share.
 
     A latent frame is the spectrum at one time: its channels are the frequency bins 1, 2, ... of a Fourier transform of
     2 x channels samples. The next frame is `channels` samples later, so windows overlap by half.

@@ -29,7 +29,7 @@ class TargetRequired(OutriderError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetInfo:
-    """What is known of the target that a draft head belongs to."""
+    """The known facts about the target that a draft head belongs to."""
 
     vocab: int
     hidden: int

@@ -46,7 +46,7 @@ class HeadTarget(Target, Protocol):
 
 
 class HeadRunner:
-    """What the targets of all draft heads have in common. Subclasses implement `score`."""
+    """The base of the targets of all draft heads. Subclasses implement `score`."""
 
     cache: Cache
 

@@ -25,7 +25,7 @@ _LOGGERS = ("huggingface_hub", "httpx", "httpx2")  # the client of older and of 
 
 @cache  # one process works with one commit of a model
 def hub_folder(name: HubName, *, weights: bool = True) -> Path:
-    """Return the folder of a model in the cache, or its GGUF file. What is missing is downloaded.
+    """Return the folder of a model in the cache, or its GGUF file. Missing files are downloaded.
 
     Ranks may call it at once: the cache has a lock for each file.
 

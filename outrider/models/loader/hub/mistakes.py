@@ -1,4 +1,4 @@
-"""What went wrong with a model of the Hub, in one line that names the fix."""
+"""Explain a failure with a model of the Hub in one line that names the fix."""
 
 from __future__ import annotations
 

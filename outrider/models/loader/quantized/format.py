@@ -1,4 +1,4 @@
-"""What each format of quantized checkpoints gives to the loader."""
+"""The parts that each format of quantized checkpoints gives to the loader."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _THREE_OUTPUTS = frozenset({"t5", "mt5"})  # model types whose attention returns
 
 
 class DecoderPass:
-    """What the attention layers of a decoder read during a pass: the cache and the sources."""
+    """The data that a decoder's attention layers read during a pass: the cache and the sources."""
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources

@@ -37,7 +37,7 @@ class StateReader(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Staged:
-    """What a layer keeps of a part of a pass until the commit."""
+    """The values of a part of a pass that a layer keeps until the commit."""
 
     base: Tensors  # [B, ...] the state before the entries
     entries: Tensors = field(default_factory=dict)  # [B, E, ...] inputs of the entries, or the states after them

@@ -17,7 +17,7 @@ _CALL = 3 << 14
 
 
 class WayCosts(NamedTuple):
-    """What a layer does in a pass and a commit: calls of torch, and reads and writes of the whole state.
+    """The work of a layer in a pass and a commit: calls of torch, and reads and writes of the whole state.
 
     The moves are counted in the code. The calls are fitted to `benchmarks/recurrent/ways.py`, since their times differ.
     """

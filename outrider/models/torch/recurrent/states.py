@@ -117,7 +117,7 @@ class RecurrentStates:
         size = _bytes(fresh) * len(self.layers)
         check_slots("the recurrent states", slot_bytes=size, slots=self._slots, device=device)
 
-    # What layers call during a pass (see `StateReader`).
+    # Layers call these methods during a pass (see `StateReader`).
 
     def base(self, layer: int, fresh: Tensors) -> Tensors:
         assert self.rows is not None

@@ -1,4 +1,4 @@
-"""What a transcript is made from: the features of a recording of any length, and how long it is."""
+"""The input of a transcript: the features of a recording of any length, and its length."""
 
 from __future__ import annotations
 

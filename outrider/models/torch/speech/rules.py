@@ -1,4 +1,4 @@
-"""What a speech model reads, and the tokens that its transcripts begin with."""
+"""The input of a speech model, and the first tokens of its transcripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHOWN = 5  # languages that a message names as examples
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechRules:
-    """What the encoder of a speech model takes, and what its checkpoint says about transcripts."""
+    """The input of a speech model's encoder, and its checkpoint's rules for transcripts."""
 
     extractor: Any  # the feature extractor of the checkpoint, of transformers
     bins: int  # of a frame

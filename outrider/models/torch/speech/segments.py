@@ -31,7 +31,7 @@ def cut_window(
 ) -> WindowOutput:
     """Cut an output where two timestamps follow each other, as `transformers.generate` does.
 
-    What follows the last such pair may be cut off by the end of the window. It is dropped, and the next window begins
+    The text behind the last such pair may be cut off by the window's end. It is dropped, and the next window begins
     there. An output that ends with one timestamp says that no speech follows, and the next window begins after this
     one; so it does after an output without such a pair.
 

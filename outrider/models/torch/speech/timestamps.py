@@ -12,7 +12,7 @@ SECONDS_PER_TIMESTAMP = 0.02  # between two timestamp tokens that follow each ot
 
 
 class OutputEnd(NamedTuple):
-    """What the rules need to know about an output."""
+    """The facts about an output that the rules need."""
 
     length: int  # tokens, counted up to 2
     last: bool  # whether the last token is a timestamp

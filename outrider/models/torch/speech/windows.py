@@ -15,7 +15,7 @@ from outrider.models.torch.speech.segments import TokenSegment, cut_window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviousText:
-    """What the prompt of a window says about the text before it."""
+    """The text before a window, as the window's prompt gives it."""
 
     token: int | None  # the token before previous text; None: the model has none
     prompt: tuple[int, ...] = ()  # text that the user gives
