@@ -208,7 +208,7 @@ def pack(batch: Batch, widths: Sequence[int], first: int) -> list[SequenceSpan]:
     for seq, cached, feed, width in zip(batch.seqs, batch.start, batch.feed, widths, strict=True):
         base = cached + len(feed)
         start = cached if has_feed else base + skip
-        nodes = max(width - skip, 0)
+        nodes = width - skip if width > skip else 0
         end = begin + nodes + (len(feed) if has_feed else 0)
         spans.append(SequenceSpan(seq.slot, begin, end, start, nodes, skip, base, nodes + has_feed))
         begin = end

@@ -6,25 +6,11 @@ import pytest
 
 from outrider.core.constraint import Constraint
 from outrider.core.params import SamplingParams
-from outrider.drafting.propose.registry import draft_sources
 from outrider.llm import LLM
 from outrider.models.loader.embedded import embedded
 from outrider.serve.stream.drafts import drafts_of
 
 PROMPT = "a = 1\nb = 1\nc = 1\nd = 1\n"
-
-
-@pytest.mark.parametrize(
-    ("spec", "names"),
-    [
-        ("ngram", ("ngram",)),
-        ("merge(ngram,first(recycle,suffix:99))", ("ngram", "recycle", "suffix")),
-        ('first(draft:"a/b/x",draft:c/y)', ("draft:x", "draft:y")),
-        ("mine.guess:Best", ("Best",)),
-    ],
-)
-def test_names_of_draft_sources(spec, names):
-    assert draft_sources(spec) == names
 
 
 @pytest.mark.one_in(2)

@@ -155,35 +155,6 @@ def test_draft_length_follows_the_acceptance():
     assert 1 <= sorted(medium[200:])[100] <= 5  # 4 is best: (1 - a^5) / ((1 - a)(1 + 4 c)) at a = 0.6, c = 0.1
 
 
-def test_draft_length_follows_the_context():
-    """Keys and values that each pass reads make longer drafts pay; those that each token multiplies do not."""
-    tenth = PassCost(tokens=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
-
-    def length(target, cached):
-        proposer = CostPlanner(costs(target, tenth)).proposers[0]
-        return proposer.best_length(1, cached, Clock(costs(target, tenth)))[0]
-
-    reading = replace(FLAT, entry=1e-3)
-    assert length(reading, 16_384) > length(reading, 0)
-    multiplying = replace(FLAT, pair=1e-3)
-    assert length(multiplying, 16_384) < length(multiplying, 0)
-
-
-def test_draft_window_limits_the_cost_of_a_long_context():
-    """A draft that reads a whole long context does not pay; one that reads a window does."""
-    whole = PassCost(tokens=(1, 2), seconds=(0.1, 0.1), entry=1e-4, pair=0)
-    gains = []
-    for draft in (whole, replace(whole, window=512)):
-        planner = CostPlanner(costs(FLAT, draft))
-        clock = Clock(costs(FLAT, draft))
-        gains.append(planner.proposers[0].best_length(1, 16_384, clock)[1])
-        assert planner.proposers[0].best_length(1, 256, clock)[1] > 1
-    assert gains[0] == 1
-    assert gains[1] > 1
-    windowed = CostPlanner(costs(FLAT, replace(whole, window=512, fed=0.01))).proposers[0]
-    assert windowed.prefill_seconds(1, 16_384) == windowed.prefill_seconds(1, 512)
-
-
 def test_no_drafts_if_a_draft_token_costs_as_much_as_an_output_token():
     took = lambda k: (4.0 * (1 + k), 0.0)  # noqa: E731
     assert set(simulate(CostPlanner(costs(STEEP), max_draft_tokens=12), 4, [1.0] * 12, 100, took=took)) == {0}

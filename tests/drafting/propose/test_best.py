@@ -77,7 +77,7 @@ def make_best(*parts, draw=Draw.SAMPLE):
 def run(best, *, accepted, rounds=1, seqs=1, budget=4, params=None, **prices):
     """Run rounds in which so many draft tokens are accepted. Return the draft tokens of the last round."""
     texts = tuple(SequenceState.of((1, 2, 3), slot=slot, params=params) for slot in range(seqs))
-    batch = Batch(seqs=texts, start=(2,) * seqs, feed=((3,),) * seqs, budget=DraftBudget((budget,) * seqs), **prices)
+    batch = Batch(seqs=texts, start=(2,) * seqs, feed=((3,),) * seqs, budget=DraftBudget((budget,) * seqs, **prices))
     for _ in range(rounds):
         draft = best.propose(batch)
         drafted = [tokens[:width] for tokens, width in zip(draft.host_tokens(), draft.width, strict=True)]
