@@ -19,6 +19,7 @@ from outrider.cli import drafts, options
 from outrider.cli.audit_options import AuditOptions
 from outrider.cli.bench_options import BenchOptions, check_calibration
 from outrider.cli.constraint_options import ConstraintOptions
+from outrider.cli.derive import spread
 from outrider.cli.media import media
 from outrider.cli.mistakes import Commands, print_mistake
 from outrider.cli.sampling_options import SamplingOptions
@@ -86,7 +87,7 @@ def outrider(
 
 
 @app.command()
-@options.spread
+@spread
 def run(
     ctx: typer.Context,
     prompt: options.PromptText = None,
@@ -124,7 +125,7 @@ def run(
 
 
 @app.command()
-@options.spread
+@spread
 def bench(
     ctx: typer.Context,
     *,
@@ -155,7 +156,7 @@ def bench(
 
 
 @app.command()
-@options.spread
+@spread
 def serve(
     ctx: typer.Context, *, models: options.ModelOptions, config: options.Config = None, settings: ServeSettings
 ) -> None:
@@ -184,7 +185,7 @@ def serve(
 
 
 @app.command()
-@options.spread
+@spread
 def scale(
     ctx: typer.Context,
     *,
@@ -211,7 +212,7 @@ def scale(
 
 
 @app.command()
-@options.spread
+@spread
 def load(*, settings: LoadSettings, as_json: options.BenchJson = False) -> None:
     """Generate load for a server of OpenAI's API and measure its latency.
 
@@ -256,7 +257,7 @@ def _given(ctx: typer.Context) -> set[str]:
 
 
 @app.command()
-@options.spread
+@spread
 def audit(
     ctx: typer.Context,
     *,
@@ -289,7 +290,7 @@ def audit(
 
 
 @app.command()
-@partial(options.spread, environment=False)  # they describe other machines than this one
+@partial(spread, environment=False)  # they describe other machines than this one
 def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> None:
     """Estimate the speedup on a machine and for a model that you do not have, with a roofline model.
 
@@ -318,7 +319,7 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
 
 
 @app.command()
-@partial(options.spread, environment=False)  # they describe other machines than this one
+@partial(spread, environment=False)  # they describe other machines than this one
 def fleet(ctx: typer.Context, *, asked: FleetOptions, as_json: options.BenchJson = False) -> None:
     """Simulate a fleet of servers: arrivals, routing, continuous batching, and speculation by load."""
     from outrider.scale.fleet.command import run_fleet
@@ -333,7 +334,7 @@ def fleet(ctx: typer.Context, *, asked: FleetOptions, as_json: options.BenchJson
 
 
 @app.command()
-@options.spread
+@spread
 def tune(
     ctx: typer.Context,
     *,

@@ -5,19 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from outrider.cli.options import (
-    MEASURE,
-    MODEL,
-    OUTPUT,
-    BenchSeed,
-    BenchTokens,
-    EngineOptions,
-    Limit,
-    PromptOrSourceFile,
-)
-from outrider.cli.sampling_options import SAMPLING
+from outrider.cli.options import EngineOptions
+from outrider.core.option import MEASURE, MODEL, OUTPUT, SAMPLING, Option
 from outrider.errors import OutriderError
 from outrider.lab.common.number_lists import parse_real, parse_whole, sweep_values
 
@@ -39,75 +28,38 @@ _NOT_FOR_CALIBRATION = (
     "report",
 )
 
-Contexts = Annotated[
-    str | None,
-    typer.Option(
-        "--context",
-        metavar="TOKENS",
-        help="Tokens of prompt and completion together. A list, such as 512,2048, is a sweep: each prompt is extended"
-        " with other prompts to this length. Default: the limit of the model, at most 8192.",
-        rich_help_panel=MODEL,
-    ),
-]
-Repeats = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel=MEASURE)]
-Batches = Annotated[
-    str,
-    typer.Option(
-        "--batch",
-        metavar="LIST",
-        help="Sequences at once. A list, such as 1,2,4, is a sweep.",
-        rich_help_panel=MEASURE,
-    ),
-]
-Sweep = Annotated[
-    str | None,
-    typer.Option(
-        metavar="k=LIST",
-        help="Measure each k of a list, such as k=0..12 or k=0,2,4,8, interleaved with plain decoding. While one axis"
-        " is swept, the others keep their first value.",
-        rich_help_panel=MEASURE,
-    ),
-]
-Peer = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Measure another engine as well: transformers.", rich_help_panel=MEASURE),
-]
-Temperatures = Annotated[
-    str,
-    typer.Option(
-        "--temperature", metavar="T", help="0 is greedy. A list, such as 0,0.7,1, is a sweep.", rich_help_panel=SAMPLING
-    ),
-]
-Report = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help='Write an HTML page with plots, for example report.html. Needs pip install "outrider\\[report]".',
-        rich_help_panel=OUTPUT,
-    ),
-]
-Calibrate = Annotated[
-    bool,
-    typer.Option(help="Only measure what forward passes cost on this machine, for --k auto.", rich_help_panel=MEASURE),
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
     """What to measure, as text of the command line."""
 
-    context: Contexts = None
-    prompts: PromptOrSourceFile = None
-    limit: Limit = None
-    repeats: Repeats = 3
-    batch: Batches = "1"
-    sweep: Sweep = None
-    peer: Peer = None
-    temperature: Temperatures = "0"
-    max_tokens: BenchTokens = 128
-    seed: BenchSeed = 0
-    report: Report = None
-    calibrate: Calibrate = False
+    context: Annotated[str | None, Option("TOKENS", MODEL)] = None
+    """Tokens of prompt and completion together. A list, such as 512,2048, is a sweep: each prompt is extended with
+    other prompts to this length. Default: the limit of the model, at most 8192."""
+    prompts: Annotated[str | None, Option("FILE", MEASURE)] = None
+    """JSON lines with prompt or messages, or for an encoder-decoder target source, and optionally category. Default: an
+    embedded set."""
+    limit: Annotated[int | None, Option(panel=MEASURE)] = None
+    """Prompts of each category. Default: all."""
+    repeats: Annotated[int, Option(panel=MEASURE)] = 3
+    """How often each prompt is measured."""
+    batch: Annotated[str, Option("LIST", MEASURE)] = "1"
+    """Sequences at once. A list, such as 1,2,4, is a sweep."""
+    sweep: Annotated[str | None, Option("k=LIST", MEASURE)] = None
+    """Measure each k of a list, such as k=0..12 or k=0,2,4,8, interleaved with plain decoding. While one axis is swept,
+    the others keep their first value."""
+    peer: Annotated[str | None, Option("NAME", MEASURE)] = None
+    """Measure another engine as well: transformers."""
+    temperature: Annotated[str, Option("T", SAMPLING)] = "0"
+    """0 is greedy. A list, such as 0,0.7,1, is a sweep."""
+    max_tokens: Annotated[int, Option(panel=SAMPLING)] = 128
+    """Most output tokens."""
+    seed: Annotated[int, Option(panel=SAMPLING, min=0)] = 0
+    """Seed of all sampling."""
+    report: Annotated[str | None, Option("FILE", OUTPUT)] = None
+    """Write an HTML page with plots, for example report.html. Needs pip install "outrider[report]"."""
+    calibrate: Annotated[bool, Option(panel=MEASURE)] = False
+    """Only measure what forward passes cost on this machine, for --k auto."""
 
     def settings(self, models: EngineOptions) -> Settings:
         """Return the settings of the benchmark of these models. The first value of each list is the default of sweeps.

@@ -9,13 +9,14 @@ import typer
 from rich.console import Console
 
 from outrider.cli import options
+from outrider.cli.derive import spread
 from outrider.lab.fit.settings import Settings as FitSettings
 from outrider.runtime.report.console import print_document
 from outrider.scale.ray.train_settings import RayWorkers
 from outrider.train.settings import Settings as TrainSettings
 
 
-@options.spread
+@spread
 def index(
     files: options.Files,
     *,
@@ -37,7 +38,7 @@ def index(
         typer.echo(json.dumps(summary))
 
 
-@options.spread
+@spread
 def train(
     kind: Annotated[
         str,
@@ -65,7 +66,7 @@ def train(
         train_on_ray(kind, settings, workers, as_json=as_json)
 
 
-@options.spread
+@spread
 def fit(*, settings: FitSettings, as_json: options.BenchJson = False) -> None:
     """Find the fastest configuration of a target for your prompts: measure, train a head, measure again, certify.
 
@@ -78,7 +79,7 @@ def fit(*, settings: FitSettings, as_json: options.BenchJson = False) -> None:
     command.fit(settings, as_json=as_json)
 
 
-@options.spread
+@spread
 def inspect(folder: options.DraftFolder, *, target: options.HeadTarget = None, as_json: options.Json = False) -> None:
     """Describe a trained draft head. With --target, measure how often its first draft token is right."""
     from outrider.tools.inspect_draft import run_inspect
@@ -86,7 +87,7 @@ def inspect(folder: options.DraftFolder, *, target: options.HeadTarget = None, a
     run_inspect(folder, target=target, as_json=as_json)
 
 
-@options.spread
+@spread
 def convert(
     folder: options.DraftFolder, *, to: options.TargetFormat, out: options.Out, target: options.HeadTarget = None
 ) -> None:
@@ -96,7 +97,7 @@ def convert(
     run_convert(folder, to=to, out=out, target=target, console=Console())
 
 
-@options.spread
+@spread
 def export(
     folder: Annotated[
         str,
@@ -138,7 +139,7 @@ def export(
         typer.echo(json.dumps(summary))
 
 
-@options.spread
+@spread
 def layers(
     *,
     target: options.Target = None,

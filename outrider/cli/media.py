@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from outrider.cli import options
+from outrider.cli.derive import spread
 from outrider.media.command.settings import BenchSettings, DemoSettings, TuneSettings
 
 media = typer.Typer(
@@ -15,7 +16,7 @@ media = typer.Typer(
 
 
 @media.command()
-@options.spread
+@spread
 def demo(*, settings: DemoSettings, as_json: options.BenchJson = False) -> None:
     """Write a video of one caption, made by the target, by the drafter, and by both.
 
@@ -28,7 +29,7 @@ def demo(*, settings: DemoSettings, as_json: options.BenchJson = False) -> None:
 
 
 @media.command()
-@options.spread
+@spread
 def bench(*, settings: BenchSettings, as_json: options.BenchJson = False) -> None:
     """Measure speed against quality of gates, random routing, strides and fixed places, interleaved.
 
@@ -40,7 +41,7 @@ def bench(*, settings: BenchSettings, as_json: options.BenchJson = False) -> Non
 
 
 @media.command()
-@options.spread
+@spread
 def tune(*, settings: TuneSettings, as_json: options.BenchJson = False) -> None:
     """Choose the threshold of the gate for a wanted quality, with confidence intervals.
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import wraps
-from inspect import Parameter, Signature, signature
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.environment import with_variable
-from outrider.cli.sampling_options import SAMPLING
 from outrider.core.config import ONCE
+from outrider.core.option import MEASURE, MODEL, OUTPUT, SAMPLING
 from outrider.core.params import AUTO
 from outrider.core.text import is_utf8
 from outrider.drafting.propose.options import DraftPlacement, DraftQuantize, DraftWindow
 from outrider.errors import OutriderError
-
-MODEL, MEASURE, OUTPUT = "Models", "Measuring", "Output"  # panels of the help
 
 PromptText = Annotated[
     str | None,
@@ -293,45 +287,3 @@ class ChatOptions:
     def messages(self) -> list[dict[str, str]]:
         """Return the messages before the first prompt."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
-
-
-def spread(command: Callable[..., None], *, environment: bool = True) -> Callable[..., None]:
-    """Let typer show each field of the dataclass parameters of a command as an option.
-
-    Args:
-        command: the function of the command.
-        environment: whether its options have environment variables.
-    """
-    flat: list[Parameter] = []
-    groups: dict[str, type[Any]] = {}
-    kinds = get_type_hints(command, include_extras=True)
-    for parameter in signature(command).parameters.values():
-        kind = kinds[parameter.name]
-        if not is_dataclass(kind):
-            flat.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
-            continue
-        assert isinstance(kind, type)
-        groups[parameter.name] = kind
-        hints = get_type_hints(kind, include_extras=True)
-        flat += [
-            Parameter(
-                field.name,
-                Parameter.KEYWORD_ONLY,
-                default=Parameter.empty if field.default is MISSING else field.default,
-                annotation=hints[field.name],
-            )
-            for field in fields(kind)
-        ]
-
-    if environment:
-        flat = [each.replace(annotation=with_variable(each.name, each.annotation)) for each in flat]
-
-    @wraps(command)
-    def call(**given: Any) -> None:
-        for name, kind in groups.items():
-            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        command(**given)
-
-    call.__signature__ = Signature(flat)  # type: ignore[attr-defined]
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
-    return call

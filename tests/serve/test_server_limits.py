@@ -53,7 +53,7 @@ def test_docs_state_publish_interval():
 
 def test_options_are_grouped_in_help():
     hints = get_type_hints(Settings, include_extras=True)
-    panels = {name: hint.__metadata__[0].rich_help_panel for name, hint in hints.items()}
+    panels = {name: hint.__metadata__[0].panel for name, hint in hints.items()}
     assert panels["smooth"] == "Streaming"
     assert set(panels.values()) == {"Server", "Limits", "Streaming", "Videos"}
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
+from outrider.core.option import SERVER, Option
 from outrider.errors import OutriderError
-from outrider.lab.client.options import SERVER_PANEL, ApiKey, ModelName, Timeout
 
 # Options of `outrider tune` that mean something for a server. All others are refused.
 _FOR_SERVER = frozenset(
@@ -22,31 +20,20 @@ _NEEDS_SERVER = ("baseline", "model", "num_requests", "timeout")
 class ServerOptions:
     """Which server to measure."""
 
-    server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Measure this running server of OpenAI's API in place of a model: is speculation on, what does it"
-            " gain at each --batch, and what to set. See docs/how-to/tune-a-server.md.",
-            rich_help_panel=SERVER_PANEL,
-        ),
-    ] = None
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="A second server with the same model and no speculation, for servers that cannot switch it off for a"
-            " request (vLLM, SGLang).",
-            rich_help_panel=SERVER_PANEL,
-        ),
-    ] = None
-    model: ModelName = None
-    api_key: ApiKey = ""
-    num_requests: Annotated[
-        int | None,
-        typer.Option(min=1, help="Requests at each load. Default: 4 for each at a time.", rich_help_panel=SERVER_PANEL),
-    ] = None
-    timeout: Timeout = 300.0
+    server: Annotated[str | None, Option("URL", SERVER)] = None
+    """Measure this running server of OpenAI's API in place of a model: is speculation on, what does it gain at each
+    --batch, and what to set. See docs/how-to/tune-a-server.md."""
+    baseline: Annotated[str | None, Option("URL", SERVER)] = None
+    """A second server with the same model and no speculation, for servers that cannot switch it off for a request
+    (vLLM, SGLang)."""
+    model: Annotated[str | None, Option(panel=SERVER)] = None
+    """Name of the model. Default: the first one of the server."""
+    api_key: Annotated[str, Option(panel=SERVER)] = ""
+    """API key of the server."""
+    num_requests: Annotated[int | None, Option(panel=SERVER, min=1)] = None
+    """Requests at each load. Default: 4 for each at a time."""
+    timeout: Annotated[float, Option(panel=SERVER, min=0.1)] = 300.0
+    """Seconds until a request fails."""
 
 
 def check_given(server: str | None, given: set[str]) -> None:
