@@ -1,5 +1,6 @@
 """Train a small draft head on the embedded target and generate with it."""
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -8,7 +9,7 @@ from rich.console import Console
 from outrider import LLM, SamplingParams
 from outrider.models.loader.embedded import embedded
 from outrider.train.run import Training
-from outrider.train.settings import Settings
+from outrider.train.settings import TRAINING_ENGINE, Settings
 
 PROMPTS = ['{"prompt": "def add(a, b):"}', '{"prompt": "The old man"}', '{"prompt": "1, 2, 3"}', '{"prompt": "import"}']
 
@@ -17,7 +18,7 @@ with TemporaryDirectory() as folder:
     data.write_text("\n".join(PROMPTS) + "\n", encoding="utf-8")
     head = Path(folder) / "head"
     settings = Settings(
-        target=str(embedded("nano")),
+        engine=replace(TRAINING_ENGINE, target=embedded("nano")),
         data=[str(data)],
         out=str(head),
         batch_size=2,

@@ -13,10 +13,12 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 # Titles of groups of options that several commands have.
-MODEL, MEASURE, SAMPLING, SERVER, OUTPUT = "Models", "Measuring", "Sampling", "Server", "Output"
+MODEL, LIMITS, SERVER = "Models", "Limits", "Server"
+MEASURE, SAMPLING, OUTPUT = "Measuring", "Sampling", "Output"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +34,46 @@ class Option:
     min: float | None = None
     max: float | None = None
     parse: Callable[[str, str], Any] | None = None
-    """Makes the value of the field from the option and its text. Default: by the type."""
+    """Makes the value of the field from the name of the option and its text. Default: by the type."""
     argument: bool = False
     """Whether it is an argument."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The fields of a record inside another record that are options there."""
+    """Which fields of a record inside another record are options there. The others keep their defaults."""
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
     """What the help of an option says in addition, by name."""
+    config: bool = False
+    """Whether a file of `--config` gives values of the record, too."""
 
 
-def flat(record: Any) -> dict[str, Any]:
-    """Return the fields of a record for JSON. Those of its `engine` stand beside its own."""
-    values = asdict(record)
-    return {**values.pop("engine", {}), **values}
+PYTHON_ONLY = Shown()
+"""Marks a field that is no option."""
+
+
+def as_json(record: Any) -> dict[str, Any]:
+    """Return the values of a record by the names of their options, for JSON.
+
+    Fields of a record inside the record stand beside its own, if they are options.
+    """
+    hints = get_type_hints(type(record), include_extras=True)
+    values: dict[str, Any] = {}
+    for name, value in asdict(record).items():
+        extra = next(iter(getattr(hints[name], "__metadata__", ())), None)
+        if isinstance(extra, Shown) and extra is not PYTHON_ONLY:
+            values |= {each: value[each] for each in extra.names}
+        else:
+            flags = extra.flags if isinstance(extra, Option) else None
+            values[option_name(flags) if flags else name] = value
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def option_name(flags: str) -> str:
+    """Return the name of an option: "max_num_seqs" for --max-num-seqs."""
+    return flags.partition("/")[0].removeprefix("--").replace("-", "_")
 
 
 def field_help(kind: type[Any]) -> dict[str, str]:

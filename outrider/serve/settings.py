@@ -1,4 +1,4 @@
-"""The options of `outrider serve`, except those of the models."""
+"""The options of `outrider serve`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from dataclasses import dataclass
 from re import fullmatch
 from typing import Annotated
 
-from outrider.core.option import SERVER, Option
+from outrider.core.config import ENGINE_OPTIONS, LIMIT_OPTIONS, EngineConfig
+from outrider.core.option import LIMITS, SERVER, Option, Shown
 from outrider.errors import OutriderError
 
-# Titles of the groups of options in `outrider serve --help`.
-_SERVER = "Server"
-_LIMITS = "Limits"
-_STREAMING = "Streaming"
-_VIDEOS = "Videos"
+_STREAMING, _VIDEOS = "Streaming", "Videos"  # titles of groups of options
+# What a server runs, where the user does not say otherwise.
+SERVER_ENGINE = EngineConfig(max_round_ms=60.0, isolate_faults=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The options of `outrider serve`. They are checked when they are made."""
 
+    engine: Annotated[EngineConfig, Shown((*ENGINE_OPTIONS, "max_model_len", *LIMIT_OPTIONS), config=True)] = (
+        SERVER_ENGINE
+    )
     host: Annotated[str, Option(panel=SERVER)] = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Option(panel=SERVER, min=0, max=65535)] = 8000
@@ -36,25 +38,13 @@ class Settings:
     """Private key (PEM) of the certificate."""
     otel: Annotated[bool, Option(panel=SERVER)] = False
     """Send OpenTelemetry traces by OTLP over HTTP. The OTEL_* variables configure it."""
-    max_num_seqs: Annotated[int, Option(panel=_LIMITS, min=1)] = 16
-    """Sequences that run at once."""
-    cache_gb: Annotated[float | None, Option("GB", _LIMITS)] = None
-    """Memory of the KV caches of target and draft models, with the native kernels. Default: a full context for every
-    sequence, as far as memory is free."""
-    prefix_caching: Annotated[bool, Option(panel=_LIMITS)] = True
-    """Reuse the KV cache of common prompt prefixes of one user."""
-    max_num_batched_tokens: Annotated[int, Option(panel=_LIMITS, min=1)] = 512
-    """Prompt tokens that one round may process."""
-    max_round_ms: Annotated[float, Option(panel=_LIMITS, min=0.0)] = 60.0
-    """Milliseconds that a round may take while other sequences decode. Longer prompts are split over rounds. 0: no
-    limit."""
-    max_queued_requests: Annotated[int, Option(panel=_LIMITS, min=0)] = 256
+    max_queued_requests: Annotated[int, Option(panel=LIMITS, min=0)] = 256
     """Requests that may wait. The response to further requests is 429."""
-    max_n: Annotated[int, Option(panel=_LIMITS, min=1)] = 16
+    max_n: Annotated[int, Option(panel=LIMITS, min=1)] = 16
     """Most completions of one request, summed over its prompts."""
-    max_body_kb: Annotated[int, Option(panel=_LIMITS, min=1)] = 1024
+    max_body_kb: Annotated[int, Option(panel=LIMITS, min=1)] = 1024
     """Largest request body, in kilobytes."""
-    request_timeout: Annotated[float, Option(panel=_LIMITS, min=0.0)] = 0.0
+    request_timeout: Annotated[float, Option(panel=LIMITS, min=0.0)] = 0.0
     """Seconds until a request is canceled. 0: no limit."""
     smooth: Annotated[bool, Option(panel=_STREAMING)] = False
     """Spread the tokens of a round over the duration of a round."""
@@ -75,10 +65,14 @@ class Settings:
     """Videos that are kept in memory after they have ended. Default: 64."""
     log_format: Annotated[str, Option("NAME", SERVER)] = "text"
     """Format of the request log: text or json."""
-    shutdown_timeout: Annotated[int, Option(panel=_LIMITS, min=0)] = 30
+    shutdown_timeout: Annotated[int, Option(panel=LIMITS, min=0)] = 30
     """Seconds that running requests have to finish when the server stops."""
 
     def __post_init__(self) -> None:
+        if self.engine.tp > 1 and self.weight_updates is not None:
+            raise OutriderError(
+                "--weight-updates loads weights into one process, and not into --tp ranks; leave one out"
+            )
         if self.media is None and (self.max_queued_videos is not None or self.max_kept_videos is not None):
             option = "--max-kept-videos" if self.max_queued_videos is None else "--max-queued-videos"
             raise OutriderError(f"{option} belongs to --media; give --media, or leave {option} out")

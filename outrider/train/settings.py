@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from outrider.core.option import OUTPUT, Option
-from outrider.core.params import MAX_DRAFT_LENGTH
+from outrider.core.config import TARGET_OPTIONS, EngineConfig
+from outrider.core.option import OUTPUT, Option, Shown, as_json
+from outrider.core.params import check_draft_length
 from outrider.errors import OutriderError
 
 DRAFT = "draft"  # the kind that trains a small language model instead of a head
 _DEFAULT_MAX_TOKENS = 256
-_DEFAULT_PROPOSER = "suffix:100000"
 _MAX_COUNT = 256  # layers, heads, modules or draft tokens
 _MAX_WIDTH = 1 << 20
 _SEED_LIMIT = 1 << 62
@@ -21,52 +21,47 @@ _DRAFT = "Draft"
 _DATA = "Data"
 _TRAIN = "Training"
 _OUT = "Output"
-# Options that do not change the trained weights, and paths. The contents of these files are hashed instead.
-_NOT_IN_IDENTITY = frozenset(
-    {
-        "out",
-        "target",
-        "init_from",
-        "init_target",
-        "data",
-        "eval_data",
-        "overwrite",
-        "tensorboard",
-        "report",
-        "threads",
-        "device",
-        "kernels",
-        "eval_every",
-        "save_every",
-        "k",
-        "max_num_seqs",
-        "proposer",
-        "micro_batch_tokens",
-        "cache_dir",
-        "cache_gb",
-        "max_minutes",
-    }
-)
-# Options that older versions do not have. They are part of the identity only if they do not have their default.
-_OPTIONAL_IDENTITY = frozenset(
-    {"mask_token_id", "train_target", "hidden_size", "dtype", "quantize", "passes_per_generation"}
-)
+# What trains a draft, where the user does not say otherwise.
+TRAINING_ENGINE = EngineConfig(proposer="suffix:100000", max_num_seqs=32, k=5)
+# Options that do not change the trained weights.
+_NO_CHANGE = {"device", "eval_every", "k", "kernels", "max_minutes", "max_num_seqs", "micro_batch_tokens", "overwrite"}
+_NO_CHANGE |= {"proposer", "report", "save_every", "tensorboard", "threads"}
+# Paths, and what belongs to them. The contents of the files are hashed instead.
+_PATHS = {"cache_dir", "cache_dir_gb", "data", "eval_data", "init_from", "init_target", "out", "target"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindSettings:
+    """What to train."""
+
+    kind: Annotated[str, Option("KIND", argument=True)]
+    """eagle3, eagle31, slim, peagle, mtp, medusa, hydra, dflash, dspark, xpress, kv-sharing or draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The options of `outrider train`. The constructor checks them."""
 
+    engine: Annotated[
+        EngineConfig,
+        Shown(
+            (*TARGET_OPTIONS, "proposer", "max_num_seqs", "k"),
+            notes={
+                "dtype": "The draft trains in float32.",
+                "quantize": "The draft learns from the quantized target.",
+                "proposer": "Here it speeds up the generation of answers.",
+                "max_num_seqs": "Here prompts that the target answers at once.",
+                "k": "Here a number from 1, of the evaluation.",
+            },
+        ),
+    ] = TRAINING_ENGINE
     out: Annotated[str, Option("DIR")]
     """Folder to write. An interrupted training in it is resumed."""
     data: Annotated[list[str], Option("FILE", _DATA)]
     """JSON lines with prompt or messages, or with source for an encoder-decoder target. Repeatable."""
-    target: Annotated[str | None, Option("DIR")] = None
-    """Folder of the target, a GGUF file, or a model of the Hugging Face Hub: org/name. Default: @mini, an embedded
-    model."""
     eval_data: Annotated[str | None, Option("FILE", _DATA)] = None
     """Prompts for the evaluation. Default: a part of --data that is not trained on."""
-    limit: Annotated[int | None, Option(panel=_DATA, min=1)] = None
+    max_prompts: Annotated[int | None, Option(panel=_DATA, min=1)] = None
     """Prompts to train on. Default: all."""
     epochs: Annotated[int, Option(panel=_DATA, min=1)] = 1
     """Passes over the prompts."""
@@ -126,8 +121,6 @@ class Settings:
     """Sequences per step and device."""
     micro_batch_tokens: Annotated[int, Option(panel=_TRAIN, min=1)] = 2048
     """Tokens per forward pass within a step."""
-    max_num_seqs: Annotated[int, Option(panel=_TRAIN, min=1)] = 32
-    """Prompts that the target answers at once."""
     steps_per_generation: Annotated[int, Option(panel=_TRAIN, min=1)] = 8
     """Steps of a pass over the answers of one generation cycle."""
     passes_per_generation: Annotated[int, Option(panel=_TRAIN, min=1)] = 1
@@ -136,27 +129,12 @@ class Settings:
     """Generation cycles between two measurements of tau. 0: only at the end."""
     save_every: Annotated[int, Option(panel=_TRAIN, min=1)] = 1
     """Generation cycles between two saves."""
-    k: Annotated[int, Option(panel=_TRAIN, min=1, max=MAX_DRAFT_LENGTH)] = 5
-    """Draft tokens per round of the evaluation."""
     seed: Annotated[int, Option(panel=_TRAIN)] = 0
     """Seed of initial weights, data order and answers."""
-    proposer: Annotated[str, Option(panel=_DATA)] = _DEFAULT_PROPOSER
-    """Proposer that speeds up the generation of answers."""
     cache_dir: Annotated[str | None, Option("DIR", _DATA)] = None
     """Folder that caches answers and hidden states, for later trainings."""
-    cache_gb: Annotated[float | None, Option(panel=_DATA)] = None
+    cache_dir_gb: Annotated[float | None, Option("GB", _DATA)] = None
     """Most gigabytes of --cache-dir. Default: 10."""
-    dtype: Annotated[str, Option("NAME", _TRAIN)] = "auto"
-    """auto, float32, bfloat16 or float16, for the target. The draft trains in float32."""
-    device: Annotated[str, Option(panel=_TRAIN)] = "auto"
-    """auto, cpu, cuda, ..."""
-    kernels: Annotated[str, Option("NAME", _TRAIN)] = "auto"
-    """auto, native or torch, for the target."""
-    quantize: Annotated[str | None, Option("NAME", _TRAIN)] = None
-    """int8 or int4 weights for the target, on a CPU. The draft learns from the quantized target. Default: the weights
-    as stored."""
-    threads: Annotated[int | None, Option(panel=_TRAIN)] = None
-    """CPU threads."""
     overwrite: Annotated[bool, Option(panel=_TRAIN)] = False
     """Replace a training with other options."""
     tensorboard: Annotated[bool, Option(panel=OUTPUT)] = False
@@ -165,6 +143,7 @@ class Settings:
     """Write an HTML page with plots, for example report.html. Needs pip install "outrider[report]"."""
 
     def __post_init__(self) -> None:
+        check_draft_length(self.engine.k, least=1)
         if not self.data:
             raise OutriderError("train needs prompts; give --data FILE with JSON lines that have a prompt")
         if (self.lr is not None and not 0 < self.lr < 1) or not 0 < self.loss_decay <= 1:
@@ -187,10 +166,20 @@ class Settings:
             )
         if self.centroid_top_k and not self.centroids:
             raise OutriderError("--centroid-top-k chooses among --centroids; add --centroids N, or leave it out")
-        if self.cache_gb is not None and (self.cache_dir is None or not self.cache_gb > 0):
-            raise OutriderError("--cache-gb limits --cache-dir; use a number above 0, with --cache-dir DIR")
+        if self.cache_dir_gb is not None and (self.cache_dir is None or not self.cache_dir_gb > 0):
+            raise OutriderError("--cache-dir-gb limits --cache-dir; use a number above 0, with --cache-dir DIR")
         if self.train_target is not None:
             self._check_train_target(self.train_target)
+
+    @property
+    def proposer(self) -> str:
+        """The expression of what speeds up the generation of answers."""
+        return str(self.engine.proposer)
+
+    @property
+    def k(self) -> int:
+        """Draft tokens per round of the evaluation."""
+        return int(self.engine.k)
 
     def _check_sizes(self) -> None:
         """Reject sizes that do not fit into any machine."""
@@ -221,13 +210,13 @@ class Settings:
             "--ignore-eos": self.ignore_eos,
             "--train-on-prompts": self.train_on_prompts,
             "--cache-dir": self.cache_dir,
-            "--proposer": self.proposer != _DEFAULT_PROPOSER,
+            "--proposer": self.engine.proposer != TRAINING_ENGINE.proposer,
         }
         if given := [name for name, value in answer_options.items() if value]:
             raise OutriderError(
                 f"--train-target trains on the texts of --data and generates no answers; leave {given[0]} out"
             )
-        if self.quantize is not None:
+        if self.engine.quantize is not None:
             raise OutriderError(
                 "--train-target changes the weights of the target, and quantized ones stay as they are; leave"
                 " --quantize out"
@@ -237,6 +226,4 @@ class Settings:
 
     def identity(self) -> dict[str, Any]:
         """Return the options that a resumed training must have in common with the interrupted one."""
-        defaults = {field.name: field.default for field in fields(self)}
-        unused = {name for name in _OPTIONAL_IDENTITY if getattr(self, name) == defaults[name]}
-        return {name: value for name, value in asdict(self).items() if name not in _NOT_IN_IDENTITY | unused}
+        return {name: value for name, value in as_json(self).items() if name not in _NO_CHANGE | _PATHS}

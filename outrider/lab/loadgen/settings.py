@@ -8,6 +8,7 @@ from typing import Annotated
 from outrider.core.option import Option
 from outrider.core.params import MAX_DRAFT_LENGTH
 from outrider.errors import OutriderError
+from outrider.lab.client.settings import ClientSettings
 
 # Titles of the groups of options in `outrider load --help`.
 _REQUESTS = "Requests"
@@ -17,21 +18,17 @@ _COMPARE = "Compare"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(ClientSettings):
     """The options of `outrider load`. They are checked when they are made."""
 
     base_url: str = "http://127.0.0.1:8000/v1"
     """Base URL of the server, with /v1."""
-    model: Annotated[str | None, Option(panel=_REQUESTS)] = None
-    """Model name. Default: the first model of the server."""
     against: Annotated[str | None, Option("URL", _COMPARE)] = None
     """A second server, which gets the same requests in turns with the first one."""
     against_model: Annotated[str | None, Option(panel=_COMPARE)] = None
     """Model name at the second server. Default: its first model."""
     report: Annotated[str | None, Option("FILE", _COMPARE)] = None
     """With --against: write one page that compares both servers, .html or .md."""
-    api_key: Annotated[str, Option(panel=_REQUESTS)] = ""
-    """API key for the server."""
     prompts: Annotated[str | None, Option("FILE", _REQUESTS)] = None
     """Prompts as JSON lines, as for bench. Default: an embedded set."""
     max_tokens: Annotated[int, Option(panel=_REQUESTS, min=1)] = 128
@@ -56,8 +53,6 @@ class Settings:
     """Closed loop: number of requests that run at a time. Default: 1."""
     seed: Annotated[int, Option(panel=_LOAD)] = 0
     """Seed of arrival times and of random requests."""
-    timeout: Annotated[float, Option(panel=_LOAD, min=0.1)] = 300.0
-    """Seconds until a request fails."""
     goodput_ttft: Annotated[float, Option(panel=_GOODPUT, min=0.0)] = 1.0
     """Longest time to first token of a request that counts, in seconds."""
     goodput_tpot: Annotated[float, Option(panel=_GOODPUT, min=0.0)] = 0.1

@@ -20,6 +20,7 @@ from outrider.drafting.plan.cost_planner import CostPlanner
 from outrider.drafting.plan.known_costs import known_costs
 from outrider.drafting.plan.pass_cost import CostModel
 from outrider.drafting.propose.expression import fetch_models, short
+from outrider.drafting.propose.registry import draft_settings
 from outrider.drafting.propose.renew import without_outputs
 from outrider.engine.build import assemble, auto_planner, make_proposer
 from outrider.engine.verifiers import find_verifier
@@ -66,10 +67,10 @@ def measure(
         OutriderError: the settings cannot be measured.
         KeyboardInterrupt: nothing is comparable yet.
     """
-    with_sources = reads_sources(settings.target)
+    with_sources = reads_sources(settings.engine.target)
     prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
     store = TrialStore(file, settings)
-    fetch_models(settings.target, *settings.proposers)
+    fetch_models(settings.engine.target, *settings.proposers)
     with progress.status("loading models"):
         engines = VariantEngines(settings)
         for draft, reason in engines.left_out.items():
@@ -140,19 +141,17 @@ class VariantEngines:
     """Engines that share one target. Each variant has its own engine, so that none learns from another's rounds."""
 
     def __init__(self, settings: Settings) -> None:
-        self.base = LLM(
-            settings.target,
+        config = replace(
+            settings.engine,
             proposer="none",
             k=0,
-            dtype=settings.dtype,
-            device=settings.device,
-            kernels=settings.kernels,
-            quantize=settings.quantize,
-            threads=settings.threads,
+            verifier=None,
+            draft_window=None,  # each proposer has its own draft settings
+            draft_quantize=None,
             max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
             prefix_caching=False,  # the prefill of a prompt must cost the same each time
         )
+        self.base = LLM(config=config)
         self._settings = settings
         # Layers whose hidden states the target exports for any of the proposers. Changing them for each turn is slow.
         self._exported_layers: set[int] = set()
@@ -171,7 +170,7 @@ class VariantEngines:
         if variant.plain:
             return self.base
         parts = self.base.parts
-        verifier = find_verifier(self._settings.verifier, variant.proposer)
+        verifier = find_verifier(self._settings.engine.verifier, variant.proposer)
         setup = self._setup(variant.proposer, variant.draft_quantize)
         proposer = without_outputs(self.proposers[variant.label], variant.proposer, setup)
         planner = self._planner(variant)
@@ -214,8 +213,9 @@ class VariantEngines:
         return proposer
 
     def _setup(self, spec: str, quantize: str | None) -> ProposerSetup:
-        draw = find_verifier(self._settings.verifier, spec).draw
-        return replace(self.base.parts.setup, draw=draw, **self._settings.draft_settings(spec, quantize))
+        draw = find_verifier(self._settings.engine.verifier, spec).draw
+        drafts = draft_settings(self._settings.engine, spec, draft_quantize=quantize)
+        return replace(self.base.parts.setup, draw=draw, **drafts)
 
 
 def _variants(engines: VariantEngines, ks: Sequence[int | str], condition: Condition) -> list[Variant]:

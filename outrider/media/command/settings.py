@@ -15,7 +15,19 @@ _MIN_PROMPTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoSettings:
+class MediaSettings:
+    """What all of these commands load, and how."""
+
+    models: Annotated[str | None, Option("DIR", MODEL)] = None
+    """Folder that recipes.video or recipes.audio wrote. Default: the embedded video models."""
+    eager_commits: Annotated[bool, Option(panel=MODEL)] = False
+    """Write each block into the caches at once, not when a cache is needed. The output is the same."""
+    threads: Annotated[int | None, Option(panel=MODEL)] = None
+    """CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoSettings(MediaSettings):
     """The options of `outrider media demo`."""
 
     out: Annotated[str | None, Option("FILE", OUTPUT)] = None
@@ -24,8 +36,6 @@ class DemoSettings:
     prompt: Annotated[str | None, Option("TEXT")] = None
     """Caption, such as 'a red circle moving right from the top left on a black background', or 'a bright arpeggio on a
     low do at a fast tempo'. Default: the first of these, or a random one for other models."""
-    models: Annotated[str | None, Option("DIR", MODEL)] = None
-    """Folder that recipes.video or recipes.audio wrote. Default: the embedded video models."""
     threshold: Annotated[float | None, Option("SCORE", MODEL)] = None
     """Least score of an accepted draft. Default: that of --calibration."""
     calibration: Annotated[str | None, Option("FILE", MODEL)] = None
@@ -34,14 +44,10 @@ class DemoSettings:
     """With --threshold: min, mean, or window:N, the worst mean of N in a row. Default: min."""
     budget: Annotated[int | None, Option(panel=MODEL)] = None
     """Most blocks that the target makes. Default: no limit."""
-    eager_commits: Annotated[bool, Option(panel=MODEL)] = False
-    """Write each block into the caches at once, not when a cache is needed. The output is the same."""
     fps: Annotated[float | None, Option(panel=OUTPUT)] = None
     """Frames per second of a video. Default: 12."""
     seed: Annotated[int, Option(panel=MEASURE, min=0)] = 0
     """Seed of the captions and of the noise."""
-    threads: Annotated[int | None, Option(panel=MODEL)] = None
-    """CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node."""
 
     def __post_init__(self) -> None:
         if self.fps is not None and not 1 <= self.fps <= 50:
@@ -53,15 +59,13 @@ class DemoSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchSettings:
+class BenchSettings(MediaSettings):
     """The options of `outrider media bench`."""
 
-    prompts: Annotated[int, Option("N", MEASURE)] = 200
+    num_prompts: Annotated[int, Option("N", MEASURE)] = 200
     """How many random captions."""
     rounds: Annotated[int, Option(panel=MEASURE, min=1)] = 5
     """Parts of the prompts that are timed on their own. Speedups are medians over them."""
-    models: Annotated[str | None, Option("DIR", MODEL)] = None
-    """Folder that recipes.video or recipes.audio wrote. Default: the embedded video models."""
     thresholds: Annotated[str | None, Option("LIST", MODEL)] = None
     """Thresholds to compare. Default: those that reject 2, 5, 10, 20, 35 and 60 % of the drafts."""
     quality: Annotated[float, Option("SHARE", MEASURE)] = 0.98
@@ -69,8 +73,6 @@ class BenchSettings:
     aggregate: Annotated[str, Option("NAME", MODEL)] = "min"
     """How the scores of a block's frames, or windows of audio, become one: min, mean, or window:N, the worst mean of N
     in a row."""
-    eager_commits: Annotated[bool, Option(panel=MODEL)] = False
-    """Write each block into the caches at once, not when a cache is needed. The output is the same."""
     processor_time: Annotated[bool, Option(panel=MEASURE)] = False
     """Count the time of the processor instead of that of the wall, for a busy machine. Use it with --threads 1: the
     time of all threads is added."""
@@ -78,11 +80,9 @@ class BenchSettings:
     """Plot speed against quality: .svg, .png or .pdf. Needs pip install "outrider[report]"."""
     seed: Annotated[int, Option(panel=MEASURE, min=0)] = 1
     """Seed of the captions and of the noise."""
-    threads: Annotated[int | None, Option(panel=MODEL)] = None
-    """CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node."""
 
     def __post_init__(self) -> None:
-        _check(self.prompts, self.quality, max(_MIN_PROMPTS, self.rounds))
+        _check(self.num_prompts, self.quality, max(_MIN_PROMPTS, self.rounds))
 
     def threshold_list(self) -> tuple[float, ...]:
         """Return the given thresholds, or none."""
@@ -90,34 +90,28 @@ class BenchSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneSettings:
+class TuneSettings(MediaSettings):
     """The options of `outrider media tune`."""
 
     quality: Annotated[float, Option("SHARE", MEASURE)] = 0.98
     """The wanted score as a share of target-only's, such as 0.98."""
-    prompts: Annotated[int, Option("N", MEASURE)] = 200
+    num_prompts: Annotated[int, Option("N", MEASURE)] = 200
     """How many random captions. Half of them choose the threshold, the others measure it."""
-    models: Annotated[str | None, Option("DIR", MODEL)] = None
-    """Folder that recipes.video or recipes.audio wrote. Default: the embedded video models."""
     aggregate: Annotated[str, Option("NAME", MODEL)] = "min"
     """How the scores of a block's frames, or windows of audio, become one: min, mean, or window:N, the worst mean of N
     in a row."""
-    eager_commits: Annotated[bool, Option(panel=MODEL)] = False
-    """Write each block into the caches at once, not when a cache is needed. The output is the same."""
     out: Annotated[str | None, Option("FILE", OUTPUT)] = None
     """Write the calibration, for --calibration of `demo`."""
     seed: Annotated[int, Option(panel=MEASURE, min=0)] = 2
     """Seed of the captions and of the noise."""
-    threads: Annotated[int | None, Option(panel=MODEL)] = None
-    """CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node."""
 
     def __post_init__(self) -> None:
-        _check(self.prompts, self.quality, 2 * _MIN_PROMPTS)
+        _check(self.num_prompts, self.quality, 2 * _MIN_PROMPTS)
 
 
 def _check(prompts: int, quality: float, least: int) -> None:
     if prompts < least:
-        raise OutriderError(f"--prompts is {prompts}; use at least {least}")
+        raise OutriderError(f"--num-prompts is {prompts}; use at least {least}")
     if not (0 < quality <= 1 and math.isfinite(quality)):
         raise OutriderError(
             f"--quality is {quality}; use a share of target-only's score above 0 and up to 1, such as 0.98"

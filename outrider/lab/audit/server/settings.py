@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 from outrider.core.option import SERVER, Option
 from outrider.errors import OutriderError
+from outrider.lab.client.settings import ClientSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
+class ServerOptions(ClientSettings):
     """Which server to audit, and how."""
 
     server: Annotated[str | None, Option("URL", SERVER)] = None
     """Audit this running server of OpenAI's API: is its output that of --target? See docs/how-to/audit-a-server.md."""
-    model: Annotated[str | None, Option(panel=SERVER)] = None
-    """Name of the model. Default: the first one of the server."""
-    api_key: Annotated[str, Option(panel=SERVER)] = ""
-    """API key of the server."""
     draft: Annotated[str | None, Option("DIR", SERVER)] = None
     """The draft model that the server uses. With it, the report can tell more causes apart."""
     chat: bool = False
@@ -27,33 +24,18 @@ class ServerOptions:
     """Requests at a time."""
     tokens: Annotated[int, Option(panel=SERVER, min=2)] = 64
     """Greedy output tokens per prompt to replay."""
-    dtype: Annotated[str, Option("NAME", SERVER)] = "auto"
+    server_dtype: Annotated[str, Option("NAME", SERVER)] = "auto"
     """Type of the numbers that the server computes with. It sets what counts as rounding. Default: as the checkpoint is
     stored."""
     tolerance: Annotated[float | None, Option(panel=SERVER, min=0.0)] = None
     """Standard deviation of the server's logits from the model's that counts as rounding. Default: measured between
-    float32 and --dtype."""
+    float32 and --server-dtype."""
     tests: Annotated[str | None, Option("LIST", SERVER)] = None
     """Sampling tests to run: first, sampled, cooler, top-k, top-p, penalties. Default: all."""
     seed: Annotated[int, Option(panel=SERVER, min=0)] = 0
     """Seed of the sampled requests."""
-    timeout: Annotated[float, Option(panel=SERVER, min=0.1)] = 300.0
-    """Seconds until a request fails."""
 
 
-NEEDS_SERVER = (
-    "tests",
-    "model",
-    "api_key",
-    "draft",
-    "chat",
-    "concurrency",
-    "tokens",
-    "dtype",
-    "tolerance",
-    "seed",
-    "timeout",
-)
 # Options of `outrider audit` that mean nothing for a server.
 NOT_FOR_SERVER = ("proposer", "verifier", "tp", "draft_placement", "draft_window", "draft_quantize")
 
@@ -65,7 +47,8 @@ def check_given(server: str | None, given: set[str]) -> None:
         OutriderError: an option needs --server or --draft, or does not go with --server.
     """
     # The key may come from the environment, for other commands.
-    useless = NOT_FOR_SERVER if server else [name for name in NEEDS_SERVER if name != "api_key"]
+    needs_server = [field.name for field in fields(ServerOptions) if field.name not in ("server", "api_key")]
+    useless = NOT_FOR_SERVER if server else needs_server
     for name in useless:
         if name in given:
             option = f"--{name.replace('_', '-')}"

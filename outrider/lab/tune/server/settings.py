@@ -7,17 +7,18 @@ from typing import Annotated
 
 from outrider.core.option import SERVER, Option
 from outrider.errors import OutriderError
+from outrider.lab.client.settings import ClientSettings
 
 # Options of `outrider tune` that mean something for a server. All others are refused.
 _FOR_SERVER = frozenset(
     {"server", "baseline", "model", "api_key", "num_requests", "timeout", "batch", "prompts", "limit", "max_tokens"}
-    | {"temperature", "seed", "as_json", "out"}
+    | {"temperature", "seed", "json", "out"}
 )
 _NEEDS_SERVER = ("baseline", "model", "num_requests", "timeout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
+class ServerOptions(ClientSettings):
     """Which server to measure."""
 
     server: Annotated[str | None, Option("URL", SERVER)] = None
@@ -26,14 +27,8 @@ class ServerOptions:
     baseline: Annotated[str | None, Option("URL", SERVER)] = None
     """A second server with the same model and no speculation, for servers that cannot switch it off for a request
     (vLLM, SGLang)."""
-    model: Annotated[str | None, Option(panel=SERVER)] = None
-    """Name of the model. Default: the first one of the server."""
-    api_key: Annotated[str, Option(panel=SERVER)] = ""
-    """API key of the server."""
     num_requests: Annotated[int | None, Option(panel=SERVER, min=1)] = None
     """Requests at each load. Default: 4 for each at a time."""
-    timeout: Annotated[float, Option(panel=SERVER, min=0.1)] = 300.0
-    """Seconds until a request fails."""
 
 
 def check_given(server: str | None, given: set[str]) -> None:
