@@ -268,9 +268,9 @@ def test_requests_switch_filters_off(fake):
     assert not completions.abilities.token_ids
     assert not completions.abilities.neutral
     abilities = replace(completions.abilities, neutral=True)
-    body = request_body(NAME, PROMPT, tokens, TOP_K.params, abilities, max_tokens=3, seed=5)
+    body = request_body(NAME, PROMPT, tokens, replace(TOP_K.params, max_tokens=3, seed=5), abilities)
     assert (body["top_k"], body["min_p"], body["top_p"], body["seed"]) == (3, 0.0, 1.0, 5)
-    body = request_body(NAME, PROMPT, tokens, PENALTIES.params, abilities, max_tokens=3, seed=None)
+    body = request_body(NAME, PROMPT, tokens, replace(PENALTIES.params, max_tokens=3), abilities)
     assert (body["presence_penalty"], body["frequency_penalty"]) == (1.0, 1.0)
     assert "seed" not in body
 

@@ -187,7 +187,7 @@ class _Audit:
                 refused[case.name] = problem
                 continue
             result = await run_case(
-                completions, case, prompt, tree, samples=self.settings.samples, seed=seed, rounding=rounding
+                completions, case, plan, samples=self.settings.samples, seed=seed, rounding=rounding
             )
             sampled.append(result)
         self.progress.start("comparing")
