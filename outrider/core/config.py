@@ -227,3 +227,7 @@ def _check_count(name: str, value: object) -> None:
 
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+# What a server runs, where the user does not say otherwise.
+SERVER_ENGINE = EngineConfig(max_round_ms=60.0, isolate_faults=True)

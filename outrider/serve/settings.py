@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from re import fullmatch
 from typing import Annotated
 
-from outrider.core.config import ENGINE_OPTIONS, LIMIT_OPTIONS, EngineConfig
+from outrider.core.config import ENGINE_OPTIONS, LIMIT_OPTIONS, SERVER_ENGINE, EngineConfig
 from outrider.core.option import LIMITS, SERVER, Option, Shown
 from outrider.errors import OutriderError
 
 _STREAMING, _VIDEOS = "Streaming", "Videos"  # titles of groups of options
-# What a server runs, where the user does not say otherwise.
-SERVER_ENGINE = EngineConfig(max_round_ms=60.0, isolate_faults=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated
 
-from outrider.core.option import Option
+from outrider.core.config import SERVER_ENGINE, EngineConfig
+from outrider.core.option import Option, Shown
 from outrider.errors import OutriderError
 from outrider.scale.fleet.arrivals import is_trace
 
@@ -21,6 +22,7 @@ _FLEET = "Fleet"
 class FleetOptions:
     """The options of `outrider fleet`, as strings and numbers of the command line."""
 
+    engine: Annotated[EngineConfig, Shown(("max_num_seqs", "max_num_batched_tokens", "max_round_ms"))] = SERVER_ENGINE
     costs: Annotated[str | None, Option("FILE", _REPLICA)] = None
     """Measured costs of a server, from benchmarks/server/fleet.py."""
     target: Annotated[str | None, Option("DIR|SIZE", _REPLICA)] = None
@@ -33,12 +35,6 @@ class FleetOptions:
     """Tensor-parallel devices."""
     alpha: Annotated[str, Option("RATES", _REPLICA)] = "0.7"
     """Acceptance: one value for all positions, such as 0.8, or one for each, such as 0.85,0.8,0.7."""
-    max_num_seqs: Annotated[int, Option(panel=_REPLICA, min=1)] = 16
-    """Sequences that run at once."""
-    max_num_batched_tokens: Annotated[int, Option(panel=_REPLICA, min=1)] = 512
-    """Prompt tokens of a round."""
-    max_round_ms: Annotated[float, Option(panel=_REPLICA, min=0.0)] = 60.0
-    """Milliseconds of a round while sequences decode. 0: no limit."""
     prefix_cache_tokens: Annotated[int, Option(panel=_REPLICA, min=0)] = 100000
     """Tokens of shared prefixes that are kept."""
     arrivals: Annotated[str, Option("SPEC", _LOAD)] = "poisson:1"
