@@ -6,47 +6,30 @@ A file of settings is a JSON object with fields of `EngineConfig`, such as {"tar
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import fields, replace
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 from outrider.core.config import EngineConfig
 from outrider.errors import OutriderError
-from outrider.lab.tune.config import configured
-
-Options = TypeVar("Options")
+from outrider.lab.tune.config import advised
 
 
-class Merged(NamedTuple):
-    """Options of a command after `--config`, and the settings of the file that are no options of the command."""
-
-    options: Any
-    others: dict[str, Any]
-
-
-def merge_config(options: Options, file: str | None, *, given: Collection[str], min_k: int = 0) -> Merged:
-    """Fill in the options that the user has not set.
+def merge_config(options: Mapping[str, Any], file: str, *, given: Collection[str]) -> dict[str, Any]:
+    """Return fields of `EngineConfig`: the options, and what the file says in place of those that are not given.
 
     Args:
-        options: a dataclass of options.
-        file: the path, or None.
+        options: the options of a command, by name.
+        file: the path.
         given: names of the options that the user has set. They take precedence over the file.
-        min_k: the smallest draft length that the command accepts.
 
     Raises:
         OutriderError: the file cannot be read, a setting is unknown, or a value is not allowed.
     """
-    if file is None:
-        return Merged(options, {})
     settings = _read_settings(file)
     if settings is None:
-        return Merged(configured(options, file, given=given, min_k=min_k), {})
-    known = {field.name for field in fields(options)}  # type: ignore[arg-type]
-    unset = {name: value for name, value in settings.items() if name not in given}
-    others = {name: value for name, value in unset.items() if name not in known}
-    merged = replace(options, **{name: value for name, value in unset.items() if name in known})  # type: ignore[type-var]
-    return Merged(merged, others)
+        settings = advised(file, options, given=given)
+    return {**options, **{name: value for name, value in settings.items() if name not in given}}
 
 
 def _read_settings(file: str) -> dict[str, Any] | None:

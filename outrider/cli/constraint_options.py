@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from outrider.core.constraint import Constraint
+from outrider.core.option import Option
 from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 
@@ -19,22 +18,12 @@ _PANEL = "Constraint"
 class ConstraintOptions:
     """The options of a constraint. At most one may be given."""
 
-    json_schema: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Generate JSON that matches the schema in this file.", rich_help_panel=_PANEL
-        ),
-    ] = None
-    regex: Annotated[
-        str | None,
-        typer.Option(metavar="PATTERN", help="Generate text that matches the whole pattern.", rich_help_panel=_PANEL),
-    ] = None
-    grammar: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Generate text of the grammar in this file: Lark or GBNF.", rich_help_panel=_PANEL
-        ),
-    ] = None
+    json_schema: Annotated[str | None, Option("FILE", _PANEL)] = None
+    """Generate JSON that matches the schema in this file."""
+    regex: Annotated[str | None, Option("PATTERN", _PANEL)] = None
+    """Generate text that matches the whole pattern."""
+    grammar: Annotated[str | None, Option("FILE", _PANEL)] = None
+    """Generate text of the grammar in this file: Lark or GBNF."""
 
     def constraint(self) -> Constraint | None:
         """Return the constraint, or None if no option is given.

@@ -6,20 +6,19 @@ import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import islice
 from operator import add
 from time import perf_counter
-from typing import Any
 
 from rich.console import Console
 
 from outrider.cli.mistakes import print_mistake
-from outrider.cli.options import ChatOptions, ModelOptions
+from outrider.cli.options import PromptOptions
 from outrider.cli.output import Outcome, Output
 from outrider.cli.source import GivenSource, SourceOptions
-from outrider.cli.terminal import interrupts, prompts
+from outrider.cli.terminal import interrupts, typed
 from outrider.cli.transcribe import needs_transcript, print_transcript, refuse_transcript_options
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
@@ -35,13 +34,11 @@ from outrider.models.torch.speech.source import recording_of
 from outrider.models.torch.speech.wav import read_wav
 from outrider.runtime.ranks import current, of_first_rank
 
-ROWS = 16  # maximum number of completions at once
 _COULD_CHAT = "this completed plain text, and the model has a chat template; add --chat to chat with it"
 
 
-def load(models: ModelOptions, **others: Any) -> LLM:
-    """Load the models of the options. `others` are further fields of `EngineConfig`."""
-    config = EngineConfig(**asdict(models), **others)
+def load(config: EngineConfig) -> LLM:
+    """Load the models of a configuration."""
     fetch_models(config.target, config.proposer)
     with Console(stderr=True).status("loading models"):
         return LLM(config=config)
@@ -51,10 +48,9 @@ def converse(
     llm: LLM,
     params: SamplingParams,
     *,
-    prompt: str | None,
+    prompts: PromptOptions,
     options: SourceOptions,
     given: GivenSource | None = None,
-    chat: ChatOptions,
     output: Output,
 ) -> bool:
     """Complete one prompt, or the prompts that a user types on a terminal.
@@ -62,10 +58,10 @@ def converse(
     Args:
         llm: the models.
         params: the sampling parameters.
-        prompt: the prompt. None: read standard input, or begin as the model does if there is a source.
+        prompts: the prompt, and whether to use the chat template, with all messages so far. No prompt: read standard
+            input, or begin as the model does if there is a source.
         options: the options of speech targets.
         given: what the encoder of an encoder-decoder target reads.
-        chat: whether to use the chat template, with all messages so far.
         output: prints the completions.
 
     Returns:
@@ -74,9 +70,10 @@ def converse(
     Raises:
         OutriderError: the options do not fit the target; or not on a terminal, a prompt cannot be completed.
     """
+    prompt = prompts.prompt
     source = _source_for(llm, given)
-    if chat.chat:
-        _check_chat(llm, source, options, chat)
+    if prompts.chat:
+        _check_chat(llm, source, options, prompts)
     rules = llm.parts.source_rules
     if rules is None or rules.speech is None:
         refuse_transcript_options(options)
@@ -85,19 +82,19 @@ def converse(
         if reason := needs_transcript(rules.speech, source, options):
             _check_transcript(prompt, reason)
             return print_transcript(llm, source, params, options, output)
-    texts: Iterator[str | None] = iter([prompt]) if source is not None else prompts(prompt)
+    texts: Iterator[str | None] = iter([prompt]) if source is not None else typed(prompt)
     # One of several ranks must not stop alone.
     on_terminal = prompt is None and source is None and of_first_rank(sys.stdin.isatty())
-    messages = chat.messages()
+    messages = prompts.messages()
     succeeded = True
-    could_chat = rules is None and not chat.chat and bool(getattr(llm.parts.tokenizer, "chat_template", None))
+    could_chat = rules is None and not prompts.chat and bool(getattr(llm.parts.tokenizer, "chat_template", None))
     for text in _of_first_rank(texts):
         if text is not None and not is_utf8(text):
             raise OutriderError("the prompt is not UTF-8 text; give UTF-8 text")
         messages.append({"role": "user", "content": text or ""})
         try:
             with _handler(on_terminal) as collected:
-                if chat.chat:
+                if prompts.chat:
                     encoded = EncodedPrompt(llm.encode_chat(messages))
                 else:
                     encoded = llm.codec.encode_with_source(text, source, language=options.language, task=options.task)
@@ -124,13 +121,13 @@ def _handler(on_terminal: bool) -> AbstractContextManager[list[int]]:
     return interrupts() if on_terminal and current() is None else nullcontext([])
 
 
-def _check_chat(llm: LLM, source: Source | None, options: SourceOptions, chat: ChatOptions) -> None:
+def _check_chat(llm: LLM, source: Source | None, options: SourceOptions, prompts: PromptOptions) -> None:
     """Refuse what does not go with a chat template, before the first prompt."""
     if source is not None:
         raise OutriderError("--chat does not support encoder-decoder targets; leave it out")
     if options.language or options.task:
         raise OutriderError("--language and --task are for speech targets, which take no --chat; leave them out")
-    llm.encode_chat([*chat.messages(), {"role": "user", "content": "Hello"}])
+    llm.encode_chat([*prompts.messages(), {"role": "user", "content": "Hello"}])
 
 
 def _check_transcript(prompt: str | None, reason: str) -> None:

@@ -5,92 +5,50 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
+from outrider.core.option import SAMPLING, Option
 from outrider.core.params import DEFAULT_MAX_TOKENS, SamplingParams
 from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
-
-SAMPLING = "Sampling"
-
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)]
-TopK = Annotated[int, typer.Option(help="Keep the likeliest tokens; 0 keeps all.", rich_help_panel=SAMPLING)]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest mass, in (0, 1].", rich_help_panel=SAMPLING)]
-MinP = Annotated[
-    float, typer.Option(help="Drop tokens below this share of the likeliest one.", rich_help_panel=SAMPLING)
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1 discourages tokens of prompt and output.", rich_help_panel=SAMPLING)
-]
-PresencePenalty = Annotated[
-    float, typer.Option(help="Subtracted once from the logits of tokens in the output.", rich_help_panel=SAMPLING)
-]
-FrequencyPenalty = Annotated[
-    float, typer.Option(help="Subtracted for each occurrence in the output.", rich_help_panel=SAMPLING)
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ID=VALUE", help="Added to a token's logit; -inf forbids it. Repeatable.", rich_help_panel=SAMPLING
-    ),
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="Most output tokens. 0: until the context is full. Default: 128; with --chat and for transcripts no"
-        " limit.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-MinTokens = Annotated[int, typer.Option(help="Fewest output tokens.", rich_help_panel=SAMPLING)]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="TEXT", help="A string that ends the completion; not part of it. Repeatable.", rich_help_panel=SAMPLING
-    ),
-]
-StopTokenId = Annotated[
-    list[int] | None,
-    typer.Option(metavar="ID", help="A token that ends the completion. Repeatable.", rich_help_panel=SAMPLING),
-]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-text.", rich_help_panel=SAMPLING)]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        help="The same seed gives the same text. If the text depends on the draft, as with --verifier block, --k auto"
-        " uses 4 draft tokens for it. Trees and combinations need --verifier walk or coupled. Default: a random seed,"
-        " which is reported.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-Count = Annotated[int, typer.Option("--n", help="Completions of each prompt.", rich_help_panel=SAMPLING)]
-Logprobs = Annotated[
-    int | None,
-    typer.Option(help="Report log-probabilities of each token and of the likeliest N.", rich_help_panel=SAMPLING),
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
     """The sampling options."""
 
-    temperature: Temperature = 0.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
-    min_p: MinP = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
-    presence_penalty: PresencePenalty = 0.0
-    frequency_penalty: FrequencyPenalty = 0.0
-    logit_bias: LogitBias = None
-    max_tokens: MaxTokens = None
-    min_tokens: MinTokens = 0
-    stop: Stop = None
-    stop_token_id: StopTokenId = None
-    ignore_eos: IgnoreEos = False
-    seed: Seed = None
-    n: Count = 1
-    logprobs: Logprobs = None
+    temperature: Annotated[float, Option(panel=SAMPLING)] = 0.0
+    """0 is greedy."""
+    top_k: Annotated[int, Option(panel=SAMPLING)] = 0
+    """Keep the likeliest tokens; 0 keeps all."""
+    top_p: Annotated[float, Option(panel=SAMPLING)] = 1.0
+    """Keep the likeliest mass, in (0, 1]."""
+    min_p: Annotated[float, Option(panel=SAMPLING)] = 0.0
+    """Drop tokens below this share of the likeliest one."""
+    repetition_penalty: Annotated[float, Option(panel=SAMPLING)] = 1.0
+    """Above 1 discourages tokens of prompt and output."""
+    presence_penalty: Annotated[float, Option(panel=SAMPLING)] = 0.0
+    """Subtracted once from the logits of tokens in the output."""
+    frequency_penalty: Annotated[float, Option(panel=SAMPLING)] = 0.0
+    """Subtracted for each occurrence in the output."""
+    logit_bias: Annotated[list[str] | None, Option("ID=VALUE", SAMPLING)] = None
+    """Added to a token's logit; -inf forbids it. Repeatable."""
+    max_tokens: Annotated[int | None, Option(panel=SAMPLING, min=0)] = None
+    """Most output tokens. 0: until the context is full. Default: 128; with --chat and for transcripts no limit."""
+    min_tokens: Annotated[int, Option(panel=SAMPLING)] = 0
+    """Fewest output tokens."""
+    stop: Annotated[list[str] | None, Option("TEXT", SAMPLING)] = None
+    """A string that ends the completion; not part of it. Repeatable."""
+    stop_token_id: Annotated[list[int] | None, Option("ID", SAMPLING)] = None
+    """A token that ends the completion. Repeatable."""
+    ignore_eos: Annotated[bool, Option(panel=SAMPLING)] = False
+    """Continue after end-of-text."""
+    seed: Annotated[int | None, Option(panel=SAMPLING)] = None
+    """The same seed gives the same text. If the text depends on the draft, as with --verifier block, --k auto uses 4
+    draft tokens for it. Trees and combinations need --verifier walk or coupled. Default: a random seed, which is
+    reported."""
+    n: Annotated[int, Option(panel=SAMPLING)] = 1
+    """Completions of each prompt."""
+    logprobs: Annotated[int | None, Option(panel=SAMPLING)] = None
+    """Report log-probabilities of each token and of the likeliest N."""
 
     def params(self, *, unlimited: bool = False) -> SamplingParams:
         """Return the sampling parameters. `unlimited`: without --max-tokens, the model decides where the text ends.

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from outrider.core.option import Option
 from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 
@@ -18,66 +17,24 @@ _PANEL = "Source"
 class SourceOptions:
     """The input of an encoder-decoder target's encoder."""
 
-    source: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="The input of an encoder-decoder target's encoder: a text, or for a speech target the path of a WAV"
-            " file. PROMPT begins the output.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
-    source_file: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="A file with the source: UTF-8 text, or for a speech target WAV audio.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
-    language: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CODE",
-            help="For a speech target that knows several languages: that of the audio, such as en. Default: as the"
-            " checkpoint says, or the model detects it.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
-    task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="For a speech target that knows several languages: transcribe, or translate to English. Default: as"
-            " the checkpoint says, or transcribe.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
-    response_format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="For a speech target: print the transcript as text, srt, vtt, json or verbose_json, with the names of"
-            " OpenAI's API. Default: text.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
-    previous_text: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="For a speech target: text before the audio, such as names and their spelling.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
-    condition_on_previous_text: Annotated[
-        bool,
-        typer.Option(
-            "--condition-on-previous-text",
-            help="For a speech target and long audio: put the text so far before each window.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = False
+    source: Annotated[str | None, Option("TEXT", _PANEL)] = None
+    """The input of an encoder-decoder target's encoder: a text, or for a speech target the path of a WAV file. PROMPT
+    begins the output."""
+    source_file: Annotated[str | None, Option("FILE", _PANEL)] = None
+    """A file with the source: UTF-8 text, or for a speech target WAV audio."""
+    language: Annotated[str | None, Option("CODE", _PANEL)] = None
+    """For a speech target that knows several languages: that of the audio, such as en. Default: as the checkpoint says,
+    or the model detects it."""
+    task: Annotated[str | None, Option("NAME", _PANEL)] = None
+    """For a speech target that knows several languages: transcribe, or translate to English. Default: as the checkpoint
+    says, or transcribe."""
+    response_format: Annotated[str | None, Option("NAME", _PANEL)] = None
+    """For a speech target: print the transcript as text, srt, vtt, json or verbose_json, with the names of OpenAI's
+    API. Default: text."""
+    previous_text: Annotated[str | None, Option("TEXT", _PANEL)] = None
+    """For a speech target: text before the audio, such as names and their spelling."""
+    condition_on_previous_text: Annotated[bool, Option(panel=_PANEL)] = False
+    """For a speech target and long audio: put the text so far before each window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

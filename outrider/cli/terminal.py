@@ -17,7 +17,7 @@ _LEAVE = "Ctrl-C again leaves; so do Ctrl-D and an empty line"
 _ENDING = b"\nthe answer ends after this pass of the model; Ctrl-C once more ends the program\n"
 
 
-def prompts(prompt: str | None) -> Iterator[str]:
+def typed(prompt: str | None) -> Iterator[str]:
     """Yield the argument, or the text of a pipe, or the lines that a user types, until an empty line or the end."""
     if prompt is not None:
         yield prompt

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Annotated, Any, TypeGuard
 
-from outrider.core.params import AUTO, check_draft_length
+from outrider.core.option import LIMITS, MODEL, Option
+from outrider.core.params import AUTO, check_draft_length, parse_draft_length
 from outrider.errors import OutriderError
 
 REPLICATED, SHARDED = "replicated", "sharded"  # placements of a draft on several ranks
@@ -17,64 +18,89 @@ PLACEMENTS = (AUTO, REPLICATED, SHARDED)
 QUANTIZE_BITS = {"int8": 8, "int4": 4}
 FULL_BITS = 16
 ONCE, ALWAYS, NEVER = "once", "always", "never"  # when the logits of a model are checked at load
+# Fields of `EngineConfig` that are options of commands. All commands that load a target have the first ones.
+TARGET_OPTIONS = ("target", "dtype", "device", "kernels", "quantize", "threads")
+DRAFT_OPTIONS = ("draft_window", "draft_quantize")
+ENGINE_OPTIONS = (
+    *TARGET_OPTIONS,
+    *DRAFT_OPTIONS,
+    "proposer",
+    "k",
+    "verifier",
+    "check",
+    "plan",
+    "tp",
+    "draft_placement",
+)
+LIMIT_OPTIONS = ("max_num_seqs", "max_num_batched_tokens", "max_round_ms", "cache_gb", "prefix_caching")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What to load and how to run it. All values are checked when the record is made."""
 
-    target: str | Path | None = None
-    """Folder of a language model, a GGUF file, or a name on the Hugging Face Hub: "org/name", "org/name@revision" or
-    "org/name:Q4_K_M". None: the embedded model."""
-    proposer: str | Callable[..., Any] | None = None
-    """An expression such as "ngram" or "draft:DIR", or a callable that takes a setup and returns a proposer.
-    None: the embedded draft for the embedded target. For any other, the first of "best(suffix:100000,mtp)",
-    "best(suffix:100000,quantized:int4)" and "ngram" that fits; see `outrider.engine.default_proposer`."""
-    k: int | str = AUTO
-    """Draft tokens per round, up to 256. 0: plain decoding. "auto": chosen in each round from measured costs, and 4 for
-    a request with a seed whose text depends on the draft."""
-    verifier: str | None = None
-    """walk, coupled, rejection, block, siblings, traversal, typical or lenient, or a relaxed rule such as
-    "lantern:delta=0.1,table=FILE". None: what fits the proposer."""
-    dtype: str = "auto"
+    target: Annotated[str | Path | None, Option("DIR", MODEL)] = None
+    """Folder of a language model, a GGUF file, or a model of the Hugging Face Hub: org/name, org/name@revision or
+    org/name:Q4_K_M. Default: @mini, an embedded model."""
+    proposer: Annotated[str | Callable[..., Any] | None, Option("NAME", MODEL)] = None
+    """What drafts. Without a model: none, ngram[:MIN-MAX], suffix[:TOKENS], recycle, lookahead[:WxNxG], group[:TOKENS],
+    retrieval:DIR[:MIN]. A draft model or a trained head: draft:DIR, tree:DIR, cascade:DIR; with another vocabulary:
+    draft-tokens:DIR, draft-text:DIR. The target itself: mtp, quantized:int4, exit:LAYERS, skip:A+B. Your own:
+    pkg.module:Class, or in Python a callable that takes a setup and returns a proposer. Combinations: best(A,B),
+    merge(A,B), first(A,B), switch(A,B). See docs/how-to/choose-a-proposer.md. DIR may also be a model of the Hugging
+    Face Hub. Default: the embedded draft model for the embedded target; for any other, the first of
+    best(suffix:100000,mtp), best(suffix:100000,quantized:int4) and ngram that fits."""
+    k: Annotated[int | str, Option("N", MODEL, parse=parse_draft_length)] = AUTO
+    """Draft tokens per round, up to 256. 0: plain decoding. auto: chosen in each round from measured costs, and 4 for a
+    request with a seed whose text depends on the draft."""
+    verifier: Annotated[str | None, Option("NAME", MODEL)] = None
+    """walk, coupled, rejection, block, siblings or traversal; typical and lenient are not exact. Relaxed rules are not
+    exact either, and declare a bound: lantern:delta=D, gsd:clusters=N, pcg:k=N, bins:distance=R and blend:share=S, with
+    more options after commas, such as table=FILE. Default: block for chains of a draft model, traversal for its trees
+    and for merges, walk for all other proposers."""
+    dtype: Annotated[str, Option("NAME", MODEL)] = "auto"
     """auto, float32, bfloat16 or float16."""
-    device: str = "auto"
+    device: Annotated[str, Option("NAME", MODEL)] = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
-    kernels: str = "auto"
-    """native, torch or auto. auto: the native kernels on a CPU where they support the model, torch elsewhere."""
-    check: str = ONCE
-    """When the logits of target and draft models are compared with those of transformers at load: once (per checkpoint,
-    version and machine), always or never."""
-    quantize: str | None = None
-    """int8 or int4 for the target's weights. The quantized model is then the target. None: the weights as stored."""
-    threads: int | None = None
-    """CPU threads. None: OMP_NUM_THREADS, or the physical cores of one NUMA node."""
-    max_num_seqs: int = 16
+    kernels: Annotated[str, Option("NAME", MODEL)] = "auto"
+    """auto, native or torch. auto: the fastest that support the model. The native kernels run on CPUs in bfloat16 and
+    float32; a C++ compiler builds them once per machine."""
+    check: Annotated[str, Option("NAME", MODEL)] = ONCE
+    """once, always or never: when the logits of a model are compared with those of transformers at load. once: per
+    checkpoint, version and machine."""
+    quantize: Annotated[str | None, Option("NAME", MODEL)] = None
+    """int8 or int4 weights for the target, on a CPU. The quantized model is then the target, exactly. Default: the
+    weights as stored."""
+    threads: Annotated[int | None, Option(panel=MODEL)] = None
+    """CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node."""
+    draft_window: Annotated[int | None, Option("TOKENS", MODEL)] = None
+    """The latest tokens that a draft model or draft head reads, draft tokens included. Default: as many as it was made
+    for."""
+    draft_quantize: Annotated[str | None, Option("NAME", MODEL)] = None
+    """int8 or int4 weights for a draft model or draft head, LM head included, on the native kernels of a CPU. The
+    output does not change. Default: the weights as stored."""
+    plan: Annotated[str | Path | None, Option("FILE", MODEL)] = None
+    """With k auto: load what the planner has learned from this file, if there is one, and save it at the end."""
+    tp: Annotated[int, Option("N", MODEL, min=1)] = 1
+    """Split the target over N processes that torchrun has started, one for each GPU: torchrun --nproc-per-node N -m
+    outrider ..."""
+    draft_placement: Annotated[str, Option("NAME", MODEL)] = AUTO
+    """With tp above 1: replicated (each rank runs the whole draft model), sharded (it is split, too), or auto (the
+    faster one, by measured costs)."""
+    max_model_len: Annotated[int | None, Option(panel=MODEL)] = None
+    """Tokens of prompt and completion together. Default: the limit of the model, at most 8192."""
+    max_num_seqs: Annotated[int, Option(panel=LIMITS, min=1)] = 16
     """Sequences that run at once."""
-    max_model_len: int | None = None
-    """Tokens of prompt and completion together. None: the model's own limit, at most 8192."""
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: Annotated[int, Option(panel=LIMITS, min=1)] = 512
     """Prompt tokens that one round may process."""
-    max_round_ms: float | None = None
-    """Milliseconds that a round may take while sequences decode; longer prompts are split. None: no limit."""
-    cache_gb: float | None = None
-    """Memory of all KV caches in 10^9 bytes, with the native kernels. None: a full context for every sequence, as far
-    as memory is free."""
-    prefix_caching: bool = True
-    """Reuse the KV cache of equal prompt prefixes."""
-    draft_window: int | None = None
-    """Context window of the draft model or draft head, in tokens, draft tokens included. None: its own maximum."""
-    draft_quantize: str | None = None
-    """int8 or int4 for the weights of a draft model or draft head on the native kernels, LM head included. The output
-    stays the target's. None: the weights as stored."""
-    plan: str | Path | None = None
-    """With k="auto", a file of what the planner has learned. It is read if it exists."""
-    tp: int = 1
-    """Ranks of tensor parallelism. Start the program with torchrun and this number of processes, one for each GPU. Each
-    process loads a part of the target. 1: one process."""
-    draft_placement: str = AUTO
-    """With `tp` above 1: replicated (each rank runs the whole draft model), sharded (it is split as the target is), or
-    auto (the faster one, by measured costs)."""
+    max_round_ms: Annotated[float, Option(panel=LIMITS, min=0.0)] = 0.0
+    """Milliseconds that a round may take while other sequences decode. Longer prompts are split over rounds. 0: no
+    limit."""
+    cache_gb: Annotated[float | None, Option("GB", LIMITS)] = None
+    """Memory of the KV caches of target and draft models in 10^9 bytes, with the native kernels. Default: a full
+    context for every sequence, as far as memory is free."""
+    prefix_caching: Annotated[bool, Option(panel=LIMITS)] = True
+    """Reuse the KV cache of common prompt prefixes. A server does so within the requests of one user."""
     isolate_faults: bool = False
     """An exception in a proposer costs its draft only. It is logged and counted, and decoding goes on. It has no effect
     with `tp` above 1, because all ranks must draft the same tokens."""
@@ -99,15 +125,7 @@ class EngineConfig:
                 f"draft_placement is {self.draft_placement}, which needs several ranks, and tp is 1; leave it out, or"
                 " set tp"
             )
-        _check_count("max_num_seqs", self.max_num_seqs)
-        _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
-        for name in ("max_model_len", "draft_window"):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name))
-        if self.threads is not None and not _is_whole(self.threads):
-            raise OutriderError(f"threads is {self.threads!r}; use a whole number, or None for one on each core")
-        _check_positive("max_round_ms", self.max_round_ms, "leave it out for no limit")
-        _check_positive("cache_gb", self.cache_gb, "leave it out to use what memory allows")
+        self._check_limits()
         for name in ("prefix_caching", "isolate_faults"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -116,6 +134,22 @@ class EngineConfig:
             raise OutriderError(f"plan is {self.plan!r}; give the path of a file, or leave it out")
         if self.plan is not None and self.k != AUTO:
             raise OutriderError(f"plan {self.plan} needs k auto, and k is {self.k}; use k auto, or no plan")
+
+    def _check_limits(self) -> None:
+        """Check the numbers of sequences, tokens, threads, milliseconds and gigabytes."""
+        _check_count("max_num_seqs", self.max_num_seqs)
+        _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
+        for name in ("max_model_len", "draft_window"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        if self.threads is not None and not _is_whole(self.threads):
+            raise OutriderError(f"threads is {self.threads!r}; use a whole number, or None for one on each core")
+        if not _is_number(self.max_round_ms) or self.max_round_ms < 0:
+            raise OutriderError(f"max_round_ms is {self.max_round_ms!r}; use a number above 0, or 0 for no limit")
+        if self.cache_gb is not None and (not _is_number(self.cache_gb) or self.cache_gb <= 0):
+            raise OutriderError(
+                f"cache_gb is {self.cache_gb!r}; use a number above 0, or leave it out to use what memory allows"
+            )
 
     @classmethod
     def from_options(cls, target: str | Path | None = None, **options: Any) -> EngineConfig:
@@ -191,8 +225,9 @@ def _check_count(name: str, value: object) -> None:
         raise OutriderError(f"{name} is {value!r}; it must be a whole number, at least 1")
 
 
-def _check_positive(name: str, value: object, otherwise: str) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise OutriderError(f"{name} is {value!r}; use a number above 0, or {otherwise}")
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+# What a server runs, where the user does not say otherwise.
+SERVER_ENGINE = EngineConfig(max_round_ms=60.0, isolate_faults=True)

@@ -193,6 +193,20 @@ def check_draft_length(k: object, *, least: int = 0, or_auto: bool = False) -> N
     raise InvalidParam("k", f"k is {k!r}; use a number of draft tokens from {low} to {MAX_DRAFT_LENGTH}{choice}")
 
 
+def parse_draft_length(option: str, text: str) -> int | str:
+    """Return the number of an option, or auto. Its range is not checked.
+
+    Raises:
+        OutriderError: it is neither.
+    """
+    try:
+        return AUTO if text == AUTO else int(text)
+    except ValueError:
+        raise OutriderError(
+            f"{option} is {text!r}, and not a number of draft tokens; use for example 4, or {AUTO}"
+        ) from None
+
+
 def _check_number(name: str, value: float, low: float, high: float, hint: str) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:

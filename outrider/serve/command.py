@@ -34,13 +34,12 @@ _MAX_QUEUED_VIDEOS = 16
 _MAX_KEPT_VIDEOS = 64
 
 
-def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ranks: Ranks | None = None) -> None:
+def serve(load: Callable[[], LLM], settings: Settings, *, ranks: Ranks | None = None) -> None:
     """Bind the port, load the models, and serve until a signal arrives.
 
     Args:
         load: loads the models. It is called after the port is bound.
         settings: the options of `outrider serve`.
-        target: folder of the target, whose name is the model name in the API if the settings have none.
         ranks: the ranks of tensor parallelism, of which this is the first; the others call `serve.ranks.follow`.
 
     Raises:
@@ -58,7 +57,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
     _check_files(settings)
     tracer = make_tracer() if settings.otel else None
     configure_logging(settings.log_format)
-    name = settings.served_model_name or model_name(target)
+    name = settings.served_model_name or model_name(settings.engine.target)
     with ExitStack() as stack:
         sockets = [stack.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
         videos = load_videos(settings)  # first, because these models are small, and a mistake is reported early
@@ -66,7 +65,8 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         typer.echo(_cache_summary(llm), err=True)
         if seconds := record_passes(llm.parts):
             typer.echo(f"compiled the layers and recorded passes as CUDA graphs in {seconds:.1f} s", err=True)
-        async_llm = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs)
+        num_seqs = settings.engine.max_num_seqs
+        async_llm = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=num_seqs)
         leader = None if ranks is None else _lead(ranks, llm, async_llm)
         gc.collect()
         gc.freeze()  # keep the garbage collector from scanning the loaded models
@@ -76,7 +76,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None, ra
         if videos is not None:
             typer.echo(f"{videos.served.name} makes videos, which are not exact", err=True)
         url = base_url(settings, sockets[0].getsockname()[1])
-        typer.echo(f"{name} at {url}, {count_text(settings.max_num_seqs, 'sequence')} at once", err=True)
+        typer.echo(f"{name} at {url}, {count_text(num_seqs, 'sequence')} at once", err=True)
         with _clean_exit(server):
             server.run(sockets=sockets)
         if leader is not None:

@@ -18,6 +18,21 @@ from outrider.errors import OutriderError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is special about the distributions of a random instance."""
+
+    zeros: float = 0.0  # share of tokens with probability 0
+    same: bool = False  # q equals p
+    disjoint: bool = False  # p and q have no token in common
+    apart: bool = False  # each draft token has its own q, as in a tree that is merged from several proposers
+    ending: float = 0.0  # largest probability that the draft ends before a draft token; it depends on the path
+    foreign: float = 0.0  # share of paths at which the draft token is an id that the target does not have
+
+
+CASES = (Case(), Case(zeros=0.4), Case(same=True), Case(disjoint=True), Case(ending=0.5), Case(foreign=0.3))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
     """A target and a proposer with known distributions, and a tree shape of N draft tokens.
 
@@ -51,12 +66,7 @@ class Instance:
         kinds: tuple[DraftKind, ...],
         *,
         generator: torch.Generator,
-        zeros: float = 0.0,
-        same: bool = False,
-        disjoint: bool = False,
-        apart: bool = False,
-        ending: float = 0.0,
-        foreign: float = 0.0,
+        case: Case = CASES[0],
     ) -> Instance:
         """Return an instance with random conditional distributions.
 
@@ -66,26 +76,21 @@ class Instance:
             kinds: [N] how each draft token is chosen. One-hot siblings are the likeliest tokens of q in order. Sampled
                 siblings after them are sampled from the other tokens.
             generator: the random number generator.
-            zeros: share of tokens with probability 0.
-            same: q equals p.
-            disjoint: p and q have no token in common.
-            apart: each draft token has its own q, as in a tree that is merged from several proposers.
-            ending: largest probability that the draft ends before a draft token. It depends on the path.
-            foreign: share of paths at which the draft token is an id that the target does not have.
+            case: what is special about the distributions.
         """
         depths = _depths(parent)[1:]
-        p_tokens = torch.arange(vocab) < vocab // 2 if disjoint else torch.ones(vocab, dtype=torch.bool)
-        q_tokens = p_tokens ^ disjoint
+        p_tokens = torch.arange(vocab) < vocab // 2 if case.disjoint else torch.ones(vocab, dtype=torch.bool)
+        q_tokens = p_tokens ^ case.disjoint
 
         def table(depth: int, allowed: torch.Tensor) -> torch.Tensor:
             mass = -torch.rand(vocab**depth, vocab, generator=generator, dtype=torch.float64).log() * allowed
             is_largest = mass == mass.amax(-1, keepdim=True)
-            removed = torch.rand(mass.shape, generator=generator) < zeros
+            removed = torch.rand(mass.shape, generator=generator) < case.zeros
             return _normalize(torch.where(removed & ~is_largest, 0.0, mass), mass)
 
         target = tuple(table(depth, p_tokens) for depth in range(max(depths, default=0) + 1))
-        by_depth = target if same else tuple(table(depth, q_tokens) for depth in range(len(target)))
-        q = [table(depth - 1, q_tokens) if apart else by_depth[depth - 1] for depth in depths]
+        by_depth = target if case.same else tuple(table(depth, q_tokens) for depth in range(len(target)))
+        q = [table(depth - 1, q_tokens) if case.apart else by_depth[depth - 1] for depth in depths]
         proposal = _split_among_siblings(parent, kinds, q)
         uniforms = [torch.rand(2, len(probs), generator=generator, dtype=torch.float64) for probs in q]
         return cls(
@@ -94,9 +99,9 @@ class Instance:
             kinds=kinds,
             target=target,
             proposal=tuple(
-                probs * (uniform[0] >= foreign)[:, None] for probs, uniform in zip(proposal, uniforms, strict=True)
+                probs * (uniform[0] >= case.foreign)[:, None] for probs, uniform in zip(proposal, uniforms, strict=True)
             ),
-            ends=tuple(ending * uniform[1] for uniform in uniforms),
+            ends=tuple(case.ending * uniform[1] for uniform in uniforms),
         )
 
 

@@ -26,7 +26,7 @@ from outrider.testing.drive import (
     random_text,
     random_tree,
 )
-from outrider.testing.enumeration import Instance, prove
+from outrider.testing.enumeration import CASES, Instance, prove
 from outrider.testing.toy_target import ToyTarget
 from outrider.verify.rules import Verifier
 
@@ -161,9 +161,9 @@ def check_verifier(verifier: Verifier, *, trials: int = 3, seed: int = 0, tolera
             ((-1, -1, 0, 0), (one_hot,) * 4),
         ]
     for parent, kinds in shapes:
-        for case in ({}, {"zeros": 0.4}, {"same": True}, {"disjoint": True}, {"ending": 0.5}, {"foreign": 0.3}):
+        for case in CASES:
             for _ in range(trials):
-                instance = Instance.random(3, parent, kinds, generator=generator, **case)
+                instance = Instance.random(3, parent, kinds, generator=generator, case=case)
                 error = prove(verifier.rule, instance).error
                 message = f"{verifier.name} is off by {error:.2g} with parents {parent}, kinds {kinds} and case {case}"
                 expect(error < tolerance, message)

@@ -39,6 +39,7 @@ from outrider.errors import OutriderError
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.tokenizer import read_tokenizer
 from outrider.runtime.atomic_files import check_folder
+from outrider.tools.settings import IndexSettings
 
 FIELDS = ("text", "prompt", "messages")  # fields of a JSON line; the first one that exists is used
 _LINES = (".jsonl", ".ndjson")  # suffixes of files with JSON lines
@@ -47,19 +48,13 @@ _PIECE = 1 << 20  # characters per call of the tokenizer
 Tokens = NDArray[np.uint32]  # the tokens of one document
 
 
-def run_index(
-    files: Sequence[str], *, target: str | None, out: str, field: str | None, force: bool, console: Console
-) -> dict[str, Any]:
+def run_index(settings: IndexSettings, *, console: Console) -> dict[str, Any]:
     """Build a datastore from files.
 
     A file with the suffix .jsonl or .ndjson has one document per line. Any other file is one document.
 
     Args:
-        files: the files to read.
-        target: the folder of the model with the tokenizer; None: the embedded model.
-        out: the folder to write.
-        field: the field of a JSON line that has the text or the messages; None: the first of `FIELDS` that exists.
-        force: replace an existing datastore.
+        settings: the files, the target with the tokenizer, and the folder to write.
         console: the console for progress and summary.
 
     Returns:
@@ -69,11 +64,12 @@ def run_index(
         OutriderError: a file cannot be read or is not text, or the folder cannot be written.
     """
     began = perf_counter()
-    folder = Path(out).expanduser()
-    paths = [Path(file).expanduser() for file in files]
+    folder = Path(settings.out).expanduser()
+    paths = [Path(file).expanduser() for file in settings.files]
+    field, force = settings.field, settings.force
     check_place(folder, force=force)
     _check_files(paths, field)
-    tokenizer = _load_tokenizer(model_folder(target, weights=False))
+    tokenizer = _load_tokenizer(model_folder(settings.engine.target, weights=False))
     vocab = vocabulary(tokenizer)
     documents: list[Tokens] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

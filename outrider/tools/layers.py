@@ -15,20 +15,14 @@ from outrider.llm import LLM
 from outrider.runtime import machine
 from outrider.runtime.report.console import count_text
 from outrider.tools.layer_search import Figures, LayerSearch, Timing, generate_texts, measure, split_prompts
+from outrider.tools.settings import LayersSettings
 
 
-def run_layers(
-    llm: LLM, *, prompts: str | None, limit: int | None, max_trials: int, max_tokens: int, seed: int, progress: Console
-) -> dict[str, Any]:
+def run_layers(settings: LayersSettings, *, progress: Console) -> dict[str, Any]:
     """Run the search and report figures of held-out prompts.
 
     Args:
-        llm: the target, without a proposer.
-        prompts: a file with JSON lines; None: the embedded set.
-        limit: prompts of each category.
-        max_trials: maximum number of sets of layers to try.
-        max_tokens: maximum number of output tokens per prompt.
-        seed: the seed that splits the prompts.
+        settings: the target, the prompts, and how many sets of layers to try.
         progress: the console of the progress display.
 
     Returns:
@@ -37,16 +31,19 @@ def run_layers(
     Raises:
         OutriderError: there are not enough prompts, or the target has too few layers.
     """
+    llm = LLM(config=settings.engine)
     target = llm.parts.target
     if llm.parts.source_rules is not None:
         raise OutriderError("layers does not support encoder-decoder targets; use a decoder-only target")
     with progress.status("generating texts") as status:
-        search_prompts, held_out_prompts = split_prompts(read_prompts(prompts, limit=limit), seed)
-        search_texts = generate_texts(llm, search_prompts, max_tokens)
-        held_out_texts = generate_texts(llm, held_out_prompts, max_tokens)
+        search_prompts, held_out_prompts = split_prompts(
+            read_prompts(settings.prompts, limit=settings.limit), settings.seed
+        )
+        search_texts = generate_texts(llm, search_prompts, settings.max_tokens)
+        held_out_texts = generate_texts(llm, held_out_prompts, settings.max_tokens)
         if not search_texts or not held_out_texts:
             raise OutriderError("the target generates no tokens after these prompts; give other prompts")
-        search = LayerSearch(target, search_texts, max_trials=max_trials, on_progress=status.update)
+        search = LayerSearch(target, search_texts, max_trials=settings.max_trials, on_progress=status.update)
         best = [figures for figures in (search.best_exit(), search.best_skip()) if figures]
         searched = {figures.expression: figures for figures in best}
         held_out = [search.report(figures, held_out_texts) for figures in searched.values()]
@@ -55,9 +52,9 @@ def run_layers(
         "benchmark": "outrider layers",
         "layers": search.layers,
         "tried": search.tried,
-        "max_trials": max_trials,
+        "max_trials": settings.max_trials,
         "prompts": {"searched": len(search_texts), "held_out": len(held_out_texts)},
-        "seed": seed,
+        "seed": settings.seed,
         "kernels": target.kernels,
         **llm.parts.precision.as_dict(),
         "hardware": machine.hardware(str(llm.parts.device)),

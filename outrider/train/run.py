@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.core.noise import derive_seed
+from outrider.core.option import as_json
 from outrider.core.prompts import Prompt
 from outrider.drafting.plan.known_costs import known_costs
 from outrider.drafting.plan.pass_cost import CostModel
@@ -86,13 +86,13 @@ class Training:
         check_proposer(settings.proposer)
         if settings.max_minutes is not None and world_size() > 1:
             raise OutriderError("--max-minutes works with one process; use --epochs with several")
-        self._target = model_folder(settings.target)
+        self._target = model_folder(settings.engine.target)
         self._has_sources = reads_sources(self._target)
         train_prompts, eval_prompts = self._read_prompts()
         self._out = Path(settings.out).expanduser()
         self._identity = _identity(kind, settings, self._target)
         state = _read_resumable(self._out, self._identity, overwrite=settings.overwrite)
-        machine.use_threads(settings.threads)
+        machine.use_threads(settings.engine.threads)
         self._heap = Heap()
         torch.manual_seed(settings.seed)
         num_prompts = max(len(train_prompts), len(eval_prompts))
@@ -250,7 +250,7 @@ class Training:
             OutriderError: a file cannot be read, or there are too few prompts.
         """
         settings = self._settings
-        prompts = read_prompts(settings.data, limit=settings.limit, with_sources=self._has_sources)
+        prompts = read_prompts(settings.data, limit=settings.max_prompts, with_sources=self._has_sources)
         train_prompts, eval_prompts = split(
             prompts, settings.eval_data, seed=settings.seed, with_sources=self._has_sources
         )
@@ -332,7 +332,7 @@ class Training:
             return None
         return FeatureCache(
             settings.cache_dir,
-            gigabytes=settings.cache_gb or _DEFAULT_CACHE_GB,
+            gigabytes=settings.cache_dir_gb or _DEFAULT_CACHE_GB,
             origin=origin_of(self._setup.parts, self._target, recorder.kv_layers),
             layers=recorder.layers,
         )
@@ -350,7 +350,7 @@ class Training:
         """Write the draft, and a JSON file that describes the training."""
         self._setup.trainee.save(self._out)
         document = self._document(evaluation)
-        facts = {**document, "arguments": asdict(self._settings), "data": _data_hashes(self._settings)}
+        facts = {**document, "arguments": as_json(self._settings), "data": _data_hashes(self._settings)}
         write(self._out / FACTS, json.dumps(facts, indent=2) + "\n")
 
     def _document(self, evaluation: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-import typer
-
-from outrider.core.params import MAX_DRAFT_LENGTH
+from outrider.core.config import TARGET_OPTIONS, EngineConfig
+from outrider.core.option import OUTPUT, Option, Shown, as_json
+from outrider.core.params import check_draft_length
 from outrider.errors import OutriderError
 
 DRAFT = "draft"  # the kind that trains a small language model instead of a head
 _DEFAULT_MAX_TOKENS = 256
-_DEFAULT_PROPOSER = "suffix:100000"
 _MAX_COUNT = 256  # layers, heads, modules or draft tokens
 _MAX_WIDTH = 1 << 20
 _SEED_LIMIT = 1 << 62
@@ -22,331 +21,129 @@ _DRAFT = "Draft"
 _DATA = "Data"
 _TRAIN = "Training"
 _OUT = "Output"
-# Options that do not change the trained weights, and paths. The contents of these files are hashed instead.
-_NOT_IN_IDENTITY = frozenset(
-    {
-        "out",
-        "target",
-        "init_from",
-        "init_target",
-        "data",
-        "eval_data",
-        "overwrite",
-        "tensorboard",
-        "report",
-        "threads",
-        "device",
-        "kernels",
-        "eval_every",
-        "save_every",
-        "k",
-        "max_num_seqs",
-        "proposer",
-        "micro_batch_tokens",
-        "cache_dir",
-        "cache_gb",
-        "max_minutes",
-    }
-)
-# Options that older versions do not have. They are part of the identity only if they do not have their default.
-_OPTIONAL_IDENTITY = frozenset(
-    {"mask_token_id", "train_target", "hidden_size", "dtype", "quantize", "passes_per_generation"}
-)
+# What trains a draft, where the user does not say otherwise.
+TRAINING_ENGINE = EngineConfig(proposer="suffix:100000", max_num_seqs=32, k=5)
+# Options that do not change the trained weights.
+_NO_CHANGE = {"device", "eval_every", "k", "kernels", "max_minutes", "max_num_seqs", "micro_batch_tokens", "overwrite"}
+_NO_CHANGE |= {"proposer", "report", "save_every", "tensorboard", "threads"}
+# Paths, and what belongs to them. The contents of the files are hashed instead.
+_PATHS = {"cache_dir", "cache_dir_gb", "data", "eval_data", "init_from", "init_target", "out", "target"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindSettings:
+    """What to train."""
+
+    kind: Annotated[str, Option("KIND", argument=True)]
+    """eagle3, eagle31, slim, peagle, mtp, medusa, hydra, dflash, dspark, xpress, kv-sharing or draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The options of `outrider train`. The constructor checks them."""
 
-    out: Annotated[str, typer.Option(metavar="DIR", help="Folder to write. An interrupted training in it is resumed.")]
-    data: Annotated[
-        list[str],
-        typer.Option(
-            metavar="FILE",
-            help="JSON lines with prompt or messages, or with source for an encoder-decoder target. Repeatable.",
-            rich_help_panel=_DATA,
+    engine: Annotated[
+        EngineConfig,
+        Shown(
+            (*TARGET_OPTIONS, "proposer", "max_num_seqs", "k"),
+            notes={
+                "dtype": "The draft trains in float32.",
+                "quantize": "The draft learns from the quantized target.",
+                "proposer": "Here it speeds up the generation of answers.",
+                "max_num_seqs": "Here prompts that the target answers at once.",
+                "k": "Here a number from 1, of the evaluation.",
+            },
         ),
-    ]
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of the target, a GGUF file, or a model of the Hugging Face Hub: org/name. Default: @mini, an"
-            " embedded model.",
-        ),
-    ] = None
-    eval_data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Prompts for the evaluation. Default: a part of --data that is not trained on.",
-            rich_help_panel=_DATA,
-        ),
-    ] = None
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Prompts to train on. Default: all.", rich_help_panel=_DATA)
-    ] = None
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the prompts.", rich_help_panel=_DATA)] = 1
-    max_minutes: Annotated[
-        float | None,
-        typer.Option(
-            help="Train for so many minutes instead of --epochs: prompts repeat, and the learning rate follows the"
-            " time. Evaluations do not count. A longer time continues a finished training.",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = None
-    answers_per_prompt: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Different answers that the target generates to each prompt. 0: one per epoch.",
-            rich_help_panel=_DATA,
-        ),
-    ] = 0
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=_DATA)] = (
-        _DEFAULT_MAX_TOKENS
-    )
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="Sampling temperature of the answers.", rich_help_panel=_DATA)
-    ] = 1.0
-    ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos", help="Continue answers after end-of-text, up to --max-tokens.", rich_help_panel=_DATA
-        ),
-    ] = False
-    train_on_prompts: Annotated[
-        bool,
-        typer.Option(
-            "--train-on-prompts",
-            help="Train on the tokens of the prompts as well as of the answers.",
-            rich_help_panel=_DATA,
-        ),
-    ] = False
-    init_from: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Weights to start from: a trained draft of the same kind, or a small model for the kind draft.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = None
-    init_target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Target that --init-from was trained for, if it is not --target. Its input"
-            " projection is fitted to the new target.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = None
-    depth: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Decoder layers, or heads of medusa and hydra. 0: one layer, four heads.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = 0
-    intermediate_size: Annotated[
-        int,
-        typer.Option(min=0, help="Width of the MLP. 0: 8/3 of the hidden size, as in Llama.", rich_help_panel=_DRAFT),
-    ] = 0
-    hidden_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Width of an EAGLE-3 draft. Default: the width of the target; half of it for slim.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = None
-    draft_vocab_size: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Size of the draft vocabulary: the most frequent tokens. 0: all tokens.", rich_help_panel=_DRAFT
-        ),
-    ] = 0
-    own_lm_head: Annotated[
-        bool | None,
-        typer.Option(
-            "--own-lm-head/--shared-lm-head",
-            help="Train an output layer, or share that of the target. Default: own for the EAGLE-3 kinds.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = None
-    centroids: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Token clusters of kv-sharing. Only the likeliest clusters get logits. 0: all tokens get them.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = 0
-    centroid_top_k: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Clusters whose tokens get logits. 0: an eighth of --centroids.", rich_help_panel=_DRAFT
-        ),
-    ] = 0
-    draft_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Draft tokens per pass of peagle, dflash, dspark and xpress. 0: 7.", rich_help_panel=_DRAFT
-        ),
-    ] = 0
-    mask_token_id: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Mask a block with the embedding of this token, as other formats do. Default: a trained mask.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = None
-    mtp_modules: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Modules of mtp, one per draft token. 1: one module is applied repeatedly.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = 1
-    train_target: Annotated[
-        float | None,
-        typer.Option(
-            metavar="WEIGHT",
-            help="Train the target together with an mtp draft, on the texts of --data."
-            " Weight of the draft's loss, for example 0.3.",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = None
-    ttt_length: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Draft tokens that training unrolls (training-time test). Default: 4; 1 for"
-            " a draft model; all for heads, modules and blocks.",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = None
-    multi_step_share: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            max=1.0,
-            help="Share of positions that train more than the first draft token.",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = 1.0
-    loss_decay: Annotated[
-        float,
-        typer.Option(min=0.0, help="Factor of the loss from one draft token to the next.", rich_help_panel=_TRAIN),
-    ] = 0.8
-    loss: Annotated[
-        str,
-        typer.Option(help="ce, kl, kl2, rkl, jsd, tv, nla, hybrid, length; or ce:0.1,tv:0.9.", rich_help_panel=_TRAIN),
-    ] = "ce"
-    lr: Annotated[
-        float | None,
-        typer.Option(help="Peak learning rate. Default: 1e-3; 1e-4 for a draft model.", rich_help_panel=_TRAIN),
-    ] = None
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step and device.", rich_help_panel=_TRAIN)] = 16
-    micro_batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per forward pass within a step.", rich_help_panel=_TRAIN)
-    ] = 2048
-    max_num_seqs: Annotated[
-        int, typer.Option(min=1, help="Prompts that the target answers at once.", rich_help_panel=_TRAIN)
-    ] = 32
-    steps_per_generation: Annotated[
-        int,
-        typer.Option(min=1, help="Steps of a pass over the answers of one generation cycle.", rich_help_panel=_TRAIN),
-    ] = 8
-    passes_per_generation: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Passes over the answers before new ones are generated. More passes train longer on fewer answers.",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = 1
-    eval_every: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Generation cycles between two measurements of tau. 0: only at the end.", rich_help_panel=_TRAIN
-        ),
-    ] = 8
-    save_every: Annotated[
-        int, typer.Option(min=1, help="Generation cycles between two saves.", rich_help_panel=_TRAIN)
-    ] = 1
-    k: Annotated[
-        int,
-        typer.Option(
-            "--k",
-            min=1,
-            max=MAX_DRAFT_LENGTH,
-            help="Draft tokens per round of the evaluation.",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = 5
-    seed: Annotated[
-        int, typer.Option(help="Seed of initial weights, data order and answers.", rich_help_panel=_TRAIN)
-    ] = 0
-    proposer: Annotated[
-        str, typer.Option(help="Proposer that speeds up the generation of answers.", rich_help_panel=_DATA)
-    ] = _DEFAULT_PROPOSER
-    cache_dir: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder that caches answers and hidden states, for later trainings.",
-            rich_help_panel=_DATA,
-        ),
-    ] = None
-    cache_gb: Annotated[
-        float | None,
-        typer.Option("--cache-gb", help="Most gigabytes of --cache-dir. Default: 10.", rich_help_panel=_DATA),
-    ] = None
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="auto, float32, bfloat16 or float16, for the target. The draft trains in float32.",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = "auto"
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...", rich_help_panel=_TRAIN)] = "auto"
-    kernels: Annotated[
-        str, typer.Option(metavar="NAME", help="auto, native or torch, for the target.", rich_help_panel=_TRAIN)
-    ] = "auto"
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="int8 or int4 weights for the target, on a CPU. The draft learns from the quantized target. Default:"
-            " the weights as stored.",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = None
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", rich_help_panel=_TRAIN)] = None
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", help="Replace a training with other options.", rich_help_panel=_TRAIN),
-    ] = False
-    tensorboard: Annotated[
-        bool,
-        typer.Option(
-            "--tensorboard", help="Write TensorBoard events. Needs pip install tensorboard.", rich_help_panel=_OUT
-        ),
-    ] = False
-    report: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help='Write an HTML page with plots, for example report.html. Needs pip install "outrider\\[report]".',
-            rich_help_panel=_OUT,
-        ),
-    ] = None
+    ] = TRAINING_ENGINE
+    out: Annotated[str, Option("DIR")]
+    """Folder to write. An interrupted training in it is resumed."""
+    data: Annotated[list[str], Option("FILE", _DATA)]
+    """JSON lines with prompt or messages, or with source for an encoder-decoder target. Repeatable."""
+    eval_data: Annotated[str | None, Option("FILE", _DATA)] = None
+    """Prompts for the evaluation. Default: a part of --data that is not trained on."""
+    max_prompts: Annotated[int | None, Option(panel=_DATA, min=1)] = None
+    """Prompts to train on. Default: all."""
+    epochs: Annotated[int, Option(panel=_DATA, min=1)] = 1
+    """Passes over the prompts."""
+    max_minutes: Annotated[float | None, Option(panel=_TRAIN)] = None
+    """Train for so many minutes instead of --epochs: prompts repeat, and the learning rate follows the time.
+    Evaluations do not count. A longer time continues a finished training."""
+    answers_per_prompt: Annotated[int, Option(panel=_DATA, min=0)] = 0
+    """Different answers that the target generates to each prompt. 0: one per epoch."""
+    max_tokens: Annotated[int, Option(panel=_DATA, min=1)] = _DEFAULT_MAX_TOKENS
+    """Most tokens of an answer."""
+    temperature: Annotated[float, Option(panel=_DATA, min=0.0)] = 1.0
+    """Sampling temperature of the answers."""
+    ignore_eos: Annotated[bool, Option(panel=_DATA)] = False
+    """Continue answers after end-of-text, up to --max-tokens."""
+    train_on_prompts: Annotated[bool, Option(panel=_DATA)] = False
+    """Train on the tokens of the prompts as well as of the answers."""
+    init_from: Annotated[str | None, Option("DIR", _DRAFT)] = None
+    """Weights to start from: a trained draft of the same kind, or a small model for the kind draft."""
+    init_target: Annotated[str | None, Option("DIR", _DRAFT)] = None
+    """Target that --init-from was trained for, if it is not --target. Its input projection is fitted to the new
+    target."""
+    depth: Annotated[int, Option(panel=_DRAFT, min=0)] = 0
+    """Decoder layers, or heads of medusa and hydra. 0: one layer, four heads."""
+    intermediate_size: Annotated[int, Option(panel=_DRAFT, min=0)] = 0
+    """Width of the MLP. 0: 8/3 of the hidden size, as in Llama."""
+    hidden_size: Annotated[int | None, Option(panel=_DRAFT, min=1)] = None
+    """Width of an EAGLE-3 draft. Default: the width of the target; half of it for slim."""
+    draft_vocab_size: Annotated[int, Option(panel=_DRAFT, min=0)] = 0
+    """Size of the draft vocabulary: the most frequent tokens. 0: all tokens."""
+    own_lm_head: Annotated[bool | None, Option(panel=_DRAFT, flags="--own-lm-head/--shared-lm-head")] = None
+    """Train an output layer, or share that of the target. Default: own for the EAGLE-3 kinds."""
+    centroids: Annotated[int, Option(panel=_DRAFT, min=0)] = 0
+    """Token clusters of kv-sharing. Only the likeliest clusters get logits. 0: all tokens get them."""
+    centroid_top_k: Annotated[int, Option(panel=_DRAFT, min=0)] = 0
+    """Clusters whose tokens get logits. 0: an eighth of --centroids."""
+    draft_tokens: Annotated[int, Option(panel=_DRAFT, min=0)] = 0
+    """Draft tokens per pass of peagle, dflash, dspark and xpress. 0: 7."""
+    mask_token_id: Annotated[int | None, Option(panel=_DRAFT, min=0)] = None
+    """Mask a block with the embedding of this token, as other formats do. Default: a trained mask."""
+    mtp_modules: Annotated[int, Option(panel=_DRAFT, min=1)] = 1
+    """Modules of mtp, one per draft token. 1: one module is applied repeatedly."""
+    train_target: Annotated[float | None, Option("WEIGHT", _TRAIN)] = None
+    """Train the target together with an mtp draft, on the texts of --data. Weight of the draft's loss, for example
+    0.3."""
+    ttt_length: Annotated[int | None, Option(panel=_TRAIN, min=1)] = None
+    """Draft tokens that training unrolls (training-time test). Default: 4; 1 for a draft model; all for heads, modules
+    and blocks."""
+    multi_step_share: Annotated[float, Option(panel=_TRAIN, min=0.0, max=1.0)] = 1.0
+    """Share of positions that train more than the first draft token."""
+    loss_decay: Annotated[float, Option(panel=_TRAIN, min=0.0)] = 0.8
+    """Factor of the loss from one draft token to the next."""
+    loss: Annotated[str, Option(panel=_TRAIN)] = "ce"
+    """ce, kl, kl2, rkl, jsd, tv, nla, hybrid, length; or ce:0.1,tv:0.9."""
+    lr: Annotated[float | None, Option(panel=_TRAIN)] = None
+    """Peak learning rate. Default: 1e-3; 1e-4 for a draft model."""
+    batch_size: Annotated[int, Option(panel=_TRAIN, min=1)] = 16
+    """Sequences per step and device."""
+    micro_batch_tokens: Annotated[int, Option(panel=_TRAIN, min=1)] = 2048
+    """Tokens per forward pass within a step."""
+    steps_per_generation: Annotated[int, Option(panel=_TRAIN, min=1)] = 8
+    """Steps of a pass over the answers of one generation cycle."""
+    passes_per_generation: Annotated[int, Option(panel=_TRAIN, min=1)] = 1
+    """Passes over the answers before new ones are generated. More passes train longer on fewer answers."""
+    eval_every: Annotated[int, Option(panel=_TRAIN, min=0)] = 8
+    """Generation cycles between two measurements of tau. 0: only at the end."""
+    save_every: Annotated[int, Option(panel=_TRAIN, min=1)] = 1
+    """Generation cycles between two saves."""
+    seed: Annotated[int, Option(panel=_TRAIN)] = 0
+    """Seed of initial weights, data order and answers."""
+    cache_dir: Annotated[str | None, Option("DIR", _DATA)] = None
+    """Folder that caches answers and hidden states, for later trainings."""
+    cache_dir_gb: Annotated[float | None, Option("GB", _DATA)] = None
+    """Most gigabytes of --cache-dir. Default: 10."""
+    overwrite: Annotated[bool, Option(panel=_TRAIN)] = False
+    """Replace a training with other options."""
+    tensorboard: Annotated[bool, Option(panel=OUTPUT)] = False
+    """Write TensorBoard events. Needs pip install tensorboard."""
+    report: Annotated[str | None, Option("FILE", OUTPUT)] = None
+    """Write an HTML page with plots, for example report.html. Needs pip install "outrider[report]"."""
 
     def __post_init__(self) -> None:
+        check_draft_length(self.engine.k, least=1)
         if not self.data:
             raise OutriderError("train needs prompts; give --data FILE with JSON lines that have a prompt")
         if (self.lr is not None and not 0 < self.lr < 1) or not 0 < self.loss_decay <= 1:
@@ -369,10 +166,20 @@ class Settings:
             )
         if self.centroid_top_k and not self.centroids:
             raise OutriderError("--centroid-top-k chooses among --centroids; add --centroids N, or leave it out")
-        if self.cache_gb is not None and (self.cache_dir is None or not self.cache_gb > 0):
-            raise OutriderError("--cache-gb limits --cache-dir; use a number above 0, with --cache-dir DIR")
+        if self.cache_dir_gb is not None and (self.cache_dir is None or not self.cache_dir_gb > 0):
+            raise OutriderError("--cache-dir-gb limits --cache-dir; use a number above 0, with --cache-dir DIR")
         if self.train_target is not None:
             self._check_train_target(self.train_target)
+
+    @property
+    def proposer(self) -> str:
+        """The expression of what speeds up the generation of answers."""
+        return str(self.engine.proposer)
+
+    @property
+    def k(self) -> int:
+        """Draft tokens per round of the evaluation."""
+        return int(self.engine.k)
 
     def _check_sizes(self) -> None:
         """Reject sizes that do not fit into any machine."""
@@ -403,13 +210,13 @@ class Settings:
             "--ignore-eos": self.ignore_eos,
             "--train-on-prompts": self.train_on_prompts,
             "--cache-dir": self.cache_dir,
-            "--proposer": self.proposer != _DEFAULT_PROPOSER,
+            "--proposer": self.engine.proposer != TRAINING_ENGINE.proposer,
         }
         if given := [name for name, value in answer_options.items() if value]:
             raise OutriderError(
                 f"--train-target trains on the texts of --data and generates no answers; leave {given[0]} out"
             )
-        if self.quantize is not None:
+        if self.engine.quantize is not None:
             raise OutriderError(
                 "--train-target changes the weights of the target, and quantized ones stay as they are; leave"
                 " --quantize out"
@@ -419,6 +226,4 @@ class Settings:
 
     def identity(self) -> dict[str, Any]:
         """Return the options that a resumed training must have in common with the interrupted one."""
-        defaults = {field.name: field.default for field in fields(self)}
-        unused = {name for name in _OPTIONAL_IDENTITY if getattr(self, name) == defaults[name]}
-        return {name: value for name, value in asdict(self).items() if name not in _NOT_IN_IDENTITY | unused}
+        return {name: value for name, value in as_json(self).items() if name not in _NO_CHANGE | _PATHS}

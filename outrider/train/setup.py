@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outrider.core.config import EngineConfig
+from outrider.core.params import AUTO
 from outrider.core.planner import FixedPlanner
 from outrider.core.proposer import ProposerSetup
 from outrider.core.target import WeightSharer
@@ -37,7 +37,7 @@ class TrainSetup:
 def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts: int) -> TrainSetup:
     """Load the target and make the draft.
 
-    The engine has slots for `settings.max_num_seqs` sequences, but not for more than `num_prompts`.
+    The engine has slots for `settings.engine.max_num_seqs` sequences, but not for more than `num_prompts`.
 
     Raises:
         OutriderError: the target or the draft cannot be loaded, or they do not fit together.
@@ -55,7 +55,8 @@ def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts
         if settings.train_target is None:
             trainee = make_trainee(kind, settings, setup, tables)
         else:
-            trainee = JointTrainee(kind, replace(settings, target=str(target)), setup, tables)
+            placed = replace(settings, engine=replace(settings.engine, target=target))
+            trainee = JointTrainee(kind, placed, setup, tables)
         layers = sorted({*trainee.aux_states.layers, setup.target.layers - 1})
         kv_layers = sorted({view.layer for view in trainee.shared_kv})
         proposer = find_proposer(settings.proposer, setup)
@@ -63,15 +64,15 @@ def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts
         created.append((trainee, recorder, tables))
         return recorder
 
-    config = EngineConfig(
+    config = replace(
+        settings.engine,
         target=target,
         proposer=make_recorder,
+        k=AUTO,
         verifier="walk",
-        dtype=settings.dtype,
-        device=local_device(settings.device),
-        kernels=settings.kernels,
-        quantize=settings.quantize,
-        max_num_seqs=min(settings.max_num_seqs, num_prompts),
+        device=local_device(settings.engine.device),
+        threads=None,  # set before
+        max_num_seqs=min(settings.engine.max_num_seqs, num_prompts),
         max_num_batched_tokens=_BATCHED_TOKENS,
         prefix_caching=False,
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from rich.console import Console
 from outrider.models.heads.modules.autoregressive import AutoregressiveHead
 from outrider.models.heads.store import read_head
 from outrider.train.run import Training
-from outrider.train.settings import Settings
+from outrider.train.settings import TRAINING_ENGINE, Settings
 from recipes.family.train import say
 from recipes.hybrid.train import add_module
 
@@ -35,7 +36,7 @@ def main(
     settings = Settings(
         out=str(head),
         data=[str(data)],
-        target=str(hybrid),
+        engine=replace(TRAINING_ENGINE, target=str(hybrid)),
         init_from=str(hybrid),
         loss=loss,
         ttt_length=steps,

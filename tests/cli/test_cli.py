@@ -19,13 +19,16 @@ from typer.testing import CliRunner
 
 import outrider
 from outrider import Constraint, OutriderError, SamplingParams
-from outrider.cli import options, terminal
+from outrider.cli import terminal
 from outrider.cli.app import app
 from outrider.cli.constraint_options import ConstraintOptions
+from outrider.cli.options import PromptOptions
 from outrider.cli.output import Output
 from outrider.cli.run import converse
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.cli.source import SourceOptions
+from outrider.core.config import EngineConfig
+from outrider.lab.audit.settings import Settings as AuditSettings
 from outrider.llm import LLM
 from outrider.models.loader.embedded import embedded
 from outrider.runtime.report.console import print_document
@@ -103,14 +106,14 @@ def test_every_option_reaches_the_engine():
     words += " --stop B --stop-token-id 7 --ignore-eos --seed 11 --n 2 --logprobs 3"
     received = []
     with pytest.MonkeyPatch().context() as patch:
-        patch.setattr("outrider.cli.run.load", lambda models, **_: received.append(models))
+        patch.setattr("outrider.cli.run.load", received.append)
         patch.setattr("outrider.cli.run.converse", lambda llm, params, **_: received.append(params) or True)
         patch.setattr("outrider.cli.output.Output", lambda llm, **_: None)
         models = "--k 6 --verifier walk --max-model-len 99 --kernels torch --quantize int8"
         result = invoke("run", "x", *models.split(), *words.split())
     assert result.exit_code == 0, result.output
     assert received == [
-        options.ModelOptions(k=6, verifier="walk", max_model_len=99, kernels="torch", quantize="int8"),
+        EngineConfig(k=6, verifier="walk", max_model_len=99, kernels="torch", quantize="int8", max_num_seqs=2),
         SamplingParams(
             temperature=0.5,
             top_k=9,
@@ -341,11 +344,11 @@ def test_exit_code_of_a_failed_completion(monkeypatch):
 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
 def test_audit_command(monkeypatch, passed, code):
-    received = {}
+    received = []
 
-    def stub(target, proposer, *, console, **rest):
+    def stub(settings, *, console):
         console.print("results")
-        received.update(rest, target=target, proposer=proposer)
+        received.append(settings)
         return {"passed": passed}
 
     monkeypatch.setattr("outrider.lab.audit.run.run_audit", stub)
@@ -354,12 +357,13 @@ def test_audit_command(monkeypatch, passed, code):
     assert result.exit_code == code
     assert json.loads(result.stdout) == {"passed": passed}
     assert "results" in result.stderr
-    assert (received["k"], received["samples"], received["proposer"], received["target"]) == (3, 200, "ngram", None)
-    assert (received["kernels"], received["quantize"]) == ("torch", "int4")
+    engine = EngineConfig(k=3, proposer="ngram", kernels="torch", quantize="int4")
+    assert received == [AuditSettings(engine=engine, samples=200)]
 
 
 @pytest.mark.parametrize(
-    ("k", "message"), [("auto", "--k is 'auto'; use a whole number"), ("0", "k is 0; use a number of draft tokens")]
+    ("k", "message"),
+    [("auto", "k is 'auto'; use a number of draft tokens from 1"), ("0", "k is 0; use a number of draft tokens")],
 )
 def test_audit_needs_a_number_of_draft_tokens(k, message):
     result = invoke("audit", "--k", k)
@@ -429,7 +433,7 @@ def test_interrupt_ends_the_answer_but_not_the_program(n, monkeypatch, capsys):
     monkeypatch.setattr("outrider.cli.terminal.ask", lambda: next(inputs, ""))
     params = SamplingParams(n=n, max_tokens=8, ignore_eos=True, temperature=1.0, seed=1)
     output = Output(llm, show=False, as_json=False)
-    assert converse(llm, params, prompt=None, options=SourceOptions(), chat=options.ChatOptions(), output=output)
+    assert converse(llm, params, prompts=PromptOptions(), options=SourceOptions(), output=output)
     printed = capsys.readouterr()
     assert printed.err.count("tokens in") == 1  # only the second answer is complete
     assert printed.err.count(f"1 of {n}") == 2 * (n > 1)
@@ -462,7 +466,7 @@ class Keys:
 def test_two_interrupts_in_a_row_end_the_input(events, lines, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", Keys(*events))
-    assert list(terminal.prompts(None)) == lines
+    assert list(terminal.typed(None)) == lines
     asked = sum(first is KeyboardInterrupt for first in events) - (events[-2:] == (KeyboardInterrupt,) * 2)
     assert capsys.readouterr().err.count("Ctrl-C again leaves") == asked
 
@@ -494,8 +498,8 @@ class FakeChat:
 
     def run(self, params, **chat):
         output = Output(self.llm, show=False, as_json=False)
-        chat = options.ChatOptions(chat=True, **chat)
-        return converse(self.llm, params, prompt=None, options=SourceOptions(), chat=chat, output=output)
+        prompts = PromptOptions(chat=True, **chat)
+        return converse(self.llm, params, prompts=prompts, options=SourceOptions(), output=output)
 
 
 def test_system_message_stands_before_the_conversation(monkeypatch):

@@ -6,10 +6,9 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
-from outrider.cli.config_file import merge_config
-from outrider.cli.options import ModelOptions
 from outrider.core.config import EngineConfig
 from outrider.errors import OutriderError
+from tests.helpers.configured import configured
 
 
 def _write(path, **settings):
@@ -19,13 +18,7 @@ def _write(path, **settings):
 
 def test_settings_fill_in_options_that_are_not_set(tmp_path):
     file = _write(tmp_path / "engine.json", proposer="ngram", k=3, threads=2, cache_gb=0.5)
-    merged = merge_config(ModelOptions(k=5), file, given={"k"})
-    assert merged.options == ModelOptions(proposer="ngram", k=5, threads=2)
-    assert merged.others == {"cache_gb": 0.5}
-
-
-def test_no_file_changes_nothing():
-    assert merge_config(ModelOptions(), None, given=()) == (ModelOptions(), {})
+    assert configured(file, k=5) == EngineConfig(proposer="ngram", k=5, threads=2, cache_gb=0.5)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +33,14 @@ def test_no_file_changes_nothing():
 def test_a_wrong_setting_is_an_error_that_names_the_file(tmp_path, settings, message):
     file = _write(tmp_path / "engine.json", **settings)
     with pytest.raises(OutriderError, match=message) as error:
-        merge_config(ModelOptions(), file, given=())
+        configured(file)
     assert str(error.value).startswith(f"config {file}: ")
+
+
+def test_options_may_need_settings_of_the_file(tmp_path):
+    """A record that has only one of them would be refused."""
+    file = _write(tmp_path / "engine.json", tp=2)
+    assert configured(file, draft_placement="sharded").tp == 2
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_the_engine_gets_the_settings(tmp_path, monkeypatch, command, unset):
 
 
 def test_bench_refuses_settings_that_it_has_no_use_for(tmp_path):
-    file = _write(tmp_path / "engine.json", cache_gb=0.2)
+    file = _write(tmp_path / "engine.json", max_num_seqs=2)
     result = CliRunner().invoke(app, ["bench", "--config", file])
     assert result.exit_code == 2
-    assert "cache_gb is no setting of outrider bench" in result.stderr
+    assert "max_num_seqs is no setting of outrider bench, which runs --batch sequences at once" in result.stderr

@@ -43,8 +43,7 @@ def invoke(words):
         (["run", "a", "b"], "Got unexpected extra argument(s) (b); see outrider run --help"),
         (
             ["run", "--k", "lots"],
-            "Invalid value for '--k': 'lots' is not a number of draft tokens; use for example 4, or auto;"
-            " see outrider run --help",
+            "--k is 'lots', and not a number of draft tokens; use for example 4, or auto",
         ),
     ],
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 
+from outrider.core.option import as_json
 from outrider.serve.settings import Settings
 
 yaml = pytest.importorskip("yaml")
@@ -141,8 +141,7 @@ def test_options_exist_and_the_drain_is_long_enough():
     for text in CONTAINER["args"]:
         name, value = re.fullmatch(r"--([a-z-]+)=(.*)", text).groups()
         options[name] = value
-    known = {name.replace("_", "-") for name in get_type_hints(Settings)} | {"target", "proposer"}
-    assert set(options) <= known
+    assert {name.replace("-", "_") for name in options} <= as_json(Settings()).keys()
     sleep = int(CONTAINER["lifecycle"]["preStop"]["exec"]["command"][1])
     assert POD["spec"]["terminationGracePeriodSeconds"] > sleep + int(options["shutdown-timeout"])
     mounts = {each["mountPath"]: each for each in CONTAINER["volumeMounts"]}

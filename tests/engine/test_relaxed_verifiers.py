@@ -10,13 +10,13 @@ from safetensors.torch import save_file
 
 from outrider import LLM, SamplingParams
 from outrider.core.bound import BinDistance, GroupExact, TotalVariation
+from outrider.core.config import EngineConfig
 from outrider.core.proposer import NoProposer
 from outrider.core.stats import Stats
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.lab.tune.config import settings_dict
-from outrider.lab.tune.settings import Settings
 from outrider.serve.openai.responses import usage
 from outrider.testing import ToyTarget
 from outrider.train.rl.rollout import RolloutEngine
@@ -279,9 +279,7 @@ def test_settings_name_tables_by_absolute_paths(tmp_path, monkeypatch):
     assert with_absolute_table("pcg:table=a.json") == f"pcg:table={tmp_path}/a.json"
     assert with_absolute_table("lantern:delta=0.1,k=3") == "lantern:delta=0.1,k=3"
     assert with_absolute_table("walk") == "walk"
-    settings = settings_dict(
-        Settings(proposers=("ngram",)), proposer="ngram", k=2, verifier="bins:distance=1,table=b.json"
-    )
+    settings = settings_dict(EngineConfig(), proposer="ngram", k=2, verifier="bins:distance=1,table=b.json")
     assert settings["verifier"] == f"bins:distance=1,table={tmp_path}/b.json"
     assert {*RELAXED} == {"lantern", "gsd", "pcg", "bins", "blend"}
 

@@ -16,6 +16,7 @@ from outrider.models.loader.embedded import embedded
 from outrider.serve.app import make_app
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.settings import Settings
+from tests.helpers.configured import with_engine
 
 PROMPT = "def add(a, b):"
 OPTIONS = {"target": embedded("nano"), "proposer": "ngram", "dtype": "float32", "max_model_len": 256, "k": 4}
@@ -27,8 +28,8 @@ def serving(options=None, *, llm=None, videos=None, **settings):
 
     `llm` replaces the one that is made of `options`. `videos` is a `VideoService` for it.
     """
-    server_settings = Settings(port=0, **{"max_num_seqs": 4, "max_queued_requests": 8, **settings})
-    max_num_seqs = server_settings.max_num_seqs
+    server_settings = with_engine(Settings, port=0, **{"max_num_seqs": 4, "max_queued_requests": 8, **settings})
+    max_num_seqs = server_settings.engine.max_num_seqs
     llm = llm or LLM(**{**OPTIONS, **(options or {})}, max_num_seqs=max_num_seqs)
     async_llm = AsyncLLM(llm, max_queued_requests=server_settings.max_queued_requests, max_num_seqs=max_num_seqs)
     app = make_app(async_llm, server_settings, name="nano", videos=videos)

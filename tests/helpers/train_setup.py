@@ -15,6 +15,7 @@ from outrider.models.loader.make import make_target
 from outrider.train.data.sample import Sample
 from outrider.train.loss.steps import Step, TrainingBatch
 from outrider.train.settings import Settings
+from tests.helpers.configured import with_engine
 
 NANO = str(embedded("nano"))
 CPU = torch.device("cpu")
@@ -42,7 +43,7 @@ def make_setup(loaded):
 
 
 def make_settings(**other):
-    return Settings(out="out", data=["data.jsonl"], **other)
+    return with_engine(Settings, out="out", data=["data.jsonl"], **other)
 
 
 def make_request(*, id=0, prompt=(1, 2), seed=0, temperature=1.0, limit=9):

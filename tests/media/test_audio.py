@@ -257,7 +257,7 @@ def test_demo(folder, tmp_path):
 
 
 def test_bench_and_tune(folder, tmp_path):
-    words = ["--models", folder, "--aggregate", "window:2", "--prompts", 4]
+    words = ["--models", folder, "--aggregate", "window:2", "--num-prompts", 4]
     report = document(run("bench", *words, "--rounds", 1, "--processor-time"))
     assert report["time"] == "processor"
     assert {"first block only", "stride 2"} <= {each["router"] for each in report["controls"]}

@@ -48,7 +48,7 @@ def test_demo(folder, tmp_path, monkeypatch):
 
 def test_tune_and_demo_with_its_calibration(folder, tmp_path):
     file = tmp_path / "calibration.json"
-    report = document(run("tune", "--models", folder, "--prompts", 8, "--quality", 0.5, "--out", file))
+    report = document(run("tune", "--models", folder, "--num-prompts", 8, "--quality", 0.5, "--out", file))
     assert report["calibration"] == json.loads(file.read_text())
     assert report["calibration"]["reached"]
     words = ["--models", folder, "--calibration", file, "--out", tmp_path / "a.gif", "--budget", 1]
@@ -60,7 +60,7 @@ def test_tune_and_demo_with_its_calibration(folder, tmp_path):
 
 def test_bench(folder, tmp_path):
     plot = tmp_path / "plot.svg"
-    result = run("bench", "--models", folder, "--prompts", 4, "--rounds", 2, "--plot", plot, "--eager-commits")
+    result = run("bench", "--models", folder, "--num-prompts", 4, "--rounds", 2, "--plot", plot, "--eager-commits")
     report = document(result)
     assert report["rounds"] == 2
     assert [each["router"] for each in report["base"]] == ["target-only", "drafter-only"]
@@ -75,7 +75,7 @@ def test_bench(folder, tmp_path):
 
 
 def test_bench_with_given_thresholds(folder):
-    report = document(run("bench", "--models", folder, "--prompts", 2, "--rounds", 1, "--thresholds", "0,1"))
+    report = document(run("bench", "--models", folder, "--num-prompts", 2, "--rounds", 1, "--thresholds", "0,1"))
     assert [each["router"] for each in report["gates"]] == ["gate min ≥ 0", "gate min ≥ 1"]
     assert [each["accepted_share"] for each in report["gates"]] == [1, 0]
 
@@ -94,13 +94,13 @@ def test_bench_with_given_thresholds(folder):
         ("demo --threshold 0.5 --fps 0", "--fps is 0"),
         ("demo --threshold 0.5 --budget 0", "budget is 0"),
         ("demo --threshold 0.5 --out a.txt", "is not the name of a video file"),
-        ("bench --prompts 1", "--prompts is 1; use at least"),
-        ("bench --prompts 4 --rounds 5", "--prompts is 4; use at least 5"),
+        ("bench --num-prompts 1", "--num-prompts is 1; use at least"),
+        ("bench --num-prompts 4 --rounds 5", "--num-prompts is 4; use at least 5"),
         ("bench --thresholds a", "--thresholds"),
         ("bench --thresholds 3", "threshold is 3, but"),
         ("bench --plot a.txt", "is not the name of a plot"),
         ("tune --quality 2", "--quality is 2"),
-        ("tune --prompts 3", "--prompts is 3"),
+        ("tune --num-prompts 3", "--num-prompts is 3"),
         ("tune --aggregate best", "aggregate is 'best'"),
         ("tune --out none/a.json", "cannot be written"),
     ],
@@ -115,7 +115,7 @@ def test_mistakes_are_one_line(folder, words, message, tmp_path, monkeypatch):
 
 def test_a_copy_without_models_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("outrider.media.models.store.EMBEDDED", tmp_path)
-    result = run("bench", "--prompts", 5)
+    result = run("bench", "--num-prompts", 5)
     assert result.exit_code == 2
     assert "has no video models; train them with python -m recipes.video.train" in result.stderr
 

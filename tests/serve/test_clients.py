@@ -106,7 +106,7 @@ def post_in_process(app, body, send):
 
 
 def test_chunks_for_slow_reader_are_merged(reference_llm):
-    server_settings = Settings(max_num_seqs=2, max_queued_requests=2)
+    server_settings = Settings(max_queued_requests=2)
     async_llm = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), max_queued_requests=2, max_num_seqs=2)
     app = make_app(async_llm, server_settings, name="nano")
     sent = []
@@ -138,7 +138,7 @@ def test_chunks_for_slow_reader_are_merged(reference_llm):
 
 
 def test_request_timeout_cancels_request_of_stuck_reader():
-    server_settings = Settings(max_num_seqs=2, max_queued_requests=2, request_timeout=0.2)
+    server_settings = Settings(max_queued_requests=2, request_timeout=0.2)
     async_llm = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), max_queued_requests=2, max_num_seqs=2)
     app = make_app(async_llm, server_settings, name="nano")
 

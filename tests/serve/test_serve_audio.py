@@ -27,7 +27,7 @@ GRANULARITIES = "timestamp_granularities[]"
 
 def client_of(folder, **settings):
     llm = AsyncLLM(LLM(folder, max_num_seqs=4, **OPTIONS), max_queued_requests=8, max_num_seqs=4)
-    return TestClient(make_app(llm, Settings(max_num_seqs=4, max_queued_requests=8, **settings), name="tiny"))
+    return TestClient(make_app(llm, Settings(max_queued_requests=8, **settings), name="tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def folders(tmp_path_factory):
 
 def client_of(folder):
     llm = AsyncLLM(LLM(folder, max_num_seqs=4, **OPTIONS), max_queued_requests=8, max_num_seqs=4)
-    return TestClient(make_app(llm, Settings(max_num_seqs=4, max_queued_requests=8), name="tiny"))
+    return TestClient(make_app(llm, Settings(max_queued_requests=8), name="tiny"))
 
 
 @pytest.fixture(scope="module")

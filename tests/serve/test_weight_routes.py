@@ -129,7 +129,7 @@ def test_a_wrong_folder_is_reported_before_the_models_are_loaded(tmp_path, optio
 
     settings = Settings(port=0, **{option: str(tmp_path / "nowhere")})
     with pytest.raises(OutriderError, match=message):
-        serve(load, settings, target=None)
+        serve(load, settings)
 
 
 def test_the_routes_are_off_by_default(tmp_path):

@@ -14,6 +14,7 @@ from outrider.train.run import Training
 from outrider.train.settings import Settings
 from tests.helpers import tiny
 from tests.helpers.configs import MIXED
+from tests.helpers.configured import with_engine
 from tests.helpers.variants import variants
 
 MEMORIZING = "mtp"  # the kind that is trained until it has learned the answers
@@ -56,7 +57,8 @@ def trained(targets, data, tmp_path_factory):
     @cache
     def train(kind):
         folder = tmp_path_factory.mktemp(kind)
-        settings = Settings(
+        settings = with_engine(
+            Settings,
             out=str(folder),
             data=[str(data)],
             target=str(targets["gemma3"]),
@@ -129,6 +131,8 @@ def test_head_drafts_what_it_has_learned(targets, trained):
 
 def test_capped_logits_are_refused_before_the_first_step(targets, data, tmp_path):
     """A draft is trained towards logits that are computed from the hidden states without a cap."""
-    settings = Settings(out=str(tmp_path / "out"), data=[str(data)], target=str(targets["gemma2"]), max_tokens=4)
+    settings = with_engine(
+        Settings, out=str(tmp_path / "out"), data=[str(data)], target=str(targets["gemma2"]), max_tokens=4
+    )
     with pytest.raises(OutriderError, match="its logits are scaled or capped"):
         Training("mtp", settings).run(Console(quiet=True))

@@ -29,6 +29,7 @@ from outrider.train.run import Training
 from outrider.train.settings import Settings
 from outrider.train.trainer import Trainer
 from tests.helpers import tiny, train_setup
+from tests.helpers.configured import with_engine
 from tests.helpers.train_setup import CPU, NANO, make_settings, make_setup
 
 QUIET = Console(quiet=True)
@@ -206,7 +207,7 @@ def make_run_settings(data, out, **options):
         "train_target": 0.3,
         "lr": 1e-3,
     }
-    return Settings(out=str(out), data=[data], target=NANO, **defaults | options)
+    return with_engine(Settings, out=str(out), data=[data], target=NANO, **defaults | options)
 
 
 @pytest.fixture(scope="module")

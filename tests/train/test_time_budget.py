@@ -12,6 +12,7 @@ from outrider.models.loader.embedded import embedded
 from outrider.train.budget import TimeBudget
 from outrider.train.run import Training
 from outrider.train.settings import Settings
+from tests.helpers.configured import with_engine
 
 QUIET = Console(quiet=True)
 HOUR = 60.0
@@ -73,7 +74,8 @@ def settings(tmp_path):
 
     def make(minutes, **other):
         small = {"batch_size": 2, "steps_per_generation": 2, "max_tokens": 8, "k": 2, "max_num_seqs": 4} | other
-        return Settings(
+        return with_engine(
+            Settings,
             out=str(tmp_path / "out"),
             data=[str(data)],
             target=str(embedded("nano")),

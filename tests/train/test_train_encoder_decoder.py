@@ -23,6 +23,7 @@ from outrider.train.model.presets import Sizes, describe
 from outrider.train.run import Training
 from outrider.train.settings import Settings
 from tests.helpers import speech, tiny
+from tests.helpers.configured import with_engine
 from tests.helpers.train_setup import NANO, make_request, make_sample
 
 QUIET = Console(quiet=True)
@@ -59,7 +60,7 @@ def settings(folder, data, out, **options):
         "temperature": 0.0,
         "eval_every": 0,
     }
-    return Settings(out=str(out), data=[data], **defaults | options)
+    return with_engine(Settings, out=str(out), data=[data], **defaults | options)
 
 
 def test_trained_heads_draft_for_the_target(folder, data, tmp_path):

@@ -21,6 +21,7 @@ from outrider.train.model.draft_model import load_trainable
 from outrider.train.run import Training
 from outrider.train.settings import Settings
 from tests.helpers import tiny
+from tests.helpers.configured import with_engine
 from tests.helpers.gguf_files import SIZES, write_gguf
 
 QUIET = Console(quiet=True)
@@ -62,7 +63,7 @@ def data(tmp_path_factory):
 
 def _settings(data, out, target, **options):
     defaults = {"batch_size": 2, "steps_per_generation": 2, "max_tokens": 8, "k": 2, "eval_every": 0, "threads": 1}
-    return Settings(out=str(out), data=[data], target=str(target), **defaults | options)
+    return with_engine(Settings, out=str(out), data=[data], target=str(target), **defaults | options)
 
 
 def _states_of(config, tokens, layers):
@@ -132,7 +133,7 @@ def test_tied_blocks_are_one_trainable_weight(tied):
 
 
 def test_target_in_blocks_cannot_be_trained(file, data, tmp_path):
-    settings = Settings(out=str(tmp_path), data=[data], target=str(file), train_target=0.3)
+    settings = with_engine(Settings, out=str(tmp_path), data=[data], target=str(file), train_target=0.3)
     with pytest.raises(OutriderError, match="keeps its quantized ones; use the folder of the unquantized model"):
         Training("mtp", settings)
 
@@ -162,4 +163,4 @@ def test_quantize_is_checked(file, folder, data, tmp_path):
         with pytest.raises(OutriderError, match=message):
             Training("mtp", _settings(data, tmp_path, target, **options))
     with pytest.raises(OutriderError, match="leave --quantize out"):
-        Settings(out=str(tmp_path), data=[data], train_target=0.3, quantize="int8")
+        with_engine(Settings, out=str(tmp_path), data=[data], train_target=0.3, quantize="int8")

@@ -33,6 +33,7 @@ from outrider.train.report.log import FILE, read_log
 from outrider.train.run import FACTS, Training
 from outrider.train.settings import Settings
 from outrider.train.trainer import STATE
+from tests.helpers.configured import with_engine
 from tests.helpers.variants import variants
 
 NANO = str(embedded("nano"))
@@ -69,7 +70,7 @@ def _settings(data, out, **options):
         "eval_every": 0,
         "max_num_seqs": 4,
     }
-    return Settings(out=str(out), data=[data], **defaults | options)
+    return with_engine(Settings, out=str(out), data=[data], **defaults | options)
 
 
 def _weights(folder):
@@ -189,7 +190,7 @@ def test_evaluations_and_saves_do_not_change_the_weights(data, uninterrupted, tm
         {"seed": 1},
         {"epochs": 3},
         {"depth": 2},
-        {"limit": 7},
+        {"max_prompts": 7},
         {"batch_size": 3},
         {"quantize": "int8"},
         {"dtype": "float32"},
@@ -324,7 +325,7 @@ def test_feature_cache_saves_passes_and_does_not_change_the_weights(data, tmp_pa
     other_loss.run(QUIET)
     assert _num_rounds(other_loss) == 0
     limited = Training(
-        "mtp", _settings(data, tmp_path / "limited", cache_dir=str(tmp_path / "few"), cache_gb=1e-5, **options)
+        "mtp", _settings(data, tmp_path / "limited", cache_dir=str(tmp_path / "few"), cache_dir_gb=1e-5, **options)
     )
     limited.run(QUIET)
     assert 0 < sum(file.stat().st_size for file in (tmp_path / "few").rglob("*.safetensors")) < 2e4

@@ -124,23 +124,23 @@ def test_draft_model_with_another_vocabulary_is_rejected(nano):
         make_trainee(DRAFT, make_settings(init_from=NANO), replace(setup, tokenizer=other_tokenizer), nano.tables)
 
 
-def test_identity_has_newer_options_only_if_they_are_set():
-    assert "mask_token_id" not in make_settings().identity()
-    assert make_settings(mask_token_id=0).identity()["mask_token_id"] == 0
-    assert not make_settings().identity().keys() & {"dtype", "quantize"}
-    assert make_settings(dtype="float32", quantize="int8").identity().keys() >= {"dtype", "quantize"}
+def test_identity_has_what_changes_the_weights():
+    identity = make_settings().identity()
+    for change in ({"mask_token_id": 0}, {"dtype": "float32"}, {"quantize": "int8"}):
+        assert make_settings(**change).identity() == identity | change != identity
+    assert make_settings(threads=1, k=3, max_num_seqs=2, target="x", report="page.html").identity() == identity
 
 
 def test_invalid_settings_are_rejected():
     for options, message in (
         ({"lr": 0.0}, "use --lr in"),
         ({"loss_decay": 1.5}, "use --lr in"),
-        ({"cache_gb": 3.0}, "with --cache-dir DIR"),
+        ({"cache_dir_gb": 3.0}, "with --cache-dir DIR"),
         ({"seed": 1 << 64}, "--seed is 18446744073709551616; use a number"),
         ({"ttt_length": 10**9}, "--ttt-length is 1000000000; use 256 at most"),
         ({"mtp_modules": 10**9}, "--mtp-modules is 1000000000; use 256 at most"),
         ({"intermediate_size": 10**15}, "use 1048576 at most"),
-        ({"cache_dir": "x", "cache_gb": 0.0}, "above 0"),
+        ({"cache_dir": "x", "cache_dir_gb": 0.0}, "above 0"),
     ):
         with pytest.raises(OutriderError, match=message):
             make_settings(**options)

@@ -10,7 +10,7 @@ from outrider.core.noise import PositionNoise
 from outrider.core.types import Draft, DraftKind, Packed
 from outrider.testing import ConformanceError
 from outrider.testing.bounds import bin_distance, check_bound, group_distance, measure, total_variation
-from outrider.testing.enumeration import Instance, prove, round_distributions
+from outrider.testing.enumeration import Case, Instance, prove, round_distributions
 from outrider.verify import rules
 from outrider.verify.relaxed.bins import bins
 from outrider.verify.relaxed.blend import blend
@@ -32,7 +32,7 @@ ORDER = torch.tensor([2, 0, -1, 1])
 def instances(count, kinds=(S, S), vocab=4, **case):
     generator = torch.Generator().manual_seed(1)
     parent = tuple(range(-1, len(kinds) - 1))
-    return [Instance.random(vocab, parent, kinds, generator=generator, **case) for _ in range(count)]
+    return [Instance.random(vocab, parent, kinds, generator=generator, case=Case(**case)) for _ in range(count)]
 
 
 @pytest.mark.one_in(3)

@@ -7,7 +7,7 @@ import torch
 
 from outrider.core.types import DraftKind, Verdict
 from outrider.errors import OutriderError
-from outrider.testing.enumeration import Instance, Proof, prove, race_joint
+from outrider.testing.enumeration import Case, Instance, Proof, prove, race_joint
 from outrider.verify import lossy
 from outrider.verify import rules as verify
 from outrider.verify.verdict import prefix_of, tokens_before, verdict_of
@@ -59,7 +59,7 @@ def chain(depth):
 
 
 def make_instance(vocab, parent, kinds, seed=0, **special):
-    return Instance.random(vocab, parent, kinds, generator=torch.Generator().manual_seed(seed), **special)
+    return Instance.random(vocab, parent, kinds, generator=torch.Generator().manual_seed(seed), case=Case(**special))
 
 
 def assert_exact(proof: Proof):

@@ -32,6 +32,7 @@ from outrider.runtime import machine
 from outrider.runtime.report.console import standard_output
 from outrider.tools.export.engines import SUFFIX, words
 from outrider.tools.export.run import run_export
+from outrider.tools.settings import ExportSettings
 
 _VLLM_SCRIPT = Path(__file__).resolve().parent / "vllm_side.py"
 _PROJECT = Path(__file__).resolve().parents[3]
@@ -71,16 +72,8 @@ def export(draft: str, args: argparse.Namespace, out: Path) -> Exported:
     if args.method:
         speculation = {"method": args.method, "model": draft, "num_speculative_tokens": args.k}
         return Exported(kind=args.method, format="as it is", target=args.target, speculation=speculation)
-    summary = run_export(
-        draft,
-        engine="vllm",
-        out=str(out),
-        target=args.target,
-        k=args.k,
-        advice=None,
-        batch=None,
-        console=Console(stderr=True),
-    )
+    settings = ExportSettings(folder=draft, engine="vllm", out=str(out), target=args.target, k=args.k)
+    summary = run_export(settings, console=Console(stderr=True))
     command = words(summary["command"])
     speculation = json.loads(command[command.index("--speculative-config") + 1])
     target = command[command.index("serve") + 1]

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from outrider.core.config import EngineConfig
 from outrider.core.params import AUTO
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.types import Needs
@@ -228,6 +229,18 @@ def check_draft_settings(
             raise OutriderError(
                 f"{option} is {value} and {subject} that reads the text; use draft:DIR, or leave {option} out"
             )
+
+
+def draft_settings(config: EngineConfig, *specs: str, draft_quantize: str | None = None) -> dict[str, Any]:
+    """Return `draft_window` and `draft_quantize`; None if none of the proposers has a draft model or a draft head.
+
+    A `draft_quantize` that is given takes precedence over that of `config`.
+    """
+    drafts = any(map(has_draft, specs))
+    return {
+        "draft_window": config.draft_window if drafts else None,
+        "draft_quantize": (draft_quantize or config.draft_quantize) if drafts else None,
+    }
 
 
 def draft_sources(spec: str | Maker) -> tuple[str, ...]:

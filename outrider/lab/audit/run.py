@@ -3,65 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
 from rich.console import Console
 
-from outrider.core.config import ALWAYS, EngineConfig
-from outrider.core.params import AUTO, check_draft_length
+from outrider.core.config import ALWAYS
 from outrider.engine.build import proposer_of
 from outrider.engine.verifiers import find_verifier
-from outrider.errors import OutriderError
 from outrider.lab.audit.distribution import check_distribution, plan_tests
 from outrider.lab.audit.flips import ObservedOutputs, explain_flips, find_flips
 from outrider.lab.audit.pair import Pair
 from outrider.lab.audit.prompts import Prompt, read_prompts
 from outrider.lab.audit.replay import cases, replay
 from outrider.lab.audit.report import ProgressBar, show
+from outrider.lab.audit.settings import Settings
 from outrider.runtime.machine import commit, hardware, use_threads, versions
 from outrider.verify.rules import Verifier
 
 _DEPTHS = (1, 4, 8)  # draft lengths in addition to the user's k
-_TOKENS = 32  # default output tokens per prompt
 _FLIP_FACTOR = 4  # factor of the output tokens in the flip test, because flips are rare
-_MIN_SAMPLES = 100  # smallest number of samples of a distribution test
 _SEED = 20230613
 
 
-def run_audit(
-    target: str | None,
-    proposer: str | None,
-    *,
-    k: int,
-    prompts: str | None,
-    samples: int,
-    device: str,
-    threads: int | None,
-    kernels: str = "auto",
-    quantize: str | None = None,
-    tp: int = 1,
-    draft_placement: str = AUTO,
-    console: Console | None,
-    verifier: str | None = None,
-    tokens: int = _TOKENS,
-    draft_window: int | None = None,
-    draft_quantize: str | None = None,
-) -> dict[str, Any]:
+def run_audit(settings: Settings, *, console: Console | None) -> dict[str, Any]:
     """Test whether speculation leaves the output of a target and a proposer unchanged.
 
     Args:
-        target: folder of the model; None: the embedded model.
-        proposer: an expression, as in `EngineConfig`; None: the default proposer of the target.
-        k: draft tokens per round that users will run.
-        prompts: a JSONL file with `prompt` or `messages` in each line; None: a small built-in set.
-        samples: samples per distribution test.
-        device, threads, kernels, tp, draft_placement, draft_window, draft_quantize: as in `EngineConfig`.
-        quantize: as in `EngineConfig`. The audit tests the quantized model.
+        settings: what to audit. If the target is quantized, the quantized model is audited.
         console: where to print progress and results; None: print nothing.
-        verifier: name of the verifier; None: the default of the proposer.
-        tokens: output tokens per prompt of the replay test. The flip test uses four times as many.
 
     Returns:
         A JSON document: `passed`, and the sections `replay`, `distribution` and `flips`.
@@ -69,28 +40,16 @@ def run_audit(
     Raises:
         OutriderError: the audit cannot run. The message says how to fix it.
     """
-    _check(k=k, samples=samples, tokens=tokens)
-    use_threads(threads)
+    engine = settings.engine
+    use_threads(engine.threads)
     began = perf_counter()
-    config = EngineConfig(
-        target=target,
-        proposer=proposer,
-        device=device,
-        kernels=kernels,
-        quantize=quantize,
-        tp=tp,
-        draft_placement=draft_placement,
-        draft_window=draft_window,
-        draft_quantize=draft_quantize,
-        check=ALWAYS,
-    )
-    spec = proposer_of(config)  # chosen once, because the default depends on the free memory
-    rule = find_verifier(verifier, spec)
-    audit = _Audit(replace(config, proposer=spec), rule, read_prompts(prompts), k=k, samples=samples, tokens=tokens)
+    spec = proposer_of(engine)  # chosen once, because the default depends on the free memory
+    rule = find_verifier(engine.verifier, spec)
+    audit = _Audit(replace(settings, engine=replace(engine, proposer=spec)), rule, read_prompts(settings.prompts))
     with ProgressBar(console) as progress:
         report = audit.run(progress)
-    report |= {"target": target or "the embedded model", "seconds": perf_counter() - began}
-    report["proposer"] = proposer or ("the embedded draft" if target is None else spec)
+    report |= {"target": engine.target or "the embedded model", "seconds": perf_counter() - began}
+    report["proposer"] = engine.proposer or ("the embedded draft" if engine.target is None else spec)
     if console is not None:
         show(report, console)
     return report
@@ -98,15 +57,16 @@ def run_audit(
 
 @dataclass(frozen=True, slots=True)
 class _Audit:
-    """The settings of an audit."""
+    """An audit of one verifier."""
 
-    config: EngineConfig  # with a proposer
+    settings: Settings  # with a proposer
     rule: Verifier
     prompts: Sequence[Prompt]
-    _: KW_ONLY
-    k: int
-    samples: int
-    tokens: int
+
+    @property
+    def k(self) -> int:
+        """Draft tokens per round."""
+        return int(self.settings.engine.k)
 
     def run(self, progress: ProgressBar) -> dict[str, Any]:
         """Run all tests. Returns the report without the names of the models and the time."""
@@ -115,9 +75,9 @@ class _Audit:
             pair = self._load("float32", progress)
         num_cases = sum(1 for _ in cases(pair, self.rule, k=self.k, depths=_DEPTHS))
         progress.start("replay", (num_cases + 2) * len(self.prompts))
-        replayed = replay(pair, self.rule, k=self.k, depths=_DEPTHS, tokens=self.tokens, seed=_SEED)
-        progress.start("distribution", len(plan_tests(pair, self.rule)) * self.samples)
-        distribution = check_distribution(pair, self.rule, k=self.k, samples=self.samples, seed=_SEED)
+        replayed = replay(pair, self.rule, k=self.k, depths=_DEPTHS, tokens=self.settings.tokens, seed=_SEED)
+        progress.start("distribution", len(plan_tests(pair, self.rule)) * self.settings.samples)
+        distribution = check_distribution(pair, self.rule, k=self.k, samples=self.settings.samples, seed=_SEED)
         sections = {"replay": replayed, "distribution": distribution, "flips": explain_flips(pair, observed)}
         return {
             "passed": self.rule.exact and all(section["passed"] for section in sections.values()),
@@ -138,18 +98,11 @@ class _Audit:
         """Find flips in the users' precision. Also returns the pair, if the other tests can use it."""
         pair = self._load("auto", progress)
         progress.start("flips")
-        observed = find_flips(pair, self.rule, k=self.k, tokens=self.tokens * _FLIP_FACTOR)
+        observed = find_flips(pair, self.rule, k=self.k, tokens=self.settings.tokens * _FLIP_FACTOR)
         return observed, pair if pair.steady else None
 
     def _load(self, dtype: str, progress: ProgressBar) -> Pair:
-        room = max(self.tokens * _FLIP_FACTOR, self.k + 4) + max(self.k, *_DEPTHS)
-        pair = Pair(replace(self.config, dtype=dtype), self.prompts, room=room)
+        room = max(self.settings.tokens * _FLIP_FACTOR, self.k + 4) + max(self.k, *_DEPTHS)
+        pair = Pair(replace(self.settings.engine, dtype=dtype, check=ALWAYS), self.prompts, room=room)
         pair.on_done = progress.step
         return pair
-
-
-def _check(*, k: int, samples: int, tokens: int) -> None:
-    check_draft_length(k, least=1)
-    for name, value, minimum in (("samples", samples, _MIN_SAMPLES), ("tokens", tokens, 2)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise OutriderError(f"{name} is {value!r}; use a whole number of at least {minimum}")

@@ -24,8 +24,9 @@ def calibrate(settings: Settings, *, as_json: bool) -> None:
     print_document(document, show_calibration, as_json=as_json)
 
 
-def measure(settings: Settings, *, report: str | None, as_json: bool) -> None:
-    """Measure speculation, print the results, and write the HTML report if `report` names a file."""
+def measure(settings: Settings, *, as_json: bool) -> None:
+    """Measure speculation, print the results, and write the HTML report if there is to be one."""
+    report = settings.report
     if report:
         check_report(report)  # before the measurement rather than after it
     document = run_bench(settings, progress=Console(stderr=True))

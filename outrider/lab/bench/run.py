@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rich.console import Console
 from outrider.core.params import AUTO
 from outrider.core.planner import Planner
 from outrider.core.prompts import Prompt, read_prompts
-from outrider.drafting.plan.store import PlanFile, restored
+from outrider.drafting.plan.store import PlanFile, check_plan, restored
 from outrider.drafting.propose.expression import command_line_form, fetch_models
 from outrider.drafting.propose.leaves import draft_model
 from outrider.drafting.propose.registry import parse
@@ -50,13 +50,14 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
     Raises:
         OutriderError: the settings cannot be measured.
     """
-    with_sources = reads_sources(settings.target)
+    check_plan(settings.engine.plan, k=settings.engine.k)
+    with_sources = reads_sources(settings.engine.target)
     if with_sources:
         _check_sources(settings)
     prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
     if any(prompt.category == OVERALL for prompt in prompts):
         raise OutriderError(f"a category is called {OVERALL}, which reports use for all categories; rename it")
-    fetch_models(settings.target, settings.proposer)
+    fetch_models(settings.engine.target, settings.engine.proposer)
     planner = SwitchPlanner()
     with progress.status("loading models"):
         llm = load(settings, planner)
@@ -89,11 +90,11 @@ def _restored_plan(llm: LLM, planner: SwitchPlanner, settings: Settings) -> Plan
     if planner.auto is None:
         return None
     return restored(
-        settings.plan,
+        settings.engine.plan,
         planner.auto,
-        target=settings.target,
+        target=settings.engine.target,
         proposer=llm.parts.proposer_spec,
-        quantize=settings.quantize,
+        quantize=settings.engine.quantize,
     )
 
 
@@ -107,26 +108,14 @@ def _save_plan(plan: PlanFile, planner: Planner, progress: Console) -> None:
 
 def load(settings: Settings, planner: SwitchPlanner) -> LLM:
     """Load the models to measure."""
-    return LLM(
-        settings.target,
-        proposer=settings.proposer,
-        k=settings.k,
-        verifier=settings.verifier,
-        dtype=settings.dtype,
-        device=settings.device,
-        kernels=settings.kernels,
-        check=settings.check,
-        quantize=settings.quantize,
-        threads=settings.threads,
-        draft_window=settings.draft_window,
-        draft_quantize=settings.draft_quantize,
-        tp=settings.tp,
-        draft_placement=settings.draft_placement,
+    config = replace(
+        settings.engine,
+        plan=None,  # the plan of k auto is restored when its planner is made
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         prefix_caching=False,  # the prefill of a prompt must cost the same each time
-        planner=planner,
     )
+    return LLM(config=config, planner=planner)
 
 
 def _workloads(llm: LLM, planner: SwitchPlanner, prompts: Sequence[Prompt], settings: Settings) -> list[Workload]:
@@ -144,13 +133,13 @@ def _workloads(llm: LLM, planner: SwitchPlanner, prompts: Sequence[Prompt], sett
 def _variants(llm: LLM, planner: SwitchPlanner, settings: Settings, condition: Condition) -> tuple[Variant, ...]:
     """Return plain and speculative decoding. The default condition also has the swept k and the peers."""
     is_default = condition == default_condition(settings)
-    names = speculative_variants(settings) if is_default else {0: PLAIN, settings.k: SPECULATIVE}
+    names = speculative_variants(settings) if is_default else {0: PLAIN, settings.engine.k: SPECULATIVE}
     runners = tuple(OutriderRunner(name, llm, planner, k=k) for k, name in names.items())
     if settings.peer is None or not is_default:
         return runners
     from outrider.lab.bench.peer import load_peers
 
-    return (*runners, *load_peers(llm, model_folder(settings.target), _draft_folder(llm)))
+    return (*runners, *load_peers(llm, model_folder(settings.engine.target), _draft_folder(llm)))
 
 
 def _document(
@@ -170,7 +159,7 @@ def _document(
     before, after = rates
     return {
         "benchmark": "outrider bench",
-        "arguments": asdict(settings),
+        "arguments": settings.arguments(),
         "proposer": command_line_form(_expression(llm)),
         "verifier": parts.verifier.name,
         "exact": parts.verifier.exact,
@@ -192,7 +181,7 @@ def _document(
 
 
 def _roofline(llm: LLM, settings: Settings, rates: tuple[Rates, Rates]) -> limits.Roofline:
-    folder = model_folder(settings.target)
+    folder = model_folder(settings.engine.target)
     bandwidth, gemm = best_rates(rates)
     weights = bytes_per_pass(llm, folder)
     if llm.parts.source_rules is None:
@@ -203,7 +192,7 @@ def _roofline(llm: LLM, settings: Settings, rates: tuple[Rates, Rates]) -> limit
         weight_bytes_per_pass=weights.dense,
         expert_bytes=weights.expert,
         cache_bytes_per_token=cache_bytes_per_token(llm),
-        flops_per_token=flops / settings.tp,  # of this rank, as the bytes are
+        flops_per_token=flops / settings.engine.tp,  # of this rank, as the bytes are
         read_bytes_per_s=bandwidth,
         gemm_flops_per_s=gemm,
     )

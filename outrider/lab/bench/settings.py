@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any
 
-from outrider.core.config import ONCE
-from outrider.core.params import AUTO, SamplingParams, check_draft_length
-from outrider.drafting.plan.store import check_plan
+from outrider.core.config import ENGINE_OPTIONS, EngineConfig
+from outrider.core.option import MEASURE, MODEL, OUTPUT, SAMPLING, Option, Shown, as_json
+from outrider.core.params import SamplingParams, check_draft_length
 from outrider.errors import OutriderError
-from outrider.lab.common.number_lists import parse_whole
+from outrider.lab.common.number_lists import parse_real, parse_whole, sweep_values
+from outrider.lab.common.settings import RepeatedSettings
 
 PEERS = ("transformers",)
+_DEFAULT = EngineConfig()
+# Fields of the engine that a file of `--config` may not give.
+_SET_BY_BENCH = {
+    "max_num_seqs": "runs --batch sequences at once",
+    "max_model_len": "has --context",
+    "prefix_caching": "processes each prompt anew",
+}
+# Options that have no effect with --calibrate.
+_MEASURING = ("k", "plan", "sweep", "peer", "temperature", "report", *(each.name for each in fields(RepeatedSettings)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,76 +33,6 @@ class Sweep:
     batch: tuple[int, ...] = ()  # sequences at once
     context: tuple[int, ...] = ()  # tokens of prompt and completion together; prompts are lengthened to fill it
     temperature: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Arguments of one benchmark. `LLM` and `SamplingParams` document the fields of the same names."""
-
-    target: str | None = None
-    proposer: str | None = None
-    k: int | str = 4  # or auto
-    verifier: str | None = None
-    prompts: str | None = None  # JSON Lines file; None: the embedded set
-    limit: int | None = None  # prompts per category
-    repeats: int = 3  # measurements of each prompt with each variant
-    batch: int = 1  # sequences at once
-    peer: str | None = None
-    temperature: float = 0.0
-    max_tokens: int = 128
-    seed: int = 0
-    dtype: str = "auto"
-    device: str = "auto"
-    kernels: str = "auto"
-    check: str = ONCE
-    quantize: str | None = None
-    threads: int | None = None
-    draft_window: int | None = None
-    draft_quantize: str | None = None
-    context: int | None = None
-    plan: str | None = None
-    tp: int = 1  # ranks of tensor parallelism
-    draft_placement: str = AUTO
-    sweep: Sweep = field(default_factory=Sweep)
-
-    def __post_init__(self) -> None:
-        check_draft_length(self.k, least=1, or_auto=True)
-        check_plan(self.plan, k=self.k)
-        if self.tp > 1 and self.peer is not None:
-            raise OutriderError(f"--peer {self.peer} runs in one process, and --tp is {self.tp}; leave one of them out")
-        counts = {"repeats": self.repeats, "batch": self.batch, "limit": self.limit}
-        counts["batch of the sweep"] = min(self.sweep.batch, default=None)
-        for name, value in counts.items():
-            if value is not None and value < 1:
-                raise OutriderError(f"{name} is {value}; use at least 1")
-        for k in self.sweep.k:
-            check_draft_length(k)
-        if self.max_tokens < 2:
-            raise OutriderError(
-                f"max_tokens is {self.max_tokens}; a speed needs a first and a last token, so use at least 2"
-            )
-        shortest = min(self.sweep.context, default=None)
-        if shortest is not None and shortest <= self.max_tokens:
-            raise OutriderError(
-                f"context of the sweep is {shortest} and max_tokens is {self.max_tokens}, which leaves no tokens for a"
-                " prompt; use a larger context or fewer max_tokens"
-            )
-        for temperature in (self.temperature, *self.sweep.temperature):
-            SamplingParams(temperature=temperature)  # raises if it is out of range
-        if self.peer is not None and self.peer not in PEERS:
-            raise OutriderError(f"peer {self.peer!r} is unknown; use {', '.join(PEERS)}")
-        if self.peer and self.batch > 1:
-            raise OutriderError(f"batch is {self.batch}; the peer runs one sequence at a time, so use batch 1")
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Sequences at once in the largest batch."""
-        return max(self.batch, *self.sweep.batch, 1)
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Tokens of the longest sequence; None: the maximum of the model."""
-        return max((self.context or 0, *self.sweep.context)) or None
 
 
 def parse_sweep(option: str, text: str) -> tuple[int, ...]:
@@ -106,3 +48,124 @@ def parse_sweep(option: str, text: str) -> tuple[int, ...]:
             " temperature, give a list to its own option: --batch 1,4"
         )
     return parse_whole(f"{option} k", values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(RepeatedSettings):
+    """The options of `outrider bench`. The first value of each list is the default of sweeps."""
+
+    engine: Annotated[
+        EngineConfig,
+        Shown(
+            ENGINE_OPTIONS,
+            notes={"k": "At least 1 here, because plain decoding is always measured."},
+            config=True,
+        ),
+    ] = field(default_factory=EngineConfig)
+    contexts: Annotated[tuple[int, ...], Option("TOKENS", MODEL, flags="--context", parse=parse_whole)] = ()
+    """Tokens of prompt and completion together. A list, such as 512,2048, is a sweep: each prompt is extended with
+    other prompts to this length. Default: the limit of the model, at most 8192."""
+    batches: Annotated[tuple[int, ...], Option("LIST", MEASURE, flags="--batch", parse=parse_whole)] = (1,)
+    """Sequences at once. A list, such as 1,2,4, is a sweep."""
+    ks: Annotated[tuple[int, ...], Option("k=LIST", MEASURE, flags="--sweep", parse=parse_sweep)] = ()
+    """Measure each k of a list, such as k=0..12 or k=0,2,4,8, interleaved with plain decoding. While one axis is swept,
+    the others keep their first value."""
+    peer: Annotated[str | None, Option("NAME", MEASURE)] = None
+    """Measure another engine as well: transformers."""
+    temperatures: Annotated[tuple[float, ...], Option("T", SAMPLING, flags="--temperature", parse=parse_real)] = (0.0,)
+    """0 is greedy. A list, such as 0,0.7,1, is a sweep."""
+    report: Annotated[str | None, Option("FILE", OUTPUT)] = None
+    """Write an HTML page with plots, for example report.html. Needs pip install "outrider[report]"."""
+    calibrate: Annotated[bool, Option(panel=MEASURE)] = False
+    """Only measure what forward passes cost on this machine, for --k auto."""
+
+    def __post_init__(self) -> None:
+        self._check_engine()
+        counts = {"repeats": self.repeats, "limit": self.limit, "batch": min(self.batches)}
+        for name, value in counts.items():
+            if value is not None and value < 1:
+                raise OutriderError(f"{name} is {value}; use at least 1")
+        for k in self.ks:
+            check_draft_length(k)
+        if self.max_tokens < 2:
+            raise OutriderError(
+                f"max_tokens is {self.max_tokens}; a speed needs a first and a last token, so use at least 2"
+            )
+        shortest = min(self.sweep.context, default=None)
+        if shortest is not None and shortest <= self.max_tokens:
+            raise OutriderError(
+                f"context of the sweep is {shortest} and max_tokens is {self.max_tokens}, which leaves no tokens for a"
+                " prompt; use a larger context or fewer max_tokens"
+            )
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # raises if it is out of range
+        if self.peer is not None:
+            self._check_peer(self.peer)
+
+    def _check_engine(self) -> None:
+        for name, reason in _SET_BY_BENCH.items():
+            if getattr(self.engine, name) != getattr(_DEFAULT, name):
+                raise OutriderError(f"{name} is no setting of outrider bench, which {reason}; leave it out")
+        if self.engine.k == 0:
+            raise OutriderError(
+                "k is 0, so there is nothing to compare with plain decoding; give --k of at least 1, and --proposer if"
+                " the file of --config recommends none"
+            )
+
+    def _check_peer(self, peer: str) -> None:
+        if peer not in PEERS:
+            raise OutriderError(f"peer {peer!r} is unknown; use {', '.join(PEERS)}")
+        if self.engine.tp > 1:
+            raise OutriderError(
+                f"--peer {peer} runs in one process, and --tp is {self.engine.tp}; leave one of them out"
+            )
+        if self.batch > 1:
+            raise OutriderError(f"batch is {self.batch}; the peer runs one sequence at a time, so use batch 1")
+
+    @property
+    def batch(self) -> int:
+        """Sequences at once, where they are not swept."""
+        return self.batches[0]
+
+    @property
+    def temperature(self) -> float:
+        """The temperature, where it is not swept."""
+        return self.temperatures[0]
+
+    @property
+    def sweep(self) -> Sweep:
+        """The swept axes. A single value is no sweep."""
+        return Sweep(
+            k=self.ks,
+            batch=sweep_values(self.batches),
+            context=sweep_values(self.contexts),
+            temperature=sweep_values(self.temperatures),
+        )
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences at once in the largest batch."""
+        return max(self.batches)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of the longest sequence; None: the maximum of the model."""
+        return max(self.contexts, default=None)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the options for JSON: the first value of each list, and the sweep."""
+        context = self.contexts[0] if len(self.contexts) == 1 else None
+        first = {"batch": self.batch, "temperature": self.temperature, "context": context}
+        return as_json(self) | first | {"sweep": asdict(self.sweep)}
+
+
+def check_calibration(given: Collection[str]) -> None:
+    """Refuse options that have no effect with --calibrate.
+
+    Raises:
+        OutriderError: `given` has one of them.
+    """
+    if useless := [name for name in _MEASURING if name in given]:
+        raise OutriderError(
+            f"--calibrate only measures passes; leave --{useless[0].replace('_', '-')} or --calibrate out"
+        )

@@ -41,9 +41,9 @@ def conditions(settings: Settings) -> list[Condition]:
 def speculative_variants(settings: Settings) -> dict[int | str, str]:
     """Return the names of the variants in the default condition, by k.
 
-    They are plain decoding, `settings.k` and the values of k in the sweep.
+    They are plain decoding, the k of the engine and the values of k in the sweep.
     """
-    names: dict[int | str, str] = {0: PLAIN, settings.k: SPECULATIVE}
+    names: dict[int | str, str] = {0: PLAIN, settings.engine.k: SPECULATIVE}
     return names | {k: f"k={k}" for k in settings.sweep.k if k not in names}
 
 

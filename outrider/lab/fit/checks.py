@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from outrider.core.config import draft_weight_bits, weight_bits
+from outrider.core.config import DRAFT_OPTIONS
 from outrider.drafting.propose.draft_model.window import MIN_WINDOW
 from outrider.drafting.propose.registry import check_draft_settings
 from outrider.engine.build import full_dtype
@@ -38,8 +38,8 @@ def check_memory(settings: Settings, folder: Path) -> None:
     Raises:
         OutriderError: they do not fit, or the folder is not a model.
     """
-    dtype = full_dtype(settings.dtype, weight_bits(settings.quantize))
-    check_fits(folder, dtype=dtype, device=settings.device, kernels=settings.kernels)
+    dtype = full_dtype(settings.engine.dtype, settings.engine.bits)
+    check_fits(folder, dtype=dtype, device=settings.engine.device, kernels=settings.engine.kernels)
 
 
 def check_disk(folder: Path, size: TargetSize, plan: TrainingPlan) -> None:
@@ -63,13 +63,11 @@ def check_drafts(settings: Settings, proposers: Sequence[str]) -> None:
     """Check that --draft-window and --draft-quantize have a draft: a proposer that needs no training, or the head.
 
     Raises:
-        OutriderError: nothing has one, a head cannot read a window that is so small, or the draft does not run on the
-            native kernels.
+        OutriderError: nothing has one, or a head cannot read a window that is so small.
     """
-    draft_weight_bits(settings.draft_quantize, kernels=settings.kernels, device=settings.device)
-    window = settings.draft_window
+    window, quantize = settings.engine.draft_window, settings.engine.draft_quantize
     if not settings.minutes:
-        check_draft_settings(*proposers, window=window, quantize=settings.draft_quantize)
+        check_draft_settings(*proposers, window=window, quantize=quantize)
     elif window is not None and window < MIN_WINDOW:
         raise OutriderError(f"--draft-window is {window}; use at least {MIN_WINDOW} tokens")
 
@@ -83,10 +81,11 @@ def check_head(settings: Settings, size: TargetSize, plan: TrainingPlan) -> None
     module = _empty_head(size, plan)
     if module is None or is_autoregressive(module):
         return
-    for option, value in {"draft-window": settings.draft_window, "draft-quantize": settings.draft_quantize}.items():
-        if value is not None:
+    for name in DRAFT_OPTIONS:
+        if getattr(settings.engine, name) is not None:
             raise OutriderError(
-                f"heads of kind {plan.kind} support no --{option}; leave it out, or use --head slim, eagle31 or mtp"
+                f"heads of kind {plan.kind} support no --{name.replace('_', '-')}; leave it out, or use --head slim,"
+                " eagle31 or mtp"
             )
 
 

@@ -82,7 +82,7 @@ class Outcome:
     def _advised(self) -> CandidateKey:
         """The recommendation."""
         advice = self._measured["advice"]
-        return CandidateKey(advice["proposer"], advice["k"], advice.get("draft_quantize"))
+        return CandidateKey(advice["proposer"], advice["k"], advice["draft_quantize"])
 
     def _options(self) -> Iterator[Option]:
         yield Option(
@@ -161,9 +161,8 @@ class Outcome:
         full, counts = True, []
         for plain in self.final["plain"]:
             all_batches = held_out // plain["batch"]
-            batches = plain.get("batches", all_batches)  # which earlier releases did not store
-            full = full and batches == all_batches
-            counts.append(f"{batches * plain['batch']} of {held_out} at temperature {plain['temperature']:g}")
+            full = full and plain["batches"] == all_batches
+            counts.append(f"{plain['batches'] * plain['batch']} of {held_out} at temperature {plain['temperature']:g}")
         return count_text(held_out, "held-out prompt") if full else f"held-out prompts ({_listed(counts)})"
 
     def _training(self) -> Iterator[str]:

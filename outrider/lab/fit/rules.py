@@ -154,8 +154,7 @@ def candidate_key(case: Mapping[str, Any]) -> CandidateKey:
 
 
 def _variant(case: Mapping[str, Any]) -> Variant:
-    names = [name for name in _VARIANT if name in case]  # earlier releases did not store all of them
-    return Variant(**{name: case[name] for name in names})
+    return Variant(**{name: case[name] for name in _VARIANT})
 
 
 def draft_quantizes(proposers: Sequence[str], cases: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str | None, ...]]:

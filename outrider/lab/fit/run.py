@@ -12,8 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
+from outrider.core.option import as_json
 from outrider.drafting.propose.expression import short
-from outrider.engine.default_proposer import can_draft_for_itself, default_proposer
+from outrider.engine.build import proposer_of
+from outrider.engine.default_proposer import can_draft_for_itself
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.lab.fit.checks import check_disk, check_drafts, check_head, check_memory, target_size
@@ -32,7 +34,6 @@ from outrider.lab.fit.stages import (
 )
 from outrider.lab.fit.state import CONFIG, HEAD, RUNS, State
 from outrider.lab.tune.config import FIT
-from outrider.lab.tune.settings import read_proposers
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.fingerprint import model_fingerprint
 from outrider.models.loader.load import refuse_sources
@@ -62,7 +63,7 @@ class Fit:
         self._settings = settings
         self._progress = progress
         self._folder = Path(settings.out).expanduser()
-        self._target = model_folder(settings.target)
+        self._target = model_folder(settings.engine.target)
         if world_size() > 1:
             raise OutriderError("fit works with one process; start it without torchrun")
         if settings.head not in (AUTO_HEAD, *KINDS):
@@ -135,7 +136,7 @@ class Fit:
             **measured,
             "benchmark": FIT,
             "settings": settings,
-            "fit": {**outcome.as_dict(), "arguments": asdict(self._settings), "first_measurement": first},
+            "fit": {**outcome.as_dict(), "arguments": as_json(self._settings), "first_measurement": first},
         }
 
     def write(self, document: Document) -> None:
@@ -213,16 +214,8 @@ class Fit:
             return
         self._announce(4, f"certify {short(advice['proposer'])}")
         if done is None or done["passed"] is None:
-            found = certify(
-                self._settings,
-                self._target,
-                advice["proposer"],
-                max(advice["fixed_k"], 1),
-                final["kernels"],
-                self._progress,
-                tokens_per_s=self._tokens_per_s(final),
-                draft_quantize=advice.get("draft_quantize"),
-            )
+            tokens_per_s = self._tokens_per_s(final)
+            found = certify(self._settings, self._target, final, self._progress, tokens_per_s=tokens_per_s)
             self._state.put("certificate", found)
         self.write(self.document())
 
@@ -279,12 +272,11 @@ class Fit:
 
 def _untrained(settings: Settings, target: Path) -> tuple[str, ...]:
     """Return the proposers of the first measurement."""
-    if settings.proposers is not None:
-        return read_proposers(settings.proposers)
-    device, kernels, quantize = settings.device, settings.kernels, settings.quantize
-    # The default comes first, because a short time limit may leave out the last ones.
-    default = default_proposer(settings.target, device=device, kernels=kernels, quantize=quantize)
+    if settings.proposers:
+        return settings.proposers
+    engine = settings.engine
+    default = str(proposer_of(engine))  # it comes first, because a short time limit may leave out the last ones
     names = [default, "ngram", "suffix", "suffix:100000", "recycle", "merge(suffix,recycle)"]
-    if can_draft_for_itself(target, device=device, kernels=kernels, quantize=quantize):
+    if can_draft_for_itself(target, device=engine.device, kernels=engine.kernels, quantize=engine.quantize):
         names += ["quantized:int4", "best(suffix:100000,quantized:int4)"]
     return tuple(dict.fromkeys(names))

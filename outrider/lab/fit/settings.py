@@ -3,157 +3,78 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import typer
-
+from outrider.core.config import DRAFT_OPTIONS, TARGET_OPTIONS, EngineConfig
+from outrider.core.option import MEASURE, MODEL, Option, Shown, as_json
 from outrider.core.params import AUTO, SamplingParams
-from outrider.drafting.propose.options import DraftWindow
 from outrider.errors import OutriderError
 from outrider.lab.common.number_lists import parse_real
+from outrider.lab.tune.settings import parse_ks, parse_proposers
 
 LEAST_SAMPLES = 100  # of a statistical test
 AUTO_HEAD = "auto"  # the kind of head follows from the size of the target
-_MODEL, _MEASURE, _TRAIN = "Models", "Measuring", "Training"
+_TRAIN = "Training"  # title of a group of options
 # Options that may change when a fit is resumed, and paths, whose contents are hashed instead.
 _NOT_IN_IDENTITY = frozenset(
     {"out", "target", "prompts", "minutes", "measure_minutes", "samples", "threads", "overwrite"}
 )
 
 
+def parse_ascending(option: str, text: str) -> tuple[float, ...]:
+    """Return the numbers of a list as `parse_real`, the smallest one first."""
+    return tuple(sorted(parse_real(option, text)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The options of `outrider fit`, checked when made."""
 
-    out: Annotated[
-        str,
-        typer.Option(
-            metavar="DIR", help="Folder for the configuration, the head and the state. The same command resumes in it."
+    engine: Annotated[
+        EngineConfig,
+        Shown(
+            (*TARGET_OPTIONS, *DRAFT_OPTIONS, "max_model_len"),
+            notes={
+                "quantize": "The head is trained on the quantized target.",
+                "draft_quantize": "This includes the head. Default: for the drafts of --proposers the fastest of int8,"
+                " int4 and the weights as stored, and for the head the weights as stored.",
+            },
         ),
-    ]
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of a language model, a GGUF file, or a model of the Hugging Face Hub: org/name,"
-            " org/name@revision or org/name:Q4_K_M. Default: @mini, an embedded model.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="JSON lines with prompt or messages, and optionally category. Default: an embedded set.",
-            rich_help_panel=_MEASURE,
-        ),
-    ] = None
-    minutes: Annotated[
-        float,
-        typer.Option(
-            min=0.0,
-            help="Time for training a head; loading and measuring come on top. 0: no head. A longer time continues"
-            " an interrupted training, and trains the head of a finished fit anew.",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = 30.0
-    measure_minutes: Annotated[
-        float,
-        typer.Option(
-            help="Time for each of the two measurements, and for the certificate; the temperatures share it. If it is"
-            " short, outputs are shorter and fewer variants run, so that each runs on two batches of prompts.",
-            rich_help_panel=_MEASURE,
-        ),
-    ] = 5.0
-    proposers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help="Proposers that need no training, separated by semicolons. Default: ngram, suffix, suffix:100000,"
-            " recycle, merge(suffix,recycle), on a CPU quantized:int4 and best(suffix:100000,quantized:int4), and the"
-            " default proposer of the target.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    head: Annotated[
-        str,
-        typer.Option(
-            metavar="KIND",
-            help="Kind of the head to train; see `outrider train`. auto: slim for targets up to 1024 wide, eagle31 for"
-            " wider ones, mtp below four layers.",
-            rich_help_panel=_TRAIN,
-        ),
-    ] = AUTO_HEAD
-    k: Annotated[
-        str,
-        typer.Option(
-            "--k", metavar="LIST", help="Draft tokens per round to compare, and auto.", rich_help_panel=_MEASURE
-        ),
-    ] = f"2,4,8,{AUTO}"
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.", rich_help_panel=_MEASURE)] = 1
-    temperature: Annotated[
-        str,
-        typer.Option(
-            metavar="LIST", help="0 is greedy; the choice is the best one over all of them.", rich_help_panel=_MEASURE
-        ),
-    ] = "0,1"
-    max_tokens: Annotated[
-        int, typer.Option(min=3, help="Most output tokens, of measurements and of answers to train on.")
-    ] = 128
-    samples: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Most samples of each statistical test of the certificate, at least 100. 0: no certificate.",
-            rich_help_panel=_MEASURE,
-        ),
-    ] = 400
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all sampling.")] = 0
-    dtype: Annotated[
-        str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL)
-    ] = "auto"
-    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, ...", rich_help_panel=_MODEL)] = "auto"
-    kernels: Annotated[str, typer.Option(metavar="NAME", help="auto, native or torch.", rich_help_panel=_MODEL)] = (
-        "auto"
-    )
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="int8 or int4 weights for the target, on a CPU. The head is trained on the quantized target. Default:"
-            " the weights as stored.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    draft_window: DraftWindow = None
-    draft_quantize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="int8 or int4 weights for drafts, LM head included, on the native kernels of a CPU. The output does"
-            " not change. Default: for the drafts of --proposers the fastest of int8, int4 and the weights as stored,"
-            " and for the head the weights as stored.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            help="CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of prompt and completion together. Default: the limit of the model, at most 8192.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start again in a folder that holds a fit already.")
-    ] = False
+    ] = field(default_factory=EngineConfig)
+    out: Annotated[str, Option("DIR")]
+    """Folder for the configuration, the head and the state. The same command resumes in it."""
+    prompts: Annotated[str | None, Option("FILE", MEASURE)] = None
+    """JSON lines with prompt or messages, and optionally category. Default: an embedded set."""
+    minutes: Annotated[float, Option(panel=_TRAIN, min=0.0)] = 30.0
+    """Time for training a head; loading and measuring come on top. 0: no head. A longer time continues an interrupted
+    training, and trains the head of a finished fit anew."""
+    measure_minutes: Annotated[float, Option(panel=MEASURE)] = 5.0
+    """Time for each of the two measurements, and for the certificate; the temperatures share it. If it is short,
+    outputs are shorter and fewer variants run, so that each runs on two batches of prompts."""
+    proposers: Annotated[tuple[str, ...], Option("LIST", MODEL, parse=parse_proposers)] = ()
+    """Proposers that need no training, separated by semicolons. Default: ngram, suffix, suffix:100000, recycle,
+    merge(suffix,recycle), on a CPU quantized:int4 and best(suffix:100000,quantized:int4), and the default proposer of
+    the target."""
+    head: Annotated[str, Option("KIND", _TRAIN)] = AUTO_HEAD
+    """Kind of the head to train; see `outrider train`. auto: slim for targets up to 1024 wide, eagle31 for wider ones,
+    mtp below four layers."""
+    ks: Annotated[tuple[int | str, ...], Option("LIST", MEASURE, flags="--k", parse=parse_ks)] = (2, 4, 8, AUTO)
+    """Draft tokens per round to compare, and auto."""
+    batch: Annotated[int, Option(panel=MEASURE, min=1)] = 1
+    """Sequences at once."""
+    temperatures: Annotated[
+        tuple[float, ...], Option("LIST", MEASURE, flags="--temperature", parse=parse_ascending)
+    ] = (0.0, 1.0)
+    """0 is greedy; the choice is the best one over all of them."""
+    max_tokens: Annotated[int, Option(min=3)] = 128
+    """Most output tokens, of measurements and of answers to train on."""
+    samples: Annotated[int, Option(panel=MEASURE, min=0)] = 400
+    """Most samples of each statistical test of the certificate, at least 100. 0: no certificate."""
+    seed: Annotated[int, Option(min=0)] = 0
+    """Seed of all sampling."""
+    overwrite: bool = False
+    """Start again in a folder that holds a fit already."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.minutes < math.inf:
@@ -162,16 +83,9 @@ class Settings:
             raise OutriderError(f"--measure-minutes is {self.measure_minutes}; use a number above 0")
         if 0 < self.samples < LEAST_SAMPLES:
             raise OutriderError(f"--samples is {self.samples}; use at least {LEAST_SAMPLES}, or 0 for no certificate")
-
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)  # raises if it is out of range
 
-    @property
-    def temperatures(self) -> tuple[float, ...]:
-        """The temperatures, ascending."""
-        return tuple(sorted(parse_real("--temperature", self.temperature)))
-
     def identity(self) -> dict[str, Any]:
         """Return the options that a resumed fit must have in common with the interrupted one, besides its files."""
-        options = {name: value for name, value in asdict(self).items() if name not in _NOT_IN_IDENTITY}
-        return options | {"temperature": list(self.temperatures)}
+        return {name: value for name, value in as_json(self).items() if name not in _NOT_IN_IDENTITY}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from rich.console import Console
 
 from outrider.core.config import QUANTIZE_BITS, draft_weight_bits
 from outrider.drafting.plan.pass_cost import CostModel
-from outrider.drafting.propose.registry import check_proposer, has_draft
+from outrider.drafting.propose.registry import check_proposer, draft_settings, has_draft
 from outrider.errors import OutriderError
 from outrider.lab.audit.run import run_audit
+from outrider.lab.audit.settings import Settings as AuditSettings
 from outrider.lab.fit.outcome import duration
 from outrider.lab.fit.prompts import PromptFiles
 from outrider.lab.fit.rules import (
@@ -27,10 +29,10 @@ from outrider.lab.fit.settings import Settings
 from outrider.lab.tune.measure import measure
 from outrider.lab.tune.run import make_document
 from outrider.lab.tune.settings import Settings as TuneSettings
-from outrider.lab.tune.settings import read_ks
 from outrider.models.loader.load import check_fits, choose_device
 from outrider.runtime.report.console import Document
 from outrider.train.run import Training
+from outrider.train.settings import TRAINING_ENGINE
 from outrider.train.settings import Settings as TrainSettings
 
 Drafts = Mapping[str, tuple[str | None, ...]]  # `draft_quantize` by proposer: what to compare
@@ -60,10 +62,10 @@ def measure_proposers(
 
 def compared_drafts(settings: Settings, proposers: Sequence[str]) -> Drafts:
     """Return the weights to compare of each proposer with a draft; {} if the user has named them."""
-    if settings.draft_quantize is not None:
+    if settings.engine.draft_quantize is not None:
         return {}
     try:
-        draft_weight_bits("int8", kernels=settings.kernels, device=str(choose_device(settings.device)))
+        draft_weight_bits("int8", kernels=settings.engine.kernels, device=str(choose_device(settings.engine.device)))
     except OutriderError:  # they run on torch or on a GPU
         return {}
     return {proposer: (None, *QUANTIZE_BITS) for proposer in proposers if has_draft(proposer)}
@@ -78,33 +80,17 @@ def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str], d
     for proposer in proposers:
         check_proposer(proposer)
     return TuneSettings(
-        target=settings.target,
+        engine=replace(settings.engine, **draft_settings(settings.engine, *proposers)),
         proposers=tuple(proposers),
-        ks=read_ks(settings.k),
+        ks=settings.ks,
         batches=(settings.batch,),
         temperatures=settings.temperatures,
         prompts=str(prompts),
         repeats=1,
         max_tokens=settings.max_tokens,
         seed=settings.seed,
-        dtype=settings.dtype,
-        device=settings.device,
-        kernels=settings.kernels,
-        quantize=settings.quantize,
-        threads=settings.threads,
-        max_model_len=settings.max_model_len,
         draft_quantizes=drafts,
-        **_draft_settings(settings, proposers),
     )
-
-
-def _draft_settings(settings: Settings, proposers: Sequence[str], draft_quantize: str | None = None) -> dict[str, Any]:
-    """Return `draft_window` and `draft_quantize`; None if no one of these proposers has a draft model or draft head."""
-    drafts = any(map(has_draft, proposers))
-    return {
-        "draft_window": settings.draft_window if drafts else None,
-        "draft_quantize": (draft_quantize or settings.draft_quantize) if drafts else None,
-    }
 
 
 def make_training(
@@ -146,21 +132,22 @@ def train_settings(settings: Settings, files: PromptFiles, plan: TrainingPlan, f
         out=str(folder),
         data=[str(files.train)],
         eval_data=str(files.evaluation),
-        target=settings.target,
+        engine=replace(
+            settings.engine,
+            proposer=TRAINING_ENGINE.proposer,
+            k=_DRAFT_TOKENS,
+            draft_window=None,  # the head has them later
+            draft_quantize=None,
+            max_model_len=None,
+            max_num_seqs=_SEQUENCES,
+        ),
         max_minutes=settings.minutes,
         max_tokens=settings.max_tokens,
         loss=_LOSS,
         draft_vocab_size=plan.draft_vocab_size,
         batch_size=plan.batch_size,
         steps_per_generation=plan.steps_per_generation,
-        max_num_seqs=_SEQUENCES,
-        k=_DRAFT_TOKENS,
         seed=settings.seed,
-        dtype=settings.dtype,
-        device=settings.device,
-        kernels=settings.kernels,
-        quantize=settings.quantize,
-        threads=settings.threads,
     )
 
 
@@ -197,32 +184,22 @@ class _GainReport:
         return list(dict.fromkeys(near))
 
 
-def certify(
-    settings: Settings,
-    target: Path,
-    proposer: str,
-    k: int,
-    kernels: str,
-    progress: Console,
-    *,
-    tokens_per_s: float,
-    draft_quantize: str | None = None,
-) -> Document:
+def certify(settings: Settings, target: Path, final: Document, progress: Console, *, tokens_per_s: float) -> Document:
     """Audit the chosen proposer in about `--measure-minutes`: fewer samples and shorter texts where time is short.
 
     Args:
         settings: the options.
         target: folder of the target.
-        proposer: the chosen proposer.
-        k: the draft length.
-        kernels: what the target ran on. Kernels whose rounding depends on the batch are audited in float32.
+        final: the document of the second measurement, with the choice. Kernels whose rounding depends on the batch are
+            audited in float32.
         progress: where progress goes.
         tokens_per_s: of plain decoding.
-        draft_quantize: the weights of its draft; None: those of the options.
 
     Returns:
         Whether it passed, and the figures; or the reason why the audit could not be made.
     """
+    advice = final["advice"]
+    k = max(advice["fixed_k"], 1)
     plan = plan_certificate(settings.samples, k=k, tokens_per_s=tokens_per_s, seconds=60 * settings.measure_minutes)
     if plan is None:
         return {
@@ -230,24 +207,15 @@ def certify(
             "reason": f"an audit of this target takes longer than --measure-minutes {settings.measure_minutes:g}; give"
             " more, or run outrider audit",
         }
+    proposer = advice["proposer"]
+    drafts = draft_settings(settings.engine, proposer, draft_quantize=advice["draft_quantize"])
     try:
-        if not kernels.startswith("native"):
-            check_fits(target, dtype="float32", device=settings.device)
+        engine = replace(settings.engine, proposer=proposer, k=k, **drafts)
+        asked = AuditSettings(engine=engine, samples=plan.samples, tokens=plan.tokens)
+        if not final["kernels"].startswith("native"):
+            check_fits(target, dtype="float32", device=engine.device)
         with progress.status("certifying"):
-            report = run_audit(
-                settings.target,
-                proposer,
-                k=k,
-                prompts=None,
-                samples=plan.samples,
-                device=settings.device,
-                threads=settings.threads,
-                kernels=settings.kernels,
-                quantize=settings.quantize,
-                console=None,
-                tokens=plan.tokens,
-                **_draft_settings(settings, [proposer], draft_quantize),
-            )
+            report = run_audit(asked, console=None)
     except OutriderError as error:
         return {"passed": None, "reason": str(error)}
     gc.collect()

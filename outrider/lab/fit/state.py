@@ -95,10 +95,7 @@ def discard(folder: Path) -> None:
 
 def _changes(theirs: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Say which values differ between the identities of two fits."""
-    if isinstance(theirs.get("temperature"), float):
-        theirs = {**theirs, "temperature": [theirs["temperature"]]}  # earlier releases measured one
     changes = []
-    # An option that is newer than the file has no value in it, as if it was not given.
     for name in sorted({*theirs, *wanted}):
         if theirs.get(name) != wanted.get(name):
             values = "" if name in _HASHED else f" ({_text(theirs.get(name))} there, {_text(wanted.get(name))} here)"
@@ -108,7 +105,9 @@ def _changes(theirs: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
 
 def _text(value: Any) -> str:
     """Return the value of an option as the command line takes it."""
-    return ",".join(f"{each:g}" for each in value) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ",".join(map(_text, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _read(file: Path) -> dict[str, Any]:

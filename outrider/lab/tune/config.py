@@ -5,84 +5,75 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from outrider.core.config import QUANTIZE_BITS
+from outrider.core.config import QUANTIZE_BITS, EngineConfig
 from outrider.core.params import AUTO
 from outrider.drafting.propose.expression import absolute, model_names
+from outrider.drafting.propose.registry import draft_settings
 from outrider.errors import OutriderError
-from outrider.lab.tune.settings import Settings
 from outrider.models.loader.embedded import absolute_name, model_folder
 from outrider.models.loader.fingerprint import model_fingerprint
 from outrider.verify.relaxed.registry import with_absolute_table
 
 BENCHMARK, VERSION = "outrider tune", 1
 FIT = "outrider fit"  # its documents have the same settings
-_OPTIONS = ("target", "proposer", "k", "verifier", "dtype", "kernels", "quantize")
-_ADDED_OPTIONS = ("draft_window", "draft_quantize")  # files of earlier releases lack them
+_TARGET_OPTIONS = ("target", "dtype", "kernels", "quantize")
 # Tuned for the proposer of the file, and useless for another one.
-_PROPOSER_OPTIONS = ("k", "verifier", *_ADDED_OPTIONS)
-
-Options = TypeVar("Options")
+_PROPOSER_OPTIONS = ("k", "verifier", "draft_window", "draft_quantize")
+_OPTIONS = (*_TARGET_OPTIONS, "proposer", *_PROPOSER_OPTIONS)
 
 _log = logging.getLogger("outrider")
 
 
 def settings_dict(
-    settings: Settings, *, proposer: str, k: int | str, verifier: str, draft_quantize: str | None = None
+    engine: EngineConfig, *, proposer: str, k: int | str, verifier: str, draft_quantize: str | None = None
 ) -> dict[str, Any]:
     """Return the settings to run, with absolute folders or names on the Hub, and with hashes of the models.
 
-    `draft_quantize` is that of the recommendation, where several were compared.
+    Args:
+        engine: what was measured.
+        proposer, k, verifier, draft_quantize: the recommendation.
     """
     expression = absolute(proposer)
     # The embedded target has no folder here: it comes with the installed program.
-    target = None if settings.target is None else absolute_name(settings.target)
+    target = None if engine.target is None else absolute_name(engine.target)
     names = [*([target] if target else ()), *model_names(expression)]
     return {
         "target": target,
         "proposer": expression,
         "k": k,
         "verifier": with_absolute_table(verifier),
-        "dtype": settings.dtype,
-        "kernels": settings.kernels,
-        "quantize": settings.quantize,
-        **settings.draft_settings(expression, draft_quantize),
+        "dtype": engine.dtype,
+        "kernels": engine.kernels,
+        "quantize": engine.quantize,
+        **draft_settings(engine, expression, draft_quantize=draft_quantize),
         "models": {name: model_fingerprint(model_folder(name)) for name in names},
     }
 
 
-def configured(options: Options, file: str, *, given: Collection[str], min_k: int = 0) -> Options:
-    """Return the options of a command, with the settings of a file in place of defaults.
+def advised(file: str, options: Mapping[str, Any], *, given: Collection[str]) -> dict[str, Any]:
+    """Return the settings of a file that take the place of options.
 
     Args:
-        options: a dataclass with fields of the names in the file.
         file: a file of `outrider tune --out`.
-        given: the fields that the user has set. They take precedence. If the user has set the proposer, the k, the
-            verifier and the draft settings of the file are not used either.
-        min_k: smallest k that the command accepts.
+        options: the options of a command, by name.
+        given: the names of those that the user has set. They take precedence. If the user has set the proposer, the k,
+            the verifier and the draft settings of the file are not used either.
 
     Raises:
         OutriderError: the file cannot be read, is not a file of `outrider tune`, or its models are missing.
     """
     settings = _read(file)
-    names = {field.name for field in fields(options)}  # type: ignore[arg-type]
     fixed = {*given, *(_PROPOSER_OPTIONS if "proposer" in given else ())}
-    stored = [name for name in (*_OPTIONS, *_ADDED_OPTIONS) if name in settings]
-    values = {name: settings[name] for name in stored if name in names and name not in fixed}
+    values = {name: settings[name] for name in _OPTIONS if name not in fixed}
     _check_models(file, settings, values)
     if "target" in given and "proposer" in values:
-        _warn_of_other_target(file, settings["target"], options.target)  # type: ignore[attr-defined]
+        _warn_of_other_target(file, settings["target"], options["target"])
     if values.get("proposer") == "none" and "k" in given:
         raise OutriderError(f"{file} recommends plain decoding, and k was given; give --proposer as well, or no --k")
-    k = values.get("k", min_k)
-    if not isinstance(k, str) and k < min_k:
-        raise OutriderError(
-            f"{file} recommends plain decoding, so there is nothing to compare; give --proposer and --k"
-        )
-    return replace(options, **values)  # type: ignore[type-var]
+    return values
 
 
 def _warn_of_other_target(file: str, tuned: str | None, used: str | None) -> None:
@@ -124,7 +115,7 @@ def _read(file: str) -> Mapping[str, Any]:
     settings = document.get("settings")
     if not isinstance(settings, dict) or not {*_OPTIONS, "models"} <= settings.keys():
         raise OutriderError(f"{file} lacks settings; write it again with: outrider tune --out {file}")
-    invalid = [name for name, value in settings.items() if not _is_valid(name, value)]
+    invalid = [name for name in (*_OPTIONS, "models") if not _is_valid(name, settings[name])]
     if invalid:
         name = invalid[0]
         raise OutriderError(
@@ -143,7 +134,7 @@ def _is_valid(name: str, value: Any) -> bool:
         return value is None or (isinstance(value, str) and value in QUANTIZE_BITS)
     if name == "models":
         return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-    return isinstance(value, str) or (name in ("target", "quantize") and value is None) or name not in _OPTIONS
+    return isinstance(value, str) or (name in ("target", "quantize") and value is None)
 
 
 def _check_models(file: str, settings: Mapping[str, Any], values: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from outrider.drafting.plan.cost_planner import CostPlanner
 from outrider.drafting.plan.known_costs import known_costs
 from outrider.drafting.plan.pass_cost import CostModel
 from outrider.drafting.propose.expression import fetch_models, short
+from outrider.drafting.propose.registry import draft_settings
 from outrider.drafting.propose.renew import without_outputs
 from outrider.engine.build import assemble, auto_planner, make_proposer
 from outrider.engine.verifiers import find_verifier
@@ -66,10 +67,10 @@ def measure(
         OutriderError: the settings cannot be measured.
         KeyboardInterrupt: nothing is comparable yet.
     """
-    with_sources = reads_sources(settings.target)
+    with_sources = reads_sources(settings.engine.target)
     prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
     store = TrialStore(file, settings)
-    fetch_models(settings.target, *settings.proposers)
+    fetch_models(settings.engine.target, *settings.proposers)
     with progress.status("loading models"):
         engines = VariantEngines(settings)
         for draft, reason in engines.left_out.items():
@@ -87,7 +88,8 @@ def measure(
             variant.label: measure_memory(engines.engine_for(variant), jobs)
             for variant in _largest(engines, settings, conditions[0])
         }
-    budget = _budget(engines, settings, batches, max_seconds, store, progress)
+    session = _Session(engines, settings, batches, store, progress, max_seconds)
+    budget = session.budget()
     with progress.status("measuring passes"):  # for k auto; it is no part of a time limit
         for condition in conditions:
             for variant in most_promising(_variants(engines, settings.ks, condition), budget.variants):
@@ -95,7 +97,7 @@ def measure(
     trials: list[Trial] = []
     complete = False
     try:
-        for group in _interleave(engines, settings, batches, progress, max_seconds, store, budget):
+        for group in session.interleave(budget):
             trials += group
         complete = True
     except KeyboardInterrupt:
@@ -106,53 +108,21 @@ def measure(
     return Measured(llm=engines.base, trials=tuple(trials), memory=memory, budget=budget, complete=complete)
 
 
-def _budget(
-    engines: VariantEngines,
-    settings: Settings,
-    batches: dict[Condition, list[PromptBatch]],
-    max_seconds: float,
-    store: TrialStore,
-    progress: Console,
-) -> Budget:
-    """Choose the budget from a short run of plain decoding, or take that of the stored runs."""
-    condition, group = next(iter(batches.items()))
-    variants = _variants(engines, settings.ks, condition)
-    if not store.facts:
-        time = RunTime(0.0, 0.0)
-        if not math.isinf(max_seconds):
-            for _ in range(2):  # the first one is slow
-                time = RunTime.of(run(engines.base, variants[0], _warmup(group[0])))
-        seconds = max_seconds / len(batches)
-        budget = plan_budget(time, seconds=seconds, variants=len(variants), max_tokens=settings.max_tokens)
-        store.begin(budget._asdict())
-    budget = Budget(**store.facts)
-    if budget != (settings.max_tokens, len(variants)):
-        progress.print(
-            f"to fit into {max_seconds / 60:g} minutes, {budget.variants} of {len(variants)} variants run, with outputs"
-            f" of at most {budget.max_tokens} tokens",
-            highlight=False,
-            soft_wrap=True,
-        )
-    return budget
-
-
 class VariantEngines:
     """Engines that share one target. Each variant has its own engine, so that none learns from another's rounds."""
 
     def __init__(self, settings: Settings) -> None:
-        self.base = LLM(
-            settings.target,
+        config = replace(
+            settings.engine,
             proposer="none",
             k=0,
-            dtype=settings.dtype,
-            device=settings.device,
-            kernels=settings.kernels,
-            quantize=settings.quantize,
-            threads=settings.threads,
+            verifier=None,
+            draft_window=None,  # each proposer has its own draft settings
+            draft_quantize=None,
             max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
             prefix_caching=False,  # the prefill of a prompt must cost the same each time
         )
+        self.base = LLM(config=config)
         self._settings = settings
         # Layers whose hidden states the target exports for any of the proposers. Changing them for each turn is slow.
         self._exported_layers: set[int] = set()
@@ -171,7 +141,7 @@ class VariantEngines:
         if variant.plain:
             return self.base
         parts = self.base.parts
-        verifier = find_verifier(self._settings.verifier, variant.proposer)
+        verifier = find_verifier(self._settings.engine.verifier, variant.proposer)
         setup = self._setup(variant.proposer, variant.draft_quantize)
         proposer = without_outputs(self.proposers[variant.label], variant.proposer, setup)
         planner = self._planner(variant)
@@ -214,8 +184,9 @@ class VariantEngines:
         return proposer
 
     def _setup(self, spec: str, quantize: str | None) -> ProposerSetup:
-        draw = find_verifier(self._settings.verifier, spec).draw
-        return replace(self.base.parts.setup, draw=draw, **self._settings.draft_settings(spec, quantize))
+        draw = find_verifier(self._settings.engine.verifier, spec).draw
+        drafts = draft_settings(self._settings.engine, spec, draft_quantize=quantize)
+        return replace(self.base.parts.setup, draw=draw, **drafts)
 
 
 def _variants(engines: VariantEngines, ks: Sequence[int | str], condition: Condition) -> list[Variant]:
@@ -251,65 +222,88 @@ def _prompt_batches(llm: LLM, prompts: Sequence[Prompt], settings: Settings, con
     return batches
 
 
-def _interleave(
-    engines: VariantEngines,
-    settings: Settings,
-    batches: dict[Condition, list[PromptBatch]],
-    console: Console,
-    max_seconds: float,
-    store: TrialStore,
-    budget: Budget,
-) -> Iterator[Sequence[Trial]]:
-    """Run all variants of all conditions in each round, and yield their runs by batch of prompts.
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """The runs of one measurement."""
 
-    The order of the variants alternates from batch to batch. Runs in the store are not repeated.
-    """
-    used = sum(trial.seconds for group in store.groups.values() for trial in group)
-    end = perf_counter() + max_seconds - used
-    per_round = sum(map(len, batches.values())) * budget.variants
-    with RunProgress(console, settings.repeats * per_round) as progress:
-        for round in range(settings.repeats):
-            for i, (condition, group) in enumerate(batches.items()):
-                progress.describe(f"round {round + 1} of {settings.repeats}, {condition}")
-                now = perf_counter()
-                if round and now >= end:
-                    return
-                deadline = now + max(end - now, 0.0) / (len(batches) - i)
-                variants = most_promising(_variants(engines, settings.ks, condition), budget.variants)
-                shortened = [_shortened(batch, budget.max_tokens) for batch in group]
-                yield from _run_once(engines, variants, shortened, round, deadline, store, progress)
+    engines: VariantEngines
+    settings: Settings
+    batches: dict[Condition, list[PromptBatch]]
+    store: TrialStore
+    console: Console
+    max_seconds: float
 
+    def budget(self) -> Budget:
+        """Choose the budget from a short run of plain decoding, or take that of the stored runs."""
+        condition, group = next(iter(self.batches.items()))
+        variants = _variants(self.engines, self.settings.ks, condition)
+        if not self.store.facts:
+            time = RunTime(0.0, 0.0)
+            if not math.isinf(self.max_seconds):
+                for _ in range(2):  # the first one is slow
+                    time = RunTime.of(run(self.engines.base, variants[0], _warmup(group[0])))
+            seconds = self.max_seconds / len(self.batches)
+            budget = plan_budget(time, seconds=seconds, variants=len(variants), max_tokens=self.settings.max_tokens)
+            self.store.begin(budget._asdict())
+        budget = Budget(**self.store.facts)
+        if budget != (self.settings.max_tokens, len(variants)):
+            self.console.print(
+                f"to fit into {self.max_seconds / 60:g} minutes, {budget.variants} of {len(variants)} variants run,"
+                f" with outputs of at most {budget.max_tokens} tokens",
+                highlight=False,
+                soft_wrap=True,
+            )
+        return budget
 
-def _run_once(
-    engines: VariantEngines,
-    variants: Sequence[Variant],
-    batches: Sequence[PromptBatch],
-    round: int,
-    deadline: float,
-    store: TrialStore,
-    progress: RunProgress,
-) -> Iterator[Sequence[Trial]]:
-    """Run all variants on each batch of prompts, and yield the runs of each batch."""
-    pairs: list[tuple[Variant, LLM]] = []
-    for i, batch in enumerate(batches):
-        key = GroupKey(round, variants[0].batch, variants[0].temperature, batch.number)
-        if key in store.groups:
-            progress.skip(len(store.groups[key]))
-            yield store.groups[key]
-            continue
-        if not pairs:
-            pairs = [(variant, engines.engine_for(variant)) for variant in variants]
-            for variant, llm in pairs:
-                run(llm, variant, _warmup(batches[0]))
-        if (round or i >= MIN_BATCHES) and perf_counter() >= deadline:
-            return
-        seeded = replace(batch, jobs=tuple(job.with_seed(round) for job in batch.jobs))
-        trials = []
-        for variant, llm in pairs[:: 1 if (round + batch.number) % 2 == 0 else -1]:
-            trials.append(run(llm, variant, seeded))
-            progress.advance(variant.name, trials[-1].tokens / trials[-1].seconds)
-        store.add(key, trials)
-        yield trials
+    def interleave(self, budget: Budget) -> Iterator[Sequence[Trial]]:
+        """Run all variants of all conditions in each round, and yield their runs by batch of prompts.
+
+        The order of the variants alternates from batch to batch. Runs in the store are not repeated.
+        """
+        used = sum(trial.seconds for group in self.store.groups.values() for trial in group)
+        end = perf_counter() + self.max_seconds - used
+        per_round = sum(map(len, self.batches.values())) * budget.variants
+        with RunProgress(self.console, self.settings.repeats * per_round) as progress:
+            for round in range(self.settings.repeats):
+                for i, (condition, group) in enumerate(self.batches.items()):
+                    progress.describe(f"round {round + 1} of {self.settings.repeats}, {condition}")
+                    now = perf_counter()
+                    if round and now >= end:
+                        return
+                    deadline = now + max(end - now, 0.0) / (len(self.batches) - i)
+                    variants = most_promising(_variants(self.engines, self.settings.ks, condition), budget.variants)
+                    shortened = [_shortened(batch, budget.max_tokens) for batch in group]
+                    yield from self._run_once(variants, shortened, round, deadline, progress)
+
+    def _run_once(
+        self,
+        variants: Sequence[Variant],
+        batches: Sequence[PromptBatch],
+        round: int,
+        deadline: float,
+        progress: RunProgress,
+    ) -> Iterator[Sequence[Trial]]:
+        """Run all variants on each batch of prompts, and yield the runs of each batch."""
+        pairs: list[tuple[Variant, LLM]] = []
+        for i, batch in enumerate(batches):
+            key = GroupKey(round, variants[0].batch, variants[0].temperature, batch.number)
+            if key in self.store.groups:
+                progress.skip(len(self.store.groups[key]))
+                yield self.store.groups[key]
+                continue
+            if not pairs:
+                pairs = [(variant, self.engines.engine_for(variant)) for variant in variants]
+                for variant, llm in pairs:
+                    run(llm, variant, _warmup(batches[0]))
+            if (round or i >= MIN_BATCHES) and perf_counter() >= deadline:
+                return
+            seeded = replace(batch, jobs=tuple(job.with_seed(round) for job in batch.jobs))
+            trials = []
+            for variant, llm in pairs[:: 1 if (round + batch.number) % 2 == 0 else -1]:
+                trials.append(run(llm, variant, seeded))
+                progress.advance(variant.name, trials[-1].tokens / trials[-1].seconds)
+            self.store.add(key, trials)
+            yield trials
 
 
 def _shortened(batch: PromptBatch, max_tokens: int) -> PromptBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,9 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from outrider.core.config import EngineConfig
+from outrider.core.option import as_json
+from outrider.engine.build import proposer_of
 from outrider.engine.verifiers import find_verifier
 from outrider.lab.common.memory import MemoryUse
 from outrider.lab.tune.advice import Advice, advise
@@ -59,7 +62,14 @@ def run_tune(settings: Settings, *, progress: Console, file: Path | None = None)
     Raises:
         OutriderError: the settings cannot be measured.
     """
+    if not settings.proposers:
+        settings = replace(settings, proposers=default_proposers(settings.engine))
     return make_document(settings, measure(settings, progress, file=file))
+
+
+def default_proposers(engine: EngineConfig) -> tuple[str, ...]:
+    """Return the expressions to measure if the user gives none."""
+    return tuple(dict.fromkeys(("ngram", "suffix", str(proposer_of(engine)))))
 
 
 def make_document(settings: Settings, measured: Measured, *, every_temperature: bool = False) -> dict[str, Any]:
@@ -69,12 +79,12 @@ def make_document(settings: Settings, measured: Measured, *, every_temperature: 
     """
     plains, cases = figures(measured.trials, seed=settings.seed)
     advice = advise(plains, cases, every_temperature=every_temperature)
-    verifier = find_verifier(settings.verifier, advice.proposer)
+    verifier = find_verifier(settings.engine.verifier, advice.proposer)
     return {
         "benchmark": BENCHMARK,
         "version": VERSION,
         "settings": settings_dict(
-            settings,
+            settings.engine,
             proposer=advice.proposer,
             k=advice.k,
             verifier=verifier.name,
@@ -86,7 +96,7 @@ def make_document(settings: Settings, measured: Measured, *, every_temperature: 
         "plain": [_plain(plain) for plain in plains],
         "cases": [case_dict(case) for case in cases],
         "memory": {proposer: use.as_dict() for proposer, use in measured.memory.items()},
-        "arguments": asdict(settings),
+        "arguments": as_json(settings),
         "budget": measured.budget._asdict(),
         **_conditions(measured),
         "definitions": dict(DEFINITIONS),

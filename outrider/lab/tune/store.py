@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outrider.core.option import as_json
 from outrider.core.stats import Stats
 from outrider.errors import OutriderError
 from outrider.lab.common.clock import DecodeSpeed
@@ -103,8 +104,8 @@ def _identity(settings: Settings) -> dict[str, Any]:
     prompts = None
     if settings.prompts is not None:
         prompts = hashlib.sha256(Path(settings.prompts).expanduser().read_bytes()).hexdigest()
-    target = model_fingerprint(model_folder(settings.target))
-    return {**asdict(settings), "prompts": prompts, "target": target}
+    target = model_fingerprint(model_folder(settings.engine.target))
+    return {**as_json(settings), "prompts": prompts, "target": target}
 
 
 def _trial(document: Mapping[str, Any]) -> Trial:

@@ -44,7 +44,7 @@ class _Bench:
         self._settings = settings
         self._models = models
         self._console = console
-        self._prompts = models.language.random_captions(settings.prompts, settings.seed)
+        self._prompts = models.language.random_captions(settings.num_prompts, settings.seed)
         self._target, self._drafter = TargetOnly(), DrafterOnly()
         self._given = [QualityGate(each, aggregate=settings.aggregate) for each in settings.threshold_list()]
         for gate in self._given:

@@ -22,7 +22,7 @@ def run_tune(settings: TuneSettings, *, as_json: bool) -> None:
         check_writable(settings.out)  # before the measurement rather than after it
     machine.use_threads(settings.threads)
     models = load_models(settings.models, eager_commits=settings.eager_commits)
-    prompts = models.language.random_captions(settings.prompts, settings.seed)
+    prompts = models.language.random_captions(settings.num_prompts, settings.seed)
     outputs = len(prompts[::2]) * MAX_RUNS + len(prompts[1::2]) * 2
     with progress_bar(Console(stderr=True)) as bar:
         task = bar.add_task("thresholds", total=outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,7 @@ def load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Che
         choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=file.quantized)
     lazy_model = LazyModel(lambda: load_model(file, config, weights, dense, _attention(config)).to(device))
     lazy_model.get()
-    return gguf_checkpoint(file, config, lazy_model, weights, choice, device, recurrent=recurrent)
+    return replace(gguf_checkpoint(file, config, lazy_model, weights, choice, device), recurrent=recurrent)
 
 
 def read_model(path: Path, dtype: torch.dtype) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -74,6 +74,14 @@ class CacheReader:
         return index + earlier_calls * _REUSED
 
 
+class Scoring(NamedTuple):
+    """How the products of queries and keys become weights."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [Hq]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:
     """One layer of a pass of fixed shape. Sequence r is in slot r, and everything that changes is in tensors."""
@@ -96,7 +104,7 @@ def receive_mask_rule(
     return MaskRule(mask_function, local_size if allow_is_causal_skip else 0)
 
 
-def attend(
+def attend(  # noqa: PLR0913 - the interface of attention functions of transformers
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, Hq, T, D]
     key: torch.Tensor,  # [1, Hkv, T, D]
@@ -117,35 +125,23 @@ def attend(
     """
     _check_inputs(kv, attention_mask, others if isinstance(indices, ChosenKeys) else others | {"indices": indices})
     assert kv is not None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     if isinstance(kv, Fixed):
-        return _attend_fixed(query, key, value, kv, scale=scale, softcap=softcap, sinks=s_aux), None
+        return _attend_fixed(query, key, value, kv, scoring), None
     layer = kv.layer(module)
-    return attend_layer(
-        kv,
-        layer,
-        query,
-        key,
-        value,
-        mask_rule=attention_mask,
-        scale=scale,
-        softcap=softcap,
-        sinks=s_aux,
-        chosen_keys=indices,
-    ), None
+    out = attend_layer(kv, layer, query, key, value, scoring, mask_rule=attention_mask, chosen_keys=indices)
+    return out, None
 
 
-def attend_layer(
+def attend_layer(  # noqa: PLR0913 - what a layer has, and what it may have
     kv: CacheReader,
     layer: int,
     query: torch.Tensor,  # as in `attend`
     key: torch.Tensor,
     value: torch.Tensor,
+    scoring: Scoring,
     *,
     mask_rule: MaskRule | None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     bias: PositionBias | None = None,
     chosen_keys: ChosenKeys | None = None,
 ) -> torch.Tensor:
@@ -161,17 +157,7 @@ def attend_layer(
         span = group[0]
         stop = max(other.start for other in group) + span.end - span.begin
         slots = slice(span.slot, span.slot + len(group))
-        attend_group(
-            out,
-            group,
-            query,
-            keys[slots, :, :stop],
-            values[slots, :, :stop],
-            mask,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        attend_group(out, group, query, keys[slots, :, :stop], values[slots, :, :stop], mask, scoring)
     return out[None]
 
 
@@ -182,10 +168,7 @@ def attend_group(
     keys: torch.Tensor,  # [R, Hkv, S, D]
     values: torch.Tensor,
     mask: torch.Tensor | None,  # broadcastable to [R, Hkv, G * L, S], added
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    scoring: Scoring,
 ) -> None:
     """Compute attention for the columns of adjacent sequences with equal numbers of columns."""
     batch_size = len(group)
@@ -196,7 +179,7 @@ def attend_group(
     queries = query[0, :, begin:end]  # [Hq, R * L, D]
     queries = queries.view(heads, sharing, batch_size, size, -1).permute(2, 0, 1, 3, 4)
     queries = queries.reshape(batch_size, heads, sharing * size, -1)
-    attended = _attention(queries, keys, values, mask, scale, softcap, sinks)
+    attended = _attention(queries, keys, values, mask, scoring)
     attended = attended.reshape(batch_size, -1, size, values.shape[-1]).transpose(1, 2)
     out[begin:end] = attended.reshape(batch_size * size, query.shape[1], -1)
 
@@ -206,10 +189,7 @@ def _attend_fixed(
     key: torch.Tensor,
     value: torch.Tensor,
     kv: Fixed,
-    *,
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Do what `attend` does, in a pass of fixed shape."""
     rows, size = kv.entries.shape
@@ -222,7 +202,7 @@ def _attend_fixed(
     keys = kv.keys[:rows, :, :stop]
     values = kv.values[:rows, :, :stop]
     one_query_each = size == 1 or (rows == 1 and size <= _SPLIT_QUERIES)
-    if kv.grouped and one_query_each and softcap is None and sinks is None:
+    if kv.grouped and one_query_each and scoring.softcap is None and scoring.sinks is None:
         queries = query[0].transpose(0, 1)[:, :, None]  # [T, Hq, 1, D]
         tokens = queries.shape[0]
         attended = functional.scaled_dot_product_attention(
@@ -230,14 +210,14 @@ def _attend_fixed(
             keys.expand(tokens, -1, -1, -1),  # the tokens of one sequence share its keys
             values.expand(tokens, -1, -1, -1),
             attn_mask=kv.mask[:, 0, :size].reshape(tokens, 1, 1, stop).to(query.dtype),
-            scale=scale,
+            scale=scoring.scale,
             enable_gqa=True,
         )
         return attended.reshape(1, tokens, heads * sharing, -1)
     queries = query[0].view(heads, sharing, rows, size, -1).permute(2, 0, 1, 3, 4)
     queries = queries.reshape(rows, heads, sharing * size, -1)
     mask = kv.mask.repeat(1, 1, sharing * size // kv.mask.shape[2], 1).to(query.dtype)
-    attended = _attention(queries, keys, values, mask, scale, softcap, sinks)
+    attended = _attention(queries, keys, values, mask, scoring)
     attended = attended.view(rows, heads, sharing, size, -1).permute(0, 3, 1, 2, 4)
     # For one row the result is a view, and AFMoE does not take one that is not contiguous.
     return attended.reshape(1, rows * size, heads * sharing, -1).contiguous()
@@ -292,10 +272,9 @@ def _attention(
     key: torch.Tensor,  # [R, Hkv, S, D]
     value: torch.Tensor,
     mask: torch.Tensor | None,  # [R, 1, G * L, S], added
-    scale: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,  # [Hq]
+    scoring: Scoring,
 ) -> torch.Tensor:
+    scale, softcap, sinks = scoring
     if softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     weights = (query @ key.transpose(-1, -2)) * scale

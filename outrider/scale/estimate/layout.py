@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 from outrider.errors import OutriderError
 from outrider.scale.estimate.equations import Efficiency, Machine, Model, Pass, loaded_experts, one_pass, roofline_pass
@@ -94,17 +95,16 @@ def all_to_all_seconds(tokens: float, copies: float, hidden: float, link: Link, 
     return (_DISPATCH_BYTES + _BYTES) * tokens * copies * remote * hidden / link.bandwidth + 2 * link.latency
 
 
-def layout_pass(
-    model: Model,
-    machine: Machine,
-    efficiency: Efficiency,
-    layout: Layout,
-    *,
-    tokens: float,
-    seqs: float,
-    context: float,
-) -> Pass:
-    """Return the estimate of a pass in a layout. The arguments are those of `one_pass`.
+class Work(TypedDict):
+    """What a pass computes, as in `one_pass`."""
+
+    tokens: float
+    seqs: float
+    context: float
+
+
+def layout_pass(model: Model, machine: Machine, efficiency: Efficiency, layout: Layout, work: Work) -> Pass:
+    """Return the estimate of a pass in a layout.
 
     - Tensor parallel: two all-reduces of the hidden states per layer (Megatron-LM, Shoeybi et al. 2019, section 3).
     - Pipeline: see `pipeline_round`.
@@ -112,35 +112,26 @@ def layout_pass(
       that all tokens use, and sends and receives each token once per expert (`all_to_all_seconds`).
     """
     if layout.expert > 1:
-        return _expert_pass(model, machine, efficiency, layout, tokens=tokens, seqs=seqs, context=context)
+        return _expert_pass(model, machine, efficiency, layout, work)
     if layout.pipeline == 1:
-        return _tensor_pass(model, machine, efficiency, layout.link, tokens=tokens, seqs=seqs, context=context)
-    groups = min(layout.pipeline, seqs)
-    stage = stage_pass(model, machine, efficiency, layout, tokens=tokens / groups, seqs=seqs / groups, context=context)
+        return _tensor_pass(model, machine, efficiency, layout.link, work)
+    groups = min(layout.pipeline, work["seqs"])
+    of_group = Work(tokens=work["tokens"] / groups, seqs=work["seqs"] / groups, context=work["context"])
+    stage = stage_pass(model, machine, efficiency, layout, of_group)
     imbalance = 1.0 if layout.streamed else layout.pipeline * heaviest_stage(model, layout.pipeline)
     seconds = pipeline_round(stage.seconds, stages=layout.pipeline, groups=groups, imbalance=imbalance)
     return replace(stage, seconds=seconds)
 
 
-def stage_pass(
-    model: Model,
-    machine: Machine,
-    efficiency: Efficiency,
-    layout: Layout,
-    *,
-    tokens: float,
-    seqs: float,
-    context: float,
-) -> Pass:
+def stage_pass(model: Model, machine: Machine, efficiency: Efficiency, layout: Layout, work: Work) -> Pass:
     """Return the estimate of a mean stage of a pipeline: its share of a pass, and sending the hidden states on.
 
     With `layout.streamed` the group reads the weights of the stage over the link, while it computes the stage before.
     """
     assert layout.link
     share = 1 / layout.pipeline
-    whole = _tensor_pass(
-        _part(model, share), machine, efficiency, layout.link, tokens=tokens, seqs=seqs, context=context
-    )
+    tokens = work["tokens"]
+    whole = _tensor_pass(_part(model, share), machine, efficiency, layout.link, work)
     seconds = whole.seconds + tokens * model.hidden * _BYTES / layout.link.bandwidth + layout.link.latency
     if layout.streamed:
         seconds = max(seconds, share * model.read_bytes(tokens) / layout.link.bandwidth)
@@ -158,35 +149,18 @@ def _part(model: Model, share: float) -> Model:
     )
 
 
-def _tensor_pass(
-    model: Model,
-    machine: Machine,
-    efficiency: Efficiency,
-    link: Link | None,
-    *,
-    tokens: float,
-    seqs: float,
-    context: float,
-) -> Pass:
+def _tensor_pass(model: Model, machine: Machine, efficiency: Efficiency, link: Link | None, work: Work) -> Pass:
     if link is None or machine.devices == 1:
-        return one_pass(model, machine, efficiency, tokens=tokens, seqs=seqs, context=context)
+        return one_pass(model, machine, efficiency, **work)
     without = replace(efficiency, allreduce_seconds=0.0)
-    computed = one_pass(model, machine, without, tokens=tokens, seqs=seqs, context=context)
-    message = allreduce_seconds(tokens * model.hidden * _BYTES, machine.devices, link)
+    computed = one_pass(model, machine, without, **work)
+    message = allreduce_seconds(work["tokens"] * model.hidden * _BYTES, machine.devices, link)
     return replace(computed, seconds=computed.seconds + 2 * model.layers * message)
 
 
-def _expert_pass(
-    model: Model,
-    machine: Machine,
-    efficiency: Efficiency,
-    layout: Layout,
-    *,
-    tokens: float,
-    seqs: float,
-    context: float,
-) -> Pass:
+def _expert_pass(model: Model, machine: Machine, efficiency: Efficiency, layout: Layout, work: Work) -> Pass:
     """Return the pass of the busiest group, and its messages in each layer."""
+    tokens, seqs, context = work["tokens"], work["seqs"], work["context"]
     assert layout.link
     assert model.experts
     experts = model.experts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from outrider.drafting.plan.speedup import expected_tau
 from outrider.errors import OutriderError
 from outrider.scale.estimate.equations import Bound, Efficiency, Machine, Model, Pass, ahead_bound, one_pass
-from outrider.scale.estimate.layout import Layout, layout_pass, stage_pass
+from outrider.scale.estimate.layout import Layout, Work, layout_pass, stage_pass
 from outrider.scale.estimate.overlap import Overlap, Round, continued_round, guessed_round, serial_round
 from outrider.scale.estimate.pipeline import filled_steps, heaviest_stage
 
@@ -156,8 +156,8 @@ class Pair:
         stages = self.layout.pipeline
         groups = min(stages, seqs)
         ahead = min(k, stages // groups - 1)
-        shape = {"tokens": seqs / groups, "seqs": seqs / groups, "context": float(context)}
-        stage = stage_pass(self.target, self.machine, self.efficiency, self.layout, **shape)
+        work = Work(tokens=seqs / groups, seqs=seqs / groups, context=context)
+        stage = stage_pass(self.target, self.machine, self.efficiency, self.layout, work)
         imbalance = 1.0 if self.layout.streamed else stages * heaviest_stage(self.target, stages)
         # A draft token is made while the stages compute. If it takes longer, the stages wait for it.
         seconds = max(imbalance * stage.seconds, draft / k if ahead else 0.0)
@@ -191,9 +191,8 @@ class Pair:
     def _verify(self, seqs: int, context: int, draft_tokens: float) -> Pass:
         """Return the target's pass, with this many draft tokens per sequence."""
         tokens = seqs * (1 + draft_tokens)
-        return layout_pass(
-            self.target, self.machine, self.efficiency, self.layout, tokens=tokens, seqs=seqs, context=context
-        )
+        work = Work(tokens=tokens, seqs=seqs, context=context)
+        return layout_pass(self.target, self.machine, self.efficiency, self.layout, work)
 
     def _draft(self, seqs: int, context: int, k: int) -> float:
         """Return the seconds of drafting in a round."""

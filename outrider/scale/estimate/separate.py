@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.errors import OutriderError
 from outrider.scale.estimate.disaggregation import decode_devices, mean_ttft, prefill_devices, transfer_bandwidth
-from outrider.scale.estimate.layout import layout_pass
+from outrider.scale.estimate.layout import Work, layout_pass
 from outrider.scale.estimate.options import ProjectOptions
 from outrider.scale.estimate.pair import Pair
 
@@ -71,9 +71,8 @@ class _Load:
 def _case(pair: Pair, load: _Load, ks: Sequence[int]) -> dict[str, Any]:
     """Return the devices of one case. Each decode group runs the largest batch of the options."""
     # The mean token of a prompt attends to half of it.
-    prefill = layout_pass(
-        pair.target, pair.machine, pair.efficiency, pair.layout, tokens=load.prompt, seqs=1, context=load.prompt / 2
-    ).seconds
+    prompt = Work(tokens=load.prompt, seqs=1, context=load.prompt / 2)
+    prefill = layout_pass(pair.target, pair.machine, pair.efficiency, pair.layout, prompt).seconds
     prefill_groups = ceil(prefill_devices(load.rate, prefill))
     point = pair.best(load.batch, load.prompt + load.output // 2, ks)
     transfer = load.cache / pair.layout.link.bandwidth if pair.layout.link else 0.0

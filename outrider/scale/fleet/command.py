@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import product
 from typing import Any
 
 from outrider._version import __version__
+from outrider.core.option import as_json
 from outrider.errors import OutriderError
 from outrider.scale.estimate.machines import MachineOverrides
 from outrider.scale.fleet.arrivals import Arrival, Lengths, parse_arrivals
@@ -40,9 +40,9 @@ def run_fleet(options: FleetOptions, *, alpha: Sequence[float], replicas: Sequen
         draft_sequence_seconds=server.draft_sequence_seconds,
         chunk_seconds=server.chunk_seconds,
         request_seconds=server.request_seconds,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_round_seconds=options.max_round_ms / 1e3,
+        max_num_seqs=options.engine.max_num_seqs,
+        max_num_batched_tokens=options.engine.max_num_batched_tokens,
+        max_round_seconds=options.engine.max_round_ms / 1e3,
         prefix_cache_tokens=options.prefix_cache_tokens,
     )
     results = []
@@ -58,7 +58,7 @@ def run_fleet(options: FleetOptions, *, alpha: Sequence[float], replicas: Sequen
         "benchmark": "outrider fleet",
         "simulation": NOTE,
         "description": f"costs of {source}, requests {options.arrivals}, acceptance {options.alpha}",
-        "arguments": asdict(options),
+        "arguments": as_json(options),
         "results": results,
         "versions": {"outrider": __version__},
     }

@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
+from outrider.core.config import SERVER_ENGINE, EngineConfig
+from outrider.core.option import Option, Shown
 from outrider.errors import OutriderError
 from outrider.scale.fleet.arrivals import is_trace
 
@@ -22,77 +22,42 @@ _FLEET = "Fleet"
 class FleetOptions:
     """The options of `outrider fleet`, as strings and numbers of the command line."""
 
-    costs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Measured costs of a server, from benchmarks/server/fleet.py.",
-            rich_help_panel=_REPLICA,
-        ),
-    ] = None
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR|SIZE", help="Compute the costs as outrider project does: 8B, ...", rich_help_panel=_REPLICA
-        ),
-    ] = None
-    draft: Annotated[
-        str | None,
-        typer.Option(metavar="DIR|SIZE", help="Draft model. Default: lookup drafts.", rich_help_panel=_REPLICA),
-    ] = None
-    machine: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="H100, RTX-4090, ...; an unknown name lists all.", rich_help_panel=_REPLICA),
-    ] = None
-    devices: Annotated[int, typer.Option(help="Tensor-parallel devices.", rich_help_panel=_REPLICA)] = 1
-    alpha: Annotated[
-        str,
-        typer.Option(
-            metavar="RATES",
-            help="Acceptance: one value for all positions, such as 0.8, or one for each, such as 0.85,0.8,0.7.",
-            rich_help_panel=_REPLICA,
-        ),
-    ] = "0.7"
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.", rich_help_panel=_REPLICA)] = 16
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="Prompt tokens of a round.", rich_help_panel=_REPLICA)
-    ] = 512
-    max_round_ms: Annotated[
-        float,
-        typer.Option(
-            min=0.0, help="Milliseconds of a round while sequences decode. 0: no limit.", rich_help_panel=_REPLICA
-        ),
-    ] = 60.0
-    prefix_cache_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of shared prefixes that are kept.", rich_help_panel=_REPLICA)
-    ] = 100_000
-    arrivals: Annotated[
-        str,
-        typer.Option(
-            metavar="SPEC",
-            help="poisson:RATE, bursts:RATE:PEAK:PERIOD (PEAK times the mean rate in a fifth of each PERIOD seconds),"
-            " or a file of JSON lines. RATE is requests/s for each replica.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = "poisson:1"
-    seconds: Annotated[
-        float, typer.Option(min=0.0, help="Seconds in which requests arrive.", rich_help_panel=_LOAD)
-    ] = 120.0
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Mean tokens of a prompt.", rich_help_panel=_LOAD)] = 256
-    output_tokens: Annotated[int, typer.Option(min=1, help="Mean tokens of an output.", rich_help_panel=_LOAD)] = 128
-    prefixes: Annotated[
-        int, typer.Option(min=0, help="Shared prefixes for each replica. 0: none.", rich_help_panel=_LOAD)
-    ] = 0
-    prefix_tokens: Annotated[int, typer.Option(min=0, help="Tokens of a shared prefix.", rich_help_panel=_LOAD)] = 512
-    replicas: Annotated[str, typer.Option(metavar="LIST", help="Numbers of replicas.", rich_help_panel=_FLEET)] = "10"
-    routing: Annotated[
-        str,
-        typer.Option(metavar="LIST", help="round-robin, least-loaded, prefix.", rich_help_panel=_FLEET),
-    ] = "least-loaded"
-    speculation: Annotated[str, typer.Option(metavar="LIST", help="off, fixed:K, load.", rich_help_panel=_FLEET)] = (
-        "load"
-    )
-    seed: Annotated[int, typer.Option(help="Seed of the random numbers.", rich_help_panel=_FLEET)] = 0
+    engine: Annotated[EngineConfig, Shown(("max_num_seqs", "max_num_batched_tokens", "max_round_ms"))] = SERVER_ENGINE
+    costs: Annotated[str | None, Option("FILE", _REPLICA)] = None
+    """Measured costs of a server, from benchmarks/server/fleet.py."""
+    target: Annotated[str | None, Option("DIR|SIZE", _REPLICA)] = None
+    """Compute the costs as outrider project does: 8B, ..."""
+    draft: Annotated[str | None, Option("DIR|SIZE", _REPLICA)] = None
+    """Draft model. Default: lookup drafts."""
+    machine: Annotated[str | None, Option("NAME", _REPLICA)] = None
+    """H100, RTX-4090, ...; an unknown name lists all."""
+    devices: Annotated[int, Option(panel=_REPLICA)] = 1
+    """Tensor-parallel devices."""
+    alpha: Annotated[str, Option("RATES", _REPLICA)] = "0.7"
+    """Acceptance: one value for all positions, such as 0.8, or one for each, such as 0.85,0.8,0.7."""
+    prefix_cache_tokens: Annotated[int, Option(panel=_REPLICA, min=0)] = 100000
+    """Tokens of shared prefixes that are kept."""
+    arrivals: Annotated[str, Option("SPEC", _LOAD)] = "poisson:1"
+    """poisson:RATE, bursts:RATE:PEAK:PERIOD (PEAK times the mean rate in a fifth of each PERIOD seconds), or a file of
+    JSON lines. RATE is requests/s for each replica."""
+    seconds: Annotated[float, Option(panel=_LOAD, min=0.0)] = 120.0
+    """Seconds in which requests arrive."""
+    prompt_tokens: Annotated[int, Option(panel=_LOAD, min=1)] = 256
+    """Mean tokens of a prompt."""
+    output_tokens: Annotated[int, Option(panel=_LOAD, min=1)] = 128
+    """Mean tokens of an output."""
+    prefixes: Annotated[int, Option(panel=_LOAD, min=0)] = 0
+    """Shared prefixes for each replica. 0: none."""
+    prefix_tokens: Annotated[int, Option(panel=_LOAD, min=0)] = 512
+    """Tokens of a shared prefix."""
+    replicas: Annotated[str, Option("LIST", _FLEET)] = "10"
+    """Numbers of replicas."""
+    routing: Annotated[str, Option("LIST", _FLEET)] = "least-loaded"
+    """round-robin, least-loaded, prefix."""
+    speculation: Annotated[str, Option("LIST", _FLEET)] = "load"
+    """off, fixed:K, load."""
+    seed: Annotated[int, Option(panel=_FLEET)] = 0
+    """Seed of the random numbers."""
 
 
 def check_given(options: FleetOptions, given: Collection[str]) -> None:

@@ -6,7 +6,6 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from outrider.core.config import EngineConfig
 from outrider.errors import OutriderError
 from outrider.scale.ray.front import Front
 from outrider.scale.ray.package import import_serve
@@ -26,19 +25,18 @@ _REPORTS_PER_WINDOW = 3.0  # of the load, in the time over which it is averaged
 _MAX_REPORT_SECONDS = 10.0  # between two reports
 
 
-def build_application(config: EngineConfig, settings: Settings, scale: ScaleSettings, *, name: str) -> Any:
+def build_application(settings: Settings, scale: ScaleSettings, *, name: str) -> Any:
     """Return the application, for `ray.serve.run`.
 
     Args:
-        config: what each replica loads.
-        settings: the options of `outrider serve`. Host and port belong to Ray Serve's proxy.
+        settings: the options of `outrider serve`: what each replica loads. Host and port belong to Ray Serve's proxy.
         scale: how many replicas there are, and what each of them gets.
         name: model name in the API.
 
     Raises:
         OutriderError: Ray is not installed, or a setting does not support replicas.
     """
-    check_settings(config, settings)
+    check_settings(settings)
     keys = all_keys(settings)
     if settings.otel:
         make_tracer().close()  # a missing package is reported before the replicas start
@@ -50,7 +48,7 @@ def build_application(config: EngineConfig, settings: Settings, scale: ScaleSett
         Replica,
         name=REPLICA,
         ray_actor_options={"num_cpus": scale.replica_cpus, "num_gpus": scale.replica_gpus},
-        max_ongoing_requests=settings.max_num_seqs + settings.max_queued_requests,
+        max_ongoing_requests=settings.engine.max_num_seqs + settings.max_queued_requests,
         graceful_shutdown_timeout_s=settings.shutdown_timeout,
         graceful_shutdown_wait_loop_s=_WAIT_SECONDS,
         health_check_period_s=2.0,
@@ -58,7 +56,7 @@ def build_application(config: EngineConfig, settings: Settings, scale: ScaleSett
             request_router_class=_ROUTER, request_router_kwargs={"max_imbalance": scale.max_imbalance}
         ),
         **_number_of_replicas(scale, settings),
-    ).bind(config, inner, name, telemetry)
+    ).bind(inner, name, telemetry)
     front = serve.deployment(
         serve.ingress()(Front),
         name=FRONT,
@@ -71,14 +69,14 @@ def build_application(config: EngineConfig, settings: Settings, scale: ScaleSett
     return front.bind(engine, replace(settings, api_key=None), keys)
 
 
-def check_settings(config: EngineConfig, settings: Settings) -> None:
+def check_settings(settings: Settings) -> None:
     """Check that the options of `outrider serve` support replicas.
 
     Raises:
         OutriderError: one of them does not.
     """
-    if config.tp > 1:
-        raise OutriderError(f"a replica is one process, and tp is {config.tp}; use tp 1")
+    if settings.engine.tp > 1:
+        raise OutriderError(f"a replica is one process, and tp is {settings.engine.tp}; use tp 1")
     unsupported = {
         "--weight-updates": (settings.weight_updates, "would change one replica only; leave it out"),
         "--media": (settings.media, "makes videos in one process; use outrider serve"),
@@ -99,7 +97,7 @@ def _number_of_replicas(scale: ScaleSettings, settings: Settings) -> dict[str, A
         "autoscaling_config": {
             "min_replicas": scale.replicas,
             "max_replicas": scale.max_replicas,
-            "target_ongoing_requests": scale.target_requests or max(settings.max_num_seqs / 2, 1.0),
+            "target_ongoing_requests": scale.target_requests or max(settings.engine.max_num_seqs / 2, 1.0),
             "upscale_delay_s": scale.upscale_seconds,
             "downscale_delay_s": scale.downscale_seconds,
             "look_back_period_s": scale.window_seconds,

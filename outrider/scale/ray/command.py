@@ -11,7 +11,6 @@ from typing import Any
 
 import typer
 
-from outrider.core.config import EngineConfig
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import model_folder, model_name
 from outrider.models.loader.load import check_model
@@ -24,7 +23,7 @@ from outrider.serve.listening import base_url, bind, check_tls
 from outrider.serve.settings import Settings
 
 
-def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> None:
+def scale(settings: Settings, scale: ScaleSettings) -> None:
     """Start the replicas with Ray Serve, and serve until a signal arrives.
 
     Raises:
@@ -35,10 +34,10 @@ def scale(config: EngineConfig, settings: Settings, scale: ScaleSettings) -> Non
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray runs batch jobs, with less priority than a server needs
     ray, serve = import_ray(), import_serve()
-    check_model(model_folder(config.target))
+    check_model(model_folder(settings.engine.target))
     check_tls(settings.tls_cert, settings.tls_key)
-    name = settings.served_model_name or model_name(config.target)
-    application = build_application(config, settings, scale, name=name)
+    name = settings.served_model_name or model_name(settings.engine.target)
+    application = build_application(settings, scale, name=name)
     sockets = bind(settings.host, settings.port)
     port = sockets[0].getsockname()[1]
     for each in sockets:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Mapping
 
-from outrider.core.config import EngineConfig
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.scale.ray.autoscaling import METRIC, TokenRate
@@ -21,19 +20,20 @@ from outrider.serve.settings import Settings
 class Replica:
     """The class that Ray Serve runs in each replica."""
 
-    def __init__(self, config: EngineConfig, settings: Settings, name: str, telemetry: Mapping[str, str]) -> None:
+    def __init__(self, settings: Settings, name: str, telemetry: Mapping[str, str]) -> None:
         """Load the models and start the engine.
 
         Args:
-            config: what to load.
-            settings: the options of `outrider serve`.
+            settings: the options of `outrider serve`, with what to load.
             name: model name in the API.
             telemetry: the OTEL_* variables of the command, which configure the traces of `--otel`.
         """
         os.environ.update(telemetry)
         configure_logging(settings.log_format)
         self._async_llm = AsyncLLM(
-            LLM(config=config), max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs
+            LLM(config=settings.engine),
+            max_queued_requests=settings.max_queued_requests,
+            max_num_seqs=settings.engine.max_num_seqs,
         )
         self._tracer = make_tracer() if settings.otel else None
         self._app = make_app(self._async_llm, settings, name=name, tracer=self._tracer)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
+from outrider.core.option import Option
 from outrider.errors import OutriderError
-from outrider.scale.ray.options import address_option
 
 _PANEL = "Replicas"
 _AUTOSCALING = "Autoscaling"
@@ -21,87 +19,31 @@ _WINDOW_SECONDS = 30.0
 class ScaleSettings:
     """How many replicas there are, and what each of them gets. The values are checked when the record is made."""
 
-    replicas: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Replicas of the engine. With --max-replicas: at the start, and at least.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = 1
-    max_replicas: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Replicas of the engine, at most. A number above --replicas turns autoscaling on. Default: as"
-            " --replicas.",
-            rich_help_panel=_AUTOSCALING,
-        ),
-    ] = None
-    target_requests: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N",
-            help="Requests per replica, running and waiting, that the number of replicas is adjusted to. Default: half"
-            " of --max-num-seqs.",
-            rich_help_panel=_AUTOSCALING,
-        ),
-    ] = None
-    target_tokens_per_second: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N",
-            help="Output tokens per second and replica that the number of replicas is adjusted to. If requests and"
-            " tokens/s ask for different numbers of replicas, the larger one counts. Default: only requests count.",
-            rich_help_panel=_AUTOSCALING,
-        ),
-    ] = None
-    upscale_delay: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help=f"How long the load must ask for more replicas. Default: {_UPSCALE_SECONDS:g}.",
-            rich_help_panel=_AUTOSCALING,
-        ),
-    ] = None
-    downscale_delay: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help=f"How long the load must ask for fewer replicas. Default: {_DOWNSCALE_SECONDS:g}.",
-            rich_help_panel=_AUTOSCALING,
-        ),
-    ] = None
-    load_window: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help=f"Time over which requests and tokens/s are averaged. Default: {_WINDOW_SECONDS:g}.",
-            rich_help_panel=_AUTOSCALING,
-        ),
-    ] = None
-    replica_cpus: Annotated[
-        float,
-        typer.Option(
-            "--replica-cpus",
-            min=0.0,
-            help="CPUs that a replica reserves in Ray, and its threads if --threads is not set.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = 1.0
-    replica_gpus: Annotated[
-        float, typer.Option("--replica-gpus", min=0.0, help="GPUs that a replica reserves.", rich_help_panel=_PANEL)
-    ] = 0.0
-    max_imbalance: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="A request goes to the replica that has cached most of its prompt, unless that replica has this many"
-            " more requests than another one.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = 4
-    address: Annotated[str | None, address_option(_PANEL)] = None
+    replicas: Annotated[int, Option(panel=_PANEL, min=1)] = 1
+    """Replicas of the engine. With --max-replicas: at the start, and at least."""
+    max_replicas: Annotated[int | None, Option(panel=_AUTOSCALING, min=1)] = None
+    """Replicas of the engine, at most. A number above --replicas turns autoscaling on. Default: as --replicas."""
+    target_requests: Annotated[float | None, Option("N", _AUTOSCALING)] = None
+    """Requests per replica, running and waiting, that the number of replicas is adjusted to. Default: half of
+    --max-num-seqs."""
+    target_tokens_per_second: Annotated[float | None, Option("N", _AUTOSCALING)] = None
+    """Output tokens per second and replica that the number of replicas is adjusted to. If requests and tokens/s ask for
+    different numbers of replicas, the larger one counts. Default: only requests count."""
+    upscale_delay: Annotated[float | None, Option("SECONDS", _AUTOSCALING)] = None
+    """How long the load must ask for more replicas. Default: 5."""
+    downscale_delay: Annotated[float | None, Option("SECONDS", _AUTOSCALING)] = None
+    """How long the load must ask for fewer replicas. Default: 60."""
+    load_window: Annotated[float | None, Option("SECONDS", _AUTOSCALING)] = None
+    """Time over which requests and tokens/s are averaged. Default: 30."""
+    replica_cpus: Annotated[float, Option(panel=_PANEL, min=0.0)] = 1.0
+    """CPUs that a replica reserves in Ray, and its threads if --threads is not set."""
+    replica_gpus: Annotated[float, Option(panel=_PANEL, min=0.0)] = 0.0
+    """GPUs that a replica reserves."""
+    max_imbalance: Annotated[int, Option(panel=_PANEL, min=0)] = 4
+    """A request goes to the replica that has cached most of its prompt, unless that replica has this many more requests
+    than another one."""
+    address: Annotated[str | None, Option("ADDRESS", _PANEL)] = None
+    """Address of a running Ray cluster; auto: the cluster of this machine. Default: start Ray here."""
 
     def __post_init__(self) -> None:
         if self.max_replicas is not None and self.max_replicas < self.replicas:

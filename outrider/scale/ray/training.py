@@ -35,7 +35,7 @@ def train_on_ray(kind: str, settings: Settings, workers: RayWorkers, *, as_json:
         check_report(settings.report)  # fail before the training, not after it
     ray = import_ray()
     train, torch = import_train()
-    cpus = settings.threads or 1
+    cpus = settings.engine.threads or 1
     gpus = workers.ray_gpus or 0
     connect(ray, workers.ray_address, processes=num_workers, cpus=cpus, kind="training processes", log_to_driver=True)
     try:

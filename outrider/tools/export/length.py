@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from outrider.core.params import check_draft_length
 from outrider.errors import OutriderError
 from outrider.models.heads.description import HeadDescription
-from outrider.tools.export.engines import Recipe
+from outrider.tools.export.engines import SUFFIX, Recipe
 from outrider.tools.export.tuned import tuned_k
+from outrider.tools.settings import ExportSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,16 +20,7 @@ class Length:
     note: str = ""  # what is special about it
 
 
-def find_length(
-    draft: str | None,
-    description: HeadDescription | None,
-    recipe: Recipe,
-    *,
-    title: str,
-    k: int | None,
-    advice: str | None,
-    batch: int | None,
-) -> Length:
+def find_length(settings: ExportSettings, description: HeadDescription | None, recipe: Recipe, *, title: str) -> Length:
     """Return the number of draft tokens.
 
     A head that fills in blocks (DFlash, DSpark) was trained with blocks of one size, whose columns attend to each
@@ -36,22 +28,21 @@ def find_length(
     of k tokens, so a smaller k of Outrider's advice would change the draft there.
 
     Args:
-        draft: the draft, as the user names it; None: the proposer `suffix`.
+        settings: the draft, and its k or where to read it.
         description: of a draft head; None for other drafts.
         recipe: how the engine runs it.
         title: the name of the engine, for messages.
-        k: as the user gave it; None: take it from `advice`.
-        advice: a file of `outrider tune --out`.
-        batch: sequences at once, for `advice`; None: 1.
 
     Raises:
         OutriderError: the number is missing, or the draft or the engine cannot use it.
     """
+    k, advice = settings.k, settings.advice
     if (k is None) == (advice is None):
         raise OutriderError("the number of draft tokens is needed; give one of --k N and --advice FILE")
-    if batch is not None and advice is None:
+    if settings.batch is not None and advice is None:
         raise OutriderError("--batch chooses a k of --advice; give --advice in place of --k, or leave --batch out")
-    length = k if k is not None else tuned_k(advice or "", draft, batch or 1)
+    draft = None if settings.folder == SUFFIX else settings.folder
+    length = k if k is not None else tuned_k(advice or "", draft, settings.batch or 1)
     check_draft_length(length, least=1)
     most = description.max_draft_tokens if description else 0  # 0: no limit
     if most and length > most:

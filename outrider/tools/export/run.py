@@ -24,6 +24,7 @@ from outrider.tools.export.gguf_model import same_tokens, write_gguf
 from outrider.tools.export.length import find_length
 from outrider.tools.export.mtp import architecture_of, write_in_target
 from outrider.tools.export.target import find_target, tokenizer_note
+from outrider.tools.settings import ExportSettings
 
 _DRAFT = "draft"  # the folder of the draft inside of --out
 _SCRIPT = "run.sh"
@@ -32,28 +33,11 @@ _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 _LLAMACPP_LAYERS = 3  # hidden states that llama.cpp gives an EAGLE-3 head
 
 
-def run_export(
-    folder: str,
-    *,
-    engine: str,
-    out: str,
-    target: str | None,
-    k: int | None,
-    advice: str | None,
-    batch: int | None,
-    console: Console,
-) -> dict[str, Any]:
+def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
     """Write a draft in the layout of another engine, with the command that runs it.
 
     Args:
-        folder: the folder of a draft model or a draft head, or `suffix`.
-        engine: the name of the engine.
-        out: an empty or new folder.
-        target: the target, for the command and for formats that need its folder: a folder, `@NAME` for an included
-            model, or the name of a model on the Hub.
-        k: draft tokens per round; None: take it from `advice`.
-        advice: a file of `outrider tune --out`.
-        batch: sequences at once, for which `advice` gives the k; None: 1.
+        settings: the draft, the engine, and the folder to write.
         console: the console for messages.
 
     Returns:
@@ -62,9 +46,10 @@ def run_export(
     Raises:
         OutriderError: the engine does not run such drafts, or the draft cannot be read. Nothing is written then.
     """
+    engine, folder, target = settings.engine, settings.folder, settings.target
     chosen = engine_of(engine)
     source = None if folder == SUFFIX else model_folder(folder)
-    path = _empty_folder(out)
+    path = _empty_folder(settings.out)
     head = _head(source) if source else None
     kind = SUFFIX if source is None else MODEL if head is None else str(head.description.kind)
     recipe = chosen.recipe(kind)
@@ -73,8 +58,7 @@ def run_export(
     if recipe.layout == IN_TARGET:
         _check_family(chosen.title, recipe, target)
     description = head.description if head else None
-    draft_name = folder if source else None
-    length = find_length(draft_name, description, recipe, title=chosen.title, k=k, advice=advice, batch=batch)
+    length = find_length(settings, description, recipe, title=chosen.title)
     written = path / (f"{_DRAFT}.gguf" if recipe.layout == GGUF else _DRAFT)
     named = find_target(target, recipe, path)
     draft = Draft(
@@ -91,7 +75,7 @@ def run_export(
         models[Path(named.gguf)] = partial(_write_gguf, named.source, Path(named.gguf))
     _write_all(path, models, files)
     names = [*(model.name for model in models), *files]
-    for line in (f"{out}: {', '.join(names)} for {chosen.title}", *labels, command):
+    for line in (f"{settings.out}: {', '.join(names)} for {chosen.title}", *labels, command):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return {
         "engine": engine,

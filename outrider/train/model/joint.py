@@ -46,7 +46,7 @@ class JointTrainee(HeadTrainee):
     lr = 1e-4
 
     def __init__(self, kind: str, settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> None:
-        """Make a new module, and load a trainable copy of the target in the folder `settings.target`.
+        """Make a new module, and load a trainable copy of the target in the folder `settings.engine.target`.
 
         Raises:
             OutriderError: the options do not fit the kind or the target.
@@ -56,18 +56,18 @@ class JointTrainee(HeadTrainee):
                 f"{kind} cannot be trained together with its target; use mtp, or leave --train-target out"
             )
         super().__init__(kind, settings, setup, tables)
-        assert settings.target is not None
+        assert settings.engine.target is not None
         assert settings.train_target is not None
         if LENGTH in parse(settings.loss):
             raise OutriderError(
                 f"loss {LENGTH} is about sampled draft tokens, and --train-target trains on given texts; use ce"
             )
-        if _is_quantized(Path(settings.target)):
+        if _is_quantized(Path(settings.engine.target)):
             raise OutriderError(
-                f"--train-target changes the weights of the target, and {settings.target} keeps its quantized ones; use"
-                " the folder of the unquantized model, or leave --train-target out"
+                f"--train-target changes the weights of the target, and {settings.engine.target} keeps its quantized"
+                " ones; use the folder of the unquantized model, or leave --train-target out"
             )
-        self._checkpoint = load_trainable(Path(settings.target), setup.device)
+        self._checkpoint = load_trainable(Path(settings.engine.target), setup.device)
         self._draft_weight = settings.train_target
         self._version = 0
         self.module = nn.ModuleDict({"target": self._checkpoint.model, "draft": self._module})

@@ -92,7 +92,7 @@ class DraftTraining:
         setup = engine.llm.parts.setup
         if not draft_models(engine.llm.parts.proposer):
             raise OutriderError("the engine has no draft with weights; use proposer draft:DIR or tree:DIR")
-        settings = Settings(out="", target="", data=["rollouts"], init_from=str(folder), lr=lr, loss=loss)
+        settings = Settings(out="", data=["rollouts"], init_from=str(folder), lr=lr, loss=loss)
         self.engine = engine
         self.rollbacks = 0
         self.acceptance: tuple[float, ...] = ()  # of the last step, by position, with teacher forcing

@@ -14,6 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
+from outrider.core.config import EngineConfig
 from outrider.core.types import Batch, DraftBudget, Scores
 from outrider.drafting.propose.lookup.datastore import LONGEST, SORTED, Datastore, join, sort_suffixes, vocabulary
 from outrider.drafting.propose.lookup.retrieval import RetrievalProposer
@@ -24,6 +25,7 @@ from outrider.models.loader.load import load_checkpoint
 from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import make_round, make_seq
 from outrider.tools import index
+from outrider.tools.settings import IndexSettings
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n"
 
@@ -208,7 +210,9 @@ def corpus(tmp_path_factory):
 def build(files, out, *, target=None, field=None, force=False):
     """Build a datastore and return the summary."""
     names = [str(file) for file in files]
-    return index.run_index(names, target=target, out=str(out), field=field, force=force, console=Console(quiet=True))
+    engine = EngineConfig(target=target)
+    settings = IndexSettings(files=names, engine=engine, out=str(out), field=field, force=force)
+    return index.run_index(settings, console=Console(quiet=True))
 
 
 @pytest.fixture(scope="module")

@@ -26,16 +26,22 @@ from outrider.lab.audit.prompts import DEFAULT, encode, read_prompts
 from outrider.lab.audit.replay import cases, replay
 from outrider.lab.audit.report import distribution_rows, flip_rows
 from outrider.lab.audit.run import run_audit
+from outrider.lab.audit.settings import Settings
 from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.native import rules
 from outrider.models.torch.checkpoint import Precision, WeightFormat
 from outrider.verify.rules import EXACT
 from tests.helpers import source, tiny
+from tests.helpers.configured import with_engine
 from tests.helpers.variants import variants
 
 PROMPTS = ("In the beginning there was", "def area(width, height):\n    return width * height\n\n\ndef volume(")
 QUICK = {"k": 2, "samples": 100, "device": "cpu", "threads": 1, "tokens": 6}
+
+
+def asked(**options):
+    return with_engine(Settings, **QUICK | options)
 
 
 class WrongQ:
@@ -143,7 +149,7 @@ def prompts_file(tmp_path):
 
 def test_embedded_pair_passes(prompts_file):
     printed = io.StringIO()
-    report = run_audit(None, None, prompts=prompts_file, console=Console(file=printed, width=160), **QUICK)
+    report = run_audit(asked(prompts=prompts_file), console=Console(file=printed, width=160))
     assert report["passed"] is True
     assert report["replay"]["unexplained"] == 0
     assert report["replay"]["tokens"] == 6 * report["replay"]["texts"] == 6 * 2 * len(report["replay"]["cases"])
@@ -164,8 +170,9 @@ def test_embedded_pair_passes(prompts_file):
     variants([("native", "int8"), ("torch", "int4"), ("torch", None)], fast=[("native", "int8")]),
 )
 def test_audit_uses_the_kernels_and_quantization_of_the_user(kernels, quantize, prompts_file):
-    options = {"kernels": kernels, "quantize": quantize, "prompts": prompts_file, "console": None}
-    report = run_audit(str(embedded("nano")), "ngram", **options, **QUICK)  # a small model, which is loaded three times
+    nano = str(embedded("nano"))  # a small model, which is loaded three times
+    settings = asked(target=nano, proposer="ngram", kernels=kernels, quantize=quantize, prompts=prompts_file)
+    report = run_audit(settings, console=None)
     name = f"{kernels} {quantize}" if quantize else kernels
     assert report["passed"] is True
     own_dtype = load_checkpoint(embedded("nano"), kernels=kernels).dtype
@@ -197,7 +204,7 @@ def test_quantized_pair_in_float32_has_the_logits_of_the_quantized_model(pair):
 def test_proposer_with_wrong_q_fails(prompts_file):
     printed = io.StringIO()
     console = Console(file=printed, width=160)
-    report = run_audit(None, f"{__name__}:WrongQ", prompts=prompts_file, console=console, **QUICK)
+    report = run_audit(asked(proposer=f"{__name__}:WrongQ", prompts=prompts_file), console=console)
     assert report["passed"] is False
     assert report["replay"]["passed"], "greedy and seeded outputs are correct"
     results = {test["verifier"]: test["passed"] for test in report["distribution"]["tests"] if not test["top_k"]}
@@ -238,7 +245,7 @@ def test_lossy_verifier_fails_even_if_all_tests_pass(monkeypatch, prompts_file):
     monkeypatch.setattr("outrider.lab.audit.run.find_flips", lambda *_, **__: None)
     monkeypatch.setattr("outrider.lab.audit.run.explain_flips", lambda *_, **__: passing)
     results = {
-        name: run_audit(None, None, prompts=prompts_file, console=None, verifier=name, **QUICK)["passed"]
+        name: run_audit(asked(prompts=prompts_file, verifier=name), console=None)["passed"]
         for name in ("block", "lenient")
     }
     assert results == {"block": True, "lenient": False}
@@ -260,7 +267,7 @@ def test_audit_of_draft_settings(prompts_file, settings):
     assert drafted[0].tokens == drafted[1].tokens == plain.tokens
     assert drafted[0].stats.accepted != drafted[1].stats.accepted  # the draft has read less, or has other weights
     with pytest.raises(OutriderError, match="the proposer ngram has no draft that reads the text"):
-        run_audit(None, "ngram", prompts=prompts_file, console=None, **settings, **QUICK)
+        run_audit(asked(proposer="ngram", prompts=prompts_file, **settings), console=None)
 
 
 @pytest.mark.slow
@@ -421,7 +428,7 @@ def test_errors_of_invalid_prompt_files(tmp_path, content, message):
 )
 def test_errors_of_invalid_options(change, message):
     with pytest.raises(OutriderError, match=message):
-        run_audit(None, **{"proposer": None, "prompts": None, "console": None, **QUICK, **change})
+        run_audit(asked(**change), console=None)
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
@@ -434,7 +441,7 @@ def test_wrong_native_rule_fails(monkeypatch):
         return replace(verdict, bonus=verdict.bonus ^ 1) if draft.size else verdict
 
     monkeypatch.setattr(rules, "_verify", wrong_verify)
-    report = run_audit(str(embedded("nano")), "ngram", prompts=None, console=None, **QUICK)
+    report = run_audit(asked(target=str(embedded("nano")), proposer="ngram"), console=None)
     assert not report["passed"]
 
 

@@ -27,6 +27,7 @@ from outrider.lab.audit.server.outcomes import OTHER, grow
 from outrider.lab.audit.server.replay import replay
 from outrider.lab.audit.server.run import run_server_audit
 from outrider.lab.audit.server.settings import ServerOptions, check_given
+from outrider.lab.audit.settings import Settings
 from outrider.lab.audit.statistics import chi_square_tail, noncentral_tail, power
 from tests.helpers.fake_server import NAME, FakeEngine, FakeServer, save_pair, serving, warp
 from tests.helpers.variants import variants
@@ -83,9 +84,12 @@ def audit(folders, fake, monkeypatch, tmp_path):
             tokens=6,
             tests=",".join(case.key for case in cases),
         )
-        return run_server_audit(
-            str(folders[0]), options, k=3, prompts=str(prompts), samples=samples, device="cpu", threads=1, console=None
+        settings = Settings(
+            engine=EngineConfig(target=str(folders[0]), k=3, device="cpu", threads=1),
+            prompts=str(prompts),
+            samples=samples,
         )
+        return run_server_audit(settings, options, console=None)
 
     return run
 
@@ -264,9 +268,9 @@ def test_requests_switch_filters_off(fake):
     assert not completions.abilities.token_ids
     assert not completions.abilities.neutral
     abilities = replace(completions.abilities, neutral=True)
-    body = request_body(NAME, PROMPT, tokens, TOP_K.params, abilities, max_tokens=3, seed=5)
+    body = request_body(NAME, PROMPT, tokens, replace(TOP_K.params, max_tokens=3, seed=5), abilities)
     assert (body["top_k"], body["min_p"], body["top_p"], body["seed"]) == (3, 0.0, 1.0, 5)
-    body = request_body(NAME, PROMPT, tokens, PENALTIES.params, abilities, max_tokens=3, seed=None)
+    body = request_body(NAME, PROMPT, tokens, replace(PENALTIES.params, max_tokens=3), abilities)
     assert (body["presence_penalty"], body["frequency_penalty"]) == (1.0, 1.0)
     assert "seed" not in body
 

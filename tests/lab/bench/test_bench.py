@@ -22,6 +22,7 @@ from outrider.lab.common.clock import DecodeSpeed, EmitEvent, decode_speed, firs
 from outrider.lab.common.jobs import Condition, Job, PromptBatch
 from outrider.models.loader.embedded import embedded
 from tests.helpers import tiny
+from tests.helpers.configured import with_engine
 from tests.helpers.variants import variants
 
 SHORT = ("--repeats", "1", "--max-tokens", "4", "--limit", "1")  # options of a short run
@@ -64,7 +65,7 @@ def test_category_named_overall_is_an_error(tmp_path):
     file = tmp_path / "overall.jsonl"
     file.write_text('{"category": "overall", "prompt": "x"}\n')
     with pytest.raises(OutriderError, match="a category is called overall"):
-        run_bench(Settings(prompts=str(file)), progress=Console(quiet=True))
+        run_bench(with_engine(Settings, prompts=str(file)), progress=Console(quiet=True))
 
 
 def test_only_newlines_end_a_line(tmp_path):
@@ -124,16 +125,25 @@ def test_unreadable_prompt_file(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"repeats": 0}, {"batch": 0}, {"limit": 0}, {"k": 0}, {"max_tokens": 1}, {"peer": "x"}, {"temperature": -1}],
+    [
+        {"repeats": 0},
+        {"batches": (0,)},
+        {"limit": 0},
+        {"k": 0},
+        {"max_tokens": 1},
+        {"peer": "x"},
+        {"temperatures": (-1.0,)},
+    ],
 )
 def test_invalid_settings(settings):
-    with pytest.raises(OutriderError, match=next(iter(settings))):
-        Settings(**settings)
+    names = {"batches": "batch is 0", "temperatures": "temperature is -1"}
+    with pytest.raises(OutriderError, match=names.get(*settings, *settings)):
+        with_engine(Settings, **settings)
 
 
 def test_peer_needs_batch_1():
     with pytest.raises(OutriderError, match="batch 1"):
-        Settings(peer="transformers", batch=2)
+        Settings(peer="transformers", batches=(2,))
 
 
 def emit_events(*counts):
@@ -278,7 +288,7 @@ def test_bytes_and_flops_of_routed_experts(kernels, tmp_path):
 
 
 def test_run_with_peer(prompts):
-    settings = Settings(prompts=prompts, repeats=2, max_tokens=6, dtype="float32", peer="transformers")
+    settings = with_engine(Settings, prompts=prompts, repeats=2, max_tokens=6, dtype="float32", peer="transformers")
     document = run_bench(settings, progress=Console(quiet=True))
     json.dumps(document, allow_nan=False)
     assert list(document["results"]) == ["code", "talk", "overall"]

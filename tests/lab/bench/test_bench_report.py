@@ -16,10 +16,11 @@ from outrider import OutriderError
 from outrider.cli.app import app
 from outrider.lab.bench.html import page
 from outrider.lab.bench.run import run_bench
-from outrider.lab.bench.settings import Settings, Sweep
+from outrider.lab.bench.settings import Settings
 from outrider.lab.bench.table import show
 from outrider.models.loader.embedded import embedded
 from outrider.runtime.report.page import check_report, write_report
+from tests.helpers.configured import with_engine
 
 TITLES = [
     "Tokens/s and the limit",
@@ -40,10 +41,10 @@ def document(tmp_path_factory):
     file = tmp_path_factory.mktemp("bench") / "prompts.jsonl"
     lines = [{"category": "a<b>&c", "prompt": "<|endoftext|>import os\n"}, {"category": "talk", "prompt": "One two"}]
     file.write_text("\n".join(map(json.dumps, lines)))
-    sweep = Sweep(k=(0, 2), batch=(1, 2), context=(32, 64), temperature=(0.0, 1.0))
+    sweep = {"ks": (0, 2), "batches": (1, 2), "contexts": (32, 64), "temperatures": (0.0, 1.0)}
     nano = str(embedded("nano"))
-    models = {"target": nano, "proposer": f"draft:{nano}", "dtype": "float32"}
-    settings = Settings(prompts=str(file), repeats=1, max_tokens=6, sweep=sweep, **models)
+    models = {"target": nano, "proposer": f"draft:{nano}", "dtype": "float32", "k": 4}
+    settings = with_engine(Settings, prompts=str(file), repeats=1, max_tokens=6, **sweep, **models)
     return json.loads(json.dumps(run_bench(settings, progress=Console(quiet=True))))
 
 

@@ -13,6 +13,7 @@ from outrider.lab.bench.run import run_bench
 from outrider.lab.bench.settings import Settings
 from outrider.llm import LLM
 from tests.helpers import tiny
+from tests.helpers.configured import with_engine
 
 QUIET = Console(quiet=True)
 
@@ -35,7 +36,7 @@ def write(tmp_path, *lines):
 
 def settings(folder, prompts, **options):
     defaults = {"proposer": "ngram", "k": 4, "repeats": 1, "max_tokens": 6, "dtype": "float32", "device": "cpu"}
-    return Settings(target=str(folder), prompts=prompts, **defaults | options)
+    return with_engine(Settings, target=str(folder), prompts=prompts, **defaults | options)
 
 
 def test_plain_and_speculative_decoding_are_measured(folder, prompts):
@@ -56,7 +57,7 @@ def test_encoder_is_no_part_of_a_pass(folder):
 
 REFUSED = {
     "no prompts": ({"prompts": None}, "the embedded prompts have no sources"),
-    "context": ({"context": 64, "max_tokens": 6}, "--context lengthens prompts"),
+    "context": ({"contexts": (64,), "max_tokens": 6}, "--context lengthens prompts"),
     "peer": ({"peer": "transformers"}, "--peer transformers does not support encoder-decoder targets"),
 }
 

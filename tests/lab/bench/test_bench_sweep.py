@@ -13,11 +13,12 @@ from outrider.cli.app import app
 from outrider.core.prompts import read_prompts
 from outrider.lab.bench.report import OVERALL
 from outrider.lab.bench.run import run_bench
-from outrider.lab.bench.settings import Settings, Sweep, parse_sweep
+from outrider.lab.bench.settings import Settings, parse_sweep
 from outrider.lab.bench.sweep import conditions, default_condition, speculative_variants
 from outrider.lab.bench.table import show
 from outrider.lab.common.jobs import Condition, make_batches
 from outrider.lab.common.number_lists import parse_figures, parse_real, parse_whole, sweep_values
+from tests.helpers.configured import with_engine
 
 PROMPTS = [
     {"category": "code", "prompt": "<|endoftext|>def add(a, b):\n"},
@@ -69,20 +70,20 @@ def test_invalid_sweep_option(text):
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
-        (Sweep(k=(-1, 2)), "k is -1; use a number of draft tokens from 0"),
-        (Sweep(batch=(2, 0)), "batch of the sweep is 0"),
-        (Sweep(context=(128, 512)), "leaves no tokens for a prompt"),
-        (Sweep(temperature=(0.0, -0.5)), "temperature is -0.5"),
+        ({"ks": (-1, 2)}, "k is -1; use a number of draft tokens from 0"),
+        ({"batches": (2, 0)}, "batch is 0"),
+        ({"contexts": (128, 512)}, "leaves no tokens for a prompt"),
+        ({"temperatures": (0.0, -0.5)}, "temperature is -0.5"),
     ],
 )
 def test_invalid_sweep_values(sweep, message):
     with pytest.raises(OutriderError, match=message):
-        Settings(sweep=sweep)
+        Settings(**sweep)
 
 
 def test_one_axis_varies_at_a_time():
-    sweep = Sweep(k=(0, 2, 4), batch=(1, 4), context=(256, 512), temperature=(0.0, 1.0))
-    settings = Settings(sweep=sweep)
+    lists = {"ks": (0, 2, 4), "batches": (1, 4), "contexts": (256, 512), "temperatures": (0.0, 1.0)}
+    settings = with_engine(Settings, k=4, **lists)
     assert default_condition(settings) == Condition(batch=1, temperature=0.0)
     assert conditions(settings) == [
         Condition(batch=1, temperature=0.0),
@@ -93,7 +94,7 @@ def test_one_axis_varies_at_a_time():
     ]
     assert speculative_variants(settings) == {0: "plain", 4: "speculative", 2: "k=2"}
     assert (settings.max_num_seqs, settings.max_model_len) == (4, 512)
-    assert (Settings().max_num_seqs, Settings().max_model_len, Settings(context=99).max_model_len) == (1, None, 99)
+    assert (Settings().max_num_seqs, Settings().max_model_len, Settings(contexts=(99,)).max_model_len) == (1, None, 99)
 
 
 def test_context_is_filled_with_other_prompts(prompts):
@@ -114,8 +115,8 @@ def test_context_is_filled_with_other_prompts(prompts):
 
 
 def test_run_along_every_axis(prompts):
-    sweep = Sweep(k=(0, 1, 4), batch=(1, 2), context=(32, 64), temperature=(0.0, 1.0))
-    settings = Settings(prompts=prompts, repeats=1, max_tokens=6, dtype="float32", sweep=sweep)
+    lists = {"ks": (0, 1, 4), "batches": (1, 2), "contexts": (32, 64), "temperatures": (0.0, 1.0)}
+    settings = with_engine(Settings, prompts=prompts, repeats=1, max_tokens=6, dtype="float32", k=4, **lists)
     document = run_bench(settings, progress=Console(quiet=True))
     json.dumps(document, allow_nan=False)
     assert list(document["results"][OVERALL]) == ["plain", "speculative"]

@@ -11,6 +11,7 @@ def case(proposer, k, value, *, low=None, high=None, tau=2.0, temperature=0.0):
         "k": k,
         "batch": 1,
         "temperature": temperature,
+        "draft_quantize": None,
         "overall": {"value": value, "low": low, "high": high},
         "total": {"tau": tau},
     }
@@ -26,7 +27,7 @@ def measured(*cases, speculate=True, batches=4):
         ],
         "cases": list(cases),
         "memory": {
-            label(each["proposer"], each.get("draft_quantize")): {
+            label(each["proposer"], each["draft_quantize"]): {
                 "draft_weight_bytes": _draft_bytes(each),
                 "draft_cache_bytes": 0,
             }
@@ -37,7 +38,7 @@ def measured(*cases, speculate=True, batches=4):
             "proposer": best["proposer"] if speculate else "none",
             "k": best["k"] if speculate else 0,
             "fixed_k": best["k"],
-            "draft_quantize": best.get("draft_quantize") if speculate else None,
+            "draft_quantize": best["draft_quantize"] if speculate else None,
         },
         "settings": {"proposer": best["proposer"], "k": best["k"]},
     }
@@ -46,7 +47,7 @@ def measured(*cases, speculate=True, batches=4):
 def _draft_bytes(case):
     if "draft" not in case["proposer"]:
         return 0
-    return 1_000_000 if case.get("draft_quantize") == "int8" else 2_000_000
+    return 1_000_000 if case["draft_quantize"] == "int8" else 2_000_000
 
 
 def certificate(passed):

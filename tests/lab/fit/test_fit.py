@@ -16,17 +16,19 @@ from outrider.errors import OutriderError
 from outrider.lab.audit.prompts import DEFAULT
 from outrider.lab.fit import checks, run, stages
 from outrider.lab.fit.prompts import read_split
-from outrider.lab.fit.settings import Settings
+from outrider.lab.fit.settings import Settings, parse_ascending
 from outrider.lab.fit.state import State
 from outrider.lab.tune import measure as tune_measure
 from outrider.train.run import FACTS
 from outrider.train.trainer import STATE
+from tests.helpers.configured import with_engine
 from tests.helpers.gguf_files import SIZES, write_gguf
 from tests.helpers.tiny import compiles, make_config, save
 from tests.lab.fit.made_up import certificate
 
 WORDS = ["red", "green", "blue", "black", "white", "grey", "pink", "brown", "gold", "lime"]
 PROMPTS = [{"category": "ab"[i % 2], "prompt": f"{word} {word} {word}"} for i, word in enumerate(WORDS)]
+FINAL = {"kernels": "torch", "advice": {"proposer": "ngram", "fixed_k": 2, "draft_quantize": None}}
 QUICK = {
     "--minutes": 0.002,
     "--measure-minutes": 5,
@@ -186,8 +188,8 @@ def test_draft_model_is_compared_with_8_and_4_bits(fit, tmp_path, monkeypatch):
         document["advice"] |= {"speculate": True, "proposer": draft, "k": 2, "fixed_k": 2, "draft_quantize": "int8"}
         return document
 
-    def certify(*words, draft_quantize, tokens_per_s):
-        certified.append(draft_quantize)
+    def certify(settings, target, final, progress, *, tokens_per_s):
+        certified.append(final["advice"]["draft_quantize"])
         return certificate(True)
 
     draft = f"draft:{save(tmp_path / 'small', make_config('LlamaConfig', hidden_size=64))}"
@@ -231,34 +233,9 @@ def test_both_temperatures_are_measured(finished):
     assert set(document["fit"]["training"]["expected"]) == {"temperature 0", "temperature 1"}
 
 
-def as_of_earlier_release(folder):
-    """Rewrite the state of a fit as one that measured temperature 0 only, and stored the temperature as a number."""
-    file = folder / "state.json"
-    state = json.loads(file.read_text())
-    state["identity"]["temperature"] = 0.0
-    for name in ("first", "final"):
-        stage = state["stages"][name]
-        stage["cases"] = [case for case in stage["cases"] if case["temperature"] == 0]
-        stage["plain"] = stage["plain"][:1]
-        del stage["plain"][0]["batches"]
-        del stage["advice"]["temperatures"]
-    file.write_text(json.dumps(state))
-
-
-def test_state_of_earlier_release(fit, copied, monkeypatch):
-    as_of_earlier_release(copied)
-    forbid(monkeypatch, "measure_proposers", "make_training", "train_head", "certify")
-    assert "other values of temperature (0 there, 0,1 here); use the same values" in one_line(fit(copied))
-    result = fit(copied, **{"--temperature": 0})
-    assert result.exit_code == 0, result.output
-    options = json.loads((copied / "fit.json").read_text())["fit"]["options"]
-    assert [len(option["by_temperature"]) for option in options] == [1] * 5
-
-
 def test_temperatures_are_a_list_as_in_tune():
     assert Settings(out="out").temperatures == (0.0, 1.0)
-    assert Settings(out="out", temperature="1,0,0.7,0").temperatures == (0.0, 0.7, 1.0)
-    assert Settings(out="out", temperature="1,0").identity() == Settings(out="out").identity()
+    assert parse_ascending("--temperature", "1,0,0.7,0") == (0.0, 0.7, 1.0)
 
 
 def test_table_in_words(finished, fit, copied):
@@ -284,8 +261,8 @@ def test_config_of_other_commands(command, finished, prompts, tmp_path):
 def test_certificate_of_chosen_proposer(fit, copied, monkeypatch):
     asked = []
 
-    def audit(target, proposer, **options):
-        asked.append((proposer, options["k"]))
+    def audit(settings, *, console):
+        asked.append((settings.engine.proposer, settings.engine.k))
         return {"passed": False, "replay": {"texts": 3}, "distribution": {"samples": 100, "tests": []}}
 
     monkeypatch.setattr(stages, "run_audit", audit)
@@ -303,15 +280,15 @@ def test_certificate_of_chosen_proposer(fit, copied, monkeypatch):
 @pytest.mark.slow
 def test_real_audit(target, monkeypatch):
     monkeypatch.setattr("outrider.lab.audit.prompts.DEFAULT", DEFAULT[:2])
-    settings = Settings(out="out", target=str(target), samples=100, threads=1, kernels="torch")
-    found = stages.certify(settings, target, "ngram", 2, "torch", run.Console(quiet=True), tokens_per_s=1e6)
+    settings = with_engine(Settings, out="out", target=str(target), samples=100, threads=1, kernels="torch")
+    found = stages.certify(settings, target, FINAL, run.Console(quiet=True), tokens_per_s=1e6)
     assert found["passed"] is True
 
 
 def test_audit_that_does_not_fit_into_memory_is_left_out(target, monkeypatch):
     monkeypatch.setattr("outrider.models.loader.memory.free_memory", lambda: 1000)
-    settings = Settings(out="out", target=str(target), device="cpu")
-    found = stages.certify(settings, target, "ngram", 2, "torch", run.Console(quiet=True), tokens_per_s=1e6)
+    settings = with_engine(Settings, out="out", target=str(target), device="cpu")
+    found = stages.certify(settings, target, FINAL, run.Console(quiet=True), tokens_per_s=1e6)
     assert found["passed"] is None
     assert "are free" in found["reason"]
 

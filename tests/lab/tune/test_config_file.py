@@ -12,14 +12,15 @@ from typer.testing import CliRunner
 
 from outrider import OutriderError
 from outrider.cli.app import app
-from outrider.cli.options import EngineOptions, ModelOptions
+from outrider.core.config import EngineConfig
 from outrider.core.params import AUTO
 from outrider.drafting.propose.draft_model.window import WindowedTarget
-from outrider.lab.tune.config import configured, settings_dict
+from outrider.lab.tune.config import settings_dict
 from outrider.lab.tune.measure import VariantEngines
 from outrider.lab.tune.settings import Settings
 from outrider.models.loader.embedded import embedded
 from tests.helpers import tiny
+from tests.helpers.configured import configured
 from tests.lab.tune.commands import document
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -27,43 +28,31 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 def advice_file(path, **settings):
     """Write a file of `outrider tune` with these settings."""
-    proposer = settings.pop("proposer", "ngram")
-    tune_settings = Settings(
-        proposers=("ngram" if proposer == "none" else proposer,),
-        target=settings.pop("target", None),
-        dtype="float32",
-        draft_window=settings.pop("draft_window", None),
-        draft_quantize=settings.pop("draft_quantize", None),
-    )
-    recommended = settings_dict(
-        tune_settings,
-        proposer=proposer,
-        k=settings.pop("k", 3),
-        verifier=settings.pop("verifier", "walk"),
-    )
+    advised = {"proposer": "ngram", "k": 3, "verifier": "walk"}
+    advised |= {name: settings.pop(name) for name in advised if name in settings}
+    recommended = settings_dict(EngineConfig(dtype="float32", **settings), **advised)
     path.write_text(json.dumps({"benchmark": "outrider tune", "version": 1, "settings": recommended}))
     return path
 
 
 def test_config_replaces_defaults(tmp_path):
     file = str(advice_file(tmp_path / "advice.json", proposer="merge(ngram,suffix:9)", k=AUTO))
-    assert configured(ModelOptions(threads=3), file, given={"threads"}) == ModelOptions(
+    assert configured(file, threads=3) == EngineConfig(
         proposer="merge(ngram,suffix:9)", k=AUTO, verifier="walk", dtype="float32", threads=3
     )
-    options = configured(EngineOptions(k=7, dtype="bfloat16"), file, given={"k", "dtype"})
+    options = configured(file, k=7, dtype="bfloat16")
     assert (options.k, options.dtype, options.proposer) == (7, "bfloat16", "merge(ngram,suffix:9)")
     # The k and the verifier of the file are for its own proposer.
-    other = configured(EngineOptions(proposer="ngram"), file, given={"proposer"})
-    assert (other.proposer, other.k, other.verifier, other.dtype) == ("ngram", EngineOptions().k, None, "float32")
+    assert configured(file, proposer="ngram") == EngineConfig(proposer="ngram", dtype="float32")
 
 
 def test_config_of_another_target_is_a_warning(tmp_path, caplog):
     file = str(advice_file(tmp_path / "advice.json", k=AUTO))
-    assert configured(ModelOptions(target="@mini"), file, given={"target"}).target == "@mini"
+    assert configured(file, target="@mini").target == "@mini"
     assert not caplog.records  # the same target by another name
-    configured(ModelOptions(target="@nano", proposer="suffix"), file, given={"target", "proposer"})
+    configured(file, target="@nano", proposer="suffix")
     assert not caplog.records  # only the precision comes from the file
-    assert configured(ModelOptions(target="@nano"), file, given={"target"}).proposer == "ngram"
+    assert configured(file, target="@nano").proposer == "ngram"
     (record,) = caplog.records
     assert "measured with the included target; run outrider tune for @nano" in record.message
 
@@ -71,13 +60,17 @@ def test_config_of_another_target_is_a_warning(tmp_path, caplog):
 def test_draft_window_applies_to_proposers_with_a_draft(prompts):
     draft = f"draft:{embedded('nano')}"
     settings = Settings(
-        proposers=("ngram", draft), prompts=prompts, draft_window=32, max_model_len=96, dtype="float32", threads=1
+        engine=EngineConfig(draft_window=32, max_model_len=96, dtype="float32", threads=1),
+        proposers=("ngram", draft),
+        prompts=prompts,
     )
     proposers = VariantEngines(settings).proposers
     model = proposers[draft].model
     assert isinstance(model, WindowedTarget)
     assert (model.inner.context, model.context) == (32, 96)
-    window = {spec: settings_dict(settings, proposer=spec, k=2, verifier="walk")["draft_window"] for spec in proposers}
+    window = {
+        spec: settings_dict(settings.engine, proposer=spec, k=2, verifier="walk")["draft_window"] for spec in proposers
+    }
     assert window == {"ngram": None, draft: 32}
 
 
@@ -85,11 +78,16 @@ def test_draft_window_applies_to_proposers_with_a_draft(prompts):
 def test_draft_quantize_applies_to_proposers_with_a_draft(prompts):
     draft = f"draft:{embedded('nano')}"
     settings = Settings(
-        proposers=("ngram", draft), prompts=prompts, draft_quantize="int8", max_model_len=96, dtype="float32", threads=1
+        engine=EngineConfig(draft_quantize="int8", max_model_len=96, dtype="float32", threads=1),
+        proposers=("ngram", draft),
+        prompts=prompts,
     )
     proposers = VariantEngines(settings).proposers
     assert proposers[draft].model.kernels == "native int8"
-    names = {spec: settings_dict(settings, proposer=spec, k=2, verifier="walk")["draft_quantize"] for spec in proposers}
+    names = {
+        spec: settings_dict(settings.engine, proposer=spec, k=2, verifier="walk")["draft_quantize"]
+        for spec in proposers
+    }
     assert names == {"ngram": None, draft: "int8"}
 
 
@@ -102,9 +100,7 @@ def test_weights_of_drafts_are_compared(prompts):
         proposers=("ngram", draft, head),
         draft_quantizes={draft: (None, "int8"), head: (None, "int8")},
         prompts=prompts,
-        max_model_len=96,
-        dtype="float32",
-        threads=1,
+        engine=EngineConfig(max_model_len=96, dtype="float32", threads=1),
     )
     engines = VariantEngines(settings)
     assert engines.drafts == [("ngram", None), (draft, None), (draft, "int8"), (head, None)]
@@ -112,8 +108,8 @@ def test_weights_of_drafts_are_compared(prompts):
     assert engines.proposers[draft].model.kernels == "native"
     assert engines.proposers[f"{draft} in int8"].model.kernels == "native int8"
     chosen = {"proposer": draft, "k": 2, "verifier": "block"}
-    assert settings_dict(settings, **chosen)["draft_quantize"] is None
-    assert settings_dict(settings, **chosen, draft_quantize="int8")["draft_quantize"] == "int8"
+    assert settings_dict(settings.engine, **chosen)["draft_quantize"] is None
+    assert settings_dict(settings.engine, **chosen, draft_quantize="int8")["draft_quantize"] == "int8"
     with pytest.raises(OutriderError, match="quantize"):
         VariantEngines(replace(settings, draft_quantizes={head: ("int8",)}))
 
@@ -121,22 +117,19 @@ def test_weights_of_drafts_are_compared(prompts):
 @pytest.mark.parametrize(("name", "value", "other"), [("draft_window", 32, 48), ("draft_quantize", "int4", "int8")])
 def test_draft_settings_of_a_file(tmp_path, name, value, other):
     file = str(advice_file(tmp_path / "advice.json", proposer=f"draft:{embedded('nano')}", **{name: value}))
-    assert getattr(configured(ModelOptions(), file, given=()), name) == value
-    assert getattr(configured(ModelOptions(**{name: other}), file, given={name}), name) == other
+    assert getattr(configured(file), name) == value
+    assert getattr(configured(file, **{name: other}), name) == other
     # Those of the file are for its own proposer.
-    assert getattr(configured(ModelOptions(proposer="ngram"), file, given={"proposer"}), name) is None
-    without = tmp_path / "without.json"
-    without.write_bytes(advice_bytes())  # as earlier releases wrote it
-    assert getattr(configured(ModelOptions(), str(without), given=()), name) is None
+    assert getattr(configured(file, proposer="ngram"), name) is None
 
 
 def test_config_on_the_command_line(tmp_path, prompts):
     file = advice_file(tmp_path / "advice.json", proposer="ngram", k=3)
     runner = CliRunner()
-    default = EngineOptions().k
+    default = EngineConfig().k
     loaded = []
 
-    def load(models, **_):
+    def load(models):
         loaded.append(models)
         return SimpleNamespace(parts=SimpleNamespace(source_rules=None))
 
@@ -160,7 +153,7 @@ def test_config_on_the_command_line(tmp_path, prompts):
 def advice_bytes(**settings):
     """Return the content of a file with these settings, which may be invalid."""
     defaults = {"target": None, "proposer": "ngram", "k": 3, "verifier": "walk", "dtype": "auto", "kernels": "auto"}
-    defaults |= {"quantize": None, "models": {}}
+    defaults |= {"quantize": None, "draft_window": None, "draft_quantize": None, "models": {}}
     return json.dumps({"benchmark": "outrider tune", "version": 1, "settings": defaults | settings}).encode()
 
 
@@ -176,11 +169,11 @@ INVALID_SETTINGS = (
 
 def test_config_that_recommends_plain_decoding(tmp_path):
     file = str(advice_file(tmp_path / "advice.json", proposer="none", k=0))
-    assert configured(ModelOptions(), file, given=()).k == 0
-    with pytest.raises(OutriderError, match="recommends plain decoding, so there is nothing to compare"):
-        configured(EngineOptions(), file, given=(), min_k=1)
+    assert configured(file).k == 0
+    result = CliRunner().invoke(app, ["bench", "--config", file])
+    assert "k is 0, so there is nothing to compare with plain decoding; give --k of at least 1" in result.stderr
     with pytest.raises(OutriderError, match="recommends plain decoding, and k was given"):
-        configured(EngineOptions(k=8), file, given={"k"})
+        configured(file, k=8)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +195,7 @@ def test_invalid_config_file(tmp_path, content, message):
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(OutriderError, match=message):
-        configured(EngineOptions(), str(file), given=())
+        configured(file)
 
 
 def test_config_with_missing_or_changed_models(tmp_path):
@@ -210,15 +203,15 @@ def test_config_with_missing_or_changed_models(tmp_path):
     for folder in (target, draft):
         shutil.copytree(embedded("nano"), folder)
     file = str(advice_file(tmp_path / "advice.json", target=str(target), proposer=f"draft:{draft}"))
-    assert configured(EngineOptions(), file, given=()).proposer == f"draft:{draft}"
+    assert configured(file).proposer == f"draft:{draft}"
     shutil.rmtree(draft)
     with pytest.raises(OutriderError, match=r"draft, a model of .*advice.json, is missing; give the model"):
-        configured(EngineOptions(), file, given=())
-    assert configured(EngineOptions(proposer="ngram"), file, given={"proposer"}).target == str(target)
+        configured(file)
+    assert configured(file, proposer="ngram").target == str(target)
     (target / "config.json").write_text((target / "config.json").read_text() + "\n")
     with pytest.raises(OutriderError, match="target has changed since"):
-        configured(EngineOptions(proposer="ngram"), file, given={"proposer"})
-    assert configured(EngineOptions(target="x", proposer="ngram"), file, given={"proposer", "target"}).target == "x"
+        configured(file, proposer="ngram")
+    assert configured(file, target="x", proposer="ngram").target == "x"
 
 
 def test_config_with_gguf_files(tmp_path):
@@ -226,20 +219,20 @@ def test_config_with_gguf_files(tmp_path):
     for file in (target, draft):
         file.write_bytes(b"GGUF of " + file.name.encode())  # its content is hashed, and not read
     advice = str(advice_file(tmp_path / "advice.json", target=str(target), proposer=f"draft:{draft}"))
-    options = configured(EngineOptions(), advice, given=())
+    options = configured(advice)
     assert (options.target, options.proposer) == (str(target), f"draft:{draft}")
     draft.write_bytes(b"GGUF of another model")
     with pytest.raises(OutriderError, match=r"draft.gguf has changed since"):
-        configured(EngineOptions(), advice, given=())
+        configured(advice)
     target.unlink()
     with pytest.raises(OutriderError, match=r"target.gguf, a model of .*, is missing; give the model with --target"):
-        configured(EngineOptions(), advice, given=())
+        configured(advice)
 
 
 def test_config_has_absolute_folders(tmp_path, monkeypatch):
     shutil.copytree(embedded("nano"), tmp_path / "small, draft")
     monkeypatch.chdir(tmp_path)
     expression = 'merge(ngram:1-3,draft:"small, draft")'
-    settings = settings_dict(Settings(proposers=("ngram",)), proposer=expression, k=2, verifier="walk")
+    settings = settings_dict(EngineConfig(), proposer=expression, k=2, verifier="walk")
     assert settings["proposer"] == f'merge(ngram:1-3,draft:"{tmp_path}/small, draft")'
     assert list(settings["models"]) == [f"{tmp_path}/small, draft"]

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from outrider import OutriderError
-from outrider.cli.options import ModelOptions
 from outrider.core.config import EngineConfig
 from outrider.core.params import AUTO
 from outrider.lab.tune import measure as tune_measure
 from outrider.lab.tune.figures import figures
 from outrider.lab.tune.measure import measure
-from outrider.lab.tune.settings import Settings, default_proposers, read_ks, read_proposers
+from outrider.lab.tune.run import default_proposers
+from outrider.lab.tune.settings import Settings, parse_ks, parse_proposers
 from outrider.models.loader.embedded import embedded
 from tests.helpers import tiny
+from tests.helpers.configured import with_engine
 from tests.lab.tune.commands import document, invoke
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -33,19 +34,17 @@ def tune(*arguments):
 
 
 def test_lists_of_proposers_and_draft_lengths():
-    assert read_proposers("ngram; suffix:9 ;;ngram") == ("ngram", "suffix:9")
-    assert read_proposers('draft:"a;b"') == ('draft:"a;b"',)
-    backend = {"device": "cpu", "kernels": "auto", "quantize": None}
-    assert default_proposers("anything", **backend) == ("ngram", "suffix", "suffix:100000")
-    assert default_proposers(None, **backend)[-1] == f"draft:{embedded('nano')}"
-    assert read_ks("2,auto,4..6") == (2, 4, 5, 6, AUTO)
-    assert read_ks("auto") == (AUTO,)
+    assert parse_proposers("--proposers", "ngram; suffix:9 ;;ngram") == ("ngram", "suffix:9")
+    assert parse_proposers("--proposers", 'draft:"a;b"') == ('draft:"a;b"',)
+    assert default_proposers(EngineConfig(target="anything", device="cpu")) == ("ngram", "suffix", "suffix:100000")
+    assert default_proposers(EngineConfig())[-1] == f"draft:{embedded('nano')}"
+    assert parse_ks("--k", "2,auto,4..6") == (2, 4, 5, 6, AUTO)
+    assert parse_ks("--k", "auto") == (AUTO,)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"proposers": ()}, "proposers names nothing to measure"),
         ({"proposers": ("none",)}, "plain decoding is always measured as well"),
         ({"proposers": ("merge(ngram",)}, "lacks its closing bracket"),
         ({"ks": (0,)}, "k is 0; use a number of draft tokens from 1 to 256"),
@@ -58,7 +57,7 @@ def test_lists_of_proposers_and_draft_lengths():
         ({"quantize": "int3"}, "quantize 'int3' is unknown"),
         ({"proposers": ("ngram", "draft:nowhere")}, "nowhere is not a folder"),
         ({"proposers": ("ngram:5-1",)}, "ngram:5-1 is no range"),
-        ({"draft_window": 0}, "draft_window is 0; use at least 1"),
+        ({"draft_window": 0}, "draft_window is 0; it must be a whole number, at least 1"),
         ({"draft_window": 32}, "the proposer ngram has no draft that reads the text"),
         ({"draft_window": 32, "proposers": ("ngram", "suffix")}, "none of ngram, suffix has a draft that reads"),
         ({"draft_quantize": "int4"}, "draft_quantize is int4 and the proposer ngram has no draft"),
@@ -67,7 +66,7 @@ def test_lists_of_proposers_and_draft_lengths():
 )
 def test_invalid_settings(settings, message):
     with pytest.raises(OutriderError, match=message):
-        Settings(**{"proposers": ("ngram",), **settings})
+        with_engine(Settings, **{"proposers": ("ngram",), **settings})
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ def test_file_is_checked_before_measuring_and_results_are_printed_if_writing_fai
         result = invoke("tune", "--out", tmp_path / name)
         assert result.exit_code == 2
         assert message in result.stderr
-    monkeypatch.setattr("outrider.cli.app.check_writable", lambda path: None)
+    monkeypatch.setattr("outrider.lab.tune.command.check_writable", lambda path: None)
     sizes = ["--max-tokens", 6, "--max-model-len", 96, "--repeats", 1, "--batch", 1, "--limit", 1]
     options = ["--prompts", prompts, "--proposers", "ngram", "--k", 2, "--out", tmp_path / "folder"]
     result = invoke("tune", *options, *sizes)
@@ -159,16 +158,11 @@ def test_draft_heads_with_different_layers(names, kernels, prompts):
     assert all(case["total"]["tau"] > 1 for case in advice["cases"])
 
 
-def test_model_options_are_fields_of_the_engine_config():
-    names = {field.name for field in dataclasses.fields(ModelOptions)}
-    assert names <= {field.name for field in dataclasses.fields(EngineConfig)}
-
-
 def four_prompts(folder, **other):
     file = folder / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"<|endoftext|>def f{i}():"}) for i in range(4)))
     given = {"proposers": ("ngram",), "ks": (2,), "batches": (1,), "max_tokens": 4, "threads": 1, "dtype": "float32"}
-    return Settings(target=str(embedded("nano")), prompts=str(file), **given, **other)
+    return with_engine(Settings, target=str(embedded("nano")), prompts=str(file), **given, **other)
 
 
 def test_time_limit_leaves_out_prompts_for_all_proposers_alike(tmp_path):
@@ -199,7 +193,7 @@ def test_costs_are_measured_once_for_all_variants_and_temperatures(tmp_path, mon
     measured = []
     unchanged = tune_measure.known_costs
     monkeypatch.setattr(tune_measure, "known_costs", lambda *models: measured.append(models) or unchanged(*models))
-    settings = dataclasses.replace(
+    settings = replace(
         four_prompts(tmp_path, repeats=1, temperatures=(0.0, 1.0)), proposers=("ngram", "suffix"), ks=(2, AUTO)
     )
     measure(settings, Console(quiet=True))

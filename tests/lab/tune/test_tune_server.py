@@ -220,7 +220,7 @@ def test_mistakes_have_one_line():
     for option, value, message in (
         ("--temperature", "0,1", "--temperature is 0,1, and --server measures one temperature; give one"),
         ("--temperature", "-1", "temperature is -1.0"),
-        ("--batch", "0,2", "--batch has 0; use numbers of requests of at least 1"),
+        ("--batch", "0,2", "batch is 0; use at least 1"),
         ("--max-tokens", "0", "max_tokens is 0"),
     ):
         result, _ = tune("--server", "http://127.0.0.1:9", option, value)

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from huggingface_hub import close_session, constants
 
+from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.drafting.propose.expression import absolute, fetch_models, model_names
 from outrider.errors import OutriderError
 from outrider.lab.bench.report import summary
-from outrider.lab.tune.config import configured, settings_dict
+from outrider.lab.tune.config import settings_dict
 from outrider.llm import LLM
 from outrider.models.loader.embedded import absolute_name, embedded, model_folder, model_name
 from outrider.models.loader.fingerprint import model_fingerprint
@@ -27,6 +28,7 @@ from outrider.models.loader.hub.names import HubName, hub_name, shown
 from outrider.scale.estimate.models import Bits, find_model
 from outrider.tools.export.engines import engine_of
 from outrider.tools.export.target import find_target
+from tests.helpers.configured import configured
 from tests.helpers.hub import Repository, files_of, serve_hub
 
 CONFIG = b'{"model_type": "llama", "num_hidden_layers": 2}'
@@ -382,23 +384,21 @@ def test_models_run_and_reports_name_them(hub, tmp_path):
 
 
 def test_advice_keeps_the_names(hub, tmp_path, monkeypatch):
-    from outrider.cli.options import ModelOptions
-    from outrider.lab.tune.settings import Settings
-
     hub.repositories["org/draft"] = Repository(files_of(embedded("nano")))
     monkeypatch.chdir(tmp_path)
-    settings = Settings(target="org/draft", proposers=("ngram",))
-    found = settings_dict(settings, proposer="merge(ngram,draft:org/draft)", k=2, verifier="walk")
+    found = settings_dict(
+        EngineConfig(target="org/draft"), proposer="merge(ngram,draft:org/draft)", k=2, verifier="walk"
+    )
     assert found["proposer"] == "merge(ngram,draft:org/draft)" == absolute("merge(ngram,draft:org/draft)")
     assert found["target"] == "org/draft"
     assert list(found["models"]) == ["org/draft"] == list(model_names(found["proposer"]))
     file = tmp_path / "advice.json"
     file.write_text(json.dumps({"benchmark": "outrider tune", "version": 1, "settings": found}))
-    assert configured(ModelOptions(), str(file), given=set()).target == "org/draft"
+    assert configured(file).target == "org/draft"
     hub.repositories["org/draft"].files["config.json"] += b" "
     again(monkeypatch)
     with pytest.raises(OutriderError, match=r"org/draft has changed since .* was written; tune again"):
-        configured(ModelOptions(), str(file), given=set())
+        configured(file)
 
 
 def test_expressions_are_fetched_and_exports_are_not(hub, tmp_path):

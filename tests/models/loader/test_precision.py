@@ -17,6 +17,7 @@ from outrider.lab.bench.run import run_bench
 from outrider.lab.bench.settings import Settings
 from outrider.models.loader.embedded import embedded
 from tests.helpers import tiny
+from tests.helpers.configured import with_engine
 from tests.helpers.gguf_files import SIZES, write_gguf
 
 KINDS = {"attn_v": "Q8_0", "token_embd": "Q8_0"}
@@ -65,7 +66,8 @@ def test_bits_of_a_folder(options, expected):
 
 def test_report_of_a_benchmark_names_the_types_of_the_file(tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a b a b a b"}) + "\n")
-    settings = Settings(
+    settings = with_engine(
+        Settings,
         target=write(tmp_path, "Q4_1"),
         proposer="ngram",
         prompts=str(tmp_path / "prompts.jsonl"),

@@ -30,6 +30,7 @@ from outrider.train.run import Training
 from outrider.train.settings import Settings
 from tests.helpers import quantized_files as files
 from tests.helpers import tiny
+from tests.helpers.configured import with_engine
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
@@ -302,7 +303,7 @@ def test_commands_see_the_dequantized_model(shelf, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": "ab" * count}) + "\n" for count in range(1, 9)))
     target = str(written.folder)
-    settings = Settings(out=str(tmp_path / "out"), data=[str(data)], target=target, train_target=0.3)
+    settings = with_engine(Settings, out=str(tmp_path / "out"), data=[str(data)], target=target, train_target=0.3)
     with pytest.raises(OutriderError, match="keeps its quantized ones; use the folder of the unquantized model"):
         Training("mtp", settings)
     with pytest.raises(OutriderError, match="a quantized checkpoint cannot be split"):

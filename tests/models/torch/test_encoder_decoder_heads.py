@@ -166,7 +166,7 @@ def test_server_drafts_with_a_head(shelf, head):
     options = {"proposer": f"draft:{head('bart', 'mtp')}", "k": 4, **OPTIONS}
     expected = LLM(shelf.folder("bart"), **options).generate(sources=["a b c", "x"], params=PARAMS)
     llm = AsyncLLM(LLM(shelf.folder("bart"), max_num_seqs=4, **options), max_queued_requests=8, max_num_seqs=4)
-    app = make_app(llm, Settings(max_num_seqs=4, max_queued_requests=8), name="tiny")
+    app = make_app(llm, Settings(max_queued_requests=8), name="tiny")
     body = {"source": ["a b c", "x"], "max_tokens": PARAMS.max_tokens, "temperature": 0, "ignore_eos": True}
     with TestClient(app) as client:
         reply = client.post("/v1/completions", json=body)

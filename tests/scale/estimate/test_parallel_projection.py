@@ -9,7 +9,7 @@ import pytest
 from outrider import OutriderError
 from outrider.scale.estimate.disaggregation import decode_devices, mean_ttft, prefill_devices, transfer_bandwidth
 from outrider.scale.estimate.equations import Efficiency, one_pass
-from outrider.scale.estimate.layout import Layout, Link, all_to_all_seconds, allreduce_seconds, layout_pass
+from outrider.scale.estimate.layout import Layout, Link, Work, all_to_all_seconds, allreduce_seconds, layout_pass
 from outrider.scale.estimate.machines import MachineOverrides, find_machine
 from outrider.scale.estimate.models import Bits, find_model, read_model
 from outrider.scale.estimate.overlap import continued_round, guessed_round, parse_overlap, serial_round
@@ -59,14 +59,17 @@ def test_all_reduce_moves_the_bytes_of_nccl():
 def test_experts_on_several_devices():
     """With all tokens on one device and a fast link, only the reading of experts is shared."""
     moe = find_model("671B-A37B", Bits())
-    alone = one_pass(moe, H100, IDEAL, tokens=4096, seqs=4096, context=0).seconds
+    work = Work(tokens=4096, seqs=4096, context=0)
+    alone = one_pass(moe, H100, IDEAL, **work).seconds
     shared = {
-        n: layout_pass(moe, H100, IDEAL, Layout(expert=n, link=FAST_LINK), tokens=4096, seqs=4096, context=0).seconds
+        n: layout_pass(
+            moe, H100, IDEAL, Layout(expert=n, link=FAST_LINK), Work(tokens=4096, seqs=4096, context=0)
+        ).seconds
         for n in (2, 64)
     }
     assert alone > shared[2] > shared[64]
     slow = Layout(expert=64, link=Link(bandwidth=50e9))
-    messages = layout_pass(moe, H100, IDEAL, slow, tokens=4096, seqs=4096, context=0).seconds - shared[64]
+    messages = layout_pass(moe, H100, IDEAL, slow, work).seconds - shared[64]
     assert messages == pytest.approx(61 * all_to_all_seconds(64, 8, 7168, slow.link, remote=63 / 64), rel=1e-6)
 
 
@@ -76,9 +79,9 @@ def test_tensor_parallel_link_replaces_the_overhead_per_layer():
     shape = {"tokens": 1, "seqs": 1, "context": 0}
     bare = one_pass(TARGET, hardware, IDEAL, **shape).seconds
     nvlink = Layout(link=Link(bandwidth=300e9, latency=1e-6))
-    linked = layout_pass(TARGET, hardware, overhead, nvlink, **shape).seconds
+    linked = layout_pass(TARGET, hardware, overhead, nvlink, Work(**shape)).seconds
     assert linked - bare == pytest.approx(2 * 80 * allreduce_seconds(2 * 8192, 8, nvlink.link))
-    assert layout_pass(TARGET, hardware, overhead, Layout(), **shape).seconds - bare == pytest.approx(80 * 40e-6)
+    assert layout_pass(TARGET, hardware, overhead, Layout(), Work(**shape)).seconds - bare == pytest.approx(80 * 40e-6)
 
 
 # Pipelines
@@ -91,7 +94,7 @@ def test_pipeline_of_equal_stages_reads_like_one_device(seqs):
     layout = Layout(pipeline=4, link=FAST_LINK)
     groups = min(4, seqs)
     alone = one_pass(equal, H100, IDEAL, tokens=seqs / groups, seqs=seqs / groups, context=100).seconds
-    spread = layout_pass(equal, H100, IDEAL, layout, tokens=seqs, seqs=seqs, context=100).seconds
+    spread = layout_pass(equal, H100, IDEAL, layout, Work(tokens=seqs, seqs=seqs, context=100)).seconds
     assert spread == pytest.approx(alone)
 
 

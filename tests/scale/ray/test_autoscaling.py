@@ -61,7 +61,7 @@ def test_ray_gets_the_options():
     from outrider.scale.ray.application import build_application
 
     scale = ScaleSettings(replicas=2, max_replicas=8, target_tokens_per_second=700.0, downscale_delay=600.0)
-    front = build_application(EngineConfig(), Settings(max_num_seqs=32), scale, name="x")
+    front = build_application(Settings(engine=EngineConfig(max_num_seqs=32)), scale, name="x")
     (engine,) = (each for each in front._bound_deployment.init_args if hasattr(each, "_bound_deployment"))
     config = engine._bound_deployment._deployment_config.autoscaling_config
     assert (config.min_replicas, config.max_replicas, config.target_ongoing_requests) == (2, 8, 16)

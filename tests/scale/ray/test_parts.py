@@ -45,7 +45,7 @@ def body(**fields):
 )
 def test_options_of_serve_that_replicas_do_not_support(options, message):
     with pytest.raises(OutriderError, match=message):
-        check_settings(EngineConfig(), Settings(**options))
+        check_settings(Settings(**options))
 
 
 def test_equal_prefixes_have_equal_blocks():
@@ -181,9 +181,9 @@ def test_settings_that_do_not_support_replicas(tmp_path):
     from outrider.serve.settings import Settings
 
     with pytest.raises(OutriderError, match="a replica is one process, and tp is 2"):
-        build_application(EngineConfig(tp=2), Settings(), ScaleSettings(), name="x")
+        build_application(Settings(engine=EngineConfig(tp=2)), ScaleSettings(), name="x")
     with pytest.raises(OutriderError, match="--weight-updates would change one replica only"):
-        build_application(EngineConfig(), Settings(weight_updates=str(tmp_path)), ScaleSettings(), name="x")
+        build_application(Settings(weight_updates=str(tmp_path)), ScaleSettings(), name="x")
 
 
 OPTIONS = {"proposer": "ngram", "k": 3, "dtype": "float32", "max_model_len": 128, "threads": 1}

@@ -74,7 +74,8 @@ class Completions:
             max_tokens: most output tokens.
             seed: the seed to send.
         """
-        body = request_body(self._model, prompt, tokens, params, self.abilities, max_tokens=max_tokens, seed=seed)
+        asked = replace(params, max_tokens=max_tokens, seed=seed)
+        body = request_body(self._model, prompt, tokens, asked, self.abilities)
         async with self._slots:
             document = await self._server.post(_path(self.abilities.chat), body)
         self.on_done()
@@ -121,7 +122,7 @@ async def open_completions(
     for abilities in _ways(prompt, chat=chat):
         if of_text is not None and not (abilities.id_fields and _same_request(abilities, of_text)):
             break
-        body = request_body(model, prompt, tokens, SamplingParams(), abilities, max_tokens=2, seed=0)
+        body = request_body(model, prompt, tokens, SamplingParams(max_tokens=2, seed=0), abilities)
         try:
             document = await server.post(_path(abilities.chat), body)
         except Refused as error:
@@ -143,24 +144,17 @@ async def open_completions(
 
 
 def request_body(
-    model: str,
-    prompt: Prompt,
-    tokens: Tokens,
-    params: SamplingParams,
-    abilities: Abilities,
-    *,
-    max_tokens: int,
-    seed: int | None,
+    model: str, prompt: Prompt, tokens: Tokens, params: SamplingParams, abilities: Abilities
 ) -> dict[str, Any]:
     """Return the body of a request. Only what differs from the neutral value is sent, besides the common fields."""
     body: dict[str, Any] = {
         "model": model,
-        "max_tokens": max_tokens,
+        "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
     }
-    if seed is not None:
-        body["seed"] = seed
+    if params.seed is not None:
+        body["seed"] = params.seed
     body |= abilities.id_fields
     if abilities.neutral:
         body |= _NEUTRAL

@@ -165,9 +165,10 @@ class Designer:
 
 
 async def run_case(
-    completions: Completions, case: TestCase, prompt: Prompt, tree: Tree, *, samples: int, seed: int, rounding: float
+    completions: Completions, case: TestCase, plan: tuple[Prompt, Tree], *, samples: int, seed: int, rounding: float
 ) -> Sampled:
-    """Sample completions for one test."""
+    """Sample completions for one test. `plan` is the prompt, and the tree of its outcomes."""
+    prompt, tree = plan
     answers = await completions.sample(
         prompt, tree.prompt, case.params, max_tokens=case.depth, samples=samples, seed=seed
     )

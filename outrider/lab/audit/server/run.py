@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from outrider.core.config import EngineConfig
-from outrider.core.params import SamplingParams, check_draft_length
+from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.lab.audit.pair import Pair
 from outrider.lab.audit.prompts import Prompt, read_prompts
@@ -25,41 +25,22 @@ from outrider.lab.audit.server.model import Model, Texts, Tokens
 from outrider.lab.audit.server.replay import replay
 from outrider.lab.audit.server.report import show
 from outrider.lab.audit.server.settings import ServerOptions
+from outrider.lab.audit.settings import Settings
 from outrider.lab.client.server import Server, connect, find_model, retries_text
 from outrider.models.loader.embedded import model_folder
 from outrider.runtime.machine import commit, hardware, use_threads, versions
 
-_MIN_SAMPLES = 100
 _ROOM = 16  # tokens after a prompt, beside those that are replayed
 _LIKELY = 64  # likeliest tokens whose logits are compared to measure rounding
 _FEW_DIFFERENCES = 0.02  # share of real differences up to which the sampling tests still say something
 
 
-def run_server_audit(
-    target: str | None,
-    options: ServerOptions,
-    *,
-    k: int,
-    prompts: str | None,
-    samples: int,
-    device: str,
-    threads: int | None,
-    kernels: str = "auto",
-    quantize: str | None = None,
-    console: Console | None,
-) -> dict[str, Any]:
+def run_server_audit(settings: Settings, options: ServerOptions, *, console: Console | None) -> dict[str, Any]:
     """Test whether the output of a running server is that of a model.
 
     Args:
-        target: folder of the model, or a GGUF file; None: the embedded model.
+        settings: the model and the prompts. k is the draft length of the server, for the diagnosis.
         options: the server, and how to audit it.
-        k: draft tokens per round of the server, for the diagnosis.
-        prompts: a JSONL file with `prompt` or `messages` in each line; None: a small built-in set.
-        samples: completions per sampling test.
-        device: where the model runs here: auto, cpu, cuda, ...
-        threads: CPU threads, as in `EngineConfig`.
-        kernels: as in `EngineConfig`.
-        quantize: as in `EngineConfig`, for a server whose weights are quantized in the same way.
         console: where to print progress and results; None: print nothing.
 
     Returns:
@@ -68,24 +49,21 @@ def run_server_audit(
     Raises:
         OutriderError: the audit cannot run. The message says how to fix it.
     """
-    check_draft_length(k, least=1)
-    if samples < _MIN_SAMPLES:
-        raise OutriderError(f"samples is {samples}; use at least {_MIN_SAMPLES}")
     cases_of(options.tests)  # raises if a name is wrong
-    use_threads(threads)
+    engine = settings.engine
+    use_threads(engine.threads)
     began = perf_counter()
-    config = EngineConfig(target=target, proposer="none", device=device, kernels=kernels, quantize=quantize)
     with ProgressBar(console) as progress:
-        report = asyncio.run(_audit(config, options, read_prompts(prompts), k, samples, progress))
+        report = asyncio.run(_audit(settings, options, progress))
     report |= {
         "server": options.server,
-        "target": target or "the embedded model",
+        "target": engine.target or "the embedded model",
         "draft": options.draft,
-        "k": k,
+        "k": engine.k,
         "seed": options.seed,
         "seconds": perf_counter() - began,
         "versions": versions(),
-        "hardware": hardware("cpu" if device == "auto" else device),
+        "hardware": hardware("cpu" if engine.device == "auto" else engine.device),
         "commit": commit(),
     }
     if console is not None:
@@ -93,30 +71,33 @@ def run_server_audit(
     return report
 
 
-async def _audit(
-    config: EngineConfig,
-    options: ServerOptions,
-    prompts: tuple[Prompt, ...],
-    k: int,
-    samples: int,
-    progress: ProgressBar,
-) -> dict[str, Any]:
+async def _audit(settings: Settings, options: ServerOptions, progress: ProgressBar) -> dict[str, Any]:
     assert options.server is not None
+    prompts = read_prompts(settings.prompts)
     async with connect(options.server, api_key=options.api_key, timeout=options.timeout) as server:
         name = await find_model(server, options.model)  # before a model is loaded
         chat = options.chat or not await has_completions(server, name)
-        return await _Audit(config, options, k, samples, progress).run(server, name, _asked(prompts, chat), chat)
+        audit = _Audit(replace(settings, engine=replace(settings.engine, proposer="none")), options, progress)
+        return await audit.run(server, name, _asked(prompts, chat), chat)
 
 
 @dataclass(frozen=True, slots=True)
 class _Audit:
     """One audit. The models are loaded one after another, the server's type first."""
 
-    config: EngineConfig  # of the model
+    settings: Settings
     options: ServerOptions
-    k: int
-    samples: int
     progress: ProgressBar
+
+    @property
+    def config(self) -> EngineConfig:
+        """The model."""
+        return self.settings.engine
+
+    @property
+    def k(self) -> int:
+        """Draft tokens per round of the server."""
+        return int(self.settings.engine.k)
 
     async def run(self, server: Server, name: str, prompts: tuple[Prompt, ...], chat: bool) -> dict[str, Any]:
         folder = str(model_folder(self.config.target))
@@ -152,7 +133,7 @@ class _Audit:
 
     def _load(self, folder: str, prompts: tuple[Prompt, ...]) -> tuple[Pair, torch.dtype, float]:
         """Return the model in float32, the type of the server's numbers, and how far rounding moves a logit."""
-        pair = self._pair(folder, prompts, self.options.dtype)
+        pair = self._pair(folder, prompts, self.options.server_dtype)
         dtype = pair.dtype
         if dtype is torch.float32:
             return pair, dtype, self.options.tolerance or 0.0
@@ -194,7 +175,7 @@ class _Audit:
             rounding=rounding,
         )
         plans = [(case, designer.choose(case)) for case in cases_of(self.options.tests)]
-        self.progress.start("sampling", self.samples * sum(plan is not None for _, plan in plans))
+        self.progress.start("sampling", self.settings.samples * sum(plan is not None for _, plan in plans))
         sampled: list[Sampled] = []
         refused: dict[str, str] = {}
         for case, plan in plans:
@@ -205,7 +186,9 @@ class _Audit:
             if (problem := await completions.refusal(prompt, tree.prompt, case.params)) is not None:
                 refused[case.name] = problem
                 continue
-            result = await run_case(completions, case, prompt, tree, samples=self.samples, seed=seed, rounding=rounding)
+            result = await run_case(
+                completions, case, plan, samples=self.settings.samples, seed=seed, rounding=rounding
+            )
             sampled.append(result)
         self.progress.start("comparing")
         level = level_of(len(sampled))

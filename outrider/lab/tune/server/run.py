@@ -18,6 +18,7 @@ from outrider.lab.client.metrics import Speculation, read_speculation
 from outrider.lab.client.server import Refused, Server, connect, find_model, retries_text
 from outrider.lab.tune.server.advice import Load, advise, best_k
 from outrider.lab.tune.server.settings import ServerOptions
+from outrider.lab.tune.settings import Settings
 from outrider.runtime.machine import commit, versions
 from outrider.runtime.report.console import NONE, new_table
 
@@ -28,27 +29,12 @@ _PER_WORKER = 4  # requests for each that runs at a time
 _WARM_UP = 8  # tokens of the first request, which is not measured
 
 
-def run_server_tune(
-    options: ServerOptions,
-    *,
-    batches: Sequence[int],
-    temperature: float,
-    prompts: str | None,
-    limit: int | None,
-    max_tokens: int,
-    seed: int,
-    progress: Console,
-) -> dict[str, Any]:
+def run_server_tune(settings: Settings, options: ServerOptions, *, progress: Console) -> dict[str, Any]:
     """Measure a server.
 
     Args:
+        settings: the prompts, and the loads: its batches are requests at a time.
         options: the server, and a second one without speculation.
-        batches: loads: requests at a time.
-        temperature: of all requests.
-        prompts: JSONL file; None: the embedded set.
-        limit: prompts per category.
-        max_tokens: output tokens of a request.
-        seed: seed of the requests.
         progress: the console for progress.
 
     Returns:
@@ -58,12 +44,16 @@ def run_server_tune(
         OutriderError: a number is out of range, or the server cannot be reached, lists no model, or has no metrics and
             no baseline.
     """
-    if min(batches) < 1:
-        raise OutriderError(f"--batch has {min(batches)}; use numbers of requests of at least 1")
+    temperature, *others = settings.temperatures
+    if others:
+        several = ",".join(f"{each:g}" for each in settings.temperatures)
+        raise OutriderError(f"--temperature is {several}, and --server measures one temperature; give one")
+    max_tokens = settings.max_tokens
     SamplingParams(temperature=temperature, max_tokens=max_tokens)  # raises if one is out of range
-    measure = _Measure(options, read_prompts(prompts, limit=limit), temperature, max_tokens, seed)
+    prompts = read_prompts(settings.prompts, limit=settings.limit)
+    measure = _Measure(options, prompts, temperature, max_tokens, settings.seed)
     with progress.status("measuring the server"):
-        measured = asyncio.run(measure.run(batches))
+        measured = asyncio.run(measure.run(settings.batches))
     engine = measured.engine
     return {
         "benchmark": "outrider tune --server",

@@ -5,48 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import typer
-
+from outrider.core.option import SERVER, Option
 from outrider.errors import OutriderError
-from outrider.lab.client.options import SERVER_PANEL, ApiKey, ModelName, Timeout
+from outrider.lab.client.settings import ClientSettings
 
 # Options of `outrider tune` that mean something for a server. All others are refused.
 _FOR_SERVER = frozenset(
     {"server", "baseline", "model", "api_key", "num_requests", "timeout", "batch", "prompts", "limit", "max_tokens"}
-    | {"temperature", "seed", "as_json", "out"}
+    | {"temperature", "seed", "json", "out"}
 )
 _NEEDS_SERVER = ("baseline", "model", "num_requests", "timeout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
+class ServerOptions(ClientSettings):
     """Which server to measure."""
 
-    server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Measure this running server of OpenAI's API in place of a model: is speculation on, what does it"
-            " gain at each --batch, and what to set. See docs/how-to/tune-a-server.md.",
-            rich_help_panel=SERVER_PANEL,
-        ),
-    ] = None
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="A second server with the same model and no speculation, for servers that cannot switch it off for a"
-            " request (vLLM, SGLang).",
-            rich_help_panel=SERVER_PANEL,
-        ),
-    ] = None
-    model: ModelName = None
-    api_key: ApiKey = ""
-    num_requests: Annotated[
-        int | None,
-        typer.Option(min=1, help="Requests at each load. Default: 4 for each at a time.", rich_help_panel=SERVER_PANEL),
-    ] = None
-    timeout: Timeout = 300.0
+    server: Annotated[str | None, Option("URL", SERVER)] = None
+    """Measure this running server of OpenAI's API in place of a model: is speculation on, what does it gain at each
+    --batch, and what to set. See docs/how-to/tune-a-server.md."""
+    baseline: Annotated[str | None, Option("URL", SERVER)] = None
+    """A second server with the same model and no speculation, for servers that cannot switch it off for a request
+    (vLLM, SGLang)."""
+    num_requests: Annotated[int | None, Option(panel=SERVER, min=1)] = None
+    """Requests at each load. Default: 4 for each at a time."""
 
 
 def check_given(server: str | None, given: set[str]) -> None:

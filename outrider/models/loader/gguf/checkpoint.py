@@ -21,10 +21,8 @@ def gguf_checkpoint(
     weights: GGUFWeights,
     choice: DtypeChoice,
     device: torch.device,
-    *,
-    recurrent: bool = False,
 ) -> Checkpoint:
-    """Return the record of a model. It takes its weights from `lazy_model`.
+    """Return the record of a model without recurrent layers. It takes its weights from `lazy_model`.
 
     Args:
         file: the file.
@@ -33,7 +31,6 @@ def gguf_checkpoint(
         weights: the weights of the file.
         choice: the type of activations and of weights in no blocks.
         device: where the model runs.
-        recurrent: whether it has recurrent layers.
 
     Raises:
         OutriderError: the file has no tokenizer, or a damaged one.
@@ -47,7 +44,7 @@ def gguf_checkpoint(
         context_reason=context_reason(config),
         vocab=config.vocab_size,
         end_ids=file.end_ids(),
-        recurrent=recurrent,
+        recurrent=False,
         blocks=WeightFormat(tuple(file.types), file.bits) if file.quantized else None,
         block_types=weights.types,
         dtype=choice.dtype,

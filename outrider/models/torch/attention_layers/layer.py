@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider.models.torch.attention import CacheReader, MaskRule, PositionBias, attend_layer
+from outrider.models.torch.attention import CacheReader, MaskRule, PositionBias, Scoring, attend_layer
 
 
 @dataclass(slots=True)
@@ -72,4 +72,4 @@ class AttentionLayer(ABC):
         """Return attention [1, T, Hq * D]."""
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         layer = reader.layer(self.module)
-        return attend_layer(reader, layer, query, key, value, mask_rule=mask, scale=scale, bias=bias).flatten(2)
+        return attend_layer(reader, layer, query, key, value, Scoring(scale), mask_rule=mask, bias=bias).flatten(2)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from outrider.models.torch.attention import CacheReader, MaskRule, PositionBias, attend_group, attend_layer
+from outrider.models.torch.attention import CacheReader, MaskRule, PositionBias, Scoring, attend_group, attend_layer
 from outrider.models.torch.encoder_decoder.sources import Sources
 from outrider.models.torch.rotary import rotate
 
@@ -112,9 +112,8 @@ class SelfAttention(_Attention):
             query,
             key,
             self._heads(self._value(hidden_states)),
+            Scoring(self._scale, self._softcap),
             mask_rule=self._mask_rule,
-            scale=self._scale,
-            softcap=self._softcap,
             bias=self._bias,
         )
 
@@ -128,7 +127,7 @@ class CrossAttention(_Attention):
         out = query.new_empty(query.shape[2], query.shape[1], query.shape[3])
         for group, mask in zip(reader.groups, self._current.source_masks(query.dtype), strict=True):
             keys, values = sources.entries(self._layer, group)
-            attend_group(out, group, query, keys, values, mask, scale=self._scale, softcap=self._softcap)
+            attend_group(out, group, query, keys, values, mask, Scoring(self._scale, self._softcap))
         return out[None]
 
     def encode(self, slot: int, encoded: torch.Tensor) -> None:

@@ -7,6 +7,8 @@ all tokens are the solution of a triangular system.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from outrider.models.torch.recurrent.layer import Staged, Tensors, add_entries, add_product, pick
@@ -20,22 +22,24 @@ _KEY, _VALUE, _OWN, _DECAY = "key", "value", "own decay", "decay"  # by inputs
 _COSTS = WayCosts(token_calls=7, token_moves=6, input_calls=47, input_moves=8)
 
 
-def advance(
-    staged: Staged,
-    query: torch.Tensor,  # [B, L, H, K], scaled
-    key: torch.Tensor,  # [B, L, H, K]
-    value: torch.Tensor,  # [B, L, H, V]
-    decay: torch.Tensor,  # [B, L, H] logarithm of the decay; or [B, L, H, K], by element of the key
-    beta: torch.Tensor,  # [B, L, H]
-    rows: Rows,
-) -> torch.Tensor:
-    """Add new entries and return their outputs [B, L, H, V]. All tensors are float32."""
-    if decay.dim() == 3:
-        decay = decay[..., None]
+class Inputs(NamedTuple):
+    """New entries, float32."""
+
+    query: torch.Tensor  # [B, L, H, K], scaled
+    key: torch.Tensor  # [B, L, H, K]
+    value: torch.Tensor  # [B, L, H, V]
+    decay: torch.Tensor  # [B, L, H] logarithm of the decay; or [B, L, H, K], by element of the key
+    beta: torch.Tensor  # [B, L, H]
+
+
+def advance(staged: Staged, inputs: Inputs, rows: Rows) -> torch.Tensor:
+    """Add new entries and return their outputs [B, L, H, V], float32."""
+    if inputs.decay.dim() == 3:
+        inputs = inputs._replace(decay=inputs.decay[..., None])
     is_first = rows.num_entries == rows.num_new
     if STATES in staged.entries or (is_first and _keeps_states(staged, rows)):
-        return _advance_by_states(staged, query, key, value, decay, beta, rows)
-    return _advance_by_inputs(staged, query, key, value, decay, beta, rows)
+        return _advance_by_states(staged, inputs, rows)
+    return _advance_by_inputs(staged, inputs, rows)
 
 
 def _keeps_states(staged: Staged, rows: Rows) -> bool:
@@ -55,15 +59,8 @@ def state_after(staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:
     return {STATE: add_product(state, key, staged.entries[_VALUE].transpose(1, 2))}
 
 
-def _advance_by_states(
-    staged: Staged,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    rows: Rows,
-) -> torch.Tensor:
+def _advance_by_states(staged: Staged, inputs: Inputs, rows: Rows) -> torch.Tensor:
+    query, key, value, decay, beta = inputs
     outputs = []
 
     def step(index: int, before: torch.Tensor, out: torch.Tensor) -> None:
@@ -78,15 +75,8 @@ def _advance_by_states(
     return torch.stack(outputs, 1)
 
 
-def _advance_by_inputs(
-    staged: Staged,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    rows: Rows,
-) -> torch.Tensor:
+def _advance_by_inputs(staged: Staged, inputs: Inputs, rows: Rows) -> torch.Tensor:
+    query, key, value, decay, beta = inputs
     num_earlier = rows.num_entries - rows.num_new
     add_entries(staged, {_KEY: key, _OWN: decay})
     path = rows.visible.to(decay.dtype)  # [B, L, E]

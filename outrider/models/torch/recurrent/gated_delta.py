@@ -36,7 +36,8 @@ class GatedDeltaLayer(RecurrentLayer):
         query = _normalize(split_heads(query, key_heads)).repeat_interleave(heads // key_heads, 2) * key_dim**-0.5
         key = _normalize(split_heads(key, key_heads)).repeat_interleave(heads // key_heads, 2)
         value = split_heads(value, heads)
-        out: torch.Tensor = delta_rule.advance(staged, query, key, value, inputs["decay"], inputs["beta"], rows)
+        new = delta_rule.Inputs(query, key, value, inputs["decay"], inputs["beta"])
+        out: torch.Tensor = delta_rule.advance(staged, new, rows)
         return out.to(inputs["qkv"].dtype)
 
     def state_after(self, staged: Staged, rows: Rows, last: torch.Tensor) -> Tensors:

@@ -1,0 +1,31 @@
+"""Options of the commands that measure the answers to prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from outrider.core.option import MEASURE, SAMPLING, Option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSettings:
+    """The prompts, and their answers."""
+
+    prompts: Annotated[str | None, Option("FILE", MEASURE)] = None
+    """JSON lines with prompt or messages, or for an encoder-decoder target source, and optionally category. Default: an
+    embedded set."""
+    limit: Annotated[int | None, Option(panel=MEASURE)] = None
+    """Prompts of each category. Default: all."""
+    max_tokens: Annotated[int, Option(panel=SAMPLING)] = 128
+    """Most output tokens."""
+    seed: Annotated[int, Option(panel=SAMPLING, min=0)] = 0
+    """Seed of all sampling."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedSettings(PromptSettings):
+    """The prompts, which are measured several times."""
+
+    repeats: Annotated[int, Option(panel=MEASURE)] = 3
+    """How often each prompt is measured."""
