@@ -3,8 +3,6 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich.console import Console
-
 from outrider import LLM, SamplingParams
 from outrider.models.loader.embedded import embedded
 from outrider.train.run import Training
@@ -27,7 +25,7 @@ with TemporaryDirectory() as folder:
         eval_every=0,
     )
     # The same as: outrider train mtp --target ... --data prompts.jsonl --out head
-    Training("mtp", settings).run(Console(stderr=True))
+    Training("mtp", settings).run()
     llm = LLM(embedded("nano"), proposer=f"draft:{head}", k=2)
     completion = llm.generate("def add(a, b):", SamplingParams(max_tokens=24))[0]
     print(completion.text)

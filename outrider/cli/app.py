@@ -385,7 +385,6 @@ def _tune_server(server: TuneServer, asked: TuneOptions, measured: MeasureOption
         limit=measured.limit,
         max_tokens=measured.max_tokens,
         seed=measured.seed,
-        progress=Console(stderr=True),
     )
     print_document(document, show, as_json=as_json)
 

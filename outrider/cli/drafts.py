@@ -180,6 +180,5 @@ def layers(
         max_trials=max_trials,
         max_tokens=max_tokens,
         seed=seed,
-        progress=Console(stderr=True),
     )
     print_document(document, show_layers, as_json=as_json)

@@ -13,8 +13,6 @@ from operator import add
 from time import perf_counter
 from typing import Any
 
-from rich.console import Console
-
 from outrider.cli.mistakes import print_mistake
 from outrider.cli.options import ChatOptions, ModelOptions
 from outrider.cli.output import Outcome, Output
@@ -40,8 +38,7 @@ def load(models: ModelOptions, **others: Any) -> LLM:
     """Load the models of the options. `others` are further fields of `EngineConfig`."""
     config = EngineConfig(**asdict(models), **others)
     fetch_models(config.target, config.proposer)
-    with Console(stderr=True).status("loading models"):
-        return LLM(config=config)
+    return LLM(config=config)
 
 
 def _encode(llm: LLM, text: str | None, options: SourceOptions) -> Prompt | None:

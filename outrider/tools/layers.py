@@ -13,12 +13,13 @@ from outrider.core.prompts import read_prompts
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.runtime import machine
+from outrider.runtime.progress import stage
 from outrider.runtime.report.console import count_text
 from outrider.tools.layer_search import Figures, LayerSearch, Timing, generate_texts, measure, split_prompts
 
 
 def run_layers(
-    llm: LLM, *, prompts: str | None, limit: int | None, max_trials: int, max_tokens: int, seed: int, progress: Console
+    llm: LLM, *, prompts: str | None, limit: int | None, max_trials: int, max_tokens: int, seed: int
 ) -> dict[str, Any]:
     """Run the search and report figures of held-out prompts.
 
@@ -29,7 +30,6 @@ def run_layers(
         max_trials: maximum number of sets of layers to try.
         max_tokens: maximum number of output tokens per prompt.
         seed: the seed that splits the prompts.
-        progress: the console of the progress display.
 
     Returns:
         The JSON document.
@@ -40,13 +40,13 @@ def run_layers(
     target = llm.parts.target
     if llm.parts.source_rules is not None:
         raise OutriderError("layers does not support encoder-decoder targets; use a decoder-only target")
-    with progress.status("generating texts") as status:
+    with stage("generating texts") as search_stage:
         search_prompts, held_out_prompts = split_prompts(read_prompts(prompts, limit=limit), seed)
         search_texts = generate_texts(llm, search_prompts, max_tokens)
         held_out_texts = generate_texts(llm, held_out_prompts, max_tokens)
         if not search_texts or not held_out_texts:
             raise OutriderError("the target generates no tokens after these prompts; give other prompts")
-        search = LayerSearch(target, search_texts, max_trials=max_trials, on_progress=status.update)
+        search = LayerSearch(target, search_texts, max_trials=max_trials, on_progress=search_stage.describe)
         best = [figures for figures in (search.best_exit(), search.best_skip()) if figures]
         searched = {figures.expression: figures for figures in best}
         held_out = [search.report(figures, held_out_texts) for figures in searched.values()]

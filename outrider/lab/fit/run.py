@@ -176,10 +176,9 @@ class Fit:
         skipped = {"trained": False, "minutes": settings.minutes}
         plan = self._stored_plan()
         try:
-            with self._progress.status("loading models"):
-                training = make_training(
-                    settings, self._files, plan, self._head, tokens_per_s=self._tokens_per_s(self._state.get("first"))
-                )
+            training = make_training(
+                settings, self._files, plan, self._head, tokens_per_s=self._tokens_per_s(self._state.get("first"))
+            )
         except OutriderError as error:
             # A head that the user has not asked for by name may not fit the target. One that has begun does fit.
             if settings.head != AUTO_HEAD or self._head.exists():
@@ -219,7 +218,6 @@ class Fit:
                 advice["proposer"],
                 max(advice["fixed_k"], 1),
                 final["kernels"],
-                self._progress,
                 tokens_per_s=self._tokens_per_s(final),
                 draft_quantize=advice.get("draft_quantize"),
             )

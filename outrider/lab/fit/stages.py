@@ -29,6 +29,7 @@ from outrider.lab.tune.run import make_document
 from outrider.lab.tune.settings import Settings as TuneSettings
 from outrider.lab.tune.settings import read_ks
 from outrider.models.loader.load import check_fits, choose_device
+from outrider.runtime.progress import stage
 from outrider.runtime.report.console import Document
 from outrider.train.run import Training
 from outrider.train.settings import Settings as TrainSettings
@@ -128,7 +129,7 @@ def train_head(settings: Settings, plan: TrainingPlan, training: Training, progr
         OutriderError: the loss is not a number, or the disk is full.
     """
     report = _GainReport(settings, training, progress)
-    document, _ = training.run(progress, on_evaluation=report.show)
+    document, _ = training.run(on_evaluation=report.show)
     return {
         "trained": True,
         "minutes": settings.minutes,
@@ -203,7 +204,6 @@ def certify(
     proposer: str,
     k: int,
     kernels: str,
-    progress: Console,
     *,
     tokens_per_s: float,
     draft_quantize: str | None = None,
@@ -216,7 +216,6 @@ def certify(
         proposer: the chosen proposer.
         k: the draft length.
         kernels: what the target ran on. Kernels whose rounding depends on the batch are audited in float32.
-        progress: where progress goes.
         tokens_per_s: of plain decoding.
         draft_quantize: the weights of its draft; None: those of the options.
 
@@ -233,7 +232,7 @@ def certify(
     try:
         if not kernels.startswith("native"):
             check_fits(target, dtype="float32", device=settings.device)
-        with progress.status("certifying"):
+        with stage("certifying"):
             report = run_audit(
                 settings.target,
                 proposer,

@@ -21,6 +21,7 @@ import torch
 from outrider.errors import UnsupportedModel
 from outrider.models.native.abi import check_layout
 from outrider.runtime.compiler import install_command
+from outrider.runtime.progress import stage
 
 _log = logging.getLogger("outrider")
 _SOURCE_FOLDER = Path(__file__).parent / "csrc"
@@ -138,10 +139,12 @@ def _compile(compiler: str, path: Path) -> float:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         _log.warning("compiling the CPU kernels, once per machine; this takes about ten seconds")
         objects = [str(Path(folder) / f"{unit}.o") for unit in _UNITS]
-        for unit, output in zip(_UNITS, objects, strict=True):
-            _run_compiler(compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", output)
         library = Path(folder) / "kernels.so"
-        _run_compiler(compiler, "-shared", *link_flags, *objects, "-o", str(library))
+        with stage("compiling the CPU kernels, once per machine", len(_UNITS)) as compiling:
+            for unit, output in zip(_UNITS, objects, strict=True):
+                _run_compiler(compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", output)
+                compiling.advance()
+            _run_compiler(compiler, "-shared", *link_flags, *objects, "-o", str(library))
         # An atomic move, since other processes may compile at the same time.
         os.replace(library, path)
     return perf_counter() - start

@@ -16,7 +16,6 @@ from outrider.core.params import SamplingParams, check_draft_length
 from outrider.errors import OutriderError
 from outrider.lab.audit.pair import Pair
 from outrider.lab.audit.prompts import Prompt, read_prompts
-from outrider.lab.audit.report import ProgressBar
 from outrider.lab.audit.server.client import Completions, has_completions, open_completions
 from outrider.lab.audit.server.diagnosis import diagnose, powers
 from outrider.lab.audit.server.distribution import CASES, Designer, Sampled, cases_of, entry, level_of, run_case
@@ -28,6 +27,7 @@ from outrider.lab.audit.server.settings import ServerOptions
 from outrider.lab.client.server import Server, connect, find_model, retries_text
 from outrider.models.loader.embedded import model_folder
 from outrider.runtime.machine import commit, hardware, use_threads, versions
+from outrider.runtime.progress import stage
 
 _MIN_SAMPLES = 100
 _ROOM = 16  # tokens after a prompt, beside those that are replayed
@@ -60,7 +60,7 @@ def run_server_audit(
         threads: CPU threads, as in `EngineConfig`.
         kernels: as in `EngineConfig`.
         quantize: as in `EngineConfig`, for a server whose weights are quantized in the same way.
-        console: where to print progress and results; None: print nothing.
+        console: where to print results; None: print nothing.
 
     Returns:
         A JSON document: `passed`, and the sections `replay`, `distribution` and `diagnosis`.
@@ -75,8 +75,7 @@ def run_server_audit(
     use_threads(threads)
     began = perf_counter()
     config = EngineConfig(target=target, proposer="none", device=device, kernels=kernels, quantize=quantize)
-    with ProgressBar(console) as progress:
-        report = asyncio.run(_audit(config, options, read_prompts(prompts), k, samples, progress))
+    report = asyncio.run(_audit(config, options, read_prompts(prompts), k, samples))
     report |= {
         "server": options.server,
         "target": target or "the embedded model",
@@ -99,13 +98,12 @@ async def _audit(
     prompts: tuple[Prompt, ...],
     k: int,
     samples: int,
-    progress: ProgressBar,
 ) -> dict[str, Any]:
     assert options.server is not None
     async with connect(options.server, api_key=options.api_key, timeout=options.timeout) as server:
         name = await find_model(server, options.model)  # before a model is loaded
         chat = options.chat or not await has_completions(server, name)
-        return await _Audit(config, options, k, samples, progress).run(server, name, _asked(prompts, chat), chat)
+        return await _Audit(config, options, k, samples).run(server, name, _asked(prompts, chat), chat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +114,16 @@ class _Audit:
     options: ServerOptions
     k: int
     samples: int
-    progress: ProgressBar
 
     async def run(self, server: Server, name: str, prompts: tuple[Prompt, ...], chat: bool) -> dict[str, Any]:
         folder = str(model_folder(self.config.target))
         pair, dtype, rounding = self._load(folder, prompts)
         encoded = list(zip(prompts, pair.prompts, strict=True))
         completions = await open_completions(server, name, *encoded[0], chat=chat, concurrency=self.options.concurrency)
-        completions.on_done = self.progress.step
         texts = Texts(pair.tokenizer, pair.vocab)
-        self.progress.start("greedy", len(encoded))
-        greedy = await self._greedy(completions, encoded)
+        with stage("greedy", len(encoded)) as asked:
+            completions.on_done = asked.advance
+            greedy = await self._greedy(completions, encoded)
         replayed = replay(pair, texts, encoded, greedy, dtype=dtype, rounding=rounding)
         sampling = await self._sample(completions, pair, texts, encoded, rounding)
         return {
@@ -148,7 +145,8 @@ class _Audit:
 
     def _pair(self, folder: str, prompts: Sequence[Prompt], dtype: str) -> Pair:
         config = replace(self.config, target=folder, dtype=dtype)
-        return Pair(config, prompts, room=self.options.tokens + _ROOM)
+        with stage("loading models"):
+            return Pair(config, prompts, room=self.options.tokens + _ROOM)
 
     def _load(self, folder: str, prompts: tuple[Prompt, ...]) -> tuple[Pair, torch.dtype, float]:
         """Return the model in float32, the type of the server's numbers, and how far rounding moves a logit."""
@@ -182,32 +180,33 @@ class _Audit:
         encoded: Sequence[tuple[Prompt, Tokens]],
         rounding: float,
     ) -> dict[str, Any]:
-        self.progress.start("planning the tests")
-        draft = self._draft(pair, [prompt for prompt, _ in encoded])
-        defects = hypotheses(draft=draft is not None, k=self.k)
-        designer = Designer(
-            Model(pair),
-            draft,
-            None if completions.abilities.token_ids else texts,
-            encoded,
-            defects,
-            rounding=rounding,
-        )
-        plans = [(case, designer.choose(case)) for case in cases_of(self.options.tests)]
-        self.progress.start("sampling", self.samples * sum(plan is not None for _, plan in plans))
+        with stage("planning the tests"):
+            draft = self._draft(pair, [prompt for prompt, _ in encoded])
+            defects = hypotheses(draft=draft is not None, k=self.k)
+            designer = Designer(
+                Model(pair),
+                draft,
+                None if completions.abilities.token_ids else texts,
+                encoded,
+                defects,
+                rounding=rounding,
+            )
+            plans = [(case, designer.choose(case)) for case in cases_of(self.options.tests)]
         sampled: list[Sampled] = []
         refused: dict[str, str] = {}
-        for case, plan in plans:
-            if plan is None:
-                continue
-            prompt, tree = plan
-            seed = self.options.seed * len(CASES) + CASES.index(case)
-            if (problem := await completions.refusal(prompt, tree.prompt, case.params)) is not None:
-                refused[case.name] = problem
-                continue
-            result = await run_case(completions, case, prompt, tree, samples=self.samples, seed=seed, rounding=rounding)
-            sampled.append(result)
-        self.progress.start("comparing")
+        with stage("sampling", self.samples * sum(plan is not None for _, plan in plans)) as asked:
+            completions.on_done = asked.advance
+            for case, plan in plans:
+                if plan is None:
+                    continue
+                prompt, tree = plan
+                seed = self.options.seed * len(CASES) + CASES.index(case)
+                if (problem := await completions.refusal(prompt, tree.prompt, case.params)) is not None:
+                    refused[case.name] = problem
+                    continue
+                sampled.append(
+                    await run_case(completions, case, prompt, tree, samples=self.samples, seed=seed, rounding=rounding)
+                )
         level = level_of(len(sampled))
         tests = [entry(each, level=level) for each in sampled]
         passed = bool(tests) and all(test["passed"] for test in tests)

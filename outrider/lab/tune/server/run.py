@@ -19,6 +19,7 @@ from outrider.lab.client.server import Refused, Server, connect, find_model, ret
 from outrider.lab.tune.server.advice import Load, advise, best_k
 from outrider.lab.tune.server.settings import ServerOptions
 from outrider.runtime.machine import commit, versions
+from outrider.runtime.progress import stage
 from outrider.runtime.report.console import NONE, new_table
 
 # Fields of a request that switch speculation off, for the servers that have one. llama.cpp of October 2026 ignores its
@@ -37,7 +38,6 @@ def run_server_tune(
     limit: int | None,
     max_tokens: int,
     seed: int,
-    progress: Console,
 ) -> dict[str, Any]:
     """Measure a server.
 
@@ -49,7 +49,6 @@ def run_server_tune(
         limit: prompts per category.
         max_tokens: output tokens of a request.
         seed: seed of the requests.
-        progress: the console for progress.
 
     Returns:
         The JSON document.
@@ -62,7 +61,7 @@ def run_server_tune(
         raise OutriderError(f"--batch has {min(batches)}; use numbers of requests of at least 1")
     SamplingParams(temperature=temperature, max_tokens=max_tokens)  # raises if one is out of range
     measure = _Measure(options, read_prompts(prompts, limit=limit), temperature, max_tokens, seed)
-    with progress.status("measuring the server"):
+    with stage("measuring the server"):
         measured = asyncio.run(measure.run(batches))
     engine = measured.engine
     return {
