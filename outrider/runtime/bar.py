@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import Timer
 from time import perf_counter
 from typing import Any
 
@@ -25,8 +26,8 @@ from rich.text import Text
 
 from outrider.runtime.progress import Stage, shown_on
 
-_HIDDEN_SECONDS = 0.5  # work that is done by then shows nothing
-_LINE_SECONDS = 5.0  # between two lines about one stage
+_HIDDEN_SECONDS = 0.5  # work that is done by then shows no bar
+_LINE_SECONDS = 5.0  # before the first line about a stage, and between two lines
 _LINES = 10  # at most, about one stage
 _SHARES = 1  # the total of a stage whose unit is the whole work
 _BAR_WIDTH = 20  # characters
@@ -58,13 +59,15 @@ class StageBar:
         self._bar: _Bar | None = None
         self._tasks: dict[Stage, Any] = {}
         self._lines: dict[Stage, tuple[float, int]] = {}  # time of the next line, and lines so far
+        self._timers: dict[Stage, Timer] = {}  # which print an announcement
 
     def begin(self, stage: Stage) -> None:
         self.stages.append(stage)
         if not self._console.is_terminal:
-            self._lines[stage] = perf_counter() + _HIDDEN_SECONDS, 0
+            self._lines[stage] = perf_counter() + _LINE_SECONDS, 0
             if stage.announcement:
-                self._log(stage.announcement)
+                self._timers[stage] = Timer(_LINE_SECONDS, self._log, [stage.announcement])
+                self._timers[stage].start()
             return
         if self._bar is None:
             self._bar = _Bar(self._console)
@@ -92,6 +95,8 @@ class StageBar:
     def end(self, stage: Stage) -> None:
         self.stages.remove(stage)
         self._lines.pop(stage, None)
+        if timer := self._timers.pop(stage, None):
+            timer.cancel()
         if self._bar is None:
             return
         self._bar.remove_task(self._tasks.pop(stage))

@@ -23,7 +23,7 @@ class Stage:
     total: float | None = None  # None: nobody knows how much there is to do
     _: KW_ONLY
     counts_bytes: bool = False
-    announcement: str = ""  # a line for a place without bars, before work that may take long
+    announcement: str = ""  # a line for a place without bars, if the stage takes long
     done: float = 0
     display: Display | None = None
 

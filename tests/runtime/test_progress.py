@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from threading import Timer
 
 import pytest
 from rich.console import Console
@@ -58,20 +59,34 @@ def test_without_a_display_only_the_announcement_is_logged(caplog):
 
 def test_lines_without_a_terminal(monkeypatch):
     """Bytes have a line for each tenth at most, and none in the first moments or after the end."""
-    times = iter([0.0, 0.1, 0.6, 0.6, 0.7, 6.0, 6.0, 12.0])
+    times = iter([0.0, 0.1, 5.1, 5.1, 5.2, 11.0, 11.0, 17.0])
     monkeypatch.setattr(bar, "perf_counter", lambda: next(times))
     out = console(terminal=False)
-    with shown_on(StageBar(out)), stage("reading x", 1000, counts_bytes=True, announcement="reading x now") as opened:
+    with shown_on(StageBar(out)), stage("reading x", 1000, counts_bytes=True) as opened:
         for size in (10, 100, 10, 200, 680):
             opened.advance(size)
         opened.say("done")
     opened.advance(1)
     assert out.file.getvalue().splitlines() == [
-        "reading x now",
         "reading x: 11% of 1.0 kB",
         "reading x: 32% of 1.0 kB",
         "done",
     ]
+
+
+def test_an_announcement_appears_if_the_stage_takes_long(monkeypatch):
+    started = []
+    monkeypatch.setattr(bar, "Timer", lambda *arguments: started.append(Timer(*arguments)) or started[-1])
+    lines = []
+    with shown_on(StageBar(console(terminal=False), lines.append)):
+        with stage("checking", announcement="checking x"):
+            pass
+        assert started[0].finished.is_set()  # it is cancelled
+        assert lines == []
+        monkeypatch.setattr(bar, "_LINE_SECONDS", 0.0)
+        with stage("checking", announcement="checking x"):
+            started[1].join()
+    assert lines == ["checking x"]
 
 
 def test_log_in_place_of_the_console(monkeypatch):
@@ -136,12 +151,12 @@ def test_a_load_counts_all_bytes(kernels, tmp_path):
         done, total = recorder.ended[f"reading the weights of {path.name}"]
         assert total > 10_000
         assert done == pytest.approx(total)
-        assert any(title.startswith("checking against transformers ") for title in recorder.ended)
+        assert any(title.startswith(f"checking {path.name} against transformers ") for title in recorder.ended)
         assert list(recorder.ended)[-1] == "loading models"
 
 
 def test_a_command_shows_its_load_and_keeps_standard_output_clean(monkeypatch, tmp_path):
-    monkeypatch.setattr(bar, "_HIDDEN_SECONDS", 0.0)
+    monkeypatch.setattr(bar, "_LINE_SECONDS", 0.0)
     folder = tiny.save(tmp_path / "model", tiny.EVERY["llama"]())
     command = [
         "run",
@@ -160,5 +175,5 @@ def test_a_command_shows_its_load_and_keeps_standard_output_clean(monkeypatch, t
     assert result.exit_code == 0
     json.loads(result.stdout)
     assert "reading the weights of model: " in result.stderr
-    assert "checking the logits against transformers " in result.stderr
+    assert "checking the logits of model against transformers " in result.stderr
     assert "--check never" not in result.stderr  # it is checked because of --check

@@ -452,7 +452,7 @@ def test_document_is_printed_if_the_report_cannot_be_written(data, tmp_path, mon
     def fail(text, file):
         raise OutriderError(f"{file} cannot be written")
 
-    training = SimpleNamespace(run=lambda console: ({"benchmark": "outrider train"}, []))
+    training = SimpleNamespace(run=lambda: ({"benchmark": "outrider train"}, []))
     monkeypatch.setattr("outrider.train.command.Training", lambda kind, settings: training)
     monkeypatch.setattr("outrider.train.command.page", lambda document, lines: "")
     monkeypatch.setattr("outrider.train.command.write_report", fail)

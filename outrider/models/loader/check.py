@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -79,13 +80,14 @@ def make_checked_target(
 
 def _passed(target: Target, checkpoint: Checkpoint, bits: int, check: str) -> CheckResult:
     """Return the kept result of an earlier check, or check the target."""
+    name = Path(checkpoint.folder).name or "the model"
     reference = f"transformers {version('transformers')}"
     how, skip = (", once per checkpoint", "; --check never skips this") if check == ONCE else ("", "")
 
     def check_now() -> CheckResult:
         with stage(
-            f"checking against {reference}{skip}",
-            announcement=f"checking the logits against {reference}{how}{skip}",
+            f"checking {name} against {reference}{skip}",
+            announcement=f"checking the logits of {name} against {reference}{how}{skip}",
         ):
             return check_target(target, checkpoint)
 

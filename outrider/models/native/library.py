@@ -18,7 +18,7 @@ from time import perf_counter
 
 import torch
 
-from outrider.errors import UnsupportedModel
+from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.native.abi import check_layout
 from outrider.runtime.compiler import install_command
 from outrider.runtime.progress import stage
@@ -172,5 +172,12 @@ def _fingerprint(compiler: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder of files that are made once per machine."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    """Return the folder of files that are made once per machine.
+
+    Raises:
+        OutriderError: neither XDG_CACHE_HOME nor a home folder says where it is.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    except RuntimeError as error:  # a container may run as a user that its system does not know
+        raise OutriderError("this user has no home folder; set XDG_CACHE_HOME to a writable folder") from error

@@ -41,8 +41,9 @@ def shown_download(name: str, *, files: int, size: int) -> Iterator[type[SilentB
     title = f"downloading {name}"
     with (
         nullcontext() if is_shown() else shown_on_stderr(),
-        stage(title, size or None, counts_bytes=True, announcement=f"{title}: {count}, {decimal(size)}") as download,
+        stage(title, size or None, counts_bytes=True) as download,
     ):
+        download.say(f"{title}: {count}, {decimal(size)}")
         began = perf_counter()
         try:
             yield _bar(download.advance)
