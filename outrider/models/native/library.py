@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
 from functools import cache
 from pathlib import Path
 from time import perf_counter
@@ -64,13 +65,9 @@ def load_library() -> Library:
     """
     compiler = find_compiler()
     path = cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
-    try:
-        seconds = 0.0 if path.is_file() else _compile(compiler, path)
-    except OSError as error:
-        raise MissingKernels(
-            f"the folder of the compiled kernels, {path.parent}, cannot be written ({error}); set XDG_CACHE_HOME to a"
-            " writable folder"
-        ) from error
+    seconds = 0.0 if path.is_file() else _compile_once(compiler, path)
+    if isinstance(seconds, MissingKernels):
+        raise MissingKernels(str(seconds))
     try:
         # The OpenMP symbols are not linked, so they resolve to torch's. Two thread teams would compete for the cores.
         code = ctypes.CDLL(str(path))
@@ -131,6 +128,20 @@ def find_compiler() -> str:
     raise MissingKernels(f"no C++ compiler was found (g++ or clang++); {advice}")
 
 
+@cache  # a failure as well, since a start asks for the kernels several times
+def _compile_once(compiler: str, path: Path) -> float | MissingKernels:
+    """Compile the kernels to `path`. Return the time in seconds, or why they cannot be compiled."""
+    try:
+        return _compile(compiler, path)
+    except MissingKernels as error:
+        return error
+    except OSError as error:
+        fix = "free some space" if error.errno in (ENOSPC, EDQUOT) else "set XDG_CACHE_HOME to a writable folder"
+        return MissingKernels(
+            f"the folder of the compiled kernels, {path.parent}, cannot be written ({error.strerror}); {fix}"
+        )
+
+
 def _compile(compiler: str, path: Path) -> float:
     """Compile the kernels to `path`. Return the time in seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +168,8 @@ def _run_compiler(*command: str) -> None:
         raise MissingKernels(f"the C++ compiler does not run ({error}); name another in CXX") from error
     if result.returncode:
         message = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-200:])
-        raise MissingKernels(f"{command[0]} cannot compile the kernels ({message.strip()}); name another in CXX")
+        fix = "free some space" if "No space left" in result.stderr else "name another in CXX"
+        raise MissingKernels(f"{command[0]} cannot compile the kernels ({message.strip()}); {fix}")
 
 
 def _fingerprint(compiler: str) -> str:
