@@ -85,12 +85,13 @@ def served(options: list[str], *, bare: bool = False) -> Iterator[Server]:
         deadline = time.monotonic() + _TIMEOUT
         while True:
             try:
-                httpx.get(f"http://127.0.0.1:{port}/health")
-                break
+                if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
+                    break
             except httpx.TransportError:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError("the server did not start; see its output above") from None
-                time.sleep(0.2)
+                pass
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError("the server did not start; see its output above")
+            time.sleep(0.2)
         yield Server(url=f"http://127.0.0.1:{port}/v1", process=process)
     finally:
         process.send_signal(signal.SIGTERM)

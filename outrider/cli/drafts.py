@@ -97,5 +97,5 @@ def layers(*, settings: LayersSettings, printing: Printing) -> None:
     """
     from outrider.tools.layers import run_layers, show_layers
 
-    document = run_layers(settings, progress=Console(stderr=True))
+    document = run_layers(settings)
     print_document(document, show_layers, as_json=printing.json)

@@ -10,6 +10,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from outrider.errors import OutriderError
+from outrider.runtime.bar import shown_on_stderr
 
 # The exceptions of click, or of the copy of click in newer releases of typer.
 _exceptions: Any = import_module(typer.BadParameter.__module__)
@@ -35,7 +36,8 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Read the options of a command and run it."""
         try:
-            return super().invoke(ctx)
+            with shown_on_stderr():
+                return super().invoke(ctx)
         except OutriderError as error:
             print_mistake(str(error))
             raise typer.Exit(2) from None

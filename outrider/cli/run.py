@@ -12,8 +12,6 @@ from itertools import islice
 from operator import add
 from time import perf_counter
 
-from rich.console import Console
-
 from outrider.cli.mistakes import print_mistake
 from outrider.cli.options import PromptOptions
 from outrider.cli.output import Outcome, Output
@@ -40,8 +38,7 @@ _COULD_CHAT = "this completed plain text, and the model has a chat template; add
 def load(config: EngineConfig) -> LLM:
     """Load the models of a configuration."""
     fetch_models(config.target, config.proposer)
-    with Console(stderr=True).status("loading models"):
-        return LLM(config=config)
+    return LLM(config=config)
 
 
 def converse(

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from outrider.errors import OutriderError
 
+_WELCOME = "type a prompt; Ctrl-D or an empty line leaves"
 _LEAVE = "Ctrl-C again leaves; so do Ctrl-D and an empty line"
 _ENDING = b"\nthe answer ends after this pass of the model; Ctrl-C once more ends the program\n"
 
@@ -29,6 +30,7 @@ def typed(prompt: str | None) -> Iterator[str]:
     else:
         with suppress(ImportError):  # gives `input` a history and line editing, if available
             import readline  # noqa: F401
+        Console(stderr=True).print(_WELCOME, style="dim", highlight=False)
         while text := ask():
             yield text
 

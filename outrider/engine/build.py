@@ -48,6 +48,7 @@ from outrider.models.native.rules import fastest_verifier
 from outrider.models.native.sampling import fastest_sampling
 from outrider.models.torch.checkpoint import Checkpoint, Precision, WeightFormat
 from outrider.runtime.machine import free_memory
+from outrider.runtime.progress import stage
 from outrider.runtime.ranks import current, join
 from outrider.verify.rules import Verifier
 
@@ -150,7 +151,8 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
     check_draft_settings(
         proposer, window=config.draft_window, quantize=config.draft_quantize, placement=config.draft_placement
     )
-    return build_engine(load_target(config), config, planner=planner)
+    with stage("loading models"):
+        return build_engine(load_target(config), config, planner=planner)
 
 
 def load_target(config: EngineConfig) -> LoadedTarget:

@@ -9,6 +9,7 @@ from outrider.core.proposer import Proposer
 from outrider.core.target import Target
 from outrider.drafting.propose.leaves import draft_models
 from outrider.engine.build import EngineParts
+from outrider.runtime.progress import stage
 
 _LONGEST = 2048  # tokens of a sequence; longer passes are recorded when they are used
 _DRAFT_LENGTHS = (2, 4, 8)  # those that the planner of k auto chooses most
@@ -39,8 +40,10 @@ def _record(model: Target, *, columns: tuple[int, ...], steps: tuple[int, ...] =
         return 0.0
     length = min(model.context, _LONGEST)
     steps = tuple(step for step in steps if step > 0)
-    seconds: float = sum(
-        graphs.warm(rows=rows, length=length, columns=columns, steps=steps, vocab=vocab, exact=False)
-        for rows in sorted({1, model.slots}, reverse=True)
-    )
+    title = "compiling the layers and recording passes as CUDA graphs"
+    with stage(title, announcement=title):
+        seconds: float = sum(
+            graphs.warm(rows=rows, length=length, columns=columns, steps=steps, vocab=vocab, exact=False)
+            for rows in sorted({1, model.slots}, reverse=True)
+        )
     return seconds

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from signal import SIGTERM, signal
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
 
 from outrider.drafting.propose.leaves import draft_models
 from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.models.loader.embedded import model_name
+from outrider.runtime.bar import StageBar
+from outrider.runtime.progress import shown_on
 from outrider.runtime.ranks import Ranks
 from outrider.runtime.report.console import count_text
 from outrider.serve.api_keys import read_keys
@@ -32,13 +36,14 @@ if TYPE_CHECKING:
 
 _MAX_QUEUED_VIDEOS = 16
 _MAX_KEPT_VIDEOS = 64
+_log = logging.getLogger("outrider.serve")
 
 
 def serve(load: Callable[[], LLM], settings: Settings, *, ranks: Ranks | None = None) -> None:
-    """Bind the port, load the models, and serve until a signal arrives.
+    """Listen on the port, load the models, and serve until a signal arrives. Until they are loaded, the status is 503.
 
     Args:
-        load: loads the models. It is called after the port is bound.
+        load: loads the models. It is called when the port listens.
         settings: the options of `outrider serve`.
         ranks: the ranks of tensor parallelism, of which this is the first; the others call `serve.ranks.follow`.
 
@@ -50,6 +55,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, ranks: Ranks | None = 
 
         from outrider.serve.app import make_app
         from outrider.serve.async_llm import AsyncLLM
+        from outrider.serve.loading import LoadingServer
         from outrider.serve.monitoring.request_log import configure_logging
         from outrider.serve.monitoring.tracing import make_tracer
     except ImportError as error:
@@ -60,19 +66,23 @@ def serve(load: Callable[[], LLM], settings: Settings, *, ranks: Ranks | None = 
     name = settings.served_model_name or model_name(settings.engine.target)
     with ExitStack() as stack:
         sockets = [stack.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
-        videos = load_videos(settings)  # first, because these models are small, and a mistake is reported early
-        llm = load()
-        typer.echo(_cache_summary(llm), err=True)
-        if seconds := record_passes(llm.parts):
-            typer.echo(f"compiled the layers and recorded passes as CUDA graphs in {seconds:.1f} s", err=True)
-        num_seqs = settings.engine.max_num_seqs
-        async_llm = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=num_seqs)
-        leader = None if ranks is None else _lead(ranks, llm, async_llm)
-        gc.collect()
-        gc.freeze()  # keep the garbage collector from scanning the loaded models
-        app = make_app(async_llm, settings, name=name, videos=videos, tracer=tracer)
-        server = uvicorn.Server(_config(app, settings))
         listen(sockets, settings.host)
+        display = StageBar(Console(stderr=True), _log.info)
+        with shown_on(display), LoadingServer(sockets, display, **_http_options(settings)) as loading:
+            videos = load_videos(settings)  # first, because these models are small, and a mistake is reported early
+            llm = load()
+            seconds = record_passes(llm.parts)
+            loading.stop()  # ends while the rest is made
+            num_seqs = settings.engine.max_num_seqs
+            async_llm = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=num_seqs)
+            leader = None if ranks is None else _lead(ranks, llm, async_llm)
+            gc.collect()
+            gc.freeze()  # keep the garbage collector from scanning the loaded models
+            app = make_app(async_llm, settings, name=name, videos=videos, tracer=tracer)
+            server = uvicorn.Server(_config(app, settings))
+        typer.echo(_cache_summary(llm), err=True)
+        if seconds:
+            typer.echo(f"compiled the layers and recorded passes as CUDA graphs in {seconds:.1f} s", err=True)
         if videos is not None:
             typer.echo(f"{videos.served.name} makes videos, which are not exact", err=True)
         url = base_url(settings, sockets[0].getsockname()[1])
@@ -96,14 +106,17 @@ def _config(app: FastAPI, settings: Settings) -> uvicorn.Config:
     """Return the configuration of the HTTP server."""
     import uvicorn
 
-    return uvicorn.Config(
-        app,
-        log_level="warning",
-        log_config=None,  # keep the logging of `configure_logging`
-        timeout_graceful_shutdown=settings.shutdown_timeout,
-        ssl_certfile=settings.tls_cert,
-        ssl_keyfile=settings.tls_key,
-    )
+    return uvicorn.Config(app, timeout_graceful_shutdown=settings.shutdown_timeout, **_http_options(settings))
+
+
+def _http_options(settings: Settings) -> dict[str, Any]:
+    """Return the options of every HTTP server."""
+    return {
+        "log_level": "warning",
+        "log_config": None,  # keep the logging of `configure_logging`
+        "ssl_certfile": settings.tls_cert,
+        "ssl_keyfile": settings.tls_key,
+    }
 
 
 def _check_files(settings: Settings) -> None:

@@ -17,8 +17,6 @@ _BACKLOG = 2048  # pending connections
 def bind(host: str, port: int) -> list[socket.socket]:
     """Return a socket for each address of a host name, all bound to one port. Port 0: a free port.
 
-    The sockets do not listen yet, so connections are refused while the models are loaded.
-
     Raises:
         OutriderError: the host is not an address of this machine, or the port is in use.
     """

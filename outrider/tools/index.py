@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import Progress
 
 from outrider.core.prompts import chat_text, is_message, read_json
 from outrider.drafting.propose.lookup.datastore import (
@@ -39,6 +37,7 @@ from outrider.errors import OutriderError
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.tokenizer import read_tokenizer
 from outrider.runtime.atomic_files import check_folder
+from outrider.runtime.progress import stage
 from outrider.tools.settings import IndexSettings
 
 FIELDS = ("text", "prompt", "messages")  # fields of a JSON line; the first one that exists is used
@@ -72,14 +71,11 @@ def run_index(settings: IndexSettings, *, console: Console) -> dict[str, Any]:
     tokenizer = _load_tokenizer(model_folder(settings.engine.target, weights=False))
     vocab = vocabulary(tokenizer)
     documents: list[Tokens] = []
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        reading = progress.add_task("reading", total=sum(path.stat().st_size for path in paths))
-        sorting = progress.add_task("sorting", total=1.0)
-        advance = partial(progress.advance, reading)
-        sources = [_read(path, field, tokenizer, documents, advance) for path in paths]
-        progress.update(reading, completed=progress.tasks[0].total)  # a character may take several bytes
-        tokens = _join(documents, vocab)
-        suffixes = sort_suffixes(tokens, len(documents), lambda share: progress.update(sorting, completed=share))
+    with stage("reading", sum(path.stat().st_size for path in paths), counts_bytes=True) as reading:
+        sources = [_read(path, field, tokenizer, documents, reading.advance) for path in paths]
+    tokens = _join(documents, vocab)
+    with stage("sorting", 1.0) as sorting:
+        suffixes = sort_suffixes(tokens, len(documents), lambda share: sorting.advance(share - sorting.done))
     name = fingerprint(tokenizer)
     header = describe(tokens, documents=len(documents), vocab=vocab, tokenizer=name, files=sources)
     summary = {

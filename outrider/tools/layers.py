@@ -13,17 +13,17 @@ from outrider.core.prompts import read_prompts
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.runtime import machine
+from outrider.runtime.progress import stage
 from outrider.runtime.report.console import count_text
 from outrider.tools.layer_search import Figures, LayerSearch, Timing, generate_texts, measure, split_prompts
 from outrider.tools.settings import LayersSettings
 
 
-def run_layers(settings: LayersSettings, *, progress: Console) -> dict[str, Any]:
+def run_layers(settings: LayersSettings) -> dict[str, Any]:
     """Run the search and report figures of held-out prompts.
 
     Args:
         settings: the target, the prompts, and how many sets of layers to try.
-        progress: the console of the progress display.
 
     Returns:
         The JSON document.
@@ -35,7 +35,7 @@ def run_layers(settings: LayersSettings, *, progress: Console) -> dict[str, Any]
     target = llm.parts.target
     if llm.parts.source_rules is not None:
         raise OutriderError("layers does not support encoder-decoder targets; use a decoder-only target")
-    with progress.status("generating texts") as status:
+    with stage("generating texts") as search_stage:
         search_prompts, held_out_prompts = split_prompts(
             read_prompts(settings.prompts, limit=settings.limit), settings.seed
         )
@@ -43,7 +43,7 @@ def run_layers(settings: LayersSettings, *, progress: Console) -> dict[str, Any]
         held_out_texts = generate_texts(llm, held_out_prompts, settings.max_tokens)
         if not search_texts or not held_out_texts:
             raise OutriderError("the target generates no tokens after these prompts; give other prompts")
-        search = LayerSearch(target, search_texts, max_trials=settings.max_trials, on_progress=status.update)
+        search = LayerSearch(target, search_texts, max_trials=settings.max_trials, on_progress=search_stage.describe)
         best = [figures for figures in (search.best_exit(), search.best_skip()) if figures]
         searched = {figures.expression: figures for figures in best}
         held_out = [search.report(figures, held_out_texts) for figures in searched.values()]

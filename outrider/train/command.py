@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from outrider.runtime.processes import rank
 from outrider.runtime.report.console import Document, print_document
@@ -26,7 +25,7 @@ def train(kind: str, settings: Settings, *, as_json: bool) -> None:
     """
     if settings.report:
         check_report(settings.report)  # fail before the training, not after it
-    document, lines = Training(kind, settings).run(Console(stderr=True, quiet=bool(rank())))
+    document, lines = Training(kind, settings).run()
     if not rank():
         show_results(document, lines, settings.report, as_json=as_json)
         _tell_state(settings)

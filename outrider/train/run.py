@@ -11,8 +11,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.core.noise import derive_seed
 from outrider.core.option import as_json
@@ -31,6 +29,7 @@ from outrider.runtime import machine
 from outrider.runtime.atomic_files import check_folder
 from outrider.runtime.heap import Heap
 from outrider.runtime.processes import rank, world_size
+from outrider.runtime.progress import stage
 from outrider.train.budget import TimeBudget
 from outrider.train.data.answers import AnswerGenerator, AnswerParams
 from outrider.train.data.batches import Collator
@@ -131,12 +130,11 @@ class Training:
         return known_costs(parts.target, [draft_model(self._setup.trainee.proposer(parts.setup))])[0]
 
     def run(
-        self, progress: Console, *, on_evaluation: Callable[[Mapping[str, Any], float], None] | None = None
+        self, *, on_evaluation: Callable[[Mapping[str, Any], float], None] | None = None
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Train to the end.
 
         Args:
-            progress: the console for the progress bar.
             on_evaluation: is called after each evaluation, with its figures and the share of the training that is done.
 
         Returns:
@@ -155,9 +153,8 @@ class Training:
         evaluation = log.last_evaluation
         if self._is_finished():  # an earlier run may have been killed between two files
             self._write_draft(evaluation)
-        with _progress_bar(progress) as bar:
-            task = bar.add_task("training", total=1.0, status="")
-            bar.update(task, completed=self._share())
+        with stage("training", 1.0) as training:
+            training.advance(self._share())
             finished = self._is_finished()
             while not finished:
                 if self._budget is not None:
@@ -174,7 +171,8 @@ class Training:
                     self._save(finished)
                     self._write_draft(evaluation)
                 done = 1.0 if finished else self._share()
-                bar.update(task, completed=done, status=_status(stats, evaluation))
+                training.title = f"training: {_status(stats, evaluation)}"
+                training.advance(done - training.done, f"{done:.0%} of {training.title}" if evaluated else "")
                 if evaluated and on_evaluation is not None:
                     on_evaluation(evaluation, done)
         log.close()
@@ -408,18 +406,8 @@ def _data_hashes(settings: Settings) -> list[str]:
     return [hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest() for file in files]
 
 
-def _progress_bar(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-    )
-    return Progress(*columns, console=console)
-
-
 def _status(stats: Sequence[StepStats], evaluation: Mapping[str, Any]) -> str:
-    """Return the text next to the progress bar: loss, acceptance by position, and tau."""
+    """Return the text beside the progress bar: loss, acceptance by position, and tau."""
     parts = [f"loss {stats[-1].loss:.3f}"]
     acceptance = next((step.acceptance for step in stats if step.alpha_counts), [])
     if acceptance:

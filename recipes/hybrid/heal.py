@@ -13,7 +13,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
 from outrider.models.heads.modules.autoregressive import AutoregressiveHead
 from outrider.models.heads.store import read_head
@@ -45,7 +44,7 @@ def main(
         steps_per_generation=16,
         eval_every=0,
     )
-    document, _ = Training("mtp", settings).run(Console(stderr=True))
+    document, _ = Training("mtp", settings).run()
     module = read_head(head, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert isinstance(module, AutoregressiveHead)
     for file in hybrid.iterdir():

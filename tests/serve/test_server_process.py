@@ -128,12 +128,13 @@ def server_process(port, *options):
         deadline = time.monotonic() + 120
         while True:
             try:
-                httpx.get(f"http://127.0.0.1:{port}/health")
-                break
+                if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
+                    break
             except httpx.TransportError:
-                assert server.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+                pass
+            assert server.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         yield server, log_lines
     finally:
         server.kill()

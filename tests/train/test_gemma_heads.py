@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-from rich.console import Console
 
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.train.run import Training
@@ -75,7 +74,7 @@ def trained(targets, data, tmp_path_factory):
             device="cpu",
             lr=1e-2,
         )
-        _, lines = Training(kind, settings).run(Console(quiet=True))
+        _, lines = Training(kind, settings).run()
         return folder, lines
 
     return train
@@ -135,4 +134,4 @@ def test_capped_logits_are_refused_before_the_first_step(targets, data, tmp_path
         Settings, out=str(tmp_path / "out"), data=[str(data)], target=str(targets["gemma2"]), max_tokens=4
     )
     with pytest.raises(OutriderError, match="its logits are scaled or capped"):
-        Training("mtp", settings).run(Console(quiet=True))
+        Training("mtp", settings).run()

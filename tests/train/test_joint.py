@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,7 +31,6 @@ from tests.helpers import tiny, train_setup
 from tests.helpers.configured import with_engine
 from tests.helpers.train_setup import CPU, NANO, make_settings, make_setup
 
-QUIET = Console(quiet=True)
 TEXTS = [
     "<|endoftext|>def add(a, b):\n    return a + b\n",
     "<|endoftext|>import os\nimport sys\n",
@@ -224,7 +222,7 @@ def load_weights(folder):
 
 
 def test_training_writes_draft_and_target_and_can_be_resumed(data, tmp_path, monkeypatch):
-    document, lines = Training("mtp", make_run_settings(data, tmp_path / "complete")).run(QUIET)
+    document, lines = Training("mtp", make_run_settings(data, tmp_path / "complete")).run()
     assert document["trained_target"] == str(tmp_path / "complete" / TARGET)
     assert lines[-1]["loss"] < lines[0]["loss"]
     run_cycle = Training._run_cycle
@@ -239,9 +237,9 @@ def test_training_writes_draft_and_target_and_can_be_resumed(data, tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(Training, "_run_cycle", run_two_cycles)
         with pytest.raises(KeyboardInterrupt):
-            Training("mtp", make_run_settings(data, tmp_path / "resumed")).run(QUIET)
+            Training("mtp", make_run_settings(data, tmp_path / "resumed")).run()
     assert len(read_log(tmp_path / "resumed")) == 2
-    Training("mtp", make_run_settings(data, tmp_path / "resumed")).run(QUIET)
+    Training("mtp", make_run_settings(data, tmp_path / "resumed")).run()
     complete, resumed = (load_weights(tmp_path / name) for name in ("complete", "resumed"))
     assert complete.keys() == resumed.keys()
     assert all(torch.equal(complete[name], resumed[name]) for name in complete)

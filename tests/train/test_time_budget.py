@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from rich.console import Console
 
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import embedded
@@ -14,7 +13,6 @@ from outrider.train.run import Training
 from outrider.train.settings import Settings
 from tests.helpers.configured import with_engine
 
-QUIET = Console(quiet=True)
 HOUR = 60.0
 
 
@@ -100,15 +98,15 @@ def test_training_ends_with_its_time_and_continues_with_more(settings, monkeypat
     monkeypatch.setattr(TimeBudget, "elapsed", property(lambda self: self._began + 3600.0 * len(cycles)))
     evaluations = []
     document, lines = Training("mtp", settings(3 * HOUR)).run(
-        QUIET, on_evaluation=lambda figures, done: evaluations.append((done, "temperature 0" in figures))
+        on_evaluation=lambda figures, done: evaluations.append((done, "temperature 0" in figures))
     )
     assert (document["cycles"], document["steps"], len(lines)) == (3, 6, 3)
     assert [done for done, _ in evaluations] == [pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]
     assert all(measured for _, measured in evaluations)
     cycles.clear()
-    document, _ = Training("mtp", settings(3 * HOUR)).run(QUIET)  # it is finished
+    document, _ = Training("mtp", settings(3 * HOUR)).run()  # it is finished
     assert (document["cycles"], len(cycles)) == (3, 0)
-    document, lines = Training("mtp", settings(5 * HOUR)).run(QUIET)
+    document, lines = Training("mtp", settings(5 * HOUR)).run()
     assert (document["cycles"], len(cycles), [line["cycle"] for line in lines]) == (5, 2, [1, 2, 3, 4, 5])
 
 

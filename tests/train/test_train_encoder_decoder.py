@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from outrider.core.params import SamplingParams
 from outrider.core.prompts import Prompt
@@ -25,8 +24,6 @@ from outrider.train.settings import Settings
 from tests.helpers import speech, tiny
 from tests.helpers.configured import with_engine
 from tests.helpers.train_setup import NANO, make_request, make_sample
-
-QUIET = Console(quiet=True)
 
 
 def write(file, *lines):
@@ -71,7 +68,7 @@ def test_trained_heads_draft_for_the_target(folder, data, tmp_path):
     for kind in ("medusa", "mtp"):
         out = tmp_path / kind
         cache = {"cache_dir": str(tmp_path / "cache")}
-        document, _ = Training(kind, settings(folder, data, out, **cache)).run(QUIET)
+        document, _ = Training(kind, settings(folder, data, out, **cache)).run()
         assert document["evaluation"]["temperature 1"]["tau"] > 1.3
         llm = LLM(folder, proposer=f"draft:{out}", k=4, **options)
         drafted = llm.generate(sources=sources, params=params)

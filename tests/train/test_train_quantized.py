@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +23,6 @@ from tests.helpers import tiny
 from tests.helpers.configured import with_engine
 from tests.helpers.gguf_files import SIZES, write_gguf
 
-QUIET = Console(quiet=True)
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
 
@@ -91,7 +89,7 @@ def test_head_for_a_gguf_file(kind, kernels, file, data, tmp_path):
     layers = training._setup.recorder.layers
     states = _states_of(EngineConfig(target=file, kernels=kernels, max_num_seqs=1), sample.tokens[:-1], layers)
     assert torch.allclose(sample.states.float(), states.float(), rtol=0.02, atol=0.02)
-    document, _ = training.run(QUIET)
+    document, _ = training.run()
     assert document["steps"]
     options = {"kernels": kernels, "max_num_seqs": 1, "max_model_len": 64}
     params = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -117,7 +115,7 @@ def test_tables_of_a_gguf_file_are_expanded_to_bfloat16(file, tied, folder):
 @pytest.mark.parametrize("name", ["file", "tied"])
 def test_draft_model_starts_from_a_gguf_file(name, data, tmp_path, request):
     path = request.getfixturevalue(name)
-    Training("draft", _settings(data, tmp_path, path, init_from=str(path), lr=1e-12)).run(QUIET)
+    Training("draft", _settings(data, tmp_path, path, init_from=str(path), lr=1e-12)).run()
     written = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     expected = load_checkpoint(path, dtype="float32").model
     for module in ("model.embed_tokens", "lm_head", "model.layers.1.self_attn.q_proj", "model.layers.2.mlp.down_proj"):
@@ -150,7 +148,7 @@ def test_head_for_a_target_that_is_quantized_when_it_is_loaded(kernels, folder, 
         states = _states_of(config, sample.tokens[:-1], layers).float()
         errors[quantize] = float((sample.states.float() - states).norm() / states.norm())
     assert errors["int4"] < 0.02 < errors[None]
-    assert training.run(QUIET)[0]["steps"]
+    assert training.run()[0]["steps"]
 
 
 def test_quantize_is_checked(file, folder, data, tmp_path):

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -37,7 +36,6 @@ from tests.helpers.configured import with_engine
 from tests.helpers.variants import variants
 
 NANO = str(embedded("nano"))
-QUIET = Console(quiet=True)
 TEXTS = [
     "<|endoftext|>import os\nimport sys\n",
     "<|endoftext|>def add(a, b):\n",
@@ -92,7 +90,7 @@ def uninterrupted(data, tmp_path_factory):
     def train(kind, **options):
         if kind not in folders:
             folders[kind] = tmp_path_factory.mktemp(kind)
-            Training(kind, _settings(data, folders[kind], **options)).run(QUIET)
+            Training(kind, _settings(data, folders[kind], **options)).run()
         return folders[kind]
 
     return train
@@ -128,10 +126,10 @@ def test_resumed_training_ends_in_the_same_weights(kind, options, data, uninterr
     with monkeypatch.context() as patch:
         _interrupt_after(patch, 2)
         with pytest.raises(KeyboardInterrupt):
-            Training(kind, settings).run(QUIET)
+            Training(kind, settings).run()
     assert len(read_log(tmp_path)) == 2
     training = Training(kind, settings)
-    document, lines = training.run(QUIET)
+    document, lines = training.run()
     assert (document["cycles"], document["steps"]) == (4, 8 * options.get("passes_per_generation", 1))
     assert [line["cycle"] for line in lines] == [1, 2, 3, 4]
     expected = uninterrupted(kind, **options)
@@ -143,7 +141,7 @@ def test_resumed_training_ends_in_the_same_weights(kind, options, data, uninterr
 def test_random_numbers_depend_only_on_the_cycle(data, tmp_path, monkeypatch):
     """A saved state has the random generator of one process, so each process seeds its own anew in each cycle."""
     settings = [_settings(data, tmp_path / name, multi_step_share=0.5) for name in "ab"]
-    Training("dflash", settings[0]).run(QUIET)
+    Training("dflash", settings[0]).run()
     run_cycle = Training._run_cycle
 
     def draw_and_run(self):
@@ -151,7 +149,7 @@ def test_random_numbers_depend_only_on_the_cycle(data, tmp_path, monkeypatch):
         return run_cycle(self)
 
     monkeypatch.setattr(Training, "_run_cycle", draw_and_run)
-    Training("dflash", settings[1]).run(QUIET)
+    Training("dflash", settings[1]).run()
     assert _same_weights(tmp_path / "a", tmp_path / "b")
 
 
@@ -178,7 +176,7 @@ def test_killed_training_ends_in_the_same_weights(data, uninterrupted, tmp_path)
 
 
 def test_evaluations_and_saves_do_not_change_the_weights(data, uninterrupted, tmp_path):
-    Training("mtp", _settings(data, tmp_path, eval_every=1, save_every=3)).run(QUIET)
+    Training("mtp", _settings(data, tmp_path, eval_every=1, save_every=3)).run()
     assert _same_weights(tmp_path, uninterrupted("mtp"))
 
 
@@ -218,9 +216,9 @@ def test_resuming_with_other_files_is_rejected(data, uninterrupted, tmp_path):
 
 
 def test_overwrite_starts_a_new_training(data, uninterrupted, tmp_path):
-    Training("mtp", _settings(data, tmp_path, epochs=1, seed=4)).run(QUIET)
+    Training("mtp", _settings(data, tmp_path, epochs=1, seed=4)).run()
     assert not _same_weights(tmp_path, uninterrupted("mtp"))
-    Training("mtp", _settings(data, tmp_path, overwrite=True)).run(QUIET)
+    Training("mtp", _settings(data, tmp_path, overwrite=True)).run()
     assert _same_weights(tmp_path, uninterrupted("mtp"))
     assert [line["cycle"] for line in read_log(tmp_path)] == [1, 2, 3, 4]
 
@@ -241,12 +239,12 @@ def test_model_in_the_output_folder_is_not_overwritten(data, uninterrupted, tmp_
 
 
 def test_damaged_state_is_reported(data, tmp_path):
-    Training("mtp", _settings(data, tmp_path, epochs=1)).run(QUIET)
+    Training("mtp", _settings(data, tmp_path, epochs=1)).run()
     file = tmp_path / STATE
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(OutriderError, match=r"state.pt cannot be read .* use --overwrite, or another --out"):
         Training("mtp", _settings(data, tmp_path, epochs=1))
-    document, _ = Training("mtp", _settings(data, tmp_path, epochs=1, overwrite=True)).run(QUIET)
+    document, _ = Training("mtp", _settings(data, tmp_path, epochs=1, overwrite=True)).run()
     assert document["cycles"] == 2
 
 
@@ -281,19 +279,19 @@ def test_full_disk_leaves_saved_files_intact(kind, options, function, data, unin
 
         patch.setattr(Training, "_run_cycle", fill_disk_after_two_cycles)
         with pytest.raises(OutriderError, match=r"No space left on device.*ree some space"):
-            Training(kind, settings).run(QUIET)
+            Training(kind, settings).run()
     weights = _weights(tmp_path)
     assert all(torch.equal(saved_weights[0][name], weights[name]) for name in weights)
     assert not list(tmp_path.glob("*.new"))
-    Training(kind, settings).run(QUIET)
+    Training(kind, settings).run()
     assert _same_weights(tmp_path, uninterrupted(kind, **options))
 
 
 def test_finished_training_restores_missing_files(data, uninterrupted, tmp_path):
     settings = _settings(data, tmp_path)
-    first, _ = Training("mtp", settings).run(QUIET)
+    first, _ = Training("mtp", settings).run()
     (tmp_path / "model.safetensors").unlink()
-    second, lines = Training("mtp", settings).run(QUIET)
+    second, lines = Training("mtp", settings).run()
     assert _same_weights(tmp_path, uninterrupted("mtp"))
     assert second["evaluation"] == first["evaluation"]
     assert len(lines) == 4
@@ -311,23 +309,23 @@ def test_feature_cache_saves_passes_and_does_not_change_the_weights(data, tmp_pa
     options = {"answers_per_prompt": 1, "epochs": 3}
     cache = str(tmp_path / "cache")
     uncached = Training("mtp", _settings(data, tmp_path / "uncached", **options))
-    uncached.run(QUIET)
+    uncached.run()
     cached = Training("mtp", _settings(data, tmp_path / "cached", cache_dir=cache, **options))
-    cached.run(QUIET)
+    cached.run()
     assert 0 < _num_rounds(cached) < _num_rounds(uncached)
     assert _same_weights(tmp_path / "uncached", tmp_path / "cached")
     later = Training("mtp", _settings(data, tmp_path / "later", cache_dir=cache, **options))
-    later.run(QUIET)
+    later.run()
     assert _num_rounds(later) == 0
     assert _same_weights(tmp_path / "uncached", tmp_path / "later")
     # A training with another loss uses the same answers.
     other_loss = Training("mtp", _settings(data, tmp_path / "tv", cache_dir=cache, loss="tv", **options))
-    other_loss.run(QUIET)
+    other_loss.run()
     assert _num_rounds(other_loss) == 0
     limited = Training(
         "mtp", _settings(data, tmp_path / "limited", cache_dir=str(tmp_path / "few"), cache_dir_gb=1e-5, **options)
     )
-    limited.run(QUIET)
+    limited.run()
     assert 0 < sum(file.stat().st_size for file in (tmp_path / "few").rglob("*.safetensors")) < 2e4
     assert _same_weights(tmp_path / "uncached", tmp_path / "limited")
 
@@ -399,7 +397,7 @@ def test_answers_end_at_end_of_text_unless_ignore_eos(data, tmp_path):
 )
 def test_invalid_trainings_are_rejected(kind, options, message, data, tmp_path):
     with pytest.raises(OutriderError, match=message):
-        Training(kind, _settings(data, tmp_path, **options)).run(QUIET)
+        Training(kind, _settings(data, tmp_path, **options)).run()
 
 
 @pytest.mark.parametrize(
@@ -455,7 +453,7 @@ def test_document_is_printed_if_the_report_cannot_be_written(data, tmp_path, mon
     def fail(text, file):
         raise OutriderError(f"{file} cannot be written")
 
-    training = SimpleNamespace(run=lambda console: ({"benchmark": "outrider train"}, []))
+    training = SimpleNamespace(run=lambda: ({"benchmark": "outrider train"}, []))
     monkeypatch.setattr("outrider.train.command.Training", lambda kind, settings: training)
     monkeypatch.setattr("outrider.train.command.page", lambda document, lines: "")
     monkeypatch.setattr("outrider.train.command.write_report", fail)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
 from outrider.errors import OutriderError
 from outrider.models.heads.store import read_head
@@ -17,8 +16,6 @@ from outrider.train.model.trainee import make_trainee
 from outrider.train.run import Training
 from tests.helpers import tiny, train_setup
 from tests.helpers.train_setup import NANO, make_settings, make_setup
-
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +132,7 @@ def test_training_moves_a_head_to_another_target(targets, head, tmp_path):
         data=[str(data)],
         target=str(targets / "new"),
     )
-    document, lines = Training("slim", settings).run(QUIET)
+    document, lines = Training("slim", settings).run()
     assert document["cycles"] == len(lines) == 2
     assert read_head(tmp_path / "out", dtype=torch.float32, device=torch.device("cpu")).description.target_hidden == 96
     with pytest.raises(OutriderError, match="has a training with other options"):

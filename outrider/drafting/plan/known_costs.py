@@ -21,6 +21,7 @@ from outrider.errors import OutriderError
 from outrider.models.native.library import cache_folder
 from outrider.runtime.atomic_files import write_whole
 from outrider.runtime.machine import hardware, versions
+from outrider.runtime.progress import stage
 from outrider.runtime.ranks import is_first_rank, of_first_rank
 
 _METHOD = 8  # version of the method; files of other versions are measured again
@@ -40,7 +41,8 @@ def known_costs(target: Target, drafts: Sequence[Target | None], *, whole: bool 
         whole: measure all shapes again, which takes seconds or minutes, in place of what a start may take.
     """
     models = [target, *(draft for draft in drafts if draft is not None)]
-    costs = {id(model): _known_cost(model, share=1 / len(models), whole=whole) for model in models}
+    with stage("measuring passes"):
+        costs = {id(model): _known_cost(model, share=1 / len(models), whole=whole) for model in models}
     return [CostModel(target=costs[id(target)], draft=None if each is None else costs[id(each)]) for each in drafts]
 
 

@@ -46,7 +46,7 @@ def model_names(proposer: str) -> Iterator[str]:
 
 
 def fetch_models(target: str | Path | None, *proposers: str | Maker | None) -> None:
-    """Fetch what is on the Hub and not in its cache. Commands do so before they show a spinner in place of a bar.
+    """Fetch what is on the Hub and not in its cache. Commands do so before they load a part of it.
 
     Raises:
         OutriderError: a model cannot be downloaded, or an expression is not valid.

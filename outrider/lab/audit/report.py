@@ -1,13 +1,11 @@
-"""Print the progress and the result of an audit."""
+"""Print the result of an audit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from outrider.core.placement import describe_placement
@@ -21,33 +19,6 @@ class Row(NamedTuple):
     done: str
     found: str
     passed: bool | None  # None: the row is for comparison, and is not judged
-
-
-class ProgressBar:
-    """A progress bar of completions. Silent without a console."""
-
-    def __init__(self, console: Console | None) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=console, transient=True, disable=console is None)
-        self._task = self._bar.add_task("loading", total=None)
-
-    def __enter__(self) -> ProgressBar:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def start(self, section: str, total: int | None = None) -> None:
-        """Start a section of `total` completions; None: unknown."""
-        self._bar.remove_task(self._task)
-        self._task = self._bar.add_task(section, total=total)
-
-    def step(self) -> None:
-        """Count a completion."""
-        self._bar.advance(self._task)
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:

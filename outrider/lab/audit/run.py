@@ -17,9 +17,10 @@ from outrider.lab.audit.flips import ObservedOutputs, explain_flips, find_flips
 from outrider.lab.audit.pair import Pair
 from outrider.lab.audit.prompts import Prompt, read_prompts
 from outrider.lab.audit.replay import cases, replay
-from outrider.lab.audit.report import ProgressBar, show
+from outrider.lab.audit.report import show
 from outrider.lab.audit.settings import Settings
 from outrider.runtime.machine import commit, hardware, use_threads, versions
+from outrider.runtime.progress import stage
 from outrider.verify.rules import Verifier
 
 _DEPTHS = (1, 4, 8)  # draft lengths in addition to the user's k
@@ -32,7 +33,7 @@ def run_audit(settings: Settings, *, console: Console | None) -> dict[str, Any]:
 
     Args:
         settings: what to audit. If the target is quantized, the quantized model is audited.
-        console: where to print progress and results; None: print nothing.
+        console: where to print results; None: print nothing.
 
     Returns:
         A JSON document: `passed`, and the sections `replay`, `distribution` and `flips`.
@@ -46,8 +47,7 @@ def run_audit(settings: Settings, *, console: Console | None) -> dict[str, Any]:
     spec = proposer_of(engine)  # chosen once, because the default depends on the free memory
     rule = find_verifier(engine.verifier, spec)
     audit = _Audit(replace(settings, engine=replace(engine, proposer=spec)), rule, read_prompts(settings.prompts))
-    with ProgressBar(console) as progress:
-        report = audit.run(progress)
+    report = audit.run()
     report |= {"target": engine.target or "the embedded model", "seconds": perf_counter() - began}
     report["proposer"] = engine.proposer or ("the embedded draft" if engine.target is None else spec)
     if console is not None:
@@ -68,16 +68,18 @@ class _Audit:
         """Draft tokens per round."""
         return int(self.settings.engine.k)
 
-    def run(self, progress: ProgressBar) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Run all tests. Returns the report without the names of the models and the time."""
-        observed, pair = self._observe(progress)
+        observed, pair = self._observe()
         if pair is None:  # its memory is free now, so that only one target is loaded at a time
-            pair = self._load("float32", progress)
+            pair = self._load("float32")
         num_cases = sum(1 for _ in cases(pair, self.rule, k=self.k, depths=_DEPTHS))
-        progress.start("replay", (num_cases + 2) * len(self.prompts))
-        replayed = replay(pair, self.rule, k=self.k, depths=_DEPTHS, tokens=self.settings.tokens, seed=_SEED)
-        progress.start("distribution", len(plan_tests(pair, self.rule)) * self.settings.samples)
-        distribution = check_distribution(pair, self.rule, k=self.k, samples=self.settings.samples, seed=_SEED)
+        with stage("replay", (num_cases + 2) * len(self.prompts)) as completions:
+            pair.on_done = completions.advance
+            replayed = replay(pair, self.rule, k=self.k, depths=_DEPTHS, tokens=self.settings.tokens, seed=_SEED)
+        with stage("distribution", len(plan_tests(pair, self.rule)) * self.settings.samples) as completions:
+            pair.on_done = completions.advance
+            distribution = check_distribution(pair, self.rule, k=self.k, samples=self.settings.samples, seed=_SEED)
         sections = {"replay": replayed, "distribution": distribution, "flips": explain_flips(pair, observed)}
         return {
             "passed": self.rule.exact and all(section["passed"] for section in sections.values()),
@@ -94,15 +96,14 @@ class _Audit:
             "commit": commit(),
         }
 
-    def _observe(self, progress: ProgressBar) -> tuple[ObservedOutputs, Pair | None]:
+    def _observe(self) -> tuple[ObservedOutputs, Pair | None]:
         """Find flips in the users' precision. Also returns the pair, if the other tests can use it."""
-        pair = self._load("auto", progress)
-        progress.start("flips")
-        observed = find_flips(pair, self.rule, k=self.k, tokens=self.settings.tokens * _FLIP_FACTOR)
+        pair = self._load("auto")
+        with stage("flips"):
+            observed = find_flips(pair, self.rule, k=self.k, tokens=self.settings.tokens * _FLIP_FACTOR)
         return observed, pair if pair.steady else None
 
-    def _load(self, dtype: str, progress: ProgressBar) -> Pair:
+    def _load(self, dtype: str) -> Pair:
         room = max(self.settings.tokens * _FLIP_FACTOR, self.k + 4) + max(self.k, *_DEPTHS)
-        pair = Pair(replace(self.settings.engine, dtype=dtype, check=ALWAYS), self.prompts, room=room)
-        pair.on_done = progress.step
-        return pair
+        with stage("loading models"):
+            return Pair(replace(self.settings.engine, dtype=dtype, check=ALWAYS), self.prompts, room=room)

@@ -15,13 +15,14 @@ from outrider.drafting.propose.leaves import draft_model
 from outrider.lab.bench.rates import measure_rates
 from outrider.llm import LLM
 from outrider.runtime import machine
+from outrider.runtime.progress import stage
 
 
-def run_calibration(llm: LLM, *, progress: Console) -> dict[str, Any]:
+def run_calibration(llm: LLM) -> dict[str, Any]:
     """Measure the pass costs again, store them for `--k auto`, and return them as a JSON document."""
     parts = llm.parts
     draft = draft_model(parts.proposer)
-    with progress.status("measuring passes"):
+    with stage("measuring passes"):
         rates = measure_rates(parts.device, parts.dtype)
         (costs,) = known_costs(parts.target, [draft], whole=True)
     return {

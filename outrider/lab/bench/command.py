@@ -20,7 +20,7 @@ from outrider.runtime.report.page import check_report, write_report
 
 def calibrate(settings: Settings, *, as_json: bool) -> None:
     """Measure the time of passes and print it."""
-    document = run_calibration(load(settings, SwitchPlanner()), progress=Console(stderr=True))
+    document = run_calibration(load(settings, SwitchPlanner()))
     print_document(document, show_calibration, as_json=as_json)
 
 

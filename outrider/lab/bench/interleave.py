@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-
 from outrider.lab.bench.report import Sample
 from outrider.lab.bench.variants import Variant
 from outrider.lab.common.jobs import Condition, PromptBatch
-from outrider.lab.common.progress import RunProgress
+from outrider.lab.common.progress import count_run
+from outrider.runtime.progress import stage
 
 _WARMUP_TOKENS = 16
 
@@ -24,7 +23,7 @@ class Workload:
     batches: tuple[PromptBatch, ...]
 
 
-def interleave(workloads: Sequence[Workload], repeats: int, console: Console) -> dict[Condition, list[Sample]]:
+def interleave(workloads: Sequence[Workload], repeats: int) -> dict[Condition, list[Sample]]:
     """Run all workloads `repeats` times. The order of the variants alternates from batch to batch.
 
     No repeat knows the outputs of another one. Otherwise a proposer with a memory of outputs would draft copies.
@@ -34,13 +33,13 @@ def interleave(workloads: Sequence[Workload], repeats: int, console: Console) ->
             variant.run([job.shortened(_WARMUP_TOKENS) for job in workload.batches[0].jobs])  # to warm up
     samples: dict[Condition, list[Sample]] = {workload.condition: [] for workload in workloads}
     total = repeats * sum(len(workload.batches) * len(workload.variants) for workload in workloads)
-    with RunProgress(console, total) as progress:
+    with stage("", total) as runs:
         for repeat in range(repeats):
             for workload in workloads:
-                progress.describe(f"repeat {repeat + 1} of {repeats}, {workload.condition}")
+                runs.describe(f"repeat {repeat + 1} of {repeats}, {workload.condition}")
                 for sample in _run_once(workload, repeat):
                     samples[workload.condition].append(sample)
-                    progress.advance(f"{sample.category}, {sample.name}", sample.trial.speed.rate or 0.0)
+                    count_run(runs, f"{sample.category}, {sample.name}", sample.trial.speed.rate or 0.0)
     return samples
 
 

@@ -35,6 +35,7 @@ from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.load import reads_sources
 from outrider.models.native.target import NativeTarget
 from outrider.runtime import machine
+from outrider.runtime.progress import stage
 
 
 def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
 
     Args:
         settings: what to measure.
-        progress: the console of the progress bar.
+        progress: the console of warnings.
 
     Returns:
         The JSON document.
@@ -59,21 +60,21 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
         raise OutriderError(f"a category is called {OVERALL}, which reports use for all categories; rename it")
     fetch_models(settings.engine.target, settings.engine.proposer)
     planner = SwitchPlanner()
-    with progress.status("loading models"):
+    with stage("loading models"):
         llm = load(settings, planner)
         record_passes(llm.parts)  # before the planner measures the cost of passes
         if AUTO in speculative_variants(settings):
             planner.auto = auto_planner(llm.parts.target, llm.parts.proposer)
         plan = _restored_plan(llm, planner, settings)
         workloads = _workloads(llm, planner, prompts, settings)
-    with progress.status("measuring the machine"):
+    with stage("measuring the machine"):
         before = measure_rates(llm.parts.device, llm.parts.dtype)
         first_jobs = workloads[0].batches[0].jobs
         memory = measure_memory(llm, list(islice(cycle(first_jobs), settings.max_num_seqs)))
-    samples = interleave(workloads, settings.repeats, progress)
+    samples = interleave(workloads, settings.repeats)
     if plan and planner.auto:
         _save_plan(plan, planner.auto, progress)
-    with progress.status("measuring the machine"):
+    with stage("measuring the machine"):
         after = measure_rates(llm.parts.device, llm.parts.dtype)
     return _document(llm, settings, samples, rates=(before, after), memory=memory)
 

@@ -177,10 +177,9 @@ class Fit:
         skipped = {"trained": False, "minutes": settings.minutes}
         plan = self._stored_plan()
         try:
-            with self._progress.status("loading models"):
-                training = make_training(
-                    settings, self._files, plan, self._head, tokens_per_s=self._tokens_per_s(self._state.get("first"))
-                )
+            training = make_training(
+                settings, self._files, plan, self._head, tokens_per_s=self._tokens_per_s(self._state.get("first"))
+            )
         except OutriderError as error:
             # A head that the user has not asked for by name may not fit the target. One that has begun does fit.
             if settings.head != AUTO_HEAD or self._head.exists():
@@ -215,7 +214,7 @@ class Fit:
         self._announce(4, f"certify {short(advice['proposer'])}")
         if done is None or done["passed"] is None:
             tokens_per_s = self._tokens_per_s(final)
-            found = certify(self._settings, self._target, final, self._progress, tokens_per_s=tokens_per_s)
+            found = certify(self._settings, self._target, final, tokens_per_s=tokens_per_s)
             self._state.put("certificate", found)
         self.write(self.document())
 

@@ -30,6 +30,7 @@ from outrider.lab.tune.measure import measure
 from outrider.lab.tune.run import make_document
 from outrider.lab.tune.settings import Settings as TuneSettings
 from outrider.models.loader.load import check_fits, choose_device
+from outrider.runtime.progress import stage
 from outrider.runtime.report.console import Document
 from outrider.train.run import Training
 from outrider.train.settings import TRAINING_ENGINE
@@ -114,7 +115,7 @@ def train_head(settings: Settings, plan: TrainingPlan, training: Training, progr
         OutriderError: the loss is not a number, or the disk is full.
     """
     report = _GainReport(settings, training, progress)
-    document, _ = training.run(progress, on_evaluation=report.show)
+    document, _ = training.run(on_evaluation=report.show)
     return {
         "trained": True,
         "minutes": settings.minutes,
@@ -184,7 +185,7 @@ class _GainReport:
         return list(dict.fromkeys(near))
 
 
-def certify(settings: Settings, target: Path, final: Document, progress: Console, *, tokens_per_s: float) -> Document:
+def certify(settings: Settings, target: Path, final: Document, *, tokens_per_s: float) -> Document:
     """Audit the chosen proposer in about `--measure-minutes`: fewer samples and shorter texts where time is short.
 
     Args:
@@ -192,7 +193,6 @@ def certify(settings: Settings, target: Path, final: Document, progress: Console
         target: folder of the target.
         final: the document of the second measurement, with the choice. Kernels whose rounding depends on the batch are
             audited in float32.
-        progress: where progress goes.
         tokens_per_s: of plain decoding.
 
     Returns:
@@ -214,7 +214,7 @@ def certify(settings: Settings, target: Path, final: Document, progress: Console
         asked = AuditSettings(engine=engine, samples=plan.samples, tokens=plan.tokens)
         if not final["kernels"].startswith("native"):
             check_fits(target, dtype="float32", device=engine.device)
-        with progress.status("certifying"):
+        with stage("certifying"):
             report = run_audit(asked, console=None)
     except OutriderError as error:
         return {"passed": None, "reason": str(error)}

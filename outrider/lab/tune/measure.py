@@ -28,13 +28,14 @@ from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
 from outrider.lab.common.jobs import Condition, make_batches
 from outrider.lab.common.memory import MemoryUse, measure_memory
-from outrider.lab.common.progress import RunProgress
+from outrider.lab.common.progress import count_run
 from outrider.lab.tune.budget import MIN_BATCHES, WARMUP_TOKENS, Budget, RunTime, most_promising, plan_budget
 from outrider.lab.tune.settings import Settings
 from outrider.lab.tune.store import GroupKey, TrialStore
 from outrider.lab.tune.trial import PromptBatch, Trial, Variant, label, run
 from outrider.llm import LLM
 from outrider.models.loader.load import reads_sources
+from outrider.runtime.progress import Stage, stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ def measure(
     prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
     store = TrialStore(file, settings)
     fetch_models(settings.engine.target, *settings.proposers)
-    with progress.status("loading models"):
+    with stage("loading models"):
         engines = VariantEngines(settings)
         for draft, reason in engines.left_out.items():
             progress.print(f"{draft} is left out: {reason}", highlight=False, markup=False, soft_wrap=True)
@@ -81,7 +82,7 @@ def measure(
             for batch in settings.batches
         ]
         batches = {condition: _prompt_batches(engines.base, prompts, settings, condition) for condition in conditions}
-    with progress.status("measuring memory"):
+    with stage("measuring memory"):
         largest = next(condition for condition in conditions if condition.batch == settings.max_num_seqs)
         jobs = batches[largest][0].jobs
         memory = {
@@ -90,7 +91,7 @@ def measure(
         }
     session = _Session(engines, settings, batches, store, progress, max_seconds)
     budget = session.budget()
-    with progress.status("measuring passes"):  # for k auto; it is no part of a time limit
+    with stage("measuring passes"):  # for k auto; it is no part of a time limit
         for condition in conditions:
             for variant in most_promising(_variants(engines, settings.ks, condition), budget.variants):
                 engines.engine_for(variant)
@@ -263,17 +264,17 @@ class _Session:
         used = sum(trial.seconds for group in self.store.groups.values() for trial in group)
         end = perf_counter() + self.max_seconds - used
         per_round = sum(map(len, self.batches.values())) * budget.variants
-        with RunProgress(self.console, self.settings.repeats * per_round) as progress:
+        with stage("", self.settings.repeats * per_round) as runs:
             for round in range(self.settings.repeats):
                 for i, (condition, group) in enumerate(self.batches.items()):
-                    progress.describe(f"round {round + 1} of {self.settings.repeats}, {condition}")
+                    runs.describe(f"round {round + 1} of {self.settings.repeats}, {condition}")
                     now = perf_counter()
                     if round and now >= end:
                         return
                     deadline = now + max(end - now, 0.0) / (len(self.batches) - i)
                     variants = most_promising(_variants(self.engines, self.settings.ks, condition), budget.variants)
                     shortened = [_shortened(batch, budget.max_tokens) for batch in group]
-                    yield from self._run_once(variants, shortened, round, deadline, progress)
+                    yield from self._run_once(variants, shortened, round, deadline, runs)
 
     def _run_once(
         self,
@@ -281,14 +282,14 @@ class _Session:
         batches: Sequence[PromptBatch],
         round: int,
         deadline: float,
-        progress: RunProgress,
+        runs: Stage,
     ) -> Iterator[Sequence[Trial]]:
         """Run all variants on each batch of prompts, and yield the runs of each batch."""
         pairs: list[tuple[Variant, LLM]] = []
         for i, batch in enumerate(batches):
             key = GroupKey(round, variants[0].batch, variants[0].temperature, batch.number)
             if key in self.store.groups:
-                progress.skip(len(self.store.groups[key]))
+                runs.advance(len(self.store.groups[key]))
                 yield self.store.groups[key]
                 continue
             if not pairs:
@@ -301,7 +302,7 @@ class _Session:
             trials = []
             for variant, llm in pairs[:: 1 if (round + batch.number) % 2 == 0 else -1]:
                 trials.append(run(llm, variant, seeded))
-                progress.advance(variant.name, trials[-1].tokens / trials[-1].seconds)
+                count_run(runs, variant.name, trials[-1].tokens / trials[-1].seconds)
             self.store.add(key, trials)
             yield trials
 

@@ -8,7 +8,6 @@ from time import perf_counter, process_time
 
 from rich.console import Console
 
-from outrider.lab.common.progress import progress_bar
 from outrider.media.command.settings import BenchSettings
 from outrider.media.contract import Router
 from outrider.media.evaluation.ablations import Controls, controls, first_block_share
@@ -20,6 +19,7 @@ from outrider.media.evaluation.trials import Trial, run_trials
 from outrider.media.models.store import MediaModels, load_models
 from outrider.media.routers import DrafterOnly, QualityGate, TargetOnly
 from outrider.runtime import machine
+from outrider.runtime.progress import stage
 from outrider.runtime.report.console import Document, print_document
 
 _REJECTED = (0.02, 0.05, 0.1, 0.2, 0.35, 0.6)  # shares of drafts that the default thresholds reject
@@ -88,15 +88,14 @@ class _Bench:
 
     def _run(self, routers: list[Router], description: str) -> list[Trial]:
         rounds = self._settings.rounds
-        with progress_bar(self._console) as bar:
-            task = bar.add_task(description, total=len(self._prompts) * len(routers))
+        with stage(description, len(self._prompts) * len(routers)) as videos:
             return run_trials(
                 self._models.engine,
                 self._models.held_out_scorer,
                 routers,
                 self._prompts,
                 rounds=rounds,
-                advance=partial(bar.advance, task),
+                advance=videos.advance,
             )
 
     def document(self) -> Document:

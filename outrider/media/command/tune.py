@@ -6,13 +6,13 @@ from functools import partial
 
 from rich.console import Console
 
-from outrider.lab.common.progress import progress_bar
 from outrider.media.calibration.tune import MAX_RUNS, Tuned, tune
 from outrider.media.command.settings import TuneSettings
 from outrider.media.evaluation.table import interval_text, summary_table
 from outrider.media.models.store import load_models
 from outrider.runtime import machine
 from outrider.runtime.atomic_files import check_writable
+from outrider.runtime.progress import stage
 from outrider.runtime.report.console import Document, print_document
 
 
@@ -24,15 +24,14 @@ def run_tune(settings: TuneSettings, *, as_json: bool) -> None:
     models = load_models(settings.models, eager_commits=settings.eager_commits)
     prompts = models.language.random_captions(settings.num_prompts, settings.seed)
     outputs = len(prompts[::2]) * MAX_RUNS + len(prompts[1::2]) * 2
-    with progress_bar(Console(stderr=True)) as bar:
-        task = bar.add_task("thresholds", total=outputs)
+    with stage("thresholds", outputs) as videos:
         tuned = tune(
             models.engine,
             models.held_out_scorer,
             prompts,
             quality=settings.quality,
             aggregate=settings.aggregate,
-            advance=partial(bar.advance, task),
+            advance=videos.advance,
         )
     document = {
         "exact": False,

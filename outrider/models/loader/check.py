@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.gguf_linear import BlockLinear
 from outrider.models.torch.rounding import BLOCK_TOLERANCE, TIE_FACTOR, TOLERANCE, TRIALS
 from outrider.models.torch.routing import prescribed_experts
+from outrider.runtime.progress import stage
 
 _PROMPT = 9  # tokens
 _FIRST_FEED = 5  # tokens of the first pass; the second pass computes the rest and reads the cache
@@ -78,14 +80,18 @@ def make_checked_target(
 
 def _passed(target: Target, checkpoint: Checkpoint, bits: int, check: str) -> CheckResult:
     """Return the kept result of an earlier check, or check the target."""
-    if check != ONCE:
-        return check_target(target, checkpoint)
+    name = Path(checkpoint.folder).name or "the model"
+    reference = f"transformers {version('transformers')}"
+    how, skip = (", once per checkpoint", "; --check never skips this") if check == ONCE else ("", "")
 
     def check_now() -> CheckResult:
-        _log.info("checking the logits against transformers, once per checkpoint")
-        return check_target(target, checkpoint)
+        with stage(
+            f"checking {name} against {reference}{skip}",
+            announcement=f"checking the logits of {name} against {reference}{how}{skip}",
+        ):
+            return check_target(target, checkpoint)
 
-    return once(checkpoint, target, bits, check_now)
+    return once(checkpoint, target, bits, check_now) if check == ONCE else check_now()
 
 
 def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:

@@ -62,8 +62,10 @@ def fill_model(
         del shapes[f"{prefix}.weight"]
     weights.check(shapes)
     filler = _Filler(model, weights, dtype, widen=widen)
-    for name in shapes:
-        filler.fill(*name.rpartition(".")[::2])
+    with weights.reading(shapes) as count:
+        for name in shapes:
+            filler.fill(*name.rpartition(".")[::2])
+            count(name)
     if tied:
         filler.tie_head(prefix)
     return model.eval()

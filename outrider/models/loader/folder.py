@@ -8,8 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import check_is_folder
+from outrider.models.loader.gguf.file import parts_of
 
 INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
@@ -63,14 +66,19 @@ def _readable(path: Path) -> Iterator[Path]:
                     )
                 yield file
     except OSError as error:
-        name = error.filename or path
-        raise OutriderError(f"{name} cannot be read ({error.strerror}); change its permissions") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> OutriderError:
+    reason = error.strerror or one_line(error)
+    return OutriderError(f"{error.filename or path} cannot be read ({reason}); change its permissions")
 
 
 def _refuse_gguf(path: Path) -> None:
     """Raise if a folder holds GGUF files in place of a checkpoint."""
-    if file := next(iter(sorted(path.glob("*.gguf"))), None):
-        raise OutriderError(f"{path} holds GGUF files; give the file itself, {file}")
+    if files := sorted({str(parts_of(file)[0]) for file in path.glob("*.gguf")}):
+        which = "the file itself" if len(files) == 1 else "one of them"
+        raise OutriderError(f"{path} holds GGUF files; give {which}, {' or '.join(files[:3])}")
 
 
 def check_config(path: Path, config: Any) -> None:
@@ -103,11 +111,26 @@ def check_weights(path: Path, config: Any) -> None:
     weights = {file.name for file in path.glob("*.safetensors")}
     if not weights:
         _refuse_other_weights(path)
+    used = {"model.safetensors"} & weights or weights
     if (path / INDEX).is_file():
-        if missing := sorted(_indexed(path / INDEX) - weights):
+        used = _indexed(path / INDEX)
+        if missing := sorted(used - weights):
             raise OutriderError(f"{path} lacks {', '.join(missing[:3])}, which {INDEX} names; copy the missing files")
     elif "model.safetensors" not in weights and all(_PART.fullmatch(name) for name in weights):
         raise OutriderError(f"{path} lacks {INDEX}, which says where each weight is; copy it as well")
+    for name in sorted(used):
+        _check_whole(path / name)
+
+
+def _check_whole(file: Path) -> None:
+    """Raise if the header of a file of safetensors, which says how long the file is, does not fit it."""
+    try:
+        with safe_open(file, "pt"):
+            pass
+    except SafetensorError as error:
+        raise OutriderError(f"{file} is damaged or truncated ({one_line(error)}); copy or download it again") from error
+    except OSError as error:
+        raise _unreadable(file, error) from error
 
 
 def _indexed(index: Path) -> set[str]:

@@ -31,8 +31,12 @@ def check_memory(path: Path, size: int, device: torch.device) -> None:
 
 def weight_bytes(path: Path, stored: torch.dtype, loaded: torch.dtype) -> int:
     """Return the bytes that the safetensors of a folder take in memory if they are loaded in another type."""
-    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    return size * loaded.itemsize // stored.itemsize
+    return safetensors_bytes(path) * loaded.itemsize // stored.itemsize
+
+
+def safetensors_bytes(path: Path) -> int:
+    """Return the bytes of the safetensors of a folder."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 def gigabytes(size: int) -> str:

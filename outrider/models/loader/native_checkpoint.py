@@ -49,6 +49,9 @@ class FolderWeights(Weights):
     def shape(self, name: str) -> torch.Size:
         return torch.Size(self._tensors[name].shape)
 
+    def nbytes(self, name: str) -> int:
+        return self._tensors[name].data.nbytes
+
     def release(self, name: str) -> None:
         self._tensors[name].release()
 

@@ -30,12 +30,12 @@ from outrider.models.loader.gguf.file import FLOATS, read_gguf
 from outrider.models.loader.gguf.model import load_model, make_config
 from outrider.models.loader.gguf.model import read_config as read_gguf_config
 from outrider.models.loader.gguf.weights import GGUFWeights
-from outrider.models.loader.memory import check_memory, weight_bytes
+from outrider.models.loader.memory import check_memory, safetensors_bytes, weight_bytes
 from outrider.models.loader.model_class import auto_class, causal_model_class, concrete_class
 from outrider.models.loader.paths import is_gguf
 from outrider.models.loader.quantized.open import open_quantized
 from outrider.models.loader.quantized.weights import QuantizedWeights, take_quantization
-from outrider.models.loader.quiet import quiet_transformers
+from outrider.models.loader.quiet import quiet_transformers, reading_shown
 from outrider.models.loader.speech import SPEECH, read_speech_rules
 from outrider.models.loader.tensor_parallel import check_plan
 from outrider.models.loader.tokenizer import read_tokenizer
@@ -43,6 +43,7 @@ from outrider.models.native.blocks import can_pack
 from outrider.models.torch.attention import NAME
 from outrider.models.torch.checkpoint import Checkpoint, LazyModel
 from outrider.models.torch.gguf_linear import BlockLinear
+from outrider.runtime.progress import stage
 from outrider.runtime.ranks import join
 
 # Architectures with recurrent layers that the tests show to be exact.
@@ -154,7 +155,7 @@ def load_folder(path: Path, dtype: str, device: torch.device, *, kernels: str, t
 
     def make() -> Any:
         model = _read_model(path, config, choice.dtype, tp=tp, weights=weights)
-        return (model if ranks is not None else model.to(device)).requires_grad_(False)
+        return (model if ranks is not None else _moved(model, device)).requires_grad_(False)
 
     lazy_model = LazyModel(make)
     model = lazy_model.get()
@@ -192,7 +193,7 @@ def load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Che
     weights = GGUFWeights(file, config, dense)
     if all(kind in FLOATS or can_pack(kind) for kind in weights.expert_types):
         choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=file.quantized)
-    lazy_model = LazyModel(lambda: load_model(file, config, weights, dense, _attention(config)).to(device))
+    lazy_model = LazyModel(lambda: _moved(load_model(file, config, weights, dense, _attention(config)), device))
     lazy_model.get()
     return replace(gguf_checkpoint(file, config, lazy_model, weights, choice, device), recurrent=recurrent)
 
@@ -332,7 +333,7 @@ def _read_model(
     if weights is not None:  # classes of transformers take weights only without a folder, which automatic ones need
         model_class = concrete_class(model_class._model_mapping, config)
     try:
-        with quiet_transformers():
+        with quiet_transformers(), reading_shown(path, safetensors_bytes(path)):
             model, report = model_class.from_pretrained(
                 path if weights is None else None,
                 state_dict=None if weights is None else dict(weights),
@@ -369,6 +370,14 @@ def _read_model(
             f" {tuple(expected_shape)}; copy both from one checkpoint"
         )
     return model.eval()
+
+
+def _moved(model: Any, device: torch.device) -> Any:
+    """Return the model on a device. The weights of a mapped file are read only now."""
+    if device.type == "cpu":
+        return model.to(device)
+    with stage(f"moving the model to {device}"):
+        return model.to(device)
 
 
 def _vocab(model: Any) -> int:

@@ -124,10 +124,13 @@ class Decoder(Passes):
             if name.endswith("norm.weight") and isinstance(value := weights[name], torch.Tensor)
         }
         self._packed: dict[str, Packed | PackedExperts] = {}
-        for name, parts in self._groups().items():
-            self._packed[name] = self._pack(name, parts, weights)
-            for part in parts:
-                weights.release(_weight_name(part))
+        groups = self._groups()
+        with weights.reading([_weight_name(part) for parts in groups.values() for part in parts]) as count:
+            for name, parts in groups.items():
+                self._packed[name] = self._pack(name, parts, weights)
+                for part in parts:
+                    weights.release(_weight_name(part))
+                    count(_weight_name(part))
         self.dtype = FLOAT_DTYPES[32 if bits == 32 else 16]  # of the embedding, keys and values
         table = weights[self._embedding_name]
         self._table = self._pack_table(table)  # the embedding, if it is in blocks

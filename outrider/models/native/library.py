@@ -12,15 +12,17 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
 from functools import cache
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
-from outrider.errors import UnsupportedModel
+from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.native.abi import check_layout
 from outrider.runtime.compiler import install_command
+from outrider.runtime.progress import stage
 
 _log = logging.getLogger("outrider")
 _SOURCE_FOLDER = Path(__file__).parent / "csrc"
@@ -63,13 +65,9 @@ def load_library() -> Library:
     """
     compiler = find_compiler()
     path = cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
-    try:
-        seconds = 0.0 if path.is_file() else _compile(compiler, path)
-    except OSError as error:
-        raise MissingKernels(
-            f"the folder of the compiled kernels, {path.parent}, cannot be written ({error}); set XDG_CACHE_HOME to a"
-            " writable folder"
-        ) from error
+    seconds = 0.0 if path.is_file() else _compile_once(compiler, path)
+    if isinstance(seconds, MissingKernels):
+        raise MissingKernels(str(seconds))
     try:
         # The OpenMP symbols are not linked, so they resolve to torch's. Two thread teams would compete for the cores.
         code = ctypes.CDLL(str(path))
@@ -130,6 +128,20 @@ def find_compiler() -> str:
     raise MissingKernels(f"no C++ compiler was found (g++ or clang++); {advice}")
 
 
+@cache  # a failure as well, since a start asks for the kernels several times
+def _compile_once(compiler: str, path: Path) -> float | MissingKernels:
+    """Compile the kernels to `path`. Return the time in seconds, or why they cannot be compiled."""
+    try:
+        return _compile(compiler, path)
+    except MissingKernels as error:
+        return error
+    except OSError as error:
+        fix = "free some space" if error.errno in (ENOSPC, EDQUOT) else "set XDG_CACHE_HOME to a writable folder"
+        return MissingKernels(
+            f"the folder of the compiled kernels, {path.parent}, cannot be written ({error.strerror}); {fix}"
+        )
+
+
 def _compile(compiler: str, path: Path) -> float:
     """Compile the kernels to `path`. Return the time in seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,10 +150,12 @@ def _compile(compiler: str, path: Path) -> float:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         _log.warning("compiling the CPU kernels, once per machine; this takes about ten seconds")
         objects = [str(Path(folder) / f"{unit}.o") for unit in _UNITS]
-        for unit, output in zip(_UNITS, objects, strict=True):
-            _run_compiler(compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", output)
         library = Path(folder) / "kernels.so"
-        _run_compiler(compiler, "-shared", *link_flags, *objects, "-o", str(library))
+        with stage("compiling the CPU kernels, once per machine", len(_UNITS)) as compiling:
+            for unit, output in zip(_UNITS, objects, strict=True):
+                _run_compiler(compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", output)
+                compiling.advance()
+            _run_compiler(compiler, "-shared", *link_flags, *objects, "-o", str(library))
         # An atomic move, since other processes may compile at the same time.
         os.replace(library, path)
     return perf_counter() - start
@@ -154,7 +168,8 @@ def _run_compiler(*command: str) -> None:
         raise MissingKernels(f"the C++ compiler does not run ({error}); name another in CXX") from error
     if result.returncode:
         message = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-200:])
-        raise MissingKernels(f"{command[0]} cannot compile the kernels ({message.strip()}); name another in CXX")
+        fix = "free some space" if "No space left" in result.stderr else "name another in CXX"
+        raise MissingKernels(f"{command[0]} cannot compile the kernels ({message.strip()}); {fix}")
 
 
 def _fingerprint(compiler: str) -> str:
@@ -169,5 +184,12 @@ def _fingerprint(compiler: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Return the folder of files that are made once per machine."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    """Return the folder of files that are made once per machine.
+
+    Raises:
+        OutriderError: neither XDG_CACHE_HOME nor a home folder says where it is.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    except RuntimeError as error:  # a container may run as a user that its system does not know
+        raise OutriderError("this user has no home folder; set XDG_CACHE_HOME to a writable folder") from error

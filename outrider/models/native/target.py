@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ class NativeTarget:
         weight_bits = bits if bits < 16 else 8 * checkpoint.dtype.itemsize
         weights, body = checkpoint.weights, "model"
         if weights is None:
-            weights, body = ModelWeights(checkpoint.model), body_name(checkpoint.model)
+            weights, body = ModelWeights(checkpoint.model, Path(checkpoint.folder)), body_name(checkpoint.model)
         self._decoder = Decoder(weights, checkpoint.config, self._library, bits=weight_bits, body=body)
         if bits < 16:
             decoder = self._decoder

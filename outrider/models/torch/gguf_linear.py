@@ -31,6 +31,11 @@ class Blocks(Protocol):
     kind: str  # of the blocks; several types are joined by +
     shape: torch.Size
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix where it is stored."""
+        ...
+
     def release(self) -> None:
         """Free the memory of the blocks, which are read from the file again when they are used."""
         ...
@@ -103,6 +108,7 @@ class DenseWeight:
         """Refer to a matrix. `release` frees its memory until it is used again."""
         self.values = values
         self.shape = values.shape
+        self.nbytes = values.nbytes
         self.release = release
 
     def dequantize(self, rows: Any = slice(None)) -> torch.Tensor:

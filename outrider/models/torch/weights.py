@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from outrider.errors import OutriderError
 from outrider.models.torch.gguf_linear import BlockEmbedding, BlockLinear, Blocks
 from outrider.models.torch.gguf_made import BlockExperts
+from outrider.runtime.progress import stage
 
 Weight = torch.Tensor | Blocks
 
@@ -29,6 +31,17 @@ class Weights(Mapping[str, Weight]):
     @abstractmethod
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a weight, without making it."""
+
+    @abstractmethod
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a weight where it is stored."""
+
+    @contextmanager
+    def reading(self, names: Collection[str]) -> Iterator[Callable[[str], None]]:
+        """Show that these weights are read. The body calls what this yields with the name of each that it has read."""
+        sizes = {name: self.nbytes(name) for name in names}
+        with stage(reading_title(self.path), sum(sizes.values()), counts_bytes=True) as read:
+            yield lambda name: read.advance(sizes[name])
 
     def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Check that there are these weights, in these shapes.
@@ -55,7 +68,9 @@ class Weights(Mapping[str, Weight]):
 class ModelWeights(Weights):
     """The weights of a model of transformers."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, path: Path) -> None:
+        """Take the weights of a model that was loaded from a path."""
+        self.path = path
         self._values: dict[str, Weight] = {name: value.detach() for name, value in model.state_dict().items()}
         for name, module in model.named_modules():
             if isinstance(module, BlockLinear | BlockEmbedding):
@@ -75,10 +90,18 @@ class ModelWeights(Weights):
     def shape(self, name: str) -> torch.Size:
         return self._values[name].shape
 
+    def nbytes(self, name: str) -> int:
+        return self._values[name].nbytes
+
     @property
     def types(self) -> tuple[str, ...]:
         kinds = (value.kind for value in self._values.values() if not isinstance(value, torch.Tensor))
         return tuple(sorted({part for kind in kinds for part in kind.split("+")}))
+
+
+def reading_title(path: Path) -> str:
+    """Return what to show while the weights of a model are read."""
+    return f"reading the weights of {path.name or path}"
 
 
 def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:

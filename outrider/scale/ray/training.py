@@ -8,10 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rich.console import Console
-
 from outrider.errors import OutriderError
-from outrider.runtime.processes import rank, world_size
+from outrider.runtime.bar import shown_on_stderr
+from outrider.runtime.processes import world_size
 from outrider.runtime.report.page import check_report
 from outrider.scale.ray.cluster import connect
 from outrider.scale.ray.package import import_ray, import_train
@@ -62,7 +61,8 @@ def _train(*, kind: str, settings: Settings, folder: str) -> tuple[dict[str, Any
     if not Path(folder).is_dir():
         raise OutriderError(f"{folder} does not exist on all machines of the cluster; use a shared folder")
     os.chdir(folder)  # Ray Train uses a folder of its own, and paths are relative to that of the command
-    return Training(kind, settings).run(Console(stderr=True, quiet=bool(rank())))
+    with shown_on_stderr():
+        return Training(kind, settings).run()
 
 
 def _reason(error: Exception) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from time import perf_counter
-from typing import Any
+from typing import Any, TextIO
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -126,6 +127,14 @@ def entry_of(scope: Scope) -> Entry:
     return entry
 
 
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to the standard error of the moment, which prints above a bar while there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
 class JsonFormatter(logging.Formatter):
     """Formats a log record as a JSON object on one line."""
 
@@ -155,7 +164,7 @@ class TextFormatter(logging.Formatter):
 
 def configure_logging(log_format: str) -> None:
     """Log to standard error. `log_format` is "text" or "json"."""
-    handler = logging.StreamHandler()
+    handler = _StderrHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 

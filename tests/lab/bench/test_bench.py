@@ -248,7 +248,7 @@ def test_no_variant_drafts_from_outputs_of_plain_decoding_or_of_earlier_repeats(
         variants=tuple(runners),
         batches=(PromptBatch(category="code", jobs=jobs),),
     )
-    (samples,) = interleave([workload], 2, Console(quiet=True)).values()
+    (samples,) = interleave([workload], 2).values()
     (first, second) = (sample.trial.stats for sample in samples if sample.name == "speculative")
     assert first is not None
     assert second is not None

@@ -281,14 +281,14 @@ def test_certificate_of_chosen_proposer(fit, copied, monkeypatch):
 def test_real_audit(target, monkeypatch):
     monkeypatch.setattr("outrider.lab.audit.prompts.DEFAULT", DEFAULT[:2])
     settings = with_engine(Settings, out="out", target=str(target), samples=100, threads=1, kernels="torch")
-    found = stages.certify(settings, target, FINAL, run.Console(quiet=True), tokens_per_s=1e6)
+    found = stages.certify(settings, target, FINAL, tokens_per_s=1e6)
     assert found["passed"] is True
 
 
 def test_audit_that_does_not_fit_into_memory_is_left_out(target, monkeypatch):
     monkeypatch.setattr("outrider.models.loader.memory.free_memory", lambda: 1000)
     settings = with_engine(Settings, out="out", target=str(target), device="cpu")
-    found = stages.certify(settings, target, FINAL, run.Console(quiet=True), tokens_per_s=1e6)
+    found = stages.certify(settings, target, FINAL, tokens_per_s=1e6)
     assert found["passed"] is None
     assert "are free" in found["reason"]
 

@@ -20,6 +20,8 @@ from outrider.lab.tune.measure import measure
 from outrider.lab.tune.run import default_proposers
 from outrider.lab.tune.settings import Settings, parse_ks, parse_proposers
 from outrider.models.loader.embedded import embedded
+from outrider.runtime.bar import StageBar
+from outrider.runtime.progress import shown_on
 from tests.helpers import tiny
 from tests.helpers.configured import with_engine
 from tests.lab.tune.commands import document, invoke
@@ -263,13 +265,15 @@ def test_interrupted_command_prints_what_was_measured(tmp_path, monkeypatch, pro
 
 def test_each_run_has_a_line_where_the_output_is_no_terminal(tmp_path):
     printed = io.StringIO()
-    measure(four_prompts(tmp_path, repeats=1), Console(file=printed, width=80))
+    with shown_on(StageBar(Console(file=printed, width=80))):
+        measure(four_prompts(tmp_path, repeats=1), Console(quiet=True))
     lines = [line for line in printed.getvalue().splitlines() if " of 8: " in line]
     assert len(lines) == 8
     assert re.fullmatch(r"1 of 8: round 1 of 1, batch 1, temperature 0, plain decoding: \d+ tokens/s", lines[0])
     assert re.fullmatch(r"8 of 8: round 1 of 1, batch 1, temperature 0, plain decoding: \d+ tokens/s", lines[7])
     terminal = io.StringIO()
-    measure(four_prompts(tmp_path, repeats=1), Console(file=terminal, force_terminal=True, width=80))
+    with shown_on(StageBar(Console(file=terminal, force_terminal=True, width=80))):
+        measure(four_prompts(tmp_path, repeats=1), Console(quiet=True))
     assert "tokens/s" not in terminal.getvalue()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from errno import EACCES
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.core import tree
 from outrider.errors import UnsupportedModel
+from outrider.models.loader.gguf.file import _read_model
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.torch.gguf_linear import BlockLinear
 from tests.helpers import tiny
@@ -327,6 +330,14 @@ def test_a_model_in_several_files(tmp_path, file):
     assert all(torch.equal(parts[name], value) for name, value in whole.items())
     with pytest.raises(OutriderError, match=r"is a part of a model; give the first part, model-00001-of-00003.gguf"):
         load_checkpoint(second)
+    for swapped in ((first, second), (second, third)):
+        contents = [part.read_bytes() for part in swapped]
+        for part, content in zip(swapped, reversed(contents), strict=True):
+            part.write_bytes(content)
+        with pytest.raises(OutriderError, match=r"is part \d of a model by its contents and part \d by its name; give"):
+            load_checkpoint(first)
+        for part, content in zip(swapped, contents, strict=True):
+            part.write_bytes(content)
     second.unlink()
     with pytest.raises(OutriderError, match=r"is one of 3 parts, and model-00002-of-00003.gguf is missing"):
         load_checkpoint(first)
@@ -334,6 +345,16 @@ def test_a_model_in_several_files(tmp_path, file):
     shutil.copy(third, second)
     with pytest.raises(OutriderError, match=r"model-00002-of-00003.gguf is damaged or truncated; download it again"):
         load_checkpoint(first)
+
+
+def test_a_file_without_permission(file, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(EACCES, "Permission denied")
+
+    _read_model.cache_clear()
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(OutriderError, match=r"tiny.gguf cannot be read \(Permission denied\); change its permissions"):
+        load_checkpoint(file)
 
 
 def test_an_unknown_rotary_scaling_is_named(tmp_path):

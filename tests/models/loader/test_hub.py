@@ -25,6 +25,7 @@ from outrider.models.loader.embedded import absolute_name, embedded, model_folde
 from outrider.models.loader.fingerprint import model_fingerprint
 from outrider.models.loader.hub import fetch
 from outrider.models.loader.hub.names import HubName, hub_name, shown
+from outrider.runtime import bar
 from outrider.scale.estimate.models import Bits, find_model
 from outrider.tools.export.engines import engine_of
 from outrider.tools.export.target import find_target
@@ -263,14 +264,15 @@ def test_without_network(hub, cache, monkeypatch):
 
 def test_a_broken_connection_is_resumed(hub, monkeypatch, capsys):
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 50)  # bytes that are written at once
+    monkeypatch.setattr(bar, "_LINE_SECONDS", 0.0)
     model_folder("org/model", weights=False)
     hub.cut_after = [100, 50]
     assert (model_folder("org/model") / "model.safetensors").read_bytes() == WEIGHTS
     ranges = [line.split()[-1] for line in hub.requests if line.endswith("-")]
     assert ranges == ["bytes=100-", "bytes=150-"]
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == ["downloading org/model: 1 file, 700 bytes", "downloading org/model: 10%"]
-    assert lines[-2] == "downloading org/model: 90%"
+    assert lines[:2] == ["downloading org/model: 1 file, 700 bytes", "downloading org/model: 7% of 700 bytes"]
+    assert lines[-2] == "downloading org/model: 93% of 700 bytes"
 
 
 def test_a_lost_connection(hub, cache, monkeypatch):
@@ -292,7 +294,7 @@ def test_ctrl_c(hub, cache, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.models.loader.hub.progress.DownloadProgress._add", interrupt)
+        patch.setattr("outrider.runtime.progress.Stage.advance", interrupt)
         with pytest.raises(KeyboardInterrupt):
             model_folder("org/model")
     assert "interrupted; the same command downloads what is missing" in capsys.readouterr().err

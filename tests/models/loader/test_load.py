@@ -154,8 +154,23 @@ INVALID_FOLDERS = {
     ),
     "missing index": (split_and(lambda f: (f / INDEX).unlink()), f"lacks {INDEX}, which says .*; copy it as well"),
     "broken index": (split_and(lambda f: (f / INDEX).write_text("[]")), f"{INDEX} cannot be read .*; copy the checkp"),
-    "truncated part": (split_and(lambda f: (f / SECOND).write_bytes(b"123")), "cannot be read .*; copy the checkpoint"),
-    "web page": (replace_by("model.safetensors", "<!DOCTYPE html>"), "cannot be read .*; copy the checkpoint again"),
+    "truncated part": (
+        split_and(lambda f: (f / SECOND).write_bytes(b"123")),
+        f"{SECOND} is damaged or truncated",
+    ),
+    "empty part": (split_and(lambda f: (f / SECOND).write_bytes(b"")), f"{SECOND} is damaged or truncated"),
+    "part without its end": (
+        split_and(lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:-64])),
+        f"{SECOND} is damaged or truncated .*; copy or download it again",
+    ),
+    "several GGUF files": (
+        lambda f: (only("a.gguf")(f), (f / "b.gguf").touch()),
+        "holds GGUF files; give one of them, .*a.gguf or .*b.gguf",
+    ),
+    "web page": (
+        replace_by("model.safetensors", "<!DOCTYPE html>"),
+        "is damaged or truncated .*; copy or download it again",
+    ),
     "no folder": (shutil.rmtree, "is not a folder; give the folder that holds the model's config.json, or a"),
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json; give the folder of a Hugging Face"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read .* copy the check"),
@@ -176,8 +191,8 @@ INVALID_FOLDERS = {
     "encoder-decoder model": (lambda f: set_config(f, model_type="led"), "of encoder-decoder models only bart, "),
     "not a text model": (lambda f: set_config(f, model_type="clip"), "clip is not a causal language model"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no .safetensors; write the weights there"),
-    "truncated weights": (truncate_weights, "cannot be read .*; copy the checkpoint again"),
-    "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), "cannot be read .*; copy the checkpoint"),
+    "truncated weights": (truncate_weights, "is damaged or truncated .*; copy or download it again"),
+    "empty weights": (lambda f: (f / "model.safetensors").write_bytes(b""), "is damaged or truncated .*; copy or down"),
     "missing weight": (drop_tensor, "lack model.layers.1.mlp.up_proj.weight; copy the checkpoint again"),
     "weights of other shapes": (
         lambda f: set_config(f, intermediate_size=40),

@@ -196,6 +196,7 @@ def _group_weight(made):
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"quant_method": "hqq"}, "the quantization 'hqq'"),
+    ({"bits": 4}, "a quantization_config without quant_method in config.json"),
     (GPTQ | {"bits": 3}, "GPTQ with 3 bits"),
     (GPTQ | {"dynamic": {"+:.*down_proj": {"bits": 2}}}, "GPTQ with 2 bits"),
     (GPTQ | {"is_marlin_format": True}, "layout marlin"),

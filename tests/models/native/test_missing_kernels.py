@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from outrider.core.params import SamplingParams
-from outrider.errors import UnsupportedModel
+from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.models.loader import make
 from outrider.models.loader.embedded import embedded
@@ -24,6 +26,7 @@ def forget():
 
     def clear():
         library.load_library.cache_clear()
+        library._compile_once.cache_clear()
         make._warn_of_missing_kernels.cache_clear()
 
     clear()
@@ -80,6 +83,42 @@ def test_command_fits_the_system(programs, user, command, monkeypatch):
     assert compiler.install_command() == command
     with pytest.raises(library.MissingKernels, match=f"install one: {command}" if command else "; install one$"):
         library.find_compiler()
+
+
+def test_a_full_disk_is_named_and_met_once(monkeypatch, tmp_path):
+    calls = []
+
+    def fail(command, **_):
+        calls.append(command)
+        return CompletedProcess(command, 1, "", "x.s: Fatal error: cannot write: No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "find_compiler", lambda: "g++")
+    monkeypatch.setattr(library.subprocess, "run", fail)
+    for _ in range(2):
+        with pytest.raises(library.MissingKernels, match=r"No space left on device\); free some space$"):
+            library.load_library()
+    assert len(calls) == 1
+    assert not list((tmp_path / "outrider").iterdir())
+
+
+def test_a_home_that_cannot_be_written(monkeypatch):
+    monkeypatch.setattr(library, "find_compiler", lambda: "g++")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nonexistent")
+    with pytest.raises(
+        library.MissingKernels, match=r"/proc/nonexistent/outrider, cannot be .*; set XDG_CACHE_HOME to"
+    ):
+        library.load_library()
+
+
+def test_a_user_without_a_home(monkeypatch):
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", unknown)
+    with pytest.raises(OutriderError, match="this user has no home folder; set XDG_CACHE_HOME to a writable folder"):
+        library.cache_folder()
 
 
 def test_command_on_macos(monkeypatch):

@@ -16,7 +16,6 @@ from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.lab.audit.pair import Pair
 from outrider.lab.audit.prompts import Prompt, read_prompts
-from outrider.lab.audit.report import ProgressBar
 from outrider.lab.audit.server.client import Completions, has_completions, open_completions
 from outrider.lab.audit.server.diagnosis import diagnose, powers
 from outrider.lab.audit.server.distribution import CASES, Designer, Sampled, cases_of, entry, level_of, run_case
@@ -29,6 +28,7 @@ from outrider.lab.audit.settings import Settings
 from outrider.lab.client.server import Server, connect, find_model, retries_text
 from outrider.models.loader.embedded import model_folder
 from outrider.runtime.machine import commit, hardware, use_threads, versions
+from outrider.runtime.progress import stage
 
 _ROOM = 16  # tokens after a prompt, beside those that are replayed
 _LIKELY = 64  # likeliest tokens whose logits are compared to measure rounding
@@ -41,7 +41,7 @@ def run_server_audit(settings: Settings, options: ServerOptions, *, console: Con
     Args:
         settings: the model and the prompts. k is the draft length of the server, for the diagnosis.
         options: the server, and how to audit it.
-        console: where to print progress and results; None: print nothing.
+        console: where to print results; None: print nothing.
 
     Returns:
         A JSON document: `passed`, and the sections `replay`, `distribution` and `diagnosis`.
@@ -53,8 +53,7 @@ def run_server_audit(settings: Settings, options: ServerOptions, *, console: Con
     engine = settings.engine
     use_threads(engine.threads)
     began = perf_counter()
-    with ProgressBar(console) as progress:
-        report = asyncio.run(_audit(settings, options, progress))
+    report = asyncio.run(_audit(settings, options))
     report |= {
         "server": options.server,
         "target": engine.target or "the embedded model",
@@ -71,13 +70,13 @@ def run_server_audit(settings: Settings, options: ServerOptions, *, console: Con
     return report
 
 
-async def _audit(settings: Settings, options: ServerOptions, progress: ProgressBar) -> dict[str, Any]:
+async def _audit(settings: Settings, options: ServerOptions) -> dict[str, Any]:
     assert options.server is not None
     prompts = read_prompts(settings.prompts)
     async with connect(options.server, api_key=options.api_key, timeout=options.timeout) as server:
         name = await find_model(server, options.model)  # before a model is loaded
         chat = options.chat or not await has_completions(server, name)
-        audit = _Audit(replace(settings, engine=replace(settings.engine, proposer="none")), options, progress)
+        audit = _Audit(replace(settings, engine=replace(settings.engine, proposer="none")), options)
         return await audit.run(server, name, _asked(prompts, chat), chat)
 
 
@@ -87,7 +86,6 @@ class _Audit:
 
     settings: Settings
     options: ServerOptions
-    progress: ProgressBar
 
     @property
     def config(self) -> EngineConfig:
@@ -104,10 +102,10 @@ class _Audit:
         pair, dtype, rounding = self._load(folder, prompts)
         encoded = list(zip(prompts, pair.prompts, strict=True))
         completions = await open_completions(server, name, *encoded[0], chat=chat, concurrency=self.options.concurrency)
-        completions.on_done = self.progress.step
         texts = Texts(pair.tokenizer, pair.vocab)
-        self.progress.start("greedy", len(encoded))
-        greedy = await self._greedy(completions, encoded)
+        with stage("greedy", len(encoded)) as asked:
+            completions.on_done = asked.advance
+            greedy = await self._greedy(completions, encoded)
         replayed = replay(pair, texts, encoded, greedy, dtype=dtype, rounding=rounding)
         sampling = await self._sample(completions, pair, texts, encoded, rounding)
         return {
@@ -129,7 +127,8 @@ class _Audit:
 
     def _pair(self, folder: str, prompts: Sequence[Prompt], dtype: str) -> Pair:
         config = replace(self.config, target=folder, dtype=dtype)
-        return Pair(config, prompts, room=self.options.tokens + _ROOM)
+        with stage("loading models"):
+            return Pair(config, prompts, room=self.options.tokens + _ROOM)
 
     def _load(self, folder: str, prompts: tuple[Prompt, ...]) -> tuple[Pair, torch.dtype, float]:
         """Return the model in float32, the type of the server's numbers, and how far rounding moves a logit."""
@@ -163,34 +162,34 @@ class _Audit:
         encoded: Sequence[tuple[Prompt, Tokens]],
         rounding: float,
     ) -> dict[str, Any]:
-        self.progress.start("planning the tests")
-        draft = self._draft(pair, [prompt for prompt, _ in encoded])
-        defects = hypotheses(draft=draft is not None, k=self.k)
-        designer = Designer(
-            Model(pair),
-            draft,
-            None if completions.abilities.token_ids else texts,
-            encoded,
-            defects,
-            rounding=rounding,
-        )
-        plans = [(case, designer.choose(case)) for case in cases_of(self.options.tests)]
-        self.progress.start("sampling", self.settings.samples * sum(plan is not None for _, plan in plans))
+        with stage("planning the tests"):
+            draft = self._draft(pair, [prompt for prompt, _ in encoded])
+            defects = hypotheses(draft=draft is not None, k=self.k)
+            designer = Designer(
+                Model(pair),
+                draft,
+                None if completions.abilities.token_ids else texts,
+                encoded,
+                defects,
+                rounding=rounding,
+            )
+            plans = [(case, designer.choose(case)) for case in cases_of(self.options.tests)]
         sampled: list[Sampled] = []
         refused: dict[str, str] = {}
-        for case, plan in plans:
-            if plan is None:
-                continue
-            prompt, tree = plan
-            seed = self.options.seed * len(CASES) + CASES.index(case)
-            if (problem := await completions.refusal(prompt, tree.prompt, case.params)) is not None:
-                refused[case.name] = problem
-                continue
-            result = await run_case(
-                completions, case, plan, samples=self.settings.samples, seed=seed, rounding=rounding
-            )
-            sampled.append(result)
-        self.progress.start("comparing")
+        with stage("sampling", self.settings.samples * sum(plan is not None for _, plan in plans)) as asked:
+            completions.on_done = asked.advance
+            for case, plan in plans:
+                if plan is None:
+                    continue
+                prompt, tree = plan
+                seed = self.options.seed * len(CASES) + CASES.index(case)
+                if (problem := await completions.refusal(prompt, tree.prompt, case.params)) is not None:
+                    refused[case.name] = problem
+                    continue
+                result = await run_case(
+                    completions, case, plan, samples=self.settings.samples, seed=seed, rounding=rounding
+                )
+                sampled.append(result)
         level = level_of(len(sampled))
         tests = [entry(each, level=level) for each in sampled]
         passed = bool(tests) and all(test["passed"] for test in tests)

@@ -20,6 +20,7 @@ from outrider.lab.tune.server.advice import Load, advise, best_k
 from outrider.lab.tune.server.settings import ServerOptions
 from outrider.lab.tune.settings import Settings
 from outrider.runtime.machine import commit, versions
+from outrider.runtime.progress import stage
 from outrider.runtime.report.console import NONE, new_table
 
 # Fields of a request that switch speculation off, for the servers that have one. llama.cpp of October 2026 ignores its
@@ -29,13 +30,12 @@ _PER_WORKER = 4  # requests for each that runs at a time
 _WARM_UP = 8  # tokens of the first request, which is not measured
 
 
-def run_server_tune(settings: Settings, options: ServerOptions, *, progress: Console) -> dict[str, Any]:
+def run_server_tune(settings: Settings, options: ServerOptions) -> dict[str, Any]:
     """Measure a server.
 
     Args:
         settings: the prompts, and the loads: its batches are requests at a time.
         options: the server, and a second one without speculation.
-        progress: the console for progress.
 
     Returns:
         The JSON document.
@@ -52,7 +52,7 @@ def run_server_tune(settings: Settings, options: ServerOptions, *, progress: Con
     SamplingParams(temperature=temperature, max_tokens=max_tokens)  # raises if one is out of range
     prompts = read_prompts(settings.prompts, limit=settings.limit)
     measure = _Measure(options, prompts, temperature, max_tokens, settings.seed)
-    with progress.status("measuring the server"):
+    with stage("measuring the server"):
         measured = asyncio.run(measure.run(settings.batches))
     engine = measured.engine
     return {

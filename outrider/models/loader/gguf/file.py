@@ -239,8 +239,14 @@ def _read_model(path: Path, states: tuple[tuple[int, ...], ...]) -> GGUFFile:
     """Read all parts of a model, which have these states."""
     file = _read_part(path)
     tensors = dict(file.tensors)
-    for part in parts_of(path)[1:]:
-        tensors |= _read_part(part).tensors
+    for i, part in enumerate(parts_of(path)):
+        read = _read_part(part) if i else file
+        if (number := read.field("split.no", i)) != i:
+            raise OutriderError(
+                f"{part} is part {number + 1} of a model by its contents and part {i + 1} by its name; give the parts"
+                " the names that they had, or download them again"
+            )
+        tensors |= read.tensors
     expected = file.field("split.tensors.count")
     if expected is not None and expected != len(tensors):
         raise OutriderError(f"the parts of {path} have {len(tensors)} tensors and should have {expected}; {_FIX}")
@@ -267,7 +273,8 @@ def _read_part(path: Path) -> GGUFFile:
 
 
 def _unreadable(path: Path, reason: OSError) -> OutriderError:
-    return OutriderError(f"{path} cannot be read ({reason.strerror}); give the path of a GGUF file")
+    fix = "change its permissions" if isinstance(reason, PermissionError) else "give the path of a GGUF file"
+    return OutriderError(f"{path} cannot be read ({reason.strerror}); {fix}")
 
 
 class _Reader:

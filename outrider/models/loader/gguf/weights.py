@@ -126,6 +126,9 @@ class GGUFWeights(Weights):
         made = source.make(self._config, *parts).shape
         return torch.Size([*tensors[0].shape[: source.experts], *made])
 
+    def nbytes(self, name: str) -> int:
+        return sum(self._file.tensors[tensor].data.nbytes for tensor in self._sources[name].tensors)
+
     @property
     def types(self) -> tuple[str, ...]:
         names = {tensor for source in self._sources.values() for tensor in source.tensors}

@@ -18,7 +18,7 @@ from outrider.errors import OutriderError
 from outrider.models.loader.hub.files import CONFIG, SMALL_FILES, SUBFOLDERS, gguf_files, weight_files
 from outrider.models.loader.hub.mistakes import explain
 from outrider.models.loader.hub.names import HubName
-from outrider.models.loader.hub.progress import DownloadProgress, SilentBar
+from outrider.models.loader.hub.progress import SilentBar, shown_download
 
 _LOGGERS = ("huggingface_hub", "httpx", "httpx2")  # the client of older and of newer releases
 
@@ -94,9 +94,9 @@ def _download(name: HubName, commit: str, files: Mapping[str, int | None]) -> No
             f"{name} takes {decimal(size)}, and {decimal(free)} are free in {constants.HF_HUB_CACHE}; free some"
             " space, or set HF_HOME to a folder on another disk"
         )
-    with DownloadProgress(str(name), files=len(files), size=size) as progress:
+    with shown_download(str(name), files=len(files), size=size) as bar:
         for file in files:
-            hf_hub_download(name.repo, file, revision=commit, tqdm_class=progress.bar)
+            hf_hub_download(name.repo, file, revision=commit, tqdm_class=bar)
 
 
 def _existing(folder: Path) -> Path:

@@ -77,6 +77,8 @@ def find_format(settings: Settings) -> Format:
     method = str(settings.get("quant_method"))
     if method == "None" and ("load_in_4bit" in settings or "load_in_8bit" in settings):
         method = "bitsandbytes"
+    if method == "None":
+        raise refuse("a quantization_config without quant_method in config.json")
     if method not in _FORMATS:
         raise refuse(f"the quantization {method!r} (Outrider reads {', '.join(_FORMATS)})")
     return _FORMATS[method](settings)
