@@ -47,7 +47,8 @@ def test_model_on_the_native_kernels_starts_without_transformers():
     assert imported == ["numpy", "torch"]
 
 
-def test_meta_kernels_of_torch_come_with_the_first_package_that_uses_them():
+@pytest.mark.parametrize("use", ["import colorsys", "from torch._meta_registrations import device_hint"])
+def test_meta_kernels_of_torch_come_with_the_first_use(use):
     code = f"""
 from outrider.runtime import torch_import
 torch_import._USERS = {{"colorsys"}}  # in place of transformers, which takes seconds
@@ -57,7 +58,7 @@ try:
     {_BATCH_NORM}
     print("not deferred")
 except NotImplementedError:
-    import colorsys
+    {use}
 print(tuple({_BATCH_NORM}.shape))
 """
     assert _run(code).stdout == "(3, 2)\n"
