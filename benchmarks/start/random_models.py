@@ -1,10 +1,10 @@
-"""Write models with random weights in the sizes of real ones: an 8B as GGUF, and a folder of 3 GB in bfloat16.
+"""Write models with random weights in the sizes of real ones: 1.5B and 8B as GGUF, and a folder of 3 GB in bfloat16.
 
 python benchmarks/start/random_models.py OUT
 
-The GGUF file has the types of llama.cpp's Q4_K_M, so it has the size of the real file. The quantized blocks are random
-bytes with fixed scales: the weights have a standard deviation of 0.02. The tokenizer has as many tokens and merges as
-that of Llama 3, since a loader reads all of them.
+The GGUF files have the types of llama.cpp's Q4_K_M, so they have the size of the real files. The quantized blocks are
+random bytes with fixed scales: the weights have a standard deviation of 0.02. The tokenizer has as many tokens and
+merges as that of Llama 3, since a loader reads all of them.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Size:
 
 
 SIZES = {
+    "1.5b": Size(layers=28, hidden=1536, ffn=8960, heads=12, key_heads=2),
     "8b": Size(layers=32, hidden=4096, ffn=14336, heads=32, key_heads=8),
     "3gb": Size(layers=16, hidden=2048, ffn=8192, heads=32, key_heads=8),
     "tiny": Size(layers=2, hidden=256, ffn=512, heads=4, key_heads=2, vocab=512),
@@ -60,17 +61,20 @@ SIZES = {
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="Folder for random-8b-q4_k_m.gguf and random-3gb/.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the models.")],
     tiny: Annotated[bool, typer.Option(help="Write tiny models, to try the script.")] = False,
 ) -> None:
     """Write what is not there yet. Print the paths."""
     out.mkdir(parents=True, exist_ok=True)
-    file, folder = out / "random-8b-q4_k_m.gguf", out / "random-3gb"
-    if not file.exists():
-        write_gguf(file, SIZES["tiny" if tiny else "8b"])
+    for name in ("1.5b", "8b"):
+        file = out / f"random-{name}-q4_k_m.gguf"
+        if not file.exists():
+            write_gguf(file, SIZES["tiny" if tiny else name])
+        print(file)
+    folder = out / "random-3gb"
     if not (folder / "model.safetensors").exists():
         write_folder(folder, SIZES["tiny" if tiny else "3gb"])
-    print(f"{file}\n{folder}")
+    print(folder)
 
 
 def write_gguf(file: Path, size: Size) -> None:

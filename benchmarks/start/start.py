@@ -8,9 +8,10 @@ python benchmarks/start/start.py models/smollm2.gguf models/smollm2 --llama-serv
 | later | the same in the cache folder of an earlier start |
 | llama-server | from the start of the process to the answer of one token to the same prompt |
 
-The native kernels are compiled before, which happens once per machine. A start of Outrider ends at the first byte of
-the output. The memory is the sum of the peaks (VmHWM) of a process and its children, with mapped files. The starts of a
-round run in turns, after the files were read once. The table has medians. `import torch` bounds the rest.
+The native kernels and the bytecode are compiled before, which happens once per machine. A start of Outrider ends at the
+first byte of the output. The memory is the sum of the peaks (VmHWM) of a process and its children, with mapped files.
+The starts of a round run in turns, after the files were read once. The table has medians. `import torch` bounds the
+rest.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ def _run(command: list[str], cache: Path) -> Started:
     """Run a command to its end, with its own cache folder."""
     began = perf_counter()
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     assert process.stdout is not None
     first_byte = None

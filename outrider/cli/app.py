@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import sys
@@ -35,12 +36,16 @@ from outrider.lab.tune.server.settings import check_given as check_tune_given
 from outrider.lab.tune.settings import Settings as TuneSettings
 from outrider.models.loader.embedded import check_present
 from outrider.runtime.report.console import INTERRUPTED, print_document
+from outrider.runtime.torch_import import defer_meta_kernels
 from outrider.scale.estimate.options import ProjectOptions
 from outrider.scale.fleet.options import FleetOptions
 from outrider.scale.fleet.options import check_given as check_fleet_given
 from outrider.scale.ray.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
 
+# New objects before Python searches for cycles. Imports make a million objects that stay, and by default, Python would
+# search them many times.
+_COLLECT_AFTER = 100_000
 _WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
 
@@ -54,10 +59,13 @@ app = typer.Typer(
 
 def main() -> None:
     """The program `outrider`."""
+    defer_meta_kernels()
+    gc.set_threshold(_COLLECT_AFTER)
     try:
         try:
             app()
         finally:
+            gc.freeze()  # objects that live to the end need no search for cycles
             sys.stdout.flush()
     except OSError as error:
         if error.filename is not None or error.errno not in _WRITE_ERRORS:

@@ -8,7 +8,8 @@ import platform
 import re
 import subprocess
 import sys
-from importlib.metadata import version
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,15 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect speed."""
     return {
         "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
+        "torch": _version("torch"),
+        "transformers": _version("transformers"),
         "outrider": __version__,
     }
+
+
+@cache  # a start asks several times
+def _version(package: str) -> str:
+    return metadata.version(package)
 
 
 def hardware(device: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96
 _FIRST = (1, 8, 4, 2, 16, 12, 6, 24, 3, 32)  # tokens of the shapes that are measured first, if time is short
 _MAX_PER_SEQUENCE = 16  # wider passes have more sequences
 _PASSES = 6  # passes of each shape that a whole measurement has
+_CHECKS = 2  # passes that check a known time
 _SHORT = 0.05  # seconds; a shorter pass has a warm-up before it, because another shape ran before
 _SLOW = 0.4  # seconds; wider passes are not measured after a pass this long
 _SEED = 0  # of the tokens; all measurements of a shape have the same tokens
@@ -100,7 +101,11 @@ class PassTimes:
     def check(self, tokens: int) -> float:
         """Measure a pass over one sequence again, and return the ratio to its known time."""
         known = self.known[_Shape(tokens, 1)].sample.seconds
-        return min(self._run(_Shape(tokens, 1)) for _ in range(2)) / known
+        return min(self._run(_Shape(tokens, 1)) for _ in range(_CHECKS)) / known
+
+    def check_seconds(self, tokens: int) -> float:
+        """Return how long `check` takes."""
+        return _CHECKS * self.known[_Shape(tokens, 1)].sample.seconds
 
     def has(self, tokens: int) -> bool:
         """Return whether a pass over this many tokens of one sequence was measured."""

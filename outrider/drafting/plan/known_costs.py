@@ -1,7 +1,8 @@
 """The costs of passes on this machine, kept in one file per model.
 
-A start measures for a second at most. Later starts continue the measurement for a shorter time until it is whole, and
-the planner corrects the costs with the times of its rounds. `outrider bench --calibrate` measures everything at once.
+A start measures for a second at most. Later starts check and continue the measurement in a tenth of it until it is
+whole, and the planner corrects the costs with the times of its rounds. `outrider bench --calibrate` measures everything
+at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from outrider.runtime.ranks import is_first_rank, of_first_rank
 
 _METHOD = 8  # version of the method; files of other versions are measured again
 _FIRST_SECONDS = 1.0  # for all models of an engine together, if none was measured before
-_LATER_SECONDS = 0.2
+_LATER_SECONDS = 0.1  # to check the file, and to continue; a model whose passes are slower only reads it
 _CHECKED = (1, 8)  # token counts of the passes that check a file
 _MAX_DRIFT = 1.4  # largest ratio between the deviations of these passes from the file
 _FILES = 32  # maximum number of files
@@ -51,17 +52,24 @@ def _known_cost(model: Target, *, share: float, whole: bool) -> PassCost:
     path = cost_file(model)
     known = of_first_rank([] if whole else _read(path))
     times = PassTimes(model, known)
-    if known and not _is_accurate(times):
-        known = []
-        times = PassTimes(model)
-    seconds = share * (_LATER_SECONDS if known else _FIRST_SECONDS)
-    times.measure(inf if whole else seconds)
+    left = share * (_LATER_SECONDS if known else _FIRST_SECONDS)
+    if known and (expected := _check_seconds(times)) < left:
+        left -= expected
+        if not _is_accurate(times):
+            times = PassTimes(model)
+            left = share * _FIRST_SECONDS
+    times.measure(inf if whole else left)
     if is_first_rank():
         with suppress(OSError, OutriderError):  # the cache folder is read-only; measure again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps([asdict(each) for each in times.known.values()]))
             _remove_old_files(path.parent)
     return times.cost()
+
+
+def _check_seconds(times: PassTimes) -> float:
+    """Return how long `_is_accurate` takes."""
+    return sum(times.check_seconds(tokens) for tokens in _CHECKED if times.has(tokens))
 
 
 def _is_accurate(times: PassTimes) -> bool:

@@ -37,5 +37,5 @@ def tune(settings: Settings, *, as_json: bool) -> str:
 
 def tune_server(settings: Settings, server: ServerOptions, *, as_json: bool) -> None:
     """Measure a running server, and print what to set there."""
-    document = run_server_tune(settings, server))
+    document = run_server_tune(settings, server)
     print_document(document, show_server, as_json=as_json)

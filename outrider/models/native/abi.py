@@ -81,9 +81,9 @@ class CModel(ctypes.Structure):
         ("head", CLinear),
         ("table", CLinear),
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "key_heads", "dim", "ffn")),
-        *((name, ctypes.c_int32) for name in ("threads", "rotaries", "rotary_dim", "gelu")),
-        *((name, ctypes.c_float) for name in ("epsilon", "scale", "embedding_scale", "residual_scale")),
-        *((name, ctypes.c_float) for name in ("logit_divisor", "score_cap", "logit_cap")),
+        *((name, ctypes.c_int32) for name in ("threads", "rotaries", "rotary_dim", "gelu", "rounds_table")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale", "table_scale", "embedding_scale")),
+        *((name, ctypes.c_float) for name in ("residual_scale", "logit_divisor", "score_cap", "logit_cap")),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, replace
 from typing import Any
@@ -30,6 +30,7 @@ from outrider.models.native.pack import (
     address,
     interleave,
     pack,
+    pack_parts,
     separate,
 )
 from outrider.models.native.rows import can_pack_rows, pack_rows
@@ -39,7 +40,8 @@ from outrider.models.torch.submodel import layer_stack, refuse_weight_update
 from outrider.models.torch.weights import Weight, Weights, check_weights, tied_weight
 
 _HEAD = "lm_head"
-_PANELS_AT_ONCE = 128  # panels of a table that are expanded to float32 at once
+_VALUES_AT_ONCE = 1 << 19  # of a packed weight that is unpacked: 2 MiB of float32
+_WHOLE = frozenset({"bias", "order"})  # parts of a packed weight that do not belong to its panels
 Packed = PackedWeight | PackedBlocks
 _log = logging.getLogger("outrider")
 _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
@@ -68,17 +70,30 @@ def _dense(weight: Weight) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
 
 
-def _expand(packed: PackedWeight | PackedBlocks, dtype: torch.dtype) -> torch.Tensor:
-    """Return a packed weight as a matrix [outputs, inputs]. Only some panels at a time are unpacked to float32."""
-    matrix = torch.empty(packed.shape, dtype=dtype)
-    names = {field.name for field in fields(packed)} - {"bias", "order"}
-    values = {name: getattr(packed, name) for name in names}
+def _parts(packed: Packed) -> Iterator[torch.Tensor]:
+    """Yield the rows of a packed weight. Only some panels at a time are unpacked."""
+    values = {field.name: getattr(packed, field.name) for field in fields(packed)}
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    for i, rows in enumerate(torch.split(matrix, _PANELS_AT_ONCE * PANEL)):
-        panels = slice(i * _PANELS_AT_ONCE, (i + 1) * _PANELS_AT_ONCE)
-        part: dict[str, Any] = {name: tensor[panels] for name, tensor in tensors.items()}
-        rows.copy_(replace(packed, shape=(len(rows), packed.shape[1]), **part).unpack())
+    panels = max(_VALUES_AT_ONCE // (PANEL * packed.shape[1]), 1)
+    for first in range(0, len(packed.words), panels):
+        part: dict[str, Any] = {name: tensors[name][first : first + panels] for name in tensors.keys() - _WHOLE}
+        rows = min(panels * PANEL, packed.shape[0] - first * PANEL)
+        yield replace(packed, shape=(rows, packed.shape[1]), **part).unpack()
+
+
+def _expand(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """Return a packed weight as a matrix [outputs, inputs]."""
+    matrix = torch.empty(packed.shape, dtype=dtype)
+    first = 0
+    for part in _parts(packed):
+        matrix[first : first + len(part)] = part
+        first += len(part)
     return matrix
+
+
+def _requantized(packed: Packed, bits: int, arena: Arena | Refill) -> PackedWeight:
+    """Return a packed weight with fewer bits."""
+    return pack_parts(_parts(packed), packed.shape, packed.bias, bits=bits, arena=arena)
 
 
 def _interleaved_rows(size: int) -> torch.Tensor:
@@ -133,8 +148,9 @@ class Decoder(Passes):
                     count(_weight_name(part))
         self.dtype = FLOAT_DTYPES[32 if bits == 32 else 16]  # of the embedding, keys and values
         table = weights[self._embedding_name]
-        self._table = self._pack_table(table)  # the embedding, if it is in blocks
-        self._embedding = None if self._table else self._arena.keep(self._embed(table))
+        self._table = self._pack_table(table)  # the embedding, if it is the LM head or in blocks
+        self._embedding = None if self._table else self._arena.keep(self._scaled(_dense(table).to(self.dtype)))
+        weights.release(self._embedding_name)
         self.types = weights.types  # of GGUF, if weights are in blocks
         self._stack: Sequence[int] = range(self.shape.layers)  # indices of the layers that run, in order
         self._source: Decoder | None = None  # the decoder that this one shares weights with or was quantized from
@@ -232,9 +248,10 @@ class Decoder(Passes):
                 state = new if changed == keys else {**self._unpacked(name, parts), **new}
                 self._packed[name] = self._pack(name, parts, state)
                 stale.append(name)
-        if self._embedding_name in new:
-            assert self._embedding is not None
-            self._embedding.copy_(self._embed(new[self._embedding_name]))
+        if self._embedding is None:
+            self._table = self._packed_head
+        elif self._embedding_name in new:
+            self._embedding.copy_(self._scaled(new[self._embedding_name].to(self.dtype)))
         self._open()
         for other in self._derived:
             other._update_from_source(stale)
@@ -338,10 +355,27 @@ class Decoder(Passes):
         """Update weights that the source has packed again."""
         assert self._source is not None
         if self._packed is not self._source._packed:
-            groups = self._groups()
             for name in names:
-                self._packed[name] = self._pack(name, groups[name], self._source._unpacked(name, groups[name]))
+                self._packed[name] = self._requantize(name, self._source._packed[name])
         self._open()
+
+    def _requantize(self, name: str, source: Packed | PackedExperts) -> Packed | PackedExperts:
+        """Return a weight of the source with the bits of this decoder."""
+        if isinstance(source, PackedExperts):
+            return replace(source, packed=_requantized(source.packed, self._bits, self._memory_for(name)))
+        return _requantized(source, self._bits_of(name), self._memory_for(name))
+
+    def _bits_of(self, name: str) -> int:
+        """Return the bits per weight of linear layers that are packed together."""
+        if name.endswith("router"):
+            return 32  # with rounded weights, tokens would choose other experts
+        return self._head_bits if name == _HEAD else self._bits
+
+    def _memory_for(self, name: str) -> Arena | Refill:
+        """Return memory for a weight: that of its older value if there is one."""
+        old = self._packed.get(name)
+        packed = old.packed if isinstance(old, PackedExperts) else old
+        return Refill(packed) if isinstance(packed, PackedWeight) else self._arena
 
     def _groups(self) -> dict[str, tuple[str, ...]]:
         """Return the linear layers that are packed together, by the name of the packed weight."""
@@ -362,24 +396,17 @@ class Decoder(Passes):
         """Return a float32 copy of what a norm multiplies by."""
         return weight.float() + 1 if self.shape.family.norms_plus_one else weight.float().clone()
 
-    def _embed(self, table: Weight) -> torch.Tensor:
-        """Return the embedding table. If it is tied to the LM head, it is the table after quantization."""
-        changed = self._tied and self._packed_head.bits not in FLOAT_DTYPES
-        embedding = (self._packed_head.unpack() if changed else _dense(table)).to(self.dtype)
-        return self._scaled(embedding)
-
     def _scaled(self, table: torch.Tensor) -> torch.Tensor:
         """Return an embedding table with its factor."""
         scale = self.shape.table_scale
         return table if scale == 1 else table * torch.tensor(scale, dtype=self.dtype)
 
-    def _pack_table(self, table: Weight) -> PackedBlocks | None:
-        """Return the embedding table in blocks, or None if it is dense."""
+    def _pack_table(self, table: Weight) -> Packed | None:
+        """Return the embedding table in panels, which is the LM head if they are tied; None: it is dense."""
+        if self._tied:
+            return self._packed_head
         if not isinstance(table, BlockWeight) or not can_pack_together([table]):
             return None
-        head = self._packed_head
-        if self._tied and isinstance(head, PackedBlocks):
-            return head
         return pack_blocks([table], arena=self._arena)
 
     def _pack(self, name: str, parts: Sequence[str], state: Mapping[str, Weight]) -> Packed | PackedExperts:
@@ -401,16 +428,10 @@ class Decoder(Passes):
         if blocks:
             _log.info("%s: weights of type %s are converted to %d bits", name, ", ".join(sorted(types)), self._bits)
         dense = [_dense(weight) for weight in weights]
-        old = self._packed.get(name)
-        packed_weight = old.packed if isinstance(old, PackedExperts) else old
-        arena = Refill(packed_weight) if isinstance(packed_weight, PackedWeight) else self._arena
+        arena = self._memory_for(name)
         if ".experts." in parts[0]:
             return pack_experts(dense[0], gated=gate_up, bits=self._bits, arena=arena)
-        bits = self._bits
-        if name == _HEAD:
-            bits = self._head_bits
-        elif name.endswith("router"):
-            bits = 32  # with rounded weights, tokens would choose other experts
+        bits = self._bits_of(name)
         if can_pack_rows(dense, bits):
             order = _interleaved_rows(sum(map(len, dense)) // 2) if gate_up else None
             return pack_rows(dense, bias, bits=bits, order=order, arena=arena)
@@ -444,6 +465,7 @@ class Decoder(Passes):
         self._memory.forget()
         layers = (CLayer * len(self._stack))(*map(self._layer, self._stack))
         shape = self.shape
+        is_rounded = isinstance(self._table, PackedWeight)
         model = CModel(
             layer=layers,
             embedding=address(self._embedding),
@@ -466,7 +488,9 @@ class Decoder(Passes):
             gelu=shape.gelu,
             epsilon=shape.epsilon,
             scale=shape.scale,
-            embedding_scale=shape.embedding_scale * (shape.table_scale if self._table else 1),
+            rounds_table=is_rounded,
+            table_scale=float(torch.tensor(shape.table_scale, dtype=self.dtype if is_rounded else torch.float32)),
+            embedding_scale=shape.embedding_scale,
             residual_scale=shape.residual_scale,
             logit_divisor=shape.logit_divisor,
             score_cap=shape.score_cap,

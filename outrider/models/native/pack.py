@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
@@ -22,6 +22,7 @@ _HALF = PANEL // 2
 _HUGE_PAGE = 1 << 21  # bytes
 _CACHE_LINE = 64  # bytes
 _CHUNK = 1 << 28  # bytes that are reserved at once
+_VALUES_AT_ONCE = 1 << 19  # of a weight that is packed: 2 MiB of float32
 
 
 class Arena:
@@ -65,10 +66,6 @@ class Refill:
     def __init__(self, old: PackedWeight) -> None:
         tensors = (old.words, old.scale, old.minimum)
         self._memory = [tensor for tensor in tensors if tensor is not None]
-
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor over the next one of the old value, which has its shape."""
-        return self._memory.pop(0).copy_(tensor)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return the next tensor of the old value, which has this shape. Its other elements are zero already."""
@@ -133,19 +130,47 @@ def pack(
             8 bits they are symmetric around 0. With 4 bits they have a minimum as well, as 16 values are few.
         arena: the memory of the result; None: an arena of its own. A `Refill` replaces an older value.
     """
-    arena = arena or Arena()
-    outputs, inputs = weight.shape
-    padding = (0, -inputs % GROUP, 0, -outputs % PANEL)
-    padded = functional.pad(weight, padding) if any(padding) else weight
-    if bits in FLOAT_DTYPES:
-        values = padded.to(FLOAT_DTYPES[bits])
-        scale = minimum = None
-    else:
-        values, scale, minimum = _quantize(padded, bits)
+    rows = max(_VALUES_AT_ONCE // max(weight.shape[1], 1) // PANEL, 1) * PANEL
+    return pack_parts(torch.split(weight, rows), weight.shape, bias, bits=bits, arena=arena or Arena())
+
+
+def pack_parts(
+    parts: Iterable[torch.Tensor],
+    shape: Sequence[int],
+    bias: torch.Tensor | None = None,
+    *,
+    bits: int,
+    arena: Arena | Refill,
+) -> PackedWeight:
+    """Pack a weight of a shape as `pack` does, from parts of its rows. So the weight need not be in memory as a whole.
+
+    All parts but the last one have whole panels.
+    """
+    outputs, inputs = shape
+    panels = -(-outputs // PANEL)
+    padded = _round_up(inputs, GROUP)
+    groups = (panels, padded // GROUP, PANEL)
+    words = arena.zeros((panels, padded * bits // 32, PANEL), torch.int32)
+    scale = None if bits in FLOAT_DTYPES else arena.zeros(groups, torch.bfloat16)
+    minimum = arena.zeros(groups, torch.bfloat16) if bits == 4 else None
+    first = 0
+    for part in parts:
+        padding = (0, padded - inputs, 0, -len(part) % PANEL)
+        rows = functional.pad(part, padding) if any(padding) else part
+        at = slice(first, first + len(rows) // PANEL)
+        first = at.stop
+        if scale is None:
+            values = rows.to(FLOAT_DTYPES[bits])
+        else:
+            values, scales, minima = _quantize(rows, bits)
+            scale[at] = to_panels(scales)
+            if minimum is not None and minima is not None:
+                minimum[at] = to_panels(minima)
+        words[at] = to_panels(to_words(values, bits))
     return PackedWeight(
-        words=arena.keep(to_panels(to_words(values, bits))),
-        scale=None if scale is None else arena.keep(to_panels(scale)),
-        minimum=None if minimum is None else arena.keep(to_panels(minimum)),
+        words=words,
+        scale=scale,
+        minimum=minimum,
         bias=None if bias is None else bias.float().contiguous(),
         shape=(outputs, inputs),
         bits=bits,
@@ -167,22 +192,23 @@ def separate(interleaved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return values [outputs, inputs] uint8, scales [outputs, inputs / 64], and with 4 bits minima of that shape."""
     groups = weight.float().view(len(weight), -1, GROUP)
+    low, high = torch.aminmax(groups, dim=-1)
     if bits == 4:
-        minimum = groups.amin(-1).to(torch.bfloat16)
-        shifted = groups - minimum.float()[..., None]
+        minimum = low.to(torch.bfloat16)
         max_value = (1 << bits) - 1
-        scale = (shifted.amax(-1) / max_value).to(torch.bfloat16)
-        return _rounded(shifted, scale, 0, max_value).flatten(1), scale, minimum
+        scale = ((high - minimum.float()) / max_value).to(torch.bfloat16)
+        values = _rounded(groups - minimum.float()[..., None], scale, 0, max_value)
+        return values.to(torch.uint8).flatten(1), scale, minimum
     max_value = (1 << (bits - 1)) - 1
-    scale = (groups.abs().amax(-1) / max_value).to(torch.bfloat16)
-    values = _rounded(groups, scale, -max_value, max_value, offset=max_value + 1)
-    return values.flatten(1), scale, None
+    scale = (torch.maximum(high, -low) / max_value).to(torch.bfloat16)
+    values = _rounded(groups, scale, -max_value, max_value).add_(max_value + 1)
+    return values.to(torch.uint8).flatten(1), scale, None
 
 
-def _rounded(groups: torch.Tensor, scale: torch.Tensor, low: int, high: int, *, offset: int = 0) -> torch.Tensor:
-    """Return the nearest multiples of the scales, as uint8. The scales are rounded already, which adds no error."""
+def _rounded(groups: torch.Tensor, scale: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """Return the nearest multiples of the scales. The scales are rounded already, which adds no error."""
     scaled = groups / scale.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
-    return (scaled.round().clamp(low, high) + offset).to(torch.uint8)
+    return scaled.round_().clamp_(low, high)
 
 
 def to_words(values: torch.Tensor, bits: int) -> torch.Tensor:

@@ -391,10 +391,10 @@ def test_a_start_measures_for_a_second_at_most(tmp_path, monkeypatch, pass_secon
         (costs,) = known_costs(target, [None])
         spent.append(sum(pass_seconds * (1 + 0.1 * tokens) for tokens in passes))
     assert spent[0] <= max(1.0, 2 * pass_seconds * 1.8)
-    assert max(spent[1:]) <= 0.2 + 2 * 2 * 1.9 * pass_seconds  # with the passes that check the file
+    assert max(spent[1:]) <= 0.1  # with the passes that check the file
     assert costs.target(8, seqs=1, cached=0) == pytest.approx(1.8 * pass_seconds)
     assert costs.target(4, seqs=1, cached=0) == pytest.approx(1.4 * pass_seconds, rel=0.1)
-    if pass_seconds < 0.1:
+    if pass_seconds < 0.01:
         assert len(passes) == 4  # nothing is left to measure
 
 

@@ -7,14 +7,22 @@ import pytest
 
 from tests.helpers import tiny
 
-_RUN = "import sys; from outrider.cli.app import app\ntry: app({arguments!r})\nexcept SystemExit: pass\n"
-_SHOW = "print(*sorted({'numpy', 'torch', 'transformers'} & sys.modules.keys()))"
+_RUN = (
+    "import sys; from outrider.cli.app import main; sys.argv = ['outrider', *{arguments!r}]\n"
+    "try: main()\nexcept SystemExit: pass\n"
+)
+# torch._refs belongs to the meta kernels of torch.
+_SHOW = "print(*sorted({'numpy', 'torch', 'torch._refs', 'transformers'} & sys.modules.keys()))"
+_BATCH_NORM = "torch.nn.BatchNorm1d(2, device='meta')(torch.empty(3, 2, device='meta'))"
+
+
+def _run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
 
 
 def _imports(*arguments):
     """Return which of the slow packages a command has imported."""
-    code = _RUN.format(arguments=list(arguments)) + _SHOW
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = _run(_RUN.format(arguments=list(arguments)) + _SHOW)
     return done.stdout.splitlines()[-1].split(), done.stderr
 
 
@@ -37,3 +45,20 @@ def test_missing_target_is_an_error_before_packages_are_imported(name, message):
 def test_model_on_the_native_kernels_starts_without_transformers():
     imported, _ = _imports("run", "--target", "@nano", "--check", "never", "--max-tokens", "2", "--chat", "hi")
     assert imported == ["numpy", "torch"]
+
+
+@pytest.mark.parametrize("use", ["import colorsys", "from torch._meta_registrations import device_hint"])
+def test_meta_kernels_of_torch_come_with_the_first_use(use):
+    code = f"""
+from outrider.runtime import torch_import
+torch_import._USERS = {{"colorsys"}}  # in place of transformers, which takes seconds
+torch_import.defer_meta_kernels()
+import torch
+try:
+    {_BATCH_NORM}
+    print("not deferred")
+except NotImplementedError:
+    {use}
+print(tuple({_BATCH_NORM}.shape))
+"""
+    assert _run(code).stdout == "(3, 2)\n"

@@ -55,7 +55,7 @@ MODELS = {
         "Qwen2Config", hidden_size=64, use_sliding_window=True, sliding_window=tiny.WINDOW, max_window_layers=2
     ),
     "qwen3": tiny.make_config("Qwen3Config", head_dim=16, num_key_value_heads=1),
-    "gemma": tiny.make_config("GemmaConfig", head_dim=16),
+    "gemma": tiny.make_config("GemmaConfig", head_dim=16, tie_word_embeddings=True),
     "gemma2": tiny.make_config(
         "Gemma2Config",
         head_dim=16,
@@ -363,6 +363,28 @@ def test_quantized_target_equals_its_quantized_weights(name, bits, folders):
     assert relative_error(logits, expected) < 0.13  # the rounding of activations remains
     assert relative_error(expected, unquantized_logits) > {8: 0.005, 4: 0.1}[bits]
     assert target.bytes() < load_target(folders[name])[0].bytes()
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8])
+@pytest.mark.parametrize("name", ["tied", "gemma"])  # gemma multiplies its embeddings by a factor
+def test_tied_table_is_in_memory_once(name, bits, folders):
+    """Its rows, which are read from the LM head, equal those of a table of its own."""
+    target, _ = load_target(folders[name], bits=bits)
+    assert "embedding" not in target.stored_weights()
+    packed = target.share_weights().packed
+    assert target.bytes() == sum(tensor.nbytes for tensor in target.stored_weights().values()) + _frequencies(target)
+    tokens = random_ids(20)
+    with torch.inference_mode():
+        logits = feed(target, [tokens])[0].logits
+        decoder = target._decoder
+        decoder._table = None
+        decoder._embedding = decoder._scaled(packed.unpack().to(decoder.dtype)).contiguous()
+        decoder._open()
+        assert torch.equal(feed(target, [tokens])[0].logits, logits)
+
+
+def _frequencies(target):
+    return target._decoder.shape.rotary.frequency.nbytes
 
 
 @FLOAT_BITS

@@ -121,10 +121,12 @@ class Strings(Sequence[str]):
         return str(self._data[begin : int(self._ends[i])], "utf-8", "replace")
 
     def __iter__(self) -> Iterator[str]:
-        begin = self._first
-        for end in self._ends.tolist():
-            yield str(self._data[begin + _COUNT.size : end], "utf-8", "replace")
-            begin = end
+        first = self._first
+        data = self._data[first : int(self._ends[-1])] if len(self) else b""
+        begin = _COUNT.size
+        for end in (self._ends - first).tolist():
+            yield data[begin:end].decode("utf-8", "replace")
+            begin = end + _COUNT.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

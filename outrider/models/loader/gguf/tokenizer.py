@@ -86,17 +86,16 @@ def _vocab(tokens: Iterable[str]) -> dict[str, int]:
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     rule = _split_rule(file)
-    merges = [_pair(merge) for merge in file.field("tokenizer.ggml.merges") or ()]
-    backend = Tokenizer(BPE(vocab=_vocab(tokens), merges=merges, ignore_merges=rule.whole_words))
+    backend = Tokenizer(BPE(vocab=_vocab(tokens), merges=_merges(file), ignore_merges=rule.whole_words))
     backend.normalizer = rule.normalizer()
     backend.pre_tokenizer = rule.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
+def _merges(file: GGUFFile) -> Merges:
+    """Return the merges that the file lists."""
+    return [tuple(merge.split(" ", 1)) for merge in file.field("tokenizer.ggml.merges") or ()]
 
 
 def _split_rule(file: GGUFFile) -> SplitRule:
@@ -116,7 +115,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     if gemma:  # runs of spaces are stored as spaces
         tokens[:] = [_SPACE * len(token) if token.isspace() and " " in token else token for token in tokens]
     vocab = _vocab(tokens)
-    merges = [_pair(merge) for merge in file.field("tokenizer.ggml.merges") or ()]
+    merges = _merges(file)
     if not merges:
         # The scores of Gemma do not follow the order of its merges, but the ids do.
         scores = [-id for id in range(len(tokens))] if gemma else file.field("tokenizer.ggml.scores")

@@ -61,12 +61,13 @@ struct Model {
   const int32_t* id;          // [head.outputs], ascending: token ids of the outputs; null: output i is token i
   const Pool* pool;
   Linear head;
-  Linear table;               // the embedding in GGUF blocks, if `embedding` is null
+  Linear table;               // the embedding in panels, if `embedding` is null
   int32_t layers, hidden, heads, key_heads, dim, ffn, threads;
   int32_t rotaries, rotary_dim;  // rotary tables; leading dimensions of a head that they rotate
   int32_t gelu;                  // whether gates use GELU, approximated by tanh, instead of SiLU
+  int32_t rounds_table;          // whether entries of `table` times `table_scale` are rounded to elements
   float epsilon, scale;
-  float embedding_scale, residual_scale, logit_divisor;  // 1 in most models
+  float table_scale, embedding_scale, residual_scale, logit_divisor;  // 1 in most models
   float score_cap, logit_cap;    // limits of attention scores and of logits; 0: none
 };
 
@@ -112,8 +113,8 @@ OUTRIDER_LAYOUT(Pool, entries, table, layers, reach, bits)
 OUTRIDER_LAYOUT(Entry, fuse, project, last_norm, tap_norm, embedding_norm, state_norm, tapped, tap, normed,
                 embedding_first, zero_first, residual_normed, recycle_normed)
 OUTRIDER_LAYOUT(Model, layer, embedding, norm, frequency, rotary_scale, entry, id, pool, head, table, layers, hidden,
-                heads, key_heads, dim, ffn, threads, rotaries, rotary_dim, gelu, epsilon, scale, embedding_scale,
-                residual_scale, logit_divisor, score_cap, logit_cap)
+                heads, key_heads, dim, ffn, threads, rotaries, rotary_dim, gelu, rounds_table, epsilon, scale,
+                table_scale, embedding_scale, residual_scale, logit_divisor, score_cap, logit_cap)
 OUTRIDER_LAYOUT(Pass, token, position, slot, entry, prefix, tail_begin, tail, output_columns, logits, best,
                 export_layers, hidden_states, state, needs_fusion, num_columns, num_outputs, num_exports)
 OUTRIDER_LAYOUT(Chain, slot, position, entry, budget, weight, bias, end_ids, token, count, scored, margin, accept_prob,
@@ -313,9 +314,18 @@ class Decoder final : public Runner {
 
   // Write the embedding of a token [hidden].
   void embed(int token, float* out) const {
-    if (!model_.embedding) return read_row(model_.table, token, model_.hidden, out);
-    const Element* from = static_cast<const Element*>(model_.embedding) + size_t(token) * model_.hidden;
-    for (int i = 0; i < model_.hidden; i++) out[i] = to_float(from[i]);
+    if (model_.embedding) {
+      const Element* from = static_cast<const Element*>(model_.embedding) + size_t(token) * model_.hidden;
+      for (int i = 0; i < model_.hidden; i++) out[i] = to_float(from[i]);
+      return;
+    }
+    const auto rounded = [&](float value) {
+      Element element;
+      set(element, value);
+      return model_.rounds_table ? to_float(element) : value;
+    };
+    read_row(model_.table, token, model_.hidden, out);
+    for (int i = 0; i < model_.hidden; i++) out[i] = rounded(rounded(out[i]) * model_.table_scale);
   }
 
   // Write the embeddings to the residual stream, and compute rotary angles.

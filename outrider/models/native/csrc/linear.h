@@ -379,7 +379,7 @@ inline float group_value(const Linear& layer, const void* value, const int8_t* s
   return (layer.number == kHalf ? half_to_float(half) : to_float(half)) * sub;
 }
 
-// Write the first `size` entries of a row of a quantized weight as floats.
+// Write the first `size` entries of a row of a weight as floats.
 inline void read_row(const Linear& layer, int row, int size, float* out) {
   const int panel = row / kPanel;
   const int lane = row % kPanel;
@@ -389,6 +389,10 @@ inline void read_row(const Linear& layer, int row, int size, float* out) {
   for (int i = 0; i < size; i++) {
     const size_t g = first_group + i / layer.group;
     const uint32_t word = uint32_t(words[size_t(i * layer.bits / 32) * kPanel + lane]);
+    if (layer.bits > 8) {
+      out[i] = layer.bits == 32 ? bits<float>(word) : to_float(uint16_t(word >> i % 2 * 16));
+      continue;
+    }
     const int shift = i % 4 * 8 + (layer.bits == 4 ? i / 4 % 2 * 4 : 0);
     const int q = int(word >> shift & (layer.bits == 8 ? 255u : 15u));
     const int zero = layer.offset + (layer.zero ? layer.zero[g * kPanel + lane] : 0);
