@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import check_is_folder
+from outrider.models.torch.tensor_files import INDEX, read_index
 
-INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
 _PART = re.compile(r".*-\d+-of-\d+\.safetensors")
 # Architectures of transformers that write no text, from checkpoints whose model_type also has a language model.
@@ -104,18 +103,10 @@ def check_weights(path: Path, config: Any) -> None:
     if not weights:
         _refuse_other_weights(path)
     if (path / INDEX).is_file():
-        if missing := sorted(_indexed(path / INDEX) - weights):
+        if missing := sorted(set(read_index(path / INDEX).values()) - weights):
             raise OutriderError(f"{path} lacks {', '.join(missing[:3])}, which {INDEX} names; copy the missing files")
     elif "model.safetensors" not in weights and all(_PART.fullmatch(name) for name in weights):
         raise OutriderError(f"{path} lacks {INDEX}, which says where each weight is; copy it as well")
-
-
-def _indexed(index: Path) -> set[str]:
-    """Return the names of the files of an index."""
-    try:
-        return set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OutriderError(f"{index} cannot be read ({one_line(error)}); copy the checkpoint again") from error
 
 
 def _refuse_other_weights(path: Path) -> None:
