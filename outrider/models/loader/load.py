@@ -114,8 +114,8 @@ def _native_dtype(dtype: str, config: ModelConfig) -> DtypeChoice:
     return choose_dtype(dtype, config, torch.device("cpu"), kernels="native", quantized=quantized)
 
 
-def _memory_of(path: Path, config: ModelConfig, stored: Weights, dtype: torch.dtype) -> int:
-    """Return the bytes that the weights of a folder take."""
+def _memory_of(path: Path, config: ModelConfig, stored: Weights | None, dtype: torch.dtype) -> int:
+    """Return the bytes that the weights of a folder take. `stored` has them if they are quantized."""
     if isinstance(stored, QuantizedWeights):
         return stored.total_bytes()
     return weight_bytes(path, stored_dtype(config), dtype)
@@ -270,13 +270,12 @@ def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto",
         check_memory(path, path.stat().st_size if path.is_file() else 0, place)
         return
     config = read_native_config(path)
-    native = config is not None and place.type == "cpu" and kernels != "torch"
-    if config is None or (quantization_of(config) is not None and not native):
+    quantized = config is not None and quantization_of(config) is not None
+    if config is None or (quantized and (place.type != "cpu" or kernels == "torch")):
         _transformers().check_fits(path, dtype, place, kernels=kernels)
         return
-    quantized = quantization_of(config) is not None
     choice = choose_dtype(dtype, config, place, kernels=kernels, quantized=quantized)
-    stored = open_stored(path, config, choice.dtype)
+    stored = open_stored(path, config, choice.dtype) if quantized else None
     check_memory(path, _memory_of(path, config, stored, choice.dtype), place)
 
 
