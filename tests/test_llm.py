@@ -340,7 +340,7 @@ def test_what_is_no_constraint_cannot_be_prepared(llm):
     ],
 )
 def test_bad_arguments_are_told_before_anything_is_loaded(arguments, fix, monkeypatch):
-    monkeypatch.setattr("outrider.models.loader.load.open_weights", lambda *args: pytest.fail("it was loaded"))
+    monkeypatch.setattr("outrider.models.loader.load.name_weights", lambda *args: pytest.fail("it was loaded"))
     with pytest.raises(OutriderError, match=fix):
         LLM(**arguments)
 

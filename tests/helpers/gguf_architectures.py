@@ -334,6 +334,14 @@ WRITTEN: dict[str, Written] = {
     "exaone4": Written(name="exaone4", fields=_windows),
     "starcoder2": Written(name="starcoder2"),
     "stablelm": Written(name="stablelm"),
+    "granite_swa": Written(
+        name="granite_swa",
+        fields=lambda config: (
+            _windows(config) | {"attention.rope_pattern": [theta > 0 for theta in config.layer_rope_theta]}
+        ),
+        changes={"self_attn.sinks": lambda config, weight: {"attn_sinks.weight": weight}},
+        permuted=True,
+    ),
     "falcon": Written(name="falcon", changes={"query_key_value.weight": _falcon}),
     "bloom": Written(
         name="bloom",
@@ -407,7 +415,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "llama4_text": {"attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layers": None, "layer_types": None},
     "afmoe": {"layer_types": None},
     "starcoder2": {"sliding_window": None},
-    "stablelm": {"qk_layernorm": False},
+    "granite_swa": {"layer_rope_theta": [10000.0, 0, 10000.0, 10000.0]},
     "gpt2": {"scale_attn_by_inverse_layer_idx": False},
     "falcon": {"bias": False, "num_kv_heads": 1},
     "dots1": {"layer_types": None},
@@ -449,7 +457,7 @@ def write_architecture(
     add_tokenizer(writer, "default")
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(
-        architectures.get(written.name, gguf.MODEL_ARCH.QWEN3MOE), config.num_hidden_layers
+        architectures.get(written.name.removesuffix("_swa"), gguf.MODEL_ARCH.QWEN3MOE), config.num_hidden_layers
     )
     stacks: dict[str, list[torch.Tensor]] = {}
     for key, weight in model.state_dict().items():
@@ -457,6 +465,9 @@ def write_architecture(
             continue
         if (stack := re.search(r"altup_(projections|unembed_projections)\.\d", key)) is not None:
             stacks.setdefault({"p": "altup_proj", "u": "altup_unembd_proj"}[stack[1][0]], []).append(weight)
+            continue
+        if (stack := re.search(r"layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms", key)) is not None:
+            stacks.setdefault("blk.{}.attn_{}_norm".format(*stack.groups()), []).append(weight)
             continue
         for name, values in _tensors(config, written, names, key, weight.float()):
             add_values(writer, name, values.contiguous().numpy(), kind if _blocked(name, values) else "F32")

@@ -48,13 +48,14 @@ def quantize(
     shuffled: bool = False,
     dtype: torch.dtype = torch.float16,
     least_zero: int = 0,
+    seed: int | None = None,
 ) -> Integers:
-    """Round a weight to integers. `shuffled` puts random inputs into a group, as GPTQ with desc_act does."""
+    """Round a weight to integers. `shuffled` puts random inputs into a group, as GPTQ with desc_act does, by a seed."""
     inputs = weight.shape[1]
     group = inputs if group == -1 else group
     index = torch.arange(inputs) // group
     if shuffled:
-        index = index[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+        index = index[torch.randperm(inputs, generator=torch.Generator().manual_seed(seed or inputs))]
     most = (1 << bits) - 1
     scales, zeros = [], []
     for g in range(int(index.max()) + 1):

@@ -405,7 +405,7 @@ def test_invalid_trainings_are_rejected(kind, options, message, data, tmp_path):
     [("draft:nowhere", "nowhere is not a folder"), ("ngram:5-1", "ngram:5-1 is no range")],
 )
 def test_proposer_is_checked_before_the_target_is_loaded(proposer, message, data, tmp_path, monkeypatch):
-    monkeypatch.setattr("outrider.models.loader.load.open_weights", lambda *args: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("outrider.models.loader.load.name_weights", lambda *args: pytest.fail("the target was loaded"))
     with pytest.raises(OutriderError, match=message):
         Training("mtp", _settings(data, tmp_path, proposer=proposer))
 
@@ -414,7 +414,7 @@ def test_proposer_is_checked_before_the_target_is_loaded(proposer, message, data
     ("suffix", "message"), [("", "is a file; name a folder"), ("/a/b", "is inside .* which is a file; name a folder")]
 )
 def test_output_must_be_a_folder(suffix, message, data, monkeypatch):
-    monkeypatch.setattr("outrider.models.loader.load.open_weights", lambda *args: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("outrider.models.loader.load.name_weights", lambda *args: pytest.fail("the target was loaded"))
     with pytest.raises(OutriderError, match=f"^--out {data}{suffix} {message}"):
         Training("mtp", _settings(data, data + suffix))
 

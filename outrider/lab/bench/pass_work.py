@@ -14,10 +14,11 @@ from outrider.llm import LLM
 from outrider.models.loader.gguf.file import read_gguf
 from outrider.models.loader.load import read_model_config
 from outrider.models.loader.paths import is_gguf
-from outrider.models.loader.quantized.files import TensorFiles
 from outrider.models.loader.quantized.weights import QuantizedWeights, quantization_of
 from outrider.models.torch.encoder_decoder_target import EncoderDecoderTarget
 from outrider.models.torch.prepack import can_prepack
+from outrider.models.torch.tensor_files import TensorFiles
+from outrider.models.torch.weights import Weights
 
 
 class PassBytes(NamedTuple):
@@ -77,9 +78,9 @@ def _shapes(folder: Path) -> dict[str, Sequence[int]]:
         return {name: tensor.shape for name, tensor in read_gguf(folder).tensors.items()}
     quantization = quantization_of(read_model_config(folder))
     if quantization is None:
-        files = TensorFiles(folder)
-        return {name: files.shape(name) for name in files.names}
-    weights = QuantizedWeights(folder, quantization, torch.float32)
+        weights: Weights = TensorFiles.of(folder)
+    else:
+        weights = QuantizedWeights(folder, quantization, torch.float32)
     return {name: weights.shape(name) for name in weights}
 
 

@@ -6,26 +6,28 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from outrider.errors import OutriderError
 from outrider.models.heads.formats.base import TargetInfo
+from outrider.models.torch.tensor_files import INDEX, read_index
+from outrider.models.torch.tensor_files import TensorFiles as MappedFiles
 
 # Config keys of models that scale their embeddings.
 _EMBEDDING_SCALES = frozenset({"embedding_multiplier", "scale_emb"})
-_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_INDEX_FILES = (INDEX, "pytorch_model.bin.index.json")
 # Each of these files has all tensors of its folder.
 _COMPLETE_FILES = ("model.safetensors", "medusa_lm_head.safetensors")
 _PICKLE_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 Unpacked = tuple[dict[str, Any], Mapping[str, torch.Tensor]]
 _read_gguf: Callable[[Path], Unpacked] | None = None
-_READ_ERRORS = (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+_READ_ERRORS = (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError)
 
 
 def use_gguf_reader(reader: Callable[[Path], Unpacked]) -> None:
@@ -40,7 +42,7 @@ def _unpacked(path: Path) -> Unpacked | None:
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint folder, by name. Each tensor is loaded when it is accessed."""
+    """The tensors of a checkpoint folder, by name. A file is opened when a tensor in it is accessed."""
 
     def __init__(self, folder: Path) -> None:
         """List the tensors of a folder.
@@ -49,22 +51,16 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             OutriderError: a file is missing or damaged.
         """
         self._folder = folder
-        self._unpickled: dict[Path, dict[str, torch.Tensor]] = {}
-        self._unpacked: Mapping[str, torch.Tensor] | None = None
+        self._opened: dict[Path, Mapping[str, Any]] = {}
         if (unpacked := _unpacked(folder)) is not None:
-            self._unpacked = unpacked[1]
-            self._file_of = dict.fromkeys(self._unpacked, folder)
+            self._opened[folder] = unpacked[1]
+            self._file_of = dict.fromkeys(unpacked[1], folder)
             return
-        self._file_of = self._read_index() or {name: file for file in self._files() for name in self._names(file)}
+        self._file_of = self._read_index() or {name: file for file in self._files() for name in self._open(file)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if self._unpacked is not None:
-            return self._unpacked[name]
-        file = self._file_of[name]
-        if file.suffix != ".safetensors":
-            return self._unpickle(file)[name]
-        with _translate_errors(file), safe_open(file, "pt") as tensors:
-            return tensors.get_tensor(name)  # type: ignore[no-any-return]
+        tensor: torch.Tensor = self._open(self._file_of[name])[name]
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -76,9 +72,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         """Return the file of each tensor from an index of shards, or {} without an index."""
         for index in (self._folder / name for name in _INDEX_FILES):
             if index.is_file():
-                with _translate_errors(index):
-                    weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
-                    return {str(name): self._folder / file for name, file in weight_map.items()}
+                return {name: self._folder / file for name, file in read_index(index).items()}
         return {}
 
     def _files(self) -> list[Path]:
@@ -89,42 +83,34 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         shards = sorted(self._folder.glob("*.safetensors"))
         return shards or [self._folder / name for name in _PICKLE_FILES if (self._folder / name).is_file()]
 
-    def _names(self, file: Path) -> list[str]:
-        """Return the names of the tensors in a file."""
-        if file.suffix != ".safetensors":
-            return list(self._unpickle(file))
-        with _translate_errors(file), safe_open(file, "pt") as tensors:
-            return list(tensors.keys())
-
-    def _unpickle(self, file: Path) -> dict[str, torch.Tensor]:
-        """Return all tensors of a file that torch.save wrote."""
-        if file not in self._unpickled:
-            with _translate_errors(file):
-                state = torch.load(file, map_location="cpu", weights_only=True)
-            if not isinstance(state, dict) or not all(map(_is_dense, state.values())):
-                raise OutriderError(
-                    f"{file} does not hold named tensors only; give the folder with the weights of the draft head"
-                )
-            # Tensors share memory if training tied their weights. Copy them, because here they are independent.
-            self._unpickled[file] = {str(name): value.clone() for name, value in state.items()}
-        return self._unpickled[file]
+    def _open(self, file: Path) -> Mapping[str, Any]:
+        """Return the tensors of a file."""
+        if file not in self._opened:
+            is_safe = file.suffix == ".safetensors"
+            self._opened[file] = MappedFiles(file, [file]) if is_safe else _unpickle(file)
+        return self._opened[file]
 
 
-def _is_dense(value: Any) -> bool:
-    """Return whether `value` is a dense tensor with data."""
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
-
-
-@contextmanager
-def _translate_errors(file: Path) -> Iterator[None]:
-    """Raise OutriderError for errors while `file` is read."""
+def _unpickle(file: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a file that torch.save wrote."""
     try:
-        yield
+        state = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         # Do not show torch's own message. It advises to execute code from the file.
         raise OutriderError(f"{file} is damaged or does not hold named tensors only; copy it again") from error
     except _READ_ERRORS as error:
         raise OutriderError(f"{file} cannot be read ({error}); copy the checkpoint again") from error
+    if not isinstance(state, dict) or not all(map(_is_dense, state.values())):
+        raise OutriderError(
+            f"{file} does not hold named tensors only; give the folder with the weights of the draft head"
+        )
+    # Tensors share memory if training tied their weights. Copy them, because here they are independent.
+    return {str(name): value.clone() for name, value in state.items()}
+
+
+def _is_dense(value: Any) -> bool:
+    """Return whether `value` is a dense tensor with data."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
 
 
 def read_config(folder: Path) -> dict[str, Any]:

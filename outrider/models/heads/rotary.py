@@ -7,6 +7,7 @@ import math
 import torch
 
 from outrider.models.heads.description import Body, Rope, Scaling
+from outrider.models.native.rotary import yarn_share
 
 
 def frequencies(body: Body, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
@@ -25,7 +26,12 @@ def frequencies(body: Body, device: torch.device | None = None) -> tuple[torch.T
         return (original / rope.factor).masked_fill(not_rotated, 0.0), rope.amplitude
     if rope.scaling is Scaling.LINEAR:
         return original / rope.factor, rope.amplitude
-    share = _llama3_share(original, rope) if rope.scaling is Scaling.LLAMA3 else _yarn_share(original, rope, body.theta)
+    if rope.scaling is Scaling.LLAMA3:
+        share = _llama3_share(original, rope)
+    else:
+        share = yarn_share(
+            len(original), body.theta, rope.original, fast=rope.high, slow=rope.low, rounded=rope.rounded
+        ).to(original.device)
     return original * share + original / rope.factor * (1 - share), rope.amplitude
 
 
@@ -33,22 +39,3 @@ def _llama3_share(original: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Return the weight of the original frequencies, by their number of turns in the original context (Llama 3.1)."""
     turns = rope.original * original / (2 * math.pi)
     return ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
-
-
-def _yarn_share(original: torch.Tensor, rope: Rope, theta: float) -> torch.Tensor:
-    """Return the weight of the original frequencies, by their index (YaRN, Peng et al. 2023, 3.2)."""
-    count = len(original)
-
-    def index_of(turns: float) -> float:
-        """Return the fractional index of the frequency with this many turns in the original context."""
-        return count * math.log(rope.original / (turns * 2 * math.pi)) / math.log(theta)
-
-    begin = index_of(rope.high)
-    end = index_of(rope.low)
-    if rope.rounded:
-        begin = math.floor(begin)
-        end = math.ceil(end)
-    begin = max(begin, 0)
-    end = min(end, 2 * count - 1)
-    end += 1e-3 if begin == end else 0
-    return 1 - ((torch.arange(count, device=original.device) - begin) / (end - begin)).clamp(0, 1)

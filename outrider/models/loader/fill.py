@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface
 
+from outrider.models.loader.model_class import auto_class
 from outrider.models.native.support import FAMILIES
 from outrider.models.torch.attention import NAME, attend, receive_mask_rule
 from outrider.models.torch.gguf_linear import BlockEmbedding, BlockLinear, DenseWeight
-from outrider.models.torch.gguf_made import BlockExperts, DenseInputExperts, ExpertWeight
+from outrider.models.torch.gguf_made import BlockExperts, DenseInputExperts, ExpertWeight, SeparateExperts
 from outrider.models.torch.weights import Weight, Weights
 
 OWN_ATTENTION: Mapping[str, str] = MappingProxyType({"attn_implementation": NAME})
@@ -52,12 +53,15 @@ def fill_model(
     """
     register_attention()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **attention)
+        model = auto_class(config).from_config(config, dtype=dtype, **attention)
     _restore_buffers(model, factors)
     head = model.get_output_embeddings()
     prefix = next(name for name, module in model.named_modules() if module is head)
     tied = bool(model.config.tie_word_embeddings)
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+    if config.get_text_config(decoder=True) is not config:
+        shapes = {name: shape for name, shape in shapes.items() if name.startswith((f"{weights.body}.", f"{prefix}."))}
+        _clear(model)
     if tied:
         del shapes[f"{prefix}.weight"]
     weights.check(shapes)
@@ -101,8 +105,12 @@ class _Filler:
     def _value(self, name: str, module: nn.Module, key: str) -> Weight:
         value = self._weights[name]
         is_matrix = (isinstance(module, nn.Linear) or type(module) is nn.Embedding) and key == "weight"
-        if self._widen and is_matrix and isinstance(value, torch.Tensor):
+        if not self._widen or not isinstance(value, torch.Tensor):
+            return value
+        if is_matrix:
             return DenseWeight(value, release=lambda: self._weights.release(name))
+        if ".experts." in name and value.dim() == 3:
+            return SeparateExperts([[expert] for expert in value], release=lambda _: None)
         return value
 
     def _in_blocks(self, module: Any, value: Any) -> nn.Module | None:
@@ -131,6 +139,15 @@ class _Filler:
             self._model.set_submodule(prefix, BlockLinear(table.blocks, None, table.dtype))
         else:
             self._model.get_submodule(prefix).weight = table.weight
+
+
+def _clear(model: Any) -> None:
+    """Set all parameters to zeros that take no memory. Those of the parts that read images stay so."""
+    for module in model.modules():
+        for key, weight in module._parameters.items():
+            if weight is not None:
+                zeros = torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
+                module._parameters[key] = nn.Parameter(zeros, requires_grad=False)
 
 
 def _restore_buffers(model: Any, factors: list[float] | None) -> None:

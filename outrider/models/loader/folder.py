@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import check_is_folder
 from outrider.models.loader.gguf.file import parts_of
+from outrider.models.torch.tensor_files import INDEX, read_index
 
-INDEX = "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs"
 _PART = re.compile(r".*-\d+-of-\d+\.safetensors")
 # Architectures of transformers that write no text, from checkpoints whose model_type also has a language model.
@@ -113,7 +112,7 @@ def check_weights(path: Path, config: Any) -> None:
         _refuse_other_weights(path)
     used = {"model.safetensors"} & weights or weights
     if (path / INDEX).is_file():
-        used = _indexed(path / INDEX)
+        used = set(read_index(path / INDEX).values())
         if missing := sorted(used - weights):
             raise OutriderError(f"{path} lacks {', '.join(missing[:3])}, which {INDEX} names; copy the missing files")
     elif "model.safetensors" not in weights and all(_PART.fullmatch(name) for name in weights):
@@ -131,14 +130,6 @@ def _check_whole(file: Path) -> None:
         raise OutriderError(f"{file} is damaged or truncated ({one_line(error)}); copy or download it again") from error
     except OSError as error:
         raise _unreadable(file, error) from error
-
-
-def _indexed(index: Path) -> set[str]:
-    """Return the names of the files of an index."""
-    try:
-        return set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OutriderError(f"{index} cannot be read ({one_line(error)}); copy the checkpoint again") from error
 
 
 def _refuse_other_weights(path: Path) -> None:

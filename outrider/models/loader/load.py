@@ -8,23 +8,27 @@ from typing import Any
 
 import torch
 
-from outrider.errors import OutriderError
-from outrider.models.loader.dtype import choose_dtype, gguf_dtype, stored_dtype
+from outrider.errors import OutriderError, UnsupportedModel
+from outrider.models.loader.dtype import DtypeChoice, choose_dtype, gguf_dtype, stored_dtype
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.facts import context_length, context_reason, end_ids
 from outrider.models.loader.folder import check_folder, check_weights
 from outrider.models.loader.gguf import heads as _heads  # noqa: F401  # lets GGUF files be read as draft heads
 from outrider.models.loader.gguf.architectures import settings_of
 from outrider.models.loader.gguf.checkpoint import gguf_checkpoint
-from outrider.models.loader.gguf.file import GGUFFile, read_gguf
+from outrider.models.loader.gguf.file import FLOATS, GGUFFile, read_gguf
 from outrider.models.loader.gguf.weights import GGUFWeights
 from outrider.models.loader.memory import check_memory, weight_bytes
 from outrider.models.loader.model_config import ModelConfig, make_model_config, read_native_config
-from outrider.models.loader.native_checkpoint import open_weights, weight_shapes
+from outrider.models.loader.native_checkpoint import name_weights, open_stored
 from outrider.models.loader.paths import is_gguf
+from outrider.models.loader.quantized.weights import QuantizedWeights, quantization_of
 from outrider.models.loader.tokenizer import read_tokenizer
+from outrider.models.loader.weight_shapes import weight_shapes
+from outrider.models.native.blocks import can_pack
 from outrider.models.native.support import may_run
 from outrider.models.torch.checkpoint import Checkpoint, LazyModel
+from outrider.models.torch.weights import Weights
 from outrider.runtime.processes import local_device
 
 _NATIVE_DTYPES = (torch.bfloat16, torch.float32)
@@ -70,41 +74,51 @@ def _open_folder(path: Path, dtype: str) -> Checkpoint | None:
         return None
     check_weights(path, config)
     device = torch.device("cpu")
-    choice = choose_dtype(dtype, config, device, kernels="native")
+    choice = _native_dtype(dtype, config)
     if choice.dtype not in _NATIVE_DTYPES:
         return None
-    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype), device)
-    weights = open_weights(path, config, choice.dtype)
+    stored = open_stored(path, config, choice.dtype)
+    weights = name_weights(stored, config, choice.dtype)
     if weights is None:
         return None
-
-    def make() -> Any:
-        from outrider.models.loader.transformers_checkpoint import read_model
-
-        return read_model(path, choice.dtype)
-
-    def make_reference() -> Any:
-        from outrider.models.loader.fill import fill_model
-
-        settings = _transformers().read_transformers_config(path)
-        return fill_model(settings, weights, torch.float32, widen=True)
+    check_memory(path, _memory_of(path, config, stored, choice.dtype), device)
+    quantized = stored if isinstance(stored, QuantizedWeights) else None
+    if quantized is not None:
+        quantized.report(choice.dtype)
 
     tokenizer = read_tokenizer(path)
     return Checkpoint(
-        lazy_model=LazyModel(make, make_reference),
+        lazy_model=LazyModel(
+            lambda: _transformers().read_model(path, choice.dtype), lambda: _transformers().fill_folder(path, weights)
+        ),
         config=config,
         weights=weights,
         tokenizer=tokenizer,
         context=context_length(config),
         context_reason=context_reason(config),
-        vocab=config.vocab_size,
+        vocab=config.get_text_config().vocab_size,
         end_ids=end_ids(path, config, tokenizer),
         recurrent=False,
+        blocks=None if quantized is None else quantized.weight_format(choice.dtype),
+        block_types=weights.types,
         dtype=choice.dtype,
         folder=str(path),
         dtype_reason=choice.reason,
         device=device,
     )
+
+
+def _native_dtype(dtype: str, config: ModelConfig) -> DtypeChoice:
+    """Choose the type in which the native kernels run the model of a folder."""
+    quantized = quantization_of(config) is not None
+    return choose_dtype(dtype, config, torch.device("cpu"), kernels="native", quantized=quantized)
+
+
+def _memory_of(path: Path, config: ModelConfig, stored: Weights | None, dtype: torch.dtype) -> int:
+    """Return the bytes that the weights of a folder take. `stored` has them if they are quantized."""
+    if isinstance(stored, QuantizedWeights):
+        return stored.total_bytes()
+    return weight_bytes(path, stored_dtype(config), dtype)
 
 
 def _open_gguf(path: Path, dtype: str) -> Checkpoint | None:
@@ -119,8 +133,13 @@ def _open_gguf(path: Path, dtype: str) -> Checkpoint | None:
         return None
     check_memory(path, file.nbytes, device)
     dense = torch.float32 if file.quantized else choice.dtype
+    try:
+        shapes = weight_shapes(config)
+    except UnsupportedModel:
+        return None
     weights = GGUFWeights(file, config, dense)
-    shapes = weight_shapes(config)
+    if not all(kind in FLOATS or can_pack(kind) for kind in weights.expert_types):
+        return None
     weights.check(shapes)
     weights.check_used(shapes)
 
@@ -165,8 +184,15 @@ def read_weights(folder: str | Path, dtype: torch.dtype) -> dict[str, torch.Tens
     """
     path = Path(folder).expanduser()
     config = read_native_config(path)
-    weights = None if config is None else open_weights(path, config, dtype)
-    return _transformers().read_weights(path, dtype) if weights is None else dict(weights)
+    if config is None or config.get_text_config() is not config or quantization_of(config) is not None:
+        return dict(_transformers().read_weights(path, dtype))
+    weights = name_weights(open_stored(path, config, dtype), config, dtype)
+    if weights is None:
+        return dict(_transformers().read_weights(path, dtype))
+    dense = (
+        (name, value if isinstance(value, torch.Tensor) else value.dequantize()) for name, value in weights.items()
+    )
+    return {name: value.to(dtype) for name, value in dense}
 
 
 def read_model_config(folder: str | Path) -> Any:
@@ -244,11 +270,13 @@ def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto",
         check_memory(path, path.stat().st_size if path.is_file() else 0, place)
         return
     config = read_native_config(path)
-    if config is None:
+    quantized = config is not None and quantization_of(config) is not None
+    if config is None or (quantized and (place.type != "cpu" or kernels == "torch")):
         _transformers().check_fits(path, dtype, place, kernels=kernels)
         return
-    choice = choose_dtype(dtype, config, place, kernels=kernels)
-    check_memory(path, weight_bytes(path, stored_dtype(config), choice.dtype), place)
+    choice = choose_dtype(dtype, config, place, kernels=kernels, quantized=quantized)
+    stored = open_stored(path, config, choice.dtype) if quantized else None
+    check_memory(path, _memory_of(path, config, stored, choice.dtype), place)
 
 
 def choose_device(name: str) -> torch.device:

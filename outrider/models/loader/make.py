@@ -11,7 +11,6 @@ from outrider.core.target import Target
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.native.library import MissingKernels
 from outrider.models.torch.checkpoint import Checkpoint
-from outrider.models.torch.gguf_linear import expand_blocks
 from outrider.models.torch.group_weight import GROUP_KINDS
 
 KERNELS = ("auto", "native", "torch")
@@ -57,15 +56,12 @@ def make_target(
             if kernels == "native":
                 raise UnsupportedModel(f"{reason}; use kernels auto") from reason
             _report_fallback(reason)
-    if types and GROUP_KINDS.issuperset(types):
-        _log.info("the %s weights are dequantized to %s for torch", ", ".join(types), checkpoint.dtype)
-        expand_blocks(checkpoint.model)
-        checkpoint.model.to(checkpoint.dtype)
-    elif types and checkpoint.dtype != torch.float32:
+    in_blocks = types and not GROUP_KINDS.issuperset(types)  # integers of groups are dequantized for torch
+    if in_blocks and checkpoint.dtype != torch.float32:
         raise UnsupportedModel(
             f"the {', '.join(types)} weights of this model run on torch in float32 only; use dtype float32"
         )
-    if types and kernels == "auto" and not GROUP_KINDS.issuperset(types):
+    if in_blocks and kernels == "auto":
         _log.warning("torch dequantizes the %s weights of this model in each pass, which is slow", ", ".join(types))
     from outrider.models.loader.make_torch import make_torch_target
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,12 +27,18 @@ _SIZES = (
 )
 _SCALED = ("llama3", "yarn", "longrope")  # rotary types that depend on the original context length
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_UNUSUAL = ("quantization_config", "use_bidirectional_attention", "text_config")
+_UNUSUAL = ("use_bidirectional_attention", "text_config")
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
 _GELU = "gelu_pytorch_tanh"
 _OLMO_BASE = 500000.0  # of the rotary embedding of layers with a window
+_QWEN_VL: Mapping[str, Any] = {
+    "eos_token_id": 151645,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "max_window_layers": 80,
+}
 # The model types that are read here, and the values that transformers takes if config.json has none.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -61,28 +67,92 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "attention_multiplier": 1.0,
         },
         "llama": {"eos_token_id": 2},
+        "ministral": {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096},
         "mistral": {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window": 4096},
+        "mixtral": {"eos_token_id": 2, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2},
         "olmo2": {"eos_token_id": 50279},
         "olmo3": {"eos_token_id": 50279, "sliding_window": 4096},
+        "olmoe": {"eos_token_id": 50279, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
         "phi3": {"eos_token_id": 32000, "original_max_position_embeddings": 4096},
         "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+        "qwen2_5_vl_text": _QWEN_VL,
+        "qwen2_vl_text": _QWEN_VL,
         "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+        "qwen3_moe": {
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        "qwen3_vl_moe_text": {
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+        },
+        "qwen3_vl_text": {"num_key_value_heads": 32, "head_dim": 128},
+        "seed_oss": {
+            "eos_token_id": 2,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "attention_out_bias": False,
+        },
         "smollm3": {"tie_word_embeddings": True, "eos_token_id": 128001, "num_key_value_heads": 4},
     }
 )
 _NEEDS_HEAD_DIM = frozenset({"gemma", "gemma2", "gemma3_text", "qwen3"})  # which does not follow from other sizes
+_WINDOW_IF_ASKED = frozenset({"qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_moe"})
+
+
+class _TextPart(NamedTuple):
+    """The text part of a type of multimodal models."""
+
+    body: str  # the module with its decoder layers
+    model_type: str  # unless the settings name another
+    tied: bool = False  # whether the LM head is the embedding, unless the settings say
+    tied_if_text: bool = False  # whether it is if the settings of the text part say so
+    flat: bool = False  # whether the settings of the text part may be among those of the whole model
+
+
+_LANGUAGE = "model.language_model"
+_TEXT_PARTS: Mapping[str, _TextPart] = MappingProxyType(
+    {
+        "gemma3": _TextPart(_LANGUAGE, "gemma3_text", tied=True),
+        "idefics3": _TextPart("model.text_model", "llama"),
+        "internvl": _TextPart(_LANGUAGE, "qwen2", tied=True),
+        "llava": _TextPart(_LANGUAGE, "llama", tied_if_text=True),
+        "mistral3": _TextPart(_LANGUAGE, "mistral", tied=True),
+        "qwen2_5_vl": _TextPart(_LANGUAGE, "qwen2_5_vl_text", tied_if_text=True, flat=True),
+        "qwen2_vl": _TextPart(_LANGUAGE, "qwen2_vl_text", tied_if_text=True, flat=True),
+        "qwen3_vl": _TextPart(_LANGUAGE, "qwen3_vl_text"),
+        "qwen3_vl_moe": _TextPart(_LANGUAGE, "qwen3_vl_moe_text"),
+        "smolvlm": _TextPart("model.text_model", "llama"),
+    }
+)
 
 
 class ModelConfig(SimpleNamespace):
     """The configuration of a decoder-only model, with the names of transformers."""
 
     def get_text_config(self, decoder: bool = False) -> ModelConfig:
-        """Return the configuration of the text model, which is all of it."""
-        return self
+        """Return the configuration of the text part of a multimodal model; of a text model, all of it."""
+        text: ModelConfig = getattr(self, "text_config", self)
+        return text
 
     def to_dict(self) -> Settings:
         """Return the settings by name."""
-        return dict(vars(self))
+        text = self.get_text_config()
+        return dict(vars(self)) | ({} if text is self else {"text_config": text.to_dict()})
+
+
+def body_of(config: ModelConfig) -> str:
+    """Return the name of the module with the decoder layers of a model."""
+    part = _TEXT_PARTS.get(config.model_type)
+    return "model" if part is None else part.body
 
 
 @lru_cache(maxsize=16)
@@ -114,6 +184,36 @@ def make_model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
     Raises:
         TypeError, ValueError, KeyError: a setting has another form than the model type needs.
     """
+    part = _TEXT_PARTS.get(str(settings.get("model_type")))
+    return _text_model(settings) if part is None else _multimodal_model(settings, part)
+
+
+def _multimodal_model(settings: Mapping[str, Any], part: _TextPart) -> ModelConfig | None:
+    """Return the configuration of a model that reads images as well, with that of its text part."""
+    inner = settings.get("text_config")
+    if inner is None and part.flat:
+        outer = ("architectures", "model_type", "quantization_config", "vision_config")
+        inner = {name: value for name, value in settings.items() if name not in outer}
+    if not isinstance(inner, Mapping):
+        return None
+    text = _text_model({"model_type": part.model_type} | dict(inner))
+    if text is None:
+        return None
+    given = {name: value for name, value in settings.items() if name != "torch_dtype"}
+    config = ModelConfig(**{"tie_word_embeddings": part.tied, **given, "text_config": text})
+    if part.tied_if_text and text.tie_word_embeddings:
+        config.tie_word_embeddings = True
+    config.dtype = _dtype(settings) or text.dtype
+    return config
+
+
+def _dtype(settings: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the type in which a checkpoint is stored; None: the settings do not say."""
+    return _DTYPES.get(str(settings.get("dtype") or settings.get("torch_dtype")))
+
+
+def _text_model(settings: Mapping[str, Any]) -> ModelConfig | None:
+    """Return the configuration of a text model. Results and errors are those of `make_model_config`."""
     model_type = str(settings.get("model_type"))
     if model_type not in _DEFAULTS or any(settings.get(name) for name in _UNUSUAL):
         return None
@@ -124,7 +224,7 @@ def make_model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
     common: Settings = {"hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None}
     given = {name: value for name, value in settings.items() if name not in ("rope_scaling", "torch_dtype")}
     config = ModelConfig(**{**common, **_DEFAULTS[model_type], **given})
-    config.dtype = _DTYPES.get(str(settings.get("dtype") or settings.get("torch_dtype")))
+    config.dtype = _dtype(settings)
     if getattr(config, "num_key_value_heads", None) is None:
         config.num_key_value_heads = config.num_attention_heads
     if getattr(config, "head_dim", None) is None:
@@ -133,6 +233,8 @@ def make_model_config(settings: Mapping[str, Any]) -> ModelConfig | None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     if _activation(config) not in ACTIVATIONS or not isinstance(getattr(config, "rms_norm_eps", None), float):
         return None
+    if hasattr(config, "num_experts"):  # both names are in use
+        config.num_experts = config.num_local_experts = getattr(config, "num_local_experts", config.num_experts)
     _set_layer_types(config)
     config.rope_parameters = _ropes(config, settings)
     return config if _is_sound(config) else None
@@ -149,7 +251,7 @@ def _set_layer_types(config: ModelConfig) -> None:
     """Set which layers have sliding attention, if the settings do not list it."""
     set_types = _LAYER_TYPE_RULES.get(config.model_type)
     given = getattr(config, "layer_types", None)
-    if config.model_type in ("qwen2", "qwen3") and not getattr(config, "use_sliding_window", False):
+    if config.model_type in _WINDOW_IF_ASKED and not getattr(config, "use_sliding_window", False):
         config.sliding_window = None
     if config.model_type == "smollm3" and getattr(config, "no_rope_layers", None) is None:
         interval = getattr(config, "no_rope_layer_interval", 4)
@@ -163,14 +265,20 @@ def _slides_in_smollm3(config: ModelConfig, layer: int) -> bool:
     return uses_window and not config.no_rope_layers[layer]
 
 
+def _slides_in_later_layers(config: ModelConfig, layer: int) -> bool:
+    return config.sliding_window is not None and layer >= config.max_window_layers
+
+
 # Whether a layer has sliding attention.
 _LAYER_TYPE_RULES: Mapping[str, Callable[[ModelConfig, int], bool]] = MappingProxyType(
     {
         "gemma2": lambda config, layer: (layer + 1) % 2 > 0,
         "gemma3_text": lambda config, layer: (layer + 1) % getattr(config, "sliding_window_pattern", 6) > 0,
         "olmo3": lambda config, layer: (layer + 1) % 4 > 0,
-        "qwen2": lambda config, layer: config.sliding_window is not None and layer >= config.max_window_layers,
-        "qwen3": lambda config, layer: config.sliding_window is not None and layer >= config.max_window_layers,
+        "qwen2": _slides_in_later_layers,
+        "qwen2_5_vl_text": _slides_in_later_layers,
+        "qwen2_vl_text": _slides_in_later_layers,
+        "qwen3": _slides_in_later_layers,
         "smollm3": _slides_in_smollm3,
     }
 )
@@ -197,6 +305,8 @@ def _rope(config: ModelConfig, rope: Settings, theta: float | None) -> Settings:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if config.model_type == "phi3" and kind in ("su", "yarn"):  # older names
         kind = "longrope"
+    if kind == "mrope":  # positions of texts are the same in all of its sections
+        kind = "default"
     rope["rope_type"] = kind
     if theta is not None:
         rope.setdefault("rope_theta", theta)

@@ -1,137 +1,224 @@
-"""Open a checkpoint for the native kernels: they read its weights from the mapped files, without transformers."""
+"""The weights of a model folder for the native kernels, which read them from the mapped files, without transformers."""
 
 from __future__ import annotations
 
-import json
-import mmap
 from collections.abc import Iterator, Mapping
-from math import prod
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from outrider.models.loader.folder import INDEX
-from outrider.models.loader.mapped_tensor import MappedTensor
-from outrider.models.loader.model_config import ModelConfig
-from outrider.models.native.support import FAMILIES
-from outrider.models.torch.weights import Weights
+from outrider.errors import UnsupportedModel
+from outrider.models.loader.model_config import ModelConfig, body_of
+from outrider.models.loader.quantized.weights import QuantizedWeights, quantization_of
+from outrider.models.loader.weight_shapes import weight_shapes
+from outrider.models.torch.gguf_linear import BlockWeight
+from outrider.models.torch.gguf_made import SeparateExperts
+from outrider.models.torch.group_weight import GroupWeight, can_join
+from outrider.models.torch.tensor_files import TensorFiles
+from outrider.models.torch.weights import Weight, Weights
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-)
-_WHOLE = "model.safetensors"
-_LENGTH_BYTES = 8  # of the number before the header of a safetensors file
+_TABLES = ("embed_tokens.weight", "lm_head.weight")
+# Names that a part of a multimodal model may have in its files, beside that in transformers.
+_OLDER_BODIES = ("language_model.model", "model")
+_OLDER_HEAD = "language_model.lm_head.weight"
+_BLOCKS = ("mlp", "block_sparse_moe")  # names of an MLP with experts
+# The matrices of one expert, one above the other, by the name of the weight of all experts.
+_EXPERT_PARTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+
+
+class _Source(NamedTuple):
+    """Where a weight is in the files."""
+
+    names: tuple[tuple[str, ...], ...]  # [experts][parts]; one name: it is stored as one tensor
+    transposed: bool = False  # whether the last two dimensions are exchanged
+
+    @property
+    def whole(self) -> str | None:
+        """The name of a weight that is stored as one tensor."""
+        return self.names[0][0] if len(self.names) == 1 == len(self.names[0]) else None
 
 
 class FolderWeights(Weights):
-    """The weights in the safetensors of a model folder, which are mapped into memory."""
+    """The weights of a folder, by their names in transformers."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, MappedTensor], dtype: torch.dtype) -> None:
-        """Refer to tensors of a folder, by their names in transformers. Values have the type `dtype`."""
-        self.path = path
-        self._tensors = tensors
-        self._dtype = dtype
+    def __init__(self, stored: Weights, sources: Mapping[str, _Source], body: str, dtype: torch.dtype) -> None:
+        """Refer to weights as they are stored.
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        return torch.frombuffer(tensor.data, dtype=_DTYPES[tensor.kind]).view(tensor.shape).to(self._dtype)
+        Args:
+            stored: the weights, by their names in the files.
+            sources: where each weight is.
+            body: the module with the decoder layers.
+            dtype: the type of the model. Dense weights beside quantized blocks are float32, except for tables.
+        """
+        self.path = stored.path
+        self.body = body
+        self._stored = stored
+        self._sources = sources
+        self._table_dtype = dtype
+        self._dtype = torch.float32 if stored.types else dtype
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._sources)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._sources)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+    def __getitem__(self, name: str) -> Weight:
+        source = self._sources[name]
+        if source.whole is None:
+            experts = [[self._part(part) for part in parts] for parts in source.names]
+            return SeparateExperts(experts, partial(self._release_expert, source))
+        value = self._stored[source.whole]
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.transpose(1, 2) if source.transposed else value
+        return value.to(self._table_dtype if name.endswith(_TABLES) else self._dtype)
+
+    def _part(self, name: str) -> torch.Tensor | BlockWeight:
+        value = self._stored[name]
+        assert isinstance(value, torch.Tensor | BlockWeight)
+        return value.to(self._dtype) if isinstance(value, torch.Tensor) else value
 
     def shape(self, name: str) -> torch.Size:
-        return torch.Size(self._tensors[name].shape)
+        return _shape(self._stored, self._sources[name])
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return self._stored.types
 
     def nbytes(self, name: str) -> int:
-        return self._tensors[name].data.nbytes
+        return sum(self._stored.nbytes(part) for parts in self._sources[name].names for part in parts)
 
     def release(self, name: str) -> None:
-        self._tensors[name].release()
+        source = self._sources[name]
+        for i in range(len(source.names)):
+            self._release_expert(source, i)
+
+    def _release_expert(self, source: _Source, number: int) -> None:
+        for name in source.names[number]:
+            self._stored.release(name)
 
 
-def open_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> FolderWeights | None:
-    """Map the weights of a folder.
+def open_stored(folder: Path, config: ModelConfig, dtype: torch.dtype) -> TensorFiles | QuantizedWeights:
+    """Return the weights of a folder as its files have them.
+
+    Raises:
+        OutriderError: a file is missing or damaged.
+        UnsupportedModel: the quantization is not read.
+    """
+    settings = quantization_of(config)
+    if settings is None:
+        return TensorFiles.of(folder)
+    return QuantizedWeights(folder, settings, dtype, blocks=dtype == torch.bfloat16)
+
+
+def name_weights(
+    stored: TensorFiles | QuantizedWeights, config: ModelConfig, dtype: torch.dtype
+) -> FolderWeights | None:
+    """Return weights by their names in transformers.
 
     Returns:
-        The weights; None if a file is damaged, or a tensor is missing, or has another shape or type than expected.
-        Then transformers reads the folder, or says what is wrong with it.
+        The weights; None if one is missing, or has another shape or type than expected, or the kernels do not support
+        the model. Then transformers reads the folder, or says what is wrong with it.
+
+    Raises:
+        OutriderError: a quantized weight is damaged.
     """
     try:
-        tensors = {name: tensor for file in _files(folder) for name, tensor in _read(file).items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        shapes = weight_shapes(config.get_text_config())
+    except UnsupportedModel:
         return None
-    if config.tie_word_embeddings and EMBEDDING in tensors:
-        if HEAD in tensors and not np.array_equal(tensors[HEAD].data, tensors[EMBEDDING].data):
+    finder = _Finder(stored, config)
+    sources = {}
+    for name, shape in shapes.items():
+        source = finder.find(name, shape)
+        if source is None:
             return None
-        tensors[HEAD] = tensors[EMBEDDING]
-    expected = weight_shapes(config)
-    found = {name: tensor for name, tensor in tensors.items() if name in expected and tensor.kind in _DTYPES}
-    if len(found) < len(expected) or any(found[name].shape != shape for name, shape in expected.items()):
+        sources[finder.full_name(name)] = source
+    if isinstance(stored, QuantizedWeights):
+        _expand_different_experts(stored, sources)
+    return FolderWeights(stored, sources, finder.body, dtype)
+
+
+class _Finder:
+    """Finds the weights of a model in its files."""
+
+    def __init__(self, stored: TensorFiles | QuantizedWeights, config: ModelConfig) -> None:
+        self.body = body_of(config)
+        self._stored = stored
+        self._tied = bool(config.tie_word_embeddings)
+        bodies = (self.body,) if self.body == "model" else (self.body, *_OLDER_BODIES)
+        self._stored_body = next((each for each in bodies if f"{each}.{_TABLES[0]}" in stored), self.body)
+
+    def full_name(self, name: str) -> str:
+        """Return the name of a weight of a text model in the whole model."""
+        return f"{self.body}{name.removeprefix('model')}" if name.startswith("model.") else name
+
+    def find(self, name: str, shape: tuple[int, ...]) -> _Source | None:
+        """Return where a weight of a text model is. None: it is not there, or has another shape or type."""
+        source = self._head() if name == _TABLES[1] else self._named(name, shape[0])
+        if source is None or not all(self._stored.is_float(each) for parts in source.names for each in parts):
+            return None
+        found = tuple(_shape(self._stored, source))
+        if found == shape:
+            return source
+        # The experts of some checkpoints have their inputs first.
+        exchanged = len(shape) == 3 and source.whole is not None and found == (shape[0], shape[2], shape[1])
+        return source._replace(transposed=True) if exchanged else None
+
+    def _head(self) -> _Source | None:
+        table = f"{self._stored_body}.{_TABLES[0]}"
+        head = next((each for each in (_TABLES[1], _OLDER_HEAD) if each in self._stored), None)
+        if not self._tied or table not in self._stored:
+            return None if head is None else _Source(((head,),))
+        return _Source(((table,),)) if head is None or self._equal(head, table) else None
+
+    def _equal(self, one: str, other: str) -> bool:
+        values = (self._stored[one], self._stored[other])
+        first, second = (value.view(torch.uint8).numpy() for value in values if isinstance(value, torch.Tensor))
+        return np.array_equal(first, second)
+
+    def _named(self, name: str, experts: int) -> _Source | None:
+        """Return the source of a weight of the decoder. `experts` is the number of experts if it has all of them."""
+        for block in _BLOCKS:
+            stored = f"{self._stored_body}{name.removeprefix('model')}".replace(".mlp.", f".{block}.", 1)
+            if stored in self._stored:
+                return _Source(((stored,),))
+            owner, _, last = stored.rpartition(".")
+            for parts in _EXPERT_PARTS.get(last, ()) if ".experts." in name else ():
+                names = [tuple(f"{owner}.{i}.{part}.weight" for part in parts) for i in range(experts)]
+                if all(each in self._stored for expert in names for each in expert):
+                    return _Source(tuple(names))
         return None
-    return FolderWeights(folder, {name: found[name] for name in expected}, dtype)
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files with weights, in the order in which transformers looks for them."""
-    if (folder / _WHOLE).is_file():
-        return [folder / _WHOLE]
-    index = json.loads((folder / INDEX).read_text("utf-8"))
-    return [folder / name for name in sorted(set(index["weight_map"].values()))]
+def _shape(stored: Weights, source: _Source) -> torch.Size:
+    """Return the shape of a weight. Matrices that do not fit together have an empty one."""
+    if source.whole is not None:
+        shape = stored.shape(source.whole)
+        return torch.Size([shape[0], shape[2], shape[1]]) if source.transposed else shape
+    shapes = [[stored.shape(part) for part in parts] for parts in source.names]
+    first = shapes[0]
+    columns = {shape[1:] for shape in first}
+    if len(columns) > 1 or any(other != first for other in shapes):
+        return torch.Size()
+    return torch.Size([len(shapes), sum(shape[0] for shape in first), *columns.pop()])
 
 
-def _read(path: Path) -> dict[str, MappedTensor]:
-    """Return the tensors of a safetensors file, from its header."""
-    with path.open("rb") as content:
-        # Private and writable, since torch warns of memory that is not writable. Nothing writes to it.
-        data = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_COPY)
-    start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-    header = json.loads(data[_LENGTH_BYTES:start])
-    header.pop("__metadata__", None)
-    return {name: _mapped(name, entry, data, start) for name, entry in header.items()}
-
-
-def _mapped(name: str, entry: Mapping[str, Any], data: mmap.mmap, start: int) -> MappedTensor:
-    """Return a tensor. A ValueError says that it has another size than its shape, or no aligned address."""
-    begin, end = (start + offset for offset in entry["data_offsets"])
-    kind, shape = str(entry["dtype"]), tuple(entry["shape"])
-    if kind in _DTYPES and (begin % _DTYPES[kind].itemsize or end - begin != prod(shape) * _DTYPES[kind].itemsize):
-        raise ValueError(f"{name} has {end - begin} bytes at {begin}")
-    values = np.frombuffer(data, np.uint8, end - begin, begin)
-    return MappedTensor(name=name, kind=kind, shape=shape, data=values, file=data, begin=begin)
-
-
-def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight of a model, by its name in the `state_dict` of transformers."""
-    family = FAMILIES[config.model_type]
-    hidden = config.hidden_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    rows = (queries, keys, keys) if len(family.attention) > 1 else (queries + 2 * keys,)
-    layer: dict[str, tuple[int, ...]] = {}
-    for part, size in zip(family.attention, rows, strict=True):
-        layer[f"{part}.weight"] = (size, hidden)
-        if config.model_type == "qwen2" or getattr(config, "attention_bias", False):
-            layer[f"{part}.bias"] = (size,)
-    layer["self_attn.o_proj.weight"] = (hidden, queries)
-    if getattr(config, "attention_bias", False):
-        layer["self_attn.o_proj.bias"] = (hidden,)
-    for part in family.mlp:
-        layer[f"{part}.weight"] = (2 * config.intermediate_size // len(family.mlp), hidden)
-    layer["mlp.down_proj.weight"] = (hidden, config.intermediate_size)
-    norms = (family.attention_norm, family.attention_post_norm, family.mlp_norm, family.mlp_post_norm)
-    layer |= {f"{norm}.weight": (hidden,) for norm in norms if norm is not None}
-    if family.head_norms:
-        layer["self_attn.q_norm.weight"] = (queries if family.wide_norms else config.head_dim,)
-        layer["self_attn.k_norm.weight"] = (keys if family.wide_norms else config.head_dim,)
-    table = (config.vocab_size, hidden)
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: table, "model.norm.weight": (hidden,), HEAD: table}
-    for i in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes
+def _expand_different_experts(stored: QuantizedWeights, sources: Mapping[str, _Source]) -> None:
+    """Let experts be dequantized that the kernels cannot multiply together, such as those with orders of inputs."""
+    for source in sources.values():
+        names = [name for parts in source.names for name in parts]
+        weights = [stored[name] for name in names] if source.whole is None else []
+        groups = [weight for weight in weights if isinstance(weight, GroupWeight)]
+        if groups and not (len(groups) == len(weights) and can_join(groups)):
+            stored.expand(names)

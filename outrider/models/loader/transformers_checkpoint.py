@@ -33,7 +33,6 @@ from outrider.models.loader.gguf.weights import GGUFWeights
 from outrider.models.loader.memory import check_memory, safetensors_bytes, weight_bytes
 from outrider.models.loader.model_class import auto_class, causal_model_class, concrete_class
 from outrider.models.loader.paths import is_gguf
-from outrider.models.loader.quantized.open import open_quantized
 from outrider.models.loader.quantized.weights import QuantizedWeights, take_quantization
 from outrider.models.loader.quiet import quiet_transformers, reading_shown
 from outrider.models.loader.speech import SPEECH, read_speech_rules
@@ -43,6 +42,7 @@ from outrider.models.native.blocks import can_pack
 from outrider.models.torch.attention import NAME
 from outrider.models.torch.checkpoint import Checkpoint, LazyModel
 from outrider.models.torch.gguf_linear import BlockLinear
+from outrider.models.torch.weights import Weights
 from outrider.runtime.progress import stage
 from outrider.runtime.ranks import join
 
@@ -107,6 +107,7 @@ _ATTENTION_LAYERS = frozenset(
         "sliding_attention",
     }
 )
+_ONE_EXPERT = {"experts_implementation": "eager"}  # other functions read all experts at once
 _DEFAULT_SOURCE = 8192  # tokens, for an encoder without a limit of its own
 _LOAD_ERRORS = (
     OSError,
@@ -146,7 +147,7 @@ def load_folder(path: Path, dtype: str, device: torch.device, *, kernels: str, t
     weights = None
     size = weight_bytes(path, stored_dtype(config), choice.dtype) // tp
     if quantization is not None:
-        weights = open_quantized(path, config, quantization, choice.dtype, device, kernels=kernels)
+        weights = QuantizedWeights(path, quantization, choice.dtype)
         weights.report(choice.dtype)
         size = weights.total_bytes()
     check_memory(path, size, device)
@@ -174,7 +175,6 @@ def load_folder(path: Path, dtype: str, device: torch.device, *, kernels: str, t
         ranks=tp,
         source=_source_rules(path, config),
         blocks=None if weights is None else weights.weight_format(choice.dtype),
-        block_types=() if weights is None else weights.types,
         dtype=choice.dtype,
         folder=str(path),
         dtype_reason=choice.reason,
@@ -201,7 +201,15 @@ def load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Che
 def read_model(path: Path, dtype: torch.dtype) -> Any:
     """Return the model of a folder on the CPU, without gradients. Errors are those of `read_weights`."""
     register_attention()
-    return _read_model(path, read_transformers_config(path), dtype).requires_grad_(False)
+    config = _read_config(path)
+    return _read_model(path, config, dtype, weights=_dequantized(path, config, dtype)).requires_grad_(False)
+
+
+def fill_folder(path: Path, weights: Weights) -> Any:
+    """Return the model of a folder that computes in float32 with these weights. They keep their types and blocks."""
+    config = _read_config(path)
+    take_quantization(config)
+    return fill_model(config, weights, torch.float32, _attention(config) | _ONE_EXPERT, widen=True)
 
 
 def read_weights(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -213,9 +221,13 @@ def read_weights(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """
     config = _read_config(path)
     _check_family(config)
+    return dict(_read_model(path, config, dtype, weights=_dequantized(path, config, dtype)).state_dict())
+
+
+def _dequantized(path: Path, config: Any, dtype: torch.dtype) -> QuantizedWeights | None:
+    """Return the dequantized weights of a checkpoint; None: it is not quantized."""
     quantization = take_quantization(config)
-    weights = None if quantization is None else QuantizedWeights(path, quantization, dtype)
-    return dict(_read_model(path, config, dtype, weights=weights).state_dict())
+    return None if quantization is None else QuantizedWeights(path, quantization, dtype)
 
 
 def read_transformers_config(path: Path) -> Any:
@@ -236,7 +248,7 @@ def check_fits(path: Path, dtype: str, device: torch.device, *, kernels: str) ->
     choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=quantization is not None)
     size = weight_bytes(path, stored_dtype(config), choice.dtype)
     if quantization is not None:
-        size = open_quantized(path, config, quantization, choice.dtype, device, kernels=kernels).total_bytes()
+        size = QuantizedWeights(path, quantization, choice.dtype).total_bytes()
     check_memory(path, size, device)
 
 
@@ -326,8 +338,6 @@ def _read_model(
     path: Path, config: Any, dtype: torch.dtype, *, tp: int = 1, weights: QuantizedWeights | None = None
 ) -> Any:
     """Read the model of a folder. `weights` are those of a quantized checkpoint."""
-    if weights is not None and weights.has_blocks:
-        return fill_model(config, weights, torch.float32)
     check_weights(path, config)
     model_class = auto_class(config)
     if weights is not None:  # classes of transformers take weights only without a folder, which automatic ones need

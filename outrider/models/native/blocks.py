@@ -206,8 +206,7 @@ def _pack_groups(
     panels = -(-layout.outputs // PANEL)
     padded = -(-inputs // GROUP) * GROUP
     columns = layout.column_order()
-    words = weight.words if columns is None else pack_integers(weight.values()[:, columns], bits)
-    words = words.contiguous()
+    words = _rows_of_words(weight, columns).contiguous()
     addresses = (words.data_ptr() + rows.numpy() * words.stride(0) * words.itemsize).astype(np.uint64)
     packed = arena.zeros((panels, padded * bits // 32, PANEL), torch.int32)
     matrix = CBlockMatrix(row=addresses.ctypes.data, words=packed.data_ptr(), inputs=inputs, outputs=len(addresses))
@@ -237,6 +236,22 @@ def _pack_groups(
         zero=None if zero is None else by_group(zero),
         order=None if columns is None else columns.to(torch.int32),
     )
+
+
+def _rows_of_words(weight: Groups, columns: torch.Tensor | None) -> torch.Tensor:
+    """Return words [outputs, inputs * bits / 32] of consecutive inputs, in the order `columns` if there is one."""
+    layout = weight.layout
+    if columns is None and not weight.by_input:
+        return weight.words
+    if columns is not None or layout.inputs % 8:
+        values = weight.values()
+        return pack_integers(values if columns is None else values[:, columns], layout.bits)
+    words = torch.empty(layout.outputs, layout.inputs // 8, dtype=torch.int32)
+    source = weight.words.contiguous()
+    load_library().code.outrider_transpose_integers(
+        source.data_ptr(), words.data_ptr(), layout.inputs, layout.outputs // 8
+    )
+    return words
 
 
 def dequantize_blocks(kind: str, addresses: NDArray[np.uint64], columns: int) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ from outrider.models.native.abi import CLayer, CLinear, CModel
 from outrider.models.native.blocks import PackedBlocks, can_pack_together, dequantize_blocks, pack_blocks
 from outrider.models.native.calls import Passes
 from outrider.models.native.dimensions import Dimensions
-from outrider.models.native.experts import PackedExperts, pack_expert_blocks, pack_experts
+from outrider.models.native.experts import PackedExperts, pack_experts
 from outrider.models.native.library import Library
 from outrider.models.native.pack import (
     FLOAT_DTYPES,
@@ -49,13 +49,13 @@ _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
 _EXPERTS = {"router": ("mlp.gate",), "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",)}
 
 
-def _split_values(state: Weights, shape: Dimensions, body: str) -> frozenset[int]:
+def _split_values(state: Weights, shape: Dimensions) -> frozenset[int]:
     """Return the layers whose value projection has another block type than the query and key projections."""
     split = set()
     if len(shape.family.attention) == 1:  # one layer for queries, keys and values
         return frozenset()
     for i in range(shape.layers):
-        key, value = (state[f"{body}.layers.{i}.{part}.weight"] for part in shape.family.attention[1:])
+        key, value = (state[f"{state.body}.layers.{i}.{part}.weight"] for part in shape.family.attention[1:])
         if isinstance(key, BlockWeight) and isinstance(value, BlockWeight) and key.kind != value.kind:
             split.add(i)
     return frozenset(split)
@@ -110,7 +110,7 @@ def body_name(model: Any) -> str:
 class Decoder(Passes):
     """The packed weights of a model and its forward pass."""
 
-    def __init__(self, weights: Weights, config: Any, library: Library, *, bits: int = 16, body: str = "model") -> None:
+    def __init__(self, weights: Weights, config: Any, library: Library, *, bits: int = 16) -> None:
         """Pack the weights of a model. They are not needed afterward.
 
         Args:
@@ -118,21 +118,20 @@ class Decoder(Passes):
             config: its configuration.
             library: the compiled kernels.
             bits: bits per weight of linear layers: 32 (float32), 16 (bfloat16), 8 or 4 (quantized).
-            body: the name of the module with the decoder layers.
 
         Raises:
             UnsupportedModel: the kernels do not support this model.
         """
-        self._body = body
+        self._body = weights.body
         self.shape = Dimensions.of(config.get_text_config(decoder=True))
         super().__init__(library.code, hidden=self.shape.hidden)
         self._bits = bits
         self._arena = Arena()
         use_dequantizer(dequantize_blocks)
-        names = [name for name in weights if name.startswith((f"{body}.", f"{_HEAD}."))]
+        names = [name for name in weights if name.startswith((f"{self._body}.", f"{_HEAD}."))]
         self._shapes = {name: weights.shape(name) for name in names}
         self._tied = bool(config.tie_word_embeddings)
-        self._split_values = _split_values(weights, self.shape, self._body)
+        self._split_values = _split_values(weights, self.shape)
         self._norms = {
             name: self._norm_factors(value)
             for name in names
@@ -415,11 +414,14 @@ class Decoder(Passes):
         An older value of the same name is overwritten, so that its memory is used again.
         """
         weights = [state[_weight_name(part)] for part in parts]
-        if isinstance(weights[0], ExpertWeight):
-            return pack_expert_blocks(weights[0], gated=name.endswith("gate_up"), arena=self._arena)
+        arena = self._memory_for(name)
+        gate_up = name.endswith("gate_up")
+        if ".experts." in parts[0]:
+            experts = weights[0]
+            assert isinstance(experts, torch.Tensor | ExpertWeight)
+            return pack_experts(experts, gated=gate_up, bits=self._bits, arena=arena)
         biases = [bias for part in parts if isinstance(bias := state.get(f"{part}.bias"), torch.Tensor)]
         bias = torch.cat(biases) if biases else None
-        gate_up = name.endswith("gate_up")
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
         types = {weight.kind for weight in blocks}
         if len(blocks) == len(weights) and can_pack_together(blocks):
@@ -428,9 +430,6 @@ class Decoder(Passes):
         if blocks:
             _log.info("%s: weights of type %s are converted to %d bits", name, ", ".join(sorted(types)), self._bits)
         dense = [_dense(weight) for weight in weights]
-        arena = self._memory_for(name)
-        if ".experts." in parts[0]:
-            return pack_experts(dense[0], gated=gate_up, bits=self._bits, arena=arena)
         bits = self._bits_of(name)
         if can_pack_rows(dense, bits):
             order = _interleaved_rows(sum(map(len, dense)) // 2) if gate_up else None

@@ -10,11 +10,13 @@ from torch.nn import functional
 
 from outrider.errors import UnsupportedModel
 from outrider.models.native.abi import CLinear
-from outrider.models.native.blocks import PackedBlocks, can_pack, pack_blocks
+from outrider.models.native.blocks import PackedBlocks, can_pack_together, pack_blocks
 from outrider.models.native.pack import PANEL, Arena, PackedWeight, Refill, interleave, pack, separate
+from outrider.models.native.rows import can_pack_rows, pack_rows
 from outrider.models.native.support import FAMILIES
 from outrider.models.torch.gguf_linear import BlockWeight
-from outrider.models.torch.gguf_made import ExpertWeight
+from outrider.models.torch.gguf_made import ExpertRows, ExpertWeight
+from outrider.models.torch.group_weight import GROUP_KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,42 +98,58 @@ class PackedExperts:
         return torch.stack([torch.cat(separate(expert)) for expert in weight])
 
 
-def pack_experts(weight: torch.Tensor, *, gated: bool, bits: int, arena: Arena | Refill) -> PackedExperts:
-    """Pack the weights of all experts of a layer.
+def pack_experts(
+    weight: torch.Tensor | ExpertWeight, *, gated: bool, bits: int, arena: Arena | Refill
+) -> PackedExperts:
+    """Pack the weights of all experts of a layer. Quantized blocks of one type stay as they are.
 
     Args:
-        weight: [experts, outputs, inputs] of any float dtype.
+        weight: [experts, outputs, inputs] of any float dtype, or in a file.
         gated: whether the first half of the outputs are gates of the second half. The halves are then interleaved.
-        bits: bits per weight, as in `pack`.
+        bits: bits per weight of those that are in no blocks, as in `pack`.
         arena: the memory of the result.
+
+    Raises:
+        UnsupportedModel: the kernels do not multiply the blocks of a GGUF file.
     """
     experts, outputs, inputs = weight.shape
+    rows = None
+    if outputs % PANEL == 0:
+        rows = (
+            ExpertRows(list(weight), torch.arange(experts * outputs).view(experts, outputs))
+            if isinstance(weight, torch.Tensor)
+            else weight.rows()
+        )
+    packed = None if rows is None else _pack_rows(rows, gated=gated, bits=bits, arena=arena)
+    if packed is None:
+        packed = _pack_dense(weight, gated=gated, bits=bits, arena=arena)
+    return PackedExperts(packed=packed, shape=(experts, outputs, inputs), gated=gated)
+
+
+def _pack_rows(
+    rows: ExpertRows, *, gated: bool, bits: int, arena: Arena | Refill
+) -> PackedWeight | PackedBlocks | None:
+    """Pack experts from where they lie; None: the kernels do not multiply them as they are."""
+    order = rows.order[:, :, None]
+    if gated:
+        order = torch.stack([interleave(*expert.chunk(2)) for expert in order])
+    blocks = [part for part in rows.parts if isinstance(part, BlockWeight)]
+    if len(blocks) == len(rows.parts) and can_pack_together(blocks) and isinstance(arena, Arena):
+        return pack_blocks(blocks, order=order.flatten(), arena=arena)
+    dense = [part for part in rows.parts if isinstance(part, torch.Tensor)]
+    if len(dense) == len(rows.parts) and can_pack_rows(dense, bits):
+        return pack_rows(dense, None, bits=bits, order=order.flatten(), arena=arena)
+    return None
+
+
+def _pack_dense(weight: torch.Tensor | ExpertWeight, *, gated: bool, bits: int, arena: Arena | Refill) -> PackedWeight:
+    """Pack experts from a dense copy. Integers of groups that do not fit together are dequantized."""
+    if not isinstance(weight, torch.Tensor):
+        if not GROUP_KINDS.issuperset(filter(None, weight.kind.split("+"))):
+            raise UnsupportedModel(f"the native kernels do not multiply experts of type {weight.kind}")
+        weight = weight.dequantize()
     if gated:
         rows = torch.cat([interleave(*expert.chunk(2)) for expert in weight])
     else:
-        rows = functional.pad(weight, (0, 0, 0, -outputs % PANEL)).flatten(0, 1)
-    return PackedExperts(packed=pack(rows, bits=bits, arena=arena), shape=(experts, outputs, inputs), gated=gated)
-
-
-def pack_expert_blocks(weight: ExpertWeight, *, gated: bool, arena: Arena) -> PackedExperts:
-    """Pack the weights of all experts of a layer, which stay in GGUF blocks. The arguments are those of `pack_experts`.
-
-    Raises:
-        UnsupportedModel: the kernels do not multiply these blocks.
-    """
-    experts, outputs, inputs = weight.shape
-    blocks = [part for part in weight.parts if isinstance(part, BlockWeight)]
-    kinds = {block.kind for block in blocks}
-    aligned = outputs % PANEL == 0
-    if not (weight.stacked and aligned and len(blocks) == len(weight.parts) and kinds and can_pack(weight.kind)):
-        raise UnsupportedModel(f"the native kernels do not multiply experts of type {weight.kind}")
-    rows = []
-    first = 0
-    for block in blocks:
-        rows.append(torch.arange(first, first + len(block.data)).view(experts, -1))
-        first += len(block.data)
-    order = torch.cat(rows, 1)[:, :, None]
-    if gated:
-        order = torch.stack([interleave(*expert.chunk(2)) for expert in order])
-    packed = pack_blocks(blocks, order=order.flatten(), arena=arena)
-    return PackedExperts(packed=packed, shape=(experts, outputs, inputs), gated=gated)
+        rows = functional.pad(weight, (0, 0, 0, -weight.shape[1] % PANEL)).flatten(0, 1)
+    return pack(rows, bits=bits, arena=arena)

@@ -101,6 +101,8 @@ def _declare_functions(code: ctypes.CDLL) -> None:
     code.outrider_pack_blocks.restype = None
     code.outrider_pack_integers.argtypes = (pointer, ctypes.c_int)
     code.outrider_pack_integers.restype = None
+    code.outrider_transpose_integers.argtypes = (pointer, pointer, ctypes.c_int, ctypes.c_int)
+    code.outrider_transpose_integers.restype = None
     code.outrider_dequantize.argtypes = (ctypes.c_char_p, pointer)
     code.outrider_dequantize.restype = None
     code.outrider_suffix_open.argtypes = ()

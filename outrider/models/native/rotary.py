@@ -87,27 +87,50 @@ def _llama3(frequency: torch.Tensor, rope: Rope) -> torch.Tensor:
 
 def _yarn(powers: torch.Tensor, rope: Rope, config: Any) -> tuple[torch.Tensor, float]:
     """Scale low frequencies, with a ramp by index (YaRN, Peng et al. 2023, 3.2)."""
-    size, theta = 2 * len(powers), rope["rope_theta"]
+    theta = rope["rope_theta"]
     original = rope["original_max_position_embeddings"]
     factor = rope["factor"]
     if factor is None:
         factor = config.max_position_embeddings / original
 
+    kept = yarn_share(
+        len(powers),
+        theta,
+        original,
+        fast=rope.get("beta_fast") or 32,
+        slow=rope.get("beta_slow") or 1,
+        rounded=rope.get("truncate", True),
+    )
+    frequency = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+    return frequency, _yarn_scale(factor, rope)
+
+
+def yarn_share(count: int, theta: float, original: float, *, fast: float, slow: float, rounded: bool) -> torch.Tensor:
+    """Return the weight [count] of the original frequencies, by their index (YaRN, Peng et al. 2023, 3.2).
+
+    Args:
+        count: number of frequencies.
+        theta: their base.
+        original: the original context, in tokens.
+        fast: turns in it of frequencies that are not changed.
+        slow: turns in it of frequencies that are scaled in full.
+        rounded: whether the bounds are rounded to whole indices.
+    """
+    size = 2 * count
+
     def index_of(turns: float) -> float:
         """Return the fractional index of the frequency with this many turns in the original context."""
         return (size * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(theta))
 
-    begin = index_of(rope.get("beta_fast") or 32)
-    end = index_of(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
+    begin = index_of(fast)
+    end = index_of(slow)
+    if rounded:
         begin = math.floor(begin)
         end = math.ceil(end)
     begin = max(begin, 0)
     end = min(end, size - 1)
     end += 0.001 if begin == end else 0
-    kept = 1 - ((torch.arange(size // 2, dtype=torch.float32) - begin) / (end - begin)).clamp(0, 1)
-    frequency = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
-    return frequency, _yarn_scale(factor, rope)
+    return 1 - ((torch.arange(count, dtype=torch.float32) - begin) / (end - begin)).clamp(0, 1)
 
 
 def _yarn_scale(factor: float, rope: Rope) -> float:

@@ -30,10 +30,12 @@ class Family:
     norms_plus_one: bool = False  # whether a norm multiplies by 1 + weight
     scaled_table: bool = False  # whether embeddings are multiplied by the square root of the hidden size
     routed: bool = False  # whether there are layers with routed experts
+    biases: bool = False  # whether queries, keys and values always have biases
 
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")  # of gates
 _LLAMA = Family()
+_QWEN2 = Family(biases=True)
 _GEMMA = Family(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -63,9 +65,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "olmo3": _POST_NORMS,
         "olmoe": Family(routed=True, head_norms=True, wide_norms=True),
         "phi3": Family(attention=("self_attn.qkv_proj",), mlp=("mlp.gate_up_proj",)),
-        "qwen2": _LLAMA,
-        "qwen2_5_vl_text": _LLAMA,
-        "qwen2_vl_text": _LLAMA,
+        "qwen2": _QWEN2,
+        "qwen2_5_vl_text": _QWEN2,
+        "qwen2_vl_text": _QWEN2,
         "qwen3": Family(head_norms=True),
         "qwen3_moe": Family(routed=True, head_norms=True),
         "qwen3_vl_moe_text": Family(routed=True, head_norms=True),

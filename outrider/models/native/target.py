@@ -49,10 +49,10 @@ class NativeTarget:
         Dimensions.of(text)  # a model that the kernels do not support needs no compiler
         self._library = load_library()
         weight_bits = bits if bits < 16 else 8 * checkpoint.dtype.itemsize
-        weights, body = checkpoint.weights, "model"
+        weights = checkpoint.weights
         if weights is None:
-            weights, body = ModelWeights(checkpoint.model, Path(checkpoint.folder)), body_name(checkpoint.model)
-        self._decoder = Decoder(weights, checkpoint.config, self._library, bits=weight_bits, body=body)
+            weights = ModelWeights(checkpoint.model, Path(checkpoint.folder), body_name(checkpoint.model))
+        self._decoder = Decoder(weights, checkpoint.config, self._library, bits=weight_bits)
         if bits < 16:
             decoder = self._decoder
             checkpoint.lazy_model.change(lambda model: model.load_state_dict(decoder.quantized_weights(), strict=False))

@@ -131,4 +131,4 @@ class Checkpoint:
         """Return pairs of names that one weight has."""
         if self.weights is None:
             return getattr(self.model, "all_tied_weights_keys", {})
-        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
+        return {"lm_head.weight": f"{self.weights.body}.embed_tokens.weight"} if self.config.tie_word_embeddings else {}

@@ -1,9 +1,9 @@
-"""Weights that are made of matrices in the quantized blocks of a GGUF file when they are used."""
+"""Weights that are made of matrices in a file, most of them in quantized blocks, when they are used."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,8 +56,47 @@ class MadeWeight:
         return self._make(*dense)[rows]
 
 
-class ExpertWeight(MadeWeight):
-    """The matrices [E, ...] of all experts of a layer. Each is made of one matrix of every part [E, ...]."""
+class ExpertRows(NamedTuple):
+    """The matrices of all experts of a layer, as the native kernels read them."""
+
+    parts: Sequence[Part]  # [rows, inputs] each
+    order: torch.Tensor  # [E, outputs] the row of each output of each expert, with the parts one above the other
+
+
+class ExpertWeight:
+    """The matrices [E, ...] of all experts of a layer. Each is made when it is used."""
+
+    kind: str  # of those in blocks; several types are joined by +
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrices where they are stored."""
+        raise NotImplementedError
+
+    def expert(self, number: int) -> torch.Tensor:
+        """Return the matrix of one expert in float32, exactly."""
+        raise NotImplementedError
+
+    def rows(self) -> ExpertRows | None:
+        """Return the matrices that the experts consist of, one above the other; None: they are made otherwise."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Free the memory of the experts, which are read from the file again when they are used."""
+        raise NotImplementedError
+
+    def release_expert(self, number: int) -> None:
+        """Free the memory of one expert at least."""
+        self.release()
+
+    def dequantize(self, rows: Any = slice(None)) -> torch.Tensor:
+        """Return the matrices of experts in float32, exactly."""
+        return torch.stack([self.expert(i) for i in range(self.shape[0])[rows]])
+
+
+class MadeExperts(ExpertWeight, MadeWeight):
+    """Experts that are made of one matrix of every part [E, ...]."""
 
     def __init__(
         self, parts: Sequence[Part], shapes: Sequence[Sequence[int]], make: Make, *, stacked: bool = False
@@ -70,17 +109,14 @@ class ExpertWeight(MadeWeight):
             make: returns the matrix of an expert from its dequantized parts.
             stacked: whether `make` puts the parts one above the other.
         """
-        super().__init__(parts, [shape[1:] for shape in shapes], make)
-        self.stacked = stacked
-        self.experts = int(shapes[0][0])
-        self.shape = torch.Size([self.experts, *self.shape])
+        MadeWeight.__init__(self, parts, [shape[1:] for shape in shapes], make)
+        self._stacked = stacked
+        self.shape = torch.Size([int(shapes[0][0]), *self.shape])
 
-    def dequantize(self, rows: Any = slice(None)) -> torch.Tensor:
-        """Return the matrices of experts in float32, exactly."""
-        return torch.stack([self.expert(i) for i in range(self.experts)[rows]])
+    nbytes = MadeWeight.nbytes
+    release = MadeWeight.release
 
     def expert(self, number: int) -> torch.Tensor:
-        """Return the matrix of one expert in float32, exactly."""
         dense = []
         for part, (rows, *rest) in zip(self.parts, self._shapes, strict=True):
             if isinstance(part, BlockWeight):
@@ -88,6 +124,48 @@ class ExpertWeight(MadeWeight):
             else:
                 dense.append(part[number].float())
         return self._make(*dense)
+
+    def rows(self) -> ExpertRows | None:
+        if not self._stacked:
+            return None
+        parts = [part if isinstance(part, BlockWeight) else part.flatten(0, 1) for part in self.parts]
+        orders = []
+        first = 0
+        for part in parts:
+            count = int(part.shape[0])
+            orders.append(torch.arange(first, first + count).view(self.shape[0], -1))
+            first += count
+        return ExpertRows(parts, torch.cat(orders, 1))
+
+
+class SeparateExperts(ExpertWeight):
+    """Experts that are stored by themselves, each in one matrix or in several, one above the other."""
+
+    def __init__(self, experts: Sequence[Sequence[Part]], release: Callable[[int], None]) -> None:
+        """Refer to the matrices [E][parts] of all experts. `release` frees those of one expert."""
+        self._experts = experts
+        self._release = release
+        self.kind = _kinds([part for parts in experts for part in parts])
+        outputs = sum(int(part.shape[0]) for part in experts[0])
+        self.shape = torch.Size([len(experts), outputs, int(experts[0][0].shape[1])])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for parts in self._experts for part in parts)
+
+    def expert(self, number: int) -> torch.Tensor:
+        return torch.cat([_dense(part) for part in self._experts[number]])
+
+    def rows(self) -> ExpertRows | None:
+        parts = [part for parts in self._experts for part in parts]
+        return ExpertRows(parts, torch.arange(self.shape[0] * self.shape[1]).view(self.shape[:2]))
+
+    def release(self) -> None:
+        for i in range(len(self._experts)):
+            self._release(i)
+
+    def release_expert(self, number: int) -> None:
+        self._release(number)
 
 
 class BlockExperts(nn.Module):
@@ -100,8 +178,9 @@ class BlockExperts(nn.Module):
         self.shape = blocks.shape
 
     def __getitem__(self, expert: Any) -> torch.Tensor:
-        weight = self.blocks.expert(int(expert)).to(self.dtype)
-        self.blocks.release()
+        number = int(expert)
+        weight = self.blocks.expert(number).to(self.dtype)
+        self.blocks.release_expert(number)
         return weight
 
 

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from outrider.models.torch.gguf_linear import BlockWeight
 
 GROUP_KINDS = frozenset({"int4", "int8"})
 _PACKED_GROUPS = (64, 32)  # groups of the native kernels
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight outputs in a word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +69,15 @@ class Groups:
     words: torch.Tensor  # [outputs, inputs * bits / 32] int32, with consecutive integers from the lowest bits on
     scale: torch.Tensor  # [outputs, groups] of any float dtype
     zero: torch.Tensor | None = None  # [outputs, groups] int16; None: the middle of the integers
+    # Whether the words are [inputs, outputs / 8] and have eight outputs of 4 bits in the order 0 2 4 6 1 3 5 7.
+    by_input: bool = False
 
     def __post_init__(self) -> None:
         """Raise a ValueError if the tensors do not fit together."""
         layout = self.layout
         words = (layout.outputs, -(-layout.inputs * layout.bits // 32))
+        if self.by_input:
+            words = (layout.inputs, layout.outputs // 8)
         groups = (layout.outputs, -(-layout.inputs // layout.group))
         for name, tensor, shape in (("integers", self.words, words), ("scales", self.scale, groups)):
             if tensor.shape != shape:
@@ -81,17 +87,19 @@ class Groups:
 
     def dequantize(self) -> torch.Tensor:
         """Return the matrix [outputs, inputs] in float32."""
-        zero = self.layout.middle if self.zero is None else self._by_input(self.zero)
-        return (self.values().float() - zero) * self._by_input(self.scale)
+        zero = self.layout.middle if self.zero is None else self._spread(self.zero)
+        return (self.values().float() - zero) * self._spread(self.scale)
 
     def values(self) -> torch.Tensor:
         """Return the integers [outputs, inputs] uint8."""
+        if self.by_input:
+            return in_order(unpack(self.words, 4)).T
         return unpack(self.words, self.layout.bits)[:, : self.layout.inputs]
 
     def select(self, rows: Any) -> Groups:
         """Return some rows of the matrix."""
         zero = None if self.zero is None else self.zero[rows]
-        words = self.words[rows]
+        words = pack_integers(self.values()[rows], 4) if self.by_input else self.words[rows]
         layout = replace(self.layout, outputs=len(words))
         return Groups(layout=layout, words=words, scale=self.scale[rows], zero=zero)
 
@@ -101,7 +109,7 @@ class Groups:
             return self.zero
         return torch.full(self.scale.shape, self.layout.middle, dtype=torch.int16)
 
-    def _by_input(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _spread(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return numbers of groups for each input, [outputs, inputs] float32."""
         if self.layout.index is not None:
             return numbers.float()[:, self.layout.index]
@@ -114,8 +122,14 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     return values if bits == 8 else torch.stack([values & 15, values >> 4], -1).flatten(-2)
 
 
+def in_order(values: torch.Tensor) -> torch.Tensor:
+    """Return values [n, outputs] with each eight outputs in their order, from the order 0 2 4 6 1 3 5 7."""
+    return values.view(len(values), -1, 8)[:, :, _PLACES].flatten(1)
+
+
 def pack_integers(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Return words of integers [outputs, inputs] uint8, as `unpack` takes them."""
+    values = functional.pad(values, (0, -values.shape[1] * bits % 32 // bits))
     values = values if bits == 8 else values[:, ::2] | values[:, 1::2] << 4
     return values.contiguous().view(torch.int32)
 
@@ -171,7 +185,8 @@ def join(parts: Sequence[GroupWeight]) -> Groups:
     has_zeros = any(each.zero is not None for each in read)
     return Groups(
         layout=replace(read[0].layout, outputs=sum(each.layout.outputs for each in read)),
-        words=read[0].words if len(read) == 1 else torch.cat([each.words for each in read]),
+        words=read[0].words if len(read) == 1 else torch.cat([each.words for each in read], int(read[0].by_input)),
         scale=torch.cat([each.scale for each in read]),
         zero=torch.cat([each.zeros() for each in read]) if has_zeros else None,
+        by_input=read[0].by_input,
     )

@@ -27,6 +27,7 @@ class Weights(Mapping[str, Weight]):
     """
 
     path: Path  # of the file or folder
+    body: str = "model"  # the module with the decoder layers
 
     @abstractmethod
     def shape(self, name: str) -> torch.Size:
@@ -68,9 +69,10 @@ class Weights(Mapping[str, Weight]):
 class ModelWeights(Weights):
     """The weights of a model of transformers."""
 
-    def __init__(self, model: Any, path: Path) -> None:
+    def __init__(self, model: Any, path: Path, body: str = "model") -> None:
         """Take the weights of a model that was loaded from a path."""
         self.path = path
+        self.body = body
         self._values: dict[str, Weight] = {name: value.detach() for name, value in model.state_dict().items()}
         for name, module in model.named_modules():
             if isinstance(module, BlockLinear | BlockEmbedding):
@@ -96,7 +98,7 @@ class ModelWeights(Weights):
     @property
     def types(self) -> tuple[str, ...]:
         kinds = (value.kind for value in self._values.values() if not isinstance(value, torch.Tensor))
-        return tuple(sorted({part for kind in kinds for part in kind.split("+")}))
+        return tuple(sorted({part for kind in kinds for part in kind.split("+") if part}))
 
 
 def reading_title(path: Path) -> str:

@@ -2,10 +2,15 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
+from tests.helpers import quantized_files as files
 from tests.helpers import tiny
+from tests.helpers.gguf_architectures import writable_model, write_architecture
+from tests.models.loader.test_native_checkpoint import wide_config
+from tests.models.loader.test_quantized import AWQ
 
 _RUN = (
     "import sys; from outrider.cli.app import main; sys.argv = ['outrider', *{arguments!r}]\n"
@@ -62,3 +67,28 @@ except NotImplementedError:
 print(tuple({_BATCH_NORM}.shape))
 """
     assert _run(code).stdout == "(3, 2)\n"
+
+
+_LOAD = """
+import sys
+from outrider.models.loader.load import load_checkpoint
+from outrider.models.loader.make import make_target
+for folder in sys.argv[1:]:
+    target = make_target(load_checkpoint(folder), slots=1, context=32)
+    print(target.kernels, *sorted(name for name in sys.modules if name.partition(".")[0] == "transformers"))
+"""
+
+
+@pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
+def test_no_model_of_the_native_kernels_needs_transformers(tmp_path):
+    kinds = ("mixtral", "olmoe", "gemma3", "qwen2_vl")
+    models = [tiny.save(tmp_path / kind, wide_config(kind)) for kind in kinds]
+    quantized = files.write_quantized(tmp_path / "awq", _mixture(), partial(files.awq, group=32), AWQ).folder
+    blocks = write_architecture(tmp_path / "model.gguf", _mixture(), "Q8_0")
+    command = [sys.executable, "-c", _LOAD, *map(str, (*models, quantized, blocks))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == ["native"] * len(models) + ["native int4", "native Q8_0"]
+
+
+def _mixture():
+    return writable_model("qwen3_moe", hidden_size=64, intermediate_size=64, moe_intermediate_size=32, head_dim=16)

@@ -394,6 +394,6 @@ def test_draft_slides_over_texts_longer_than_its_own_context(tmp_path):
 
 def test_weights_that_exceed_the_memory_are_refused_before_they_are_loaded(folder, monkeypatch):
     monkeypatch.setattr("outrider.models.loader.memory.free_memory", lambda: 1000)
-    monkeypatch.setattr("outrider.models.loader.load.open_weights", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("outrider.models.loader.load.read_tokenizer", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(OutriderError, match=r"take 0\.\d+ GB in memory, and 1e-06 GB are free; free some"):
         load_checkpoint(folder, device="cpu")

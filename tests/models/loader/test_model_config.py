@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModel
 
 from outrider.models.loader.model_config import _DEFAULTS, make_model_config, read_native_config
-from outrider.models.loader.native_checkpoint import weight_shapes
+from outrider.models.loader.weight_shapes import weight_shapes
 from outrider.models.native.dimensions import Dimensions
 
 SIZES = {
@@ -21,6 +21,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 HEADS = {"num_key_value_heads": 2, "head_dim": 32}
+EQUAL_HEADS = ("olmoe", "qwen2_5_vl_text", "qwen2_vl_text")  # whose heads share the hidden size
 FACTORS = {"short_factor": [1.5] * 8, "long_factor": [2.5] * 8}
 ROPES = {
     "linear": {"type": "linear", "factor": 4.0},
@@ -47,6 +48,20 @@ ROPES = {
 # Settings beside `SIZES`, by a name and the model type.
 CASES = {
     **{(name, name): {"rope_theta": 5000.0, **HEADS} for name in _DEFAULTS},
+    **{(name, name): {"rope_theta": 5000.0, "num_key_value_heads": 2} for name in EQUAL_HEADS},
+    ("layers with one MLP", "qwen3_moe"): {
+        "rope_theta": 1e4,
+        "mlp_only_layers": [1],
+        "decoder_sparse_step": 2,
+        **HEADS,
+    },
+    ("positions of images", "qwen2_vl_text"): {
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "use_sliding_window": True,
+        "max_window_layers": 3,
+        "num_key_value_heads": 2,
+    },
     **{(f"llama {kind}", "llama"): {"rope_theta": 5000.0, "rope_scaling": rope} for kind, rope in ROPES.items()},
     ("rope_parameters", "qwen3"): {"rope_parameters": ROPES["yarn"] | {"rope_theta": 1e6}, **HEADS},
     ("phi3 longrope", "phi3"): {
@@ -84,27 +99,33 @@ def test_dimensions_and_weights_equal_those_of_transformers(case):
     settings = _settings(case)
     light = make_model_config(settings)
     assert light is not None
-    full = CONFIG_MAPPING[case[1]].from_dict(json.loads(json.dumps(settings)))
+    full = _text_config(settings)
     assert light.dtype == full.dtype == torch.bfloat16
     for name in ("vocab_size", "tie_word_embeddings", "eos_token_id", "rope_parameters", "max_position_embeddings"):
-        ours, theirs = getattr(light, name), getattr(full, name)
+        ours = getattr(light, name)
+        theirs = getattr(full, name, ours)  # parts of multimodal models lack some
         if name == "rope_parameters":  # transformers keeps old names beside the new ones
             ours, theirs = (json.loads(json.dumps(each)) for each in (ours, theirs))
             ours = _common(ours, theirs)
             theirs = _common(theirs, ours)
         assert ours == theirs
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(full)
-    expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+        text = AutoModel.from_config(full)
+    expected = {f"model.{name}": tuple(weight.shape) for name, weight in text.state_dict().items()}
+    expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
     assert weight_shapes(light) == expected
     ours, theirs = Dimensions.of(light), Dimensions.of(full)
-    _check_rotary(ours.rotary, full)
-    attention = model.model.layers[0].self_attn
+    _check_rotary(ours.rotary, full, text)
+    attention = text.layers[0].self_attn
     assert (ours.dim, ours.scale) == (attention.head_dim, attention.scaling)
-    table_scale = getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0)
+    table_scale = getattr(text.embed_tokens, "scalar_embed_scale", 1.0)
     assert ours.table_scale == pytest.approx(table_scale, rel=1e-7)
-    for name in ("windows", "gelu", "score_cap", "logit_cap", "epsilon", "residual_scale", "logit_divisor"):
+    for name in ("windows", "gelu", "score_cap", "logit_cap", "epsilon", "residual_scale", "logit_divisor", "routing"):
         assert getattr(ours, name) == getattr(theirs, name)
+
+
+def _text_config(settings):
+    return CONFIG_MAPPING[settings["model_type"]].from_dict(json.loads(json.dumps(settings)))
 
 
 def _common(one, other):
@@ -114,9 +135,9 @@ def _common(one, other):
     return {name: _common(value, other[name]) for name, value in one.items() if name in other}
 
 
-def _check_rotary(rotary, config):
-    """Compare the frequencies with those of the modules of transformers, in all bits."""
-    module = AutoModelForCausalLM.from_config(config).model.rotary_emb
+def _check_rotary(rotary, config, text):
+    """Compare the frequencies with those of the module of transformers, in all bits."""
+    module = type(text.rotary_emb)(config)
     kinds = sorted(set(config.layer_types)) if hasattr(module, "sliding_attention_inv_freq") else [""]
     for i, kind in enumerate(kinds):
         prefix = f"{kind}_" if kind else ""
@@ -133,7 +154,6 @@ def _check_rotary(rotary, config):
         {"model_type": "bert"},
         {"model_type": ["llama"]},
         {"hidden_act": "relu"},
-        {"quantization_config": {"quant_method": "awq"}},
         {"rope_theta": 0.0},
         {"rope_theta": None},
         {"rope_scaling": "linear"},

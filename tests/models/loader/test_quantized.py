@@ -19,11 +19,10 @@ from outrider.drafting.propose.placement import _check_can_split
 from outrider.engine.default_proposer import can_draft_for_itself
 from outrider.errors import UnsupportedModel
 from outrider.lab.bench.pass_work import flops_per_token
-from outrider.models.loader import transformers_checkpoint as checkpoint_module
+from outrider.models.loader.check import check_target
 from outrider.models.loader.load import check_fits, load_checkpoint, read_weights
 from outrider.models.native.blocks import can_pack_together, pack_blocks
 from outrider.models.torch.attention import NAME
-from outrider.models.torch.gguf_linear import BlockLinear
 from outrider.models.torch.group_weight import Groups, GroupWeight, Layout
 from outrider.train.model.draft_model import load_trainable
 from outrider.train.run import Training
@@ -134,10 +133,10 @@ def test_the_kernels_hold_integers_without_loss(shelf, case):
     checkpoint = load_checkpoint(written.folder, device="cpu")
     assert checkpoint.dtype == torch.bfloat16
     assert any(each.startswith(f"{kind} (from ") for each in checkpoint.blocks.types)
-    found = {name: each.blocks for name, each in checkpoint.model.named_modules() if isinstance(each, BlockLinear)}
-    assert {f"{name}.weight" for name in found} == written.values.keys()
+    found = {name: each for name, each in checkpoint.weights.items() if isinstance(each, GroupWeight)}
+    assert found.keys() == written.values.keys()
     for name, blocks in found.items():
-        value = written.values[f"{name}.weight"]
+        value = written.values[name]
         assert torch.equal(blocks.dequantize(), value)
         assert torch.equal(pack_blocks([blocks]).unpack(), value)
         assert torch.equal(blocks.reordered(torch.tensor([3, 1])).dequantize(), value[[3, 1]])
@@ -275,23 +274,59 @@ def test_a_model_without_kernels_has_dequantized_weights(tmp_path):
     assert checkpoint.model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
 
 
+_EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "head_dim": 32,
+    "intermediate_size": 64,
+}
+
+
 @pytest.mark.parametrize(("name", "settings", "store", "dims"), [
     ("Qwen3MoeConfig", GPTQ, partial(files.gptq, group=32), 2),
     ("GptOssConfig", {"quant_method": "mxfp4"}, files.mxfp4, 3),
 ])  # fmt: skip
 def test_experts_are_dequantized(tmp_path, name, settings, store, dims):
-    experts = {
-        "num_local_experts": 4,
-        "num_experts": 4,
-        "moe_intermediate_size": 64,
-        "head_dim": 32,
-        "intermediate_size": 64,
-    }
-    written = files.write_quantized(tmp_path, _model(name, **experts), store, settings, dims=dims)
-    state = load_checkpoint(written.folder, dtype="float32").model.state_dict()
+    written = files.write_quantized(tmp_path, _model(name, **_EXPERTS), store, settings, dims=dims)
+    state = load_checkpoint(written.folder, dtype="float32", kernels="torch").model.state_dict()
     expected = written.model.state_dict()
     assert not [key for key in expected if not torch.equal(state[key], expected[key])]
     assert read_weights(written.folder, torch.bfloat16).keys() == state.keys()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "case", "kinds"), [
+    ("MixtralConfig", "packed int8", ["int8"]),
+    ("Qwen3MoeConfig", "awq 32", ["int4"]),
+    ("Qwen3MoeConfig", "gptq desc_act", ["bfloat16", "int4"]),  # the experts have their inputs in different orders
+    ("OlmoeConfig", "fp8", ["bfloat16"]),
+])  # fmt: skip
+@torch.inference_mode()
+def test_the_kernels_hold_experts_without_loss(tmp_path, name, case, kinds):
+    settings, store, _ = CASES[case]
+    given = {key: value for key, value in _EXPERTS.items() if (name, key) != ("OlmoeConfig", "head_dim")}
+    written = files.write_quantized(tmp_path, _model(name, **given), _with_order(store), settings)
+    checkpoint = load_checkpoint(written.folder, device="cpu")
+    found = {each.partition(" (")[0] for each in checkpoint.blocks.types if "(from" in each}
+    assert sorted(found) == kinds
+    expected = written.model.state_dict()
+    target = tiny.make_target(checkpoint, slots=2, context=64, kernels="native")
+    assert target.kernels == " ".join(["native", *checkpoint.block_types])
+    packed = target._decoder.quantized_weights()
+    for key in (key for key in expected if ".experts." in key):
+        held = expected[key] if "bfloat16" not in kinds else expected[key].bfloat16().to(packed[key].dtype)
+        assert torch.equal(packed[key], held)
+    check_target(target, checkpoint)
+
+
+def _with_order(store):
+    """Give each matrix a random order of inputs of its own, where the format has one."""
+    if not store.keywords.get("shuffled"):
+        return store
+    seeds = iter(range(1000))
+    return lambda weight: store(weight, seed=next(seeds))
 
 
 def test_commands_see_the_dequantized_model(shelf, tmp_path):
@@ -325,7 +360,7 @@ def test_memory_is_that_of_the_blocks(shelf, monkeypatch):
     """A command may ask before a model has been loaded, and so before the attention is registered."""
     monkeypatch.delitem(AttentionInterface._global_mapping, NAME, raising=False)
     asked = []
-    monkeypatch.setattr(checkpoint_module, "check_memory", lambda path, size, device: asked.append(size))
+    monkeypatch.setattr("outrider.models.loader.load.check_memory", lambda path, size, device: asked.append(size))
     for dtype in ("auto", "bfloat16", "float32"):
         check_fits(shelf["awq"].folder, dtype=dtype, device="cpu")
     tables = 2 * tiny.VOCAB * 128

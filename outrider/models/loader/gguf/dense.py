@@ -59,6 +59,7 @@ HUNYUAN = renamed(
     self_attn__query_layernorm="attn_q_norm",
     self_attn__key_layernorm="attn_k_norm",
 )
+_MOST_HEADS = 64  # of StableLM
 _GEMMA_27B_LAYERS: Mapping[str, int] = MappingProxyType({"gemma2": 46, "gemma3": 62})
 
 
@@ -191,8 +192,24 @@ def _mistral3(file: GGUFFile, common: Settings) -> Settings:
     return {}
 
 
+def _granite_swa(file: GGUFFile, common: Settings) -> Settings:
+    layers = common["num_hidden_layers"]
+    theta = common["rope_parameters"]["rope_theta"]
+    rotated = file.size("attention.rope_pattern", [True] * layers)
+    return (
+        biases(file, common)
+        | attention_scale(file, common)
+        | {
+            "sliding_window": file.size("attention.sliding_window"),
+            "layer_types": layer_types(file, layers, 4),
+            "layer_rope_theta": [theta if each else 0 for each in rotated],
+        }
+    )
+
+
 def _stablelm(file: GGUFFile, common: Settings) -> Settings:
     return {
+        "qk_layernorm": has(file, "attn_q_norm.weight"),
         "use_qkv_bias": has(file, "attn_q.bias"),
         "use_parallel_residual": not has(file, "ffn_norm.weight"),
     }
@@ -268,7 +285,21 @@ _GEMMA4_LAYER: Layout = {
     "experts.gate_up_proj": (experts("ffn_gate_up_exps"), experts("ffn_gate_exps", "ffn_up_exps")),
     "experts.down_proj": experts("ffn_down_exps"),
 }
-_STABLELM_LAYER: Layout = renamed(LAYER, self_attn__q_norm=None, self_attn__k_norm=None)
+
+
+def _head_norms(part: str) -> Layout:
+    """Return the norms of queries or keys, which files have in one tensor and transformers for each head."""
+    return {
+        f"self_attn.{part}_layernorm.norms.{i}.weight": Source((f"attn_{part}_norm.weight",), _unstacked(i))
+        for i in range(_MOST_HEADS)
+    }
+
+
+_STABLELM_LAYER: Layout = {
+    **renamed(LAYER, self_attn__q_norm=None, self_attn__k_norm=None),
+    **_head_norms("q"),
+    **_head_norms("k"),
+}
 _FALCON_LAYER: Layout = {
     "self_attention.query_key_value": module("attn_qkv", rows=_falcon_rows),
     "self_attention.dense": module("attn_output"),
@@ -339,6 +370,12 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
             fields=SCALES,
             layer={**LAYER, **PERMUTED},
             settings=lambda file, common: biases(file, common) | attention_scale(file, common),
+        ),
+        "granite_swa": Architecture(
+            model_type="granite_swa",
+            fields=SCALES,
+            layer={**LAYER, **PERMUTED, "self_attn.sinks": Source(("attn_sinks.weight",))},
+            settings=_granite_swa,
         ),
         "glm4": Architecture(
             model_type="glm4",

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import OutriderError, UnsupportedModel
-from outrider.models.loader.mapped_tensor import MappedTensor
+from outrider.models.torch.tensor_files import MappedTensor, map_file
 
 FLOATS = ("F32", "F16", "BF16")
 ROTARY_FACTORS = "rope_freqs.weight"
@@ -262,8 +262,7 @@ def _read_part(path: Path) -> GGUFFile:
             if magic != _MAGIC:
                 found = f"its first bytes are {magic!r} and not {_MAGIC!r}" if magic else "it is empty"
                 raise OutriderError(f"{path} is no GGUF file: {found}; download it again, or give another file")
-            # Private and writable, since torch warns of memory that is not writable. Nothing writes to it.
-            data = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_COPY)
+        data = map_file(path)
     except OSError as reason:
         raise _unreadable(path, reason) from reason
     try:

@@ -56,7 +56,7 @@ def load_model(
         OutriderError: a tensor is missing, or has the wrong shape.
         UnsupportedModel: the model does not use a tensor.
     """
-    if file.quantized:  # other functions read all experts at once
+    if file.quantized or widen:  # other functions read all experts at once
         attention = {**attention, "experts_implementation": "eager"}
     factors = None if file.architecture == "gemma4" else file.rotary_factors()
     model = fill_model(config, weights, dtype, attention, factors=factors, widen=widen)

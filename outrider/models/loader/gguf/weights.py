@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from functools import partial
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,14 +13,11 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.loader.gguf.architectures import architecture_of, num_layers
 from outrider.models.loader.gguf.file import ROTARY_FACTORS, GGUFFile
 from outrider.models.loader.gguf.schema import FOLDER, Architecture, Source, stacked
-from outrider.models.loader.mapped_tensor import MappedTensor
 from outrider.models.torch.gguf_linear import BlockWeight
-from outrider.models.torch.gguf_made import ExpertWeight, MadeWeight
+from outrider.models.torch.gguf_made import MadeExperts, MadeWeight
+from outrider.models.torch.tensor_files import DTYPES, MappedTensor
 from outrider.models.torch.weights import Weight, Weights
 
-_PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
-)
 _ROTARY = frozenset({ROTARY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"})
 _EMBEDDING, _HEAD = "token_embd.weight", "lm_head.weight"
 _FIX = "download or convert it again"
@@ -132,7 +128,7 @@ class GGUFWeights(Weights):
     @property
     def types(self) -> tuple[str, ...]:
         names = {tensor for source in self._sources.values() for tensor in source.tensors}
-        return tuple(sorted({self._file.tensors[name].kind for name in names} - _PLAIN.keys()))
+        return tuple(sorted({self._file.tensors[name].kind for name in names} - DTYPES.keys()))
 
     def release(self, name: str) -> None:
         for tensor in self._sources[name].tensors:
@@ -146,8 +142,8 @@ class GGUFWeights(Weights):
 
     def _value(self, tensor: MappedTensor) -> torch.Tensor | BlockWeight:
         """Return a tensor. One in blocks has two dimensions: all but the last one are rows."""
-        if tensor.kind in _PLAIN:
-            return torch.frombuffer(tensor.data, dtype=_PLAIN[tensor.kind]).view(tensor.shape)
+        if tensor.kind in DTYPES:
+            return tensor.values()
         blocks = tensor.data.reshape(prod(tensor.shape[:-1]), -1)
         return BlockWeight(blocks, tensor.kind, tensor.shape[-1], release=tensor.release)
 
@@ -155,7 +151,7 @@ class GGUFWeights(Weights):
         make = partial(source.make or _only, self._config)
         if any(isinstance(value, BlockWeight) for value in values):
             shapes = [self._file.tensors[tensor].shape for tensor in source.tensors]
-            return ExpertWeight(values, shapes, make, stacked=source.make is stacked)
+            return MadeExperts(values, shapes, make, stacked=source.make is stacked)
         dense = [value for value in values if isinstance(value, torch.Tensor)]
         experts = [make(*parts).to(self._dtype) for parts in zip(*dense, strict=True)]
         return torch.stack(experts)

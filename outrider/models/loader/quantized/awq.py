@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 
 from outrider.models.loader.quantized.format import Format, Parts, Settings, refuse
-from outrider.models.torch.group_weight import Groups, Layout, unpack
-
-_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight outputs in a word
+from outrider.models.torch.group_weight import Groups, Layout, in_order, unpack
 
 
 def awq(settings: Settings) -> Format:
@@ -34,9 +32,10 @@ def awq(settings: Settings) -> Format:
     def groups(parts: Parts) -> Groups:
         return Groups(
             layout=layout(parts),
-            words=_transposed(parts[".qweight"]),
+            words=parts[".qweight"],
             scale=parts[".scales"].T,
-            zero=_in_order(unpack(parts[".qzeros"], 4)).T.to(torch.int16),
+            zero=in_order(unpack(parts[".qzeros"], 4)).T.to(torch.int16),
+            by_input=True,
         )
 
     return Format(
@@ -48,23 +47,3 @@ def awq(settings: Settings) -> Format:
         layout=layout,
         groups=groups,
     )
-
-
-def _in_order(values: torch.Tensor) -> torch.Tensor:
-    """Return values [n, outputs] with each eight outputs in their order."""
-    return values.view(len(values), -1, 8)[:, :, _PLACES].flatten(1)
-
-
-def _transposed(packed: torch.Tensor) -> torch.Tensor:
-    """Return words of eight inputs [outputs, inputs / 8] from words of eight outputs [inputs, outputs / 8].
-
-    Squares of eight words are transposed in place: halves of words first, and then bytes and 4-bit integers.
-    """
-    inputs, count = packed.shape
-    words = packed.clone().view(inputs // 8, 8, count)
-    for bits, mask in ((16, 0xFFFF), (8, 0xFF00FF), (4, 0xF0F0F0F)):
-        first, second = words.view(inputs // 8, -1, 2, bits // 4, count).unbind(2)
-        differing = ((first >> bits) ^ second) & mask
-        second ^= differing
-        first ^= differing << bits
-    return words[:, _PLACES].permute(2, 1, 0).reshape(8 * count, inputs // 8)

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 from outrider.errors import UnsupportedModel
-from outrider.models.loader.quantized.files import TensorFiles
 from outrider.models.torch.group_weight import Groups, Layout
+from outrider.models.torch.tensor_files import TensorFiles
 
 Settings = Mapping[str, Any]  # quantization_config of config.json
 WAY_OUT = "use a GGUF file or the unquantized checkpoint of this model"
@@ -25,10 +25,10 @@ class Parts:
         self.prefix = prefix
 
     def __contains__(self, end: str) -> bool:
-        return self.prefix + end in self.files.names
+        return self.prefix + end in self.files
 
     def __getitem__(self, end: str) -> torch.Tensor:
-        return self.files.read(self.prefix + end)
+        return self.files[self.prefix + end]
 
     def find(self, end: str) -> torch.Tensor | None:
         """Return a tensor, or None if the checkpoint does not have it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,13 +16,13 @@ from outrider.models.loader.memory import gigabytes
 from outrider.models.loader.quantized.awq import awq
 from outrider.models.loader.quantized.bitsandbytes import bitsandbytes
 from outrider.models.loader.quantized.compressed import compressed_tensors
-from outrider.models.loader.quantized.files import TensorFiles
 from outrider.models.loader.quantized.format import Format, Parts, Settings, refuse
 from outrider.models.loader.quantized.fp8 import fp8
 from outrider.models.loader.quantized.gptq import gptq
 from outrider.models.loader.quantized.mxfp4 import mxfp4
 from outrider.models.torch.checkpoint import WeightFormat
 from outrider.models.torch.group_weight import GroupWeight, Layout
+from outrider.models.torch.tensor_files import TensorFiles
 from outrider.models.torch.weights import Weight, Weights
 
 _FORMATS: Mapping[str, Callable[[Settings], Format]] = MappingProxyType(
@@ -101,12 +101,12 @@ class QuantizedWeights(Weights):
         self.path = folder
         self.format = find_format(settings)
         self._dtype = dtype
-        self._files = TensorFiles(folder)
+        self._files = TensorFiles.of(folder)
         form = self.format
-        prefixes = {name.removesuffix(key) for name in self._files.names for key in form.keys if name.endswith(key)}
+        prefixes = {name.removesuffix(key) for name in self._files for key in form.keys if name.endswith(key)}
         self._quantized = {prefix + form.weight: Parts(self._files, prefix) for prefix in prefixes}
         stored = {prefix + end for prefix in prefixes for end in (*form.keys, *form.parts)}
-        self._dense = self._files.names - stored
+        self._dense = self._files.keys() - stored
         # The sizes of matrices that stay as they are. All others are dequantized.
         self._layouts: dict[str, Layout] = {}
         for name in self._quantized if blocks else ():
@@ -122,11 +122,6 @@ class QuantizedWeights(Weights):
     def types(self) -> tuple[str, ...]:
         return tuple(sorted({f"int{layout.bits}" for layout in self._layouts.values()}))
 
-    @property
-    def has_blocks(self) -> bool:
-        """Whether there are matrices that stay as they are."""
-        return bool(self._layouts)
-
     def __len__(self) -> int:
         return len(self._quantized) + len(self._dense)
 
@@ -139,13 +134,26 @@ class QuantizedWeights(Weights):
 
     def __getitem__(self, name: str) -> Weight:
         if name not in self._quantized:
-            return self._files.read(name)
+            return self._files[name]
         layout = self._layouts.get(name)
         if layout is None:
             return self._of(name, self.format.dense).to(self._dtype)
         groups = self.format.groups
         assert groups is not None
         return GroupWeight(partial(self._of, name, groups), layout, self._stored_bytes(name))
+
+    def is_float(self, name: str) -> bool:
+        """Return whether a weight has float values."""
+        return name in self._quantized or self._files.is_float(name)
+
+    def release(self, name: str) -> None:
+        for each in self._stored_names(name) if name in self._quantized else (name,):
+            self._files.release(each)
+
+    def expand(self, names: Iterable[str]) -> None:
+        """Dequantize these weights, also those whose integers the native kernels multiply."""
+        for name in names:
+            self._layouts.pop(name, None)
 
     def _of(self, name: str, read: Callable[[Parts], Value]) -> Value:
         """Read something of a quantized weight.
@@ -170,9 +178,13 @@ class QuantizedWeights(Weights):
 
     def _stored_bytes(self, name: str) -> int:
         """Return the bytes of a quantized weight in the files."""
+        return sum(map(self._files.nbytes, self._stored_names(name)))
+
+    def _stored_names(self, name: str) -> list[str]:
+        """Return the names of the tensors of a quantized weight."""
         prefix = self._quantized[name].prefix
         names = (prefix + end for end in (*self.format.keys, *self.format.parts))
-        return sum(self._files.nbytes(each) for each in names if each in self._files.names)
+        return [each for each in names if each in self._files]
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of a weight in memory."""

@@ -254,6 +254,42 @@ void pack_integers(const BlockMatrix& matrix, int bits) {
   }
 }
 
+constexpr int kColumns = 16;  // words of a row that are transposed together
+
+// Exchange integers of 4 bits in eight rows of words: integer r of row k becomes integer k of row r.
+inline void transpose_eight(uint32_t (&rows)[8][kColumns]) {
+  constexpr uint32_t masks[] = {0x0f0f0f0f, 0x00ff00ff, 0x0000ffff};
+  for (int step = 4, stage = 2; step; step /= 2, stage--) {
+    for (int r = 0; r < 8; r++) {
+      if (r & step) continue;
+      for (int c = 0; c < kColumns; c++) {
+        const uint32_t differing = ((rows[r][c] >> 4 * step) ^ rows[r + step][c]) & masks[stage];
+        rows[r + step][c] ^= differing;
+        rows[r][c] ^= differing << 4 * step;
+      }
+    }
+  }
+}
+
+// Write rows [8 * words][inputs / 8] of words with eight inputs from words [inputs][words] with eight outputs, which are
+// in the order 0 2 4 6 1 3 5 7.
+void transpose_integers(const uint32_t* from, uint32_t* to, int inputs, int words) {
+  constexpr int place[] = {0, 4, 1, 5, 2, 6, 3, 7};  // of each output
+#pragma omp parallel for schedule(static)
+  for (int begin = 0; begin < words; begin += kColumns) {
+    const int count = std::min(kColumns, words - begin);
+    for (int i = 0; i < inputs; i += 8) {
+      uint32_t rows[8][kColumns] = {};
+      for (int r = 0; r < 8; r++) std::memcpy(rows[r], from + size_t(i + r) * words + begin, count * sizeof(uint32_t));
+      transpose_eight(rows);
+      uint32_t* out = to + size_t(begin) * inputs + i / 8;
+      for (int c = 0; c < count; c++) {
+        for (int o = 0; o < 8; o++) out[size_t(8 * c + o) * (inputs / 8)] = rows[place[o]][c];
+      }
+    }
+  }
+}
+
 struct Reader {
   const char* name;
   int32_t bits, group, offset, has_minimum, two_levels;
@@ -285,6 +321,10 @@ using namespace outrider;
 OUTRIDER_LAYOUT(BlockMatrix, row, words, scale, minimum, sub_scale, sub_minimum, dense, inputs, outputs)
 
 extern "C" void outrider_pack_blocks(const char* name, const BlockMatrix* matrix) { find_reader(name).pack(*matrix); }
+
+extern "C" void outrider_transpose_integers(const uint32_t* from, uint32_t* to, int inputs, int words) {
+  transpose_integers(from, to, inputs, words);
+}
 
 extern "C" void outrider_pack_integers(const BlockMatrix* matrix, int bits) { pack_integers(*matrix, bits); }
 
