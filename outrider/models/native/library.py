@@ -33,6 +33,7 @@ _HEADERS = (
     "places.h",
     "threads.h",
     "team_size.h",
+    "weights.h",
     "linear.h",
     "experts.h",
     "attention.h",
@@ -105,6 +106,8 @@ def _declare_functions(code: ctypes.CDLL) -> None:
     code.outrider_pack_integers.restype = None
     code.outrider_dequantize.argtypes = (ctypes.c_char_p, pointer)
     code.outrider_dequantize.restype = None
+    code.outrider_unpack.argtypes = (pointer, ctypes.c_int32, ctypes.c_int32, pointer)
+    code.outrider_unpack.restype = None
     code.outrider_suffix_open.argtypes = ()
     code.outrider_suffix_open.restype = pointer
     code.outrider_suffix_close.argtypes = (pointer,)

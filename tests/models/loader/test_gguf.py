@@ -81,7 +81,8 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path, name, kind, dt
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("llama", kind) for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K")]
+    [("llama", kind) for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")]
+    + [("llama", kind) for kind in ("IQ4_NL", "IQ4_XS", "MXFP4")]
     + [("phi3", "Q8_0"), ("gemma3", "Q8_0")],
 )
 @pytest.mark.parametrize("tied", [False, True])
@@ -89,7 +90,7 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path, name, kind, dt
 @torch.inference_mode()
 def test_the_kernels_multiply_the_blocks(tmp_path, name, kind, tied):
     """Activations of 8 bits leave errors of about a percent. Tree, chain and plain pass agree in all bits."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64} if kind.endswith("K") else {}
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64} if kind.endswith(("_K", "_XS")) else {}
     path = write_gguf(tmp_path / "model.gguf", _model(name, tie_word_embeddings=tied, **sizes), kind)
     target = tiny.make_target(load_checkpoint(path), slots=2, context=64, kernels="native")
     assert target.kernels == f"native {kind}"

@@ -13,7 +13,24 @@ from tests.helpers import tiny
 from tests.helpers.gguf_files import random_blocks
 
 pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
-KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+# Bits per weight in the packed form.
+BITS = {
+    "F16": 16,
+    "Q8_0": 8.5,
+    "Q4_0": 4.5,
+    "Q4_1": 5,
+    "Q5_0": 5.5,
+    "Q5_1": 6,
+    "Q2_K": 2.625,
+    "Q3_K": 3.5625,
+    "Q4_K": 4.625,
+    "Q5_K": 5.625,
+    "Q6_K": 6.5625,
+    "IQ4_NL": 4.5,
+    "IQ4_XS": 4.3125,
+    "MXFP4": 4.5,
+}
+KINDS = tuple(BITS)
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +85,13 @@ def test_rows_can_be_joined_and_reordered():
     assert torch.equal(pack_blocks([first.reordered(turned), second], order=order).unpack(), expected)
 
 
-def test_four_bits_take_no_more_memory_than_in_the_file():
-    for kind in ("Q4_0", "Q4_1", "Q8_0"):
-        weight = _random(kind, 64, 256)
-        assert pack_blocks([weight]).nbytes == weight.nbytes
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_type_takes_the_bits_of_the_file_and_little_more_for_scales(kind):
+    weight = _random(kind, 64, 256)
+    packed = pack_blocks([weight])
+    assert 8 * packed.nbytes == BITS[kind] * 64 * 256
+    assert packed.nbytes <= 1.06 * weight.nbytes
 
 
 def test_types_that_are_not_packed():
     assert not can_pack("IQ2_XXS")
-    assert not can_pack("F16")
