@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,21 +26,8 @@ from outrider.runtime.compiler import install_command
 
 _log = logging.getLogger("outrider")
 _SOURCE_FOLDER = Path(__file__).parent / "csrc"
-_UNITS = ("decoder.cpp", "rules.cpp", "suffix.cpp", "blocks.cpp")
-_HEADERS = (
-    "layout.h",
-    "simd.h",
-    "matrix.h",
-    "sampling.h",
-    "places.h",
-    "threads.h",
-    "team_size.h",
-    "weights.h",
-    "linear.h",
-    "experts.h",
-    "attention.h",
-)
-_SOURCES = (*_UNITS, *_HEADERS)
+# Translation units, the longest first, as they are compiled at the same time.
+_UNITS = ("decoder.cpp", "tiles_codes.cpp", "tiles_integers.cpp", "rules.cpp", "blocks.cpp", "suffix.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 _TIMEOUT = 600  # seconds for one call of the compiler
 
@@ -139,18 +128,22 @@ def _compile(compiler: str, path: Path) -> float:
     start = perf_counter()
     link_flags = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        _log.warning("compiling the CPU kernels, once per machine; this takes about ten seconds")
+        _log.warning("compiling the CPU kernels, once per machine; this takes about half a minute")
         objects = [str(Path(folder) / f"{unit}.o") for unit in _UNITS]
-        for unit, output in zip(_UNITS, objects, strict=True):
-            _run_compiler(compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", output)
+        commands = [
+            (compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", output)
+            for unit, output in zip(_UNITS, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run_compiler, commands))
         library = Path(folder) / "kernels.so"
-        _run_compiler(compiler, "-shared", *link_flags, *objects, "-o", str(library))
+        _run_compiler((compiler, "-shared", *link_flags, *objects, "-o", str(library)))
         # An atomic move, since other processes may compile at the same time.
         os.replace(library, path)
     return perf_counter() - start
 
 
-def _run_compiler(*command: str) -> None:
+def _run_compiler(command: Sequence[str]) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -166,8 +159,8 @@ def _fingerprint(compiler: str) -> str:
     digest.update(torch.backends.cpu.get_cpu_capability().encode())
     if (info := Path("/proc/cpuinfo")).is_file():
         digest.update(next((line for line in info.read_text().splitlines() if "flags" in line.lower()), "").encode())
-    for name in _SOURCES:
-        digest.update((_SOURCE_FOLDER / name).read_bytes())
+    for source in sorted(_SOURCE_FOLDER.glob("*.[ch]*")):
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
 

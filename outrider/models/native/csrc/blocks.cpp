@@ -2,19 +2,68 @@
 //
 // A weight is (value - offset) * scale + minimum. In types of two levels, scale and minimum of a group are a half float
 // of the block times a small integer of the group. The layout of each type is that of ggml-quants.h of llama.cpp.
-#include <omp.h>
-
-#include <atomic>
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <thread>
 #include <utility>
-#include <vector>
 
 #include "layout.h"
 #include "weights.h"
 
 namespace outrider {
+
+// Write the values of a chunk of one output. `w` is its first word.
+template <class Format>
+inline void read_chunk(const int32_t* w, uint8_t* values) {
+  for (int i = 0; i < kChunk; i++) {
+    int code = 0;
+    const int32_t* plane = w;
+    for (int left = Format::bits, to = 0; left;) {
+      const int width = widest_plane(left), steps = 8 / width;
+      const uint32_t word = uint32_t(plane[i / 4 / steps * kPanel]);
+      code |= int(word >> (i / 4 % steps * width + i % 4 * 8) & ((1u << width) - 1)) << to;
+      plane += width * kPanel;
+      left -= width;
+      to += width;
+    }
+    values[i] = uint8_t(Format::table == Values::kPlain ? code : table_entries<Format::table>()[code]);
+  }
+}
+
+// Write the 32 codes of a chunk [32] to its words, of which neighbors are `stride` words apart.
+template <int Bits>
+inline void write_chunk(const uint8_t* codes, int32_t* w, int stride) {
+  uint64_t eights[4];  // codes of two steps each
+  std::memcpy(eights, codes, sizeof eights);
+  constexpr int width = widest_plane(Bits);
+  if constexpr (width == 8) {
+    for (int i = 0; i < 8; i++) w[i * stride] = int32_t(eights[i / 2] >> (i % 2 * 32));
+    return;
+  }
+  constexpr uint64_t mask = ((1u << width) - 1) * 0x0101010101010101u;
+  constexpr int pairs = width == 4 ? 1 : width == 2 ? 2 : 4;  // of steps in a word
+  for (int word = 0; word < width; word++) {
+    uint64_t both = 0;
+    for (int i = 0; i < pairs; i++) both |= (eights[word * pairs + i] & mask) << (2 * width * i);
+    w[word * stride] = int32_t(uint32_t(both) | uint32_t(both >> 32) << width);
+  }
+  if constexpr (Bits > width) {
+    uint8_t upper[kChunk];
+    for (int i = 0; i < kChunk; i++) upper[i] = codes[i] >> width;
+    write_chunk<Bits - width>(upper, w + width * stride, stride);
+  }
+}
+
+// out = value * scale + minimum. The product and the sum are rounded one after the other, as in other implementations.
+#if defined(__GNUC__) && !defined(__clang__)
+__attribute__((optimize("fp-contract=off")))
+#endif
+inline void dequantize_group(const uint8_t* values, int count, int offset, float scale, float minimum, float* out) {
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#endif
+  for (int i = 0; i < count; i++) out[i] = float(values[i] - offset) * scale + minimum;
+}
 
 // The contents of a block. The arrays hold as much as the largest type needs.
 struct Block {
@@ -210,6 +259,44 @@ struct Q6_K : Type<Codes<6, 16>, 32, false, true> {
   }
 };
 
+inline float number_at(const void* values, Number number, size_t at) {
+  if (number == Number::kFloat) return static_cast<const float*>(values)[at];
+  const uint16_t half = static_cast<const uint16_t*>(values)[at];
+  return number == Number::kHalf ? half_to_float(half) : to_float(half);
+}
+
+void read_row(const Linear& layer, int row, int size, float* out) {
+  const Linear panel = from_panel(layer, row / kPanel);
+  const int lane = row % kPanel;
+  if (layer.values == Values::kHalf) {
+    const auto* halves = static_cast<const uint16_t*>(panel.weight) + lane;
+    for (int i = 0; i < size; i++) out[i] = half_to_float(halves[size_t(i) * kPanel]);
+    return;
+  }
+  with_codes(layer, [&](auto format) {
+    using Format = decltype(format);
+    constexpr int span = std::min(kChunk, Format::group);  // inputs of a chunk with one scale
+    const auto* w = static_cast<const int32_t*>(panel.weight) + lane;
+    uint8_t values[kChunk];
+    for (int i = 0; i < size; i += span) {
+      if (i % kChunk == 0) read_chunk<Format>(w + size_t(i / kChunk) * Format::bits * kPanel, values);
+      const size_t group = i / Format::group, at = group * kPanel + lane;
+      const size_t number = panel.sub_scale ? group * Format::group / kSuperBlock * kPanel + lane : at;
+      float scale = number_at(panel.scale, panel.number, number), minimum = 0;
+      if (panel.minimum) minimum = number_at(panel.minimum, panel.number, number);
+      if (panel.sub_scale) scale *= Format::joint_scales ? panel.sub_scale[at] & 15 : panel.sub_scale[at];
+      if (Format::joint_scales) minimum *= uint8_t(panel.sub_scale[at]) >> 4;
+      if (panel.sub_minimum) minimum *= panel.sub_minimum[at];
+      const int count = std::min(span, size - i), offset = layer.offset + (panel.zero ? panel.zero[at] : 0);
+      float group_out[span];
+      float* to = layer.order ? group_out : out + i;
+      dequantize_group(values + i % kChunk, count, offset, scale, minimum, to);
+      if (!layer.order) continue;
+      for (int j = 0; j < count; j++) out[layer.order[i + j]] = group_out[j];
+    }
+  });
+}
+
 // A matrix in blocks, and where it is written.
 struct BlockMatrix {
   const uint8_t* const* row;  // [outputs] the first block of each output
@@ -221,6 +308,8 @@ struct BlockMatrix {
   float* dense;               // [outputs][inputs]; only for `outrider_dequantize`
   int32_t inputs, outputs;
 };
+
+inline int panels(int outputs) { return (outputs + kPanel - 1) / kPanel; }
 
 template <class Kind>
 void pack_panel(const BlockMatrix& matrix, int panel) {
@@ -293,34 +382,6 @@ void dequantize_row<F16>(const BlockMatrix& matrix, int output) {
   for (int i = 0; i < matrix.inputs; i++) out[i] = half_to_float(half_at(matrix.row[output] + 2 * i));
 }
 
-// Call work(i) for each i below count, on as many threads as OpenMP would use. Each call starts threads: a waiting thread
-// of OpenMP may be on the core of its caller, and then it runs only after the next tick of the scheduler.
-template <class F>
-void in_parallel(int count, const F& work) {
-  std::atomic<int> next{0};
-  const auto run = [&] {
-    for (int i; (i = next++) < count;) work(i);
-  };
-  std::vector<std::thread> threads;
-  for (int i = 1; i < std::min(omp_get_max_threads(), count); i++) threads.emplace_back(run);
-  run();
-  for (std::thread& thread : threads) thread.join();
-}
-
-template <class Kind>
-void pack(const BlockMatrix& matrix) {
-  in_parallel((matrix.outputs + kPanel - 1) / kPanel, [&](int panel) { pack_panel<Kind>(matrix, panel); });
-}
-
-template <class Kind>
-void dequantize(const BlockMatrix& matrix) {
-  constexpr int kRows = 64;  // at a time
-  in_parallel((matrix.outputs + kRows - 1) / kRows, [&](int part) {
-    const int end = std::min(matrix.outputs, (part + 1) * kRows);
-    for (int output = part * kRows; output < end; output++) dequantize_row<Kind>(matrix, output);
-  });
-}
-
 // Return a word with the 4-bit integers 0 4 1 5 2 6 3 7 of one that has them in order.
 inline uint32_t spread(uint32_t word) {
   for (const auto& [bits, mask] : {std::pair{8, 0xff00u}, std::pair{4, 0xf000f0u}}) {
@@ -335,7 +396,8 @@ constexpr int kWordTile = 32;  // words of a row that are packed at a time
 // Pack rows of integers of 8 or 4 bits. A row is words, which have the integers from the lowest bits on.
 void pack_integers(const BlockMatrix& matrix, int bits) {
   const int words = padded(matrix.inputs) * bits / 32, filled = (matrix.inputs * bits + 31) / 32;
-  in_parallel((matrix.outputs + kPanel - 1) / kPanel, [&](int panel) {
+#pragma omp parallel for schedule(dynamic)
+  for (int panel = 0; panel < panels(matrix.outputs); panel++) {
     int32_t* to = matrix.words + size_t(panel) * words * kPanel;
     const int rows = std::min(kPanel, matrix.outputs - panel * kPanel);
     for (int begin = 0; begin < filled; begin += kWordTile) {  // a tile of all rows fits into the first-level cache
@@ -349,18 +411,18 @@ void pack_integers(const BlockMatrix& matrix, int bits) {
         }
       }
     }
-  });
+  }
 }
 
 struct Reader {
   const char* name;
-  void (*pack)(const BlockMatrix&);
-  void (*dequantize)(const BlockMatrix&);
+  void (*pack_panel)(const BlockMatrix&, int panel);
+  void (*dequantize_row)(const BlockMatrix&, int output);
 };
 
 template <class Kind>
 constexpr Reader reader(const char* name) {
-  return {name, pack<Kind>, dequantize<Kind>};
+  return {name, pack_panel<Kind>, dequantize_row<Kind>};
 }
 
 constexpr Reader kReaders[] = {
@@ -382,18 +444,22 @@ using namespace outrider;
 
 OUTRIDER_LAYOUT(BlockMatrix, row, words, scale, minimum, sub_scale, sub_minimum, dense, inputs, outputs)
 
-extern "C" void outrider_pack_blocks(const char* name, const BlockMatrix* matrix) { find_reader(name).pack(*matrix); }
+extern "C" void outrider_pack_blocks(const char* name, const BlockMatrix* matrix) {
+  const Reader& reader = find_reader(name);
+#pragma omp parallel for schedule(dynamic)
+  for (int panel = 0; panel < panels(matrix->outputs); panel++) reader.pack_panel(*matrix, panel);
+}
 
 extern "C" void outrider_pack_integers(const BlockMatrix* matrix, int bits) { pack_integers(*matrix, bits); }
 
 extern "C" void outrider_dequantize(const char* name, const BlockMatrix* matrix) {
-  find_reader(name).dequantize(*matrix);
+  const Reader& reader = find_reader(name);
+#pragma omp parallel for schedule(dynamic, kPanel)
+  for (int output = 0; output < matrix->outputs; output++) reader.dequantize_row(*matrix, output);
 }
 
 // Write the first rows and columns of a layer as floats [rows][columns].
 extern "C" void outrider_unpack(const Linear* layer, int32_t rows, int32_t columns, float* out) {
-  in_parallel((rows + kPanel - 1) / kPanel, [&](int panel) {
-    const int end = std::min(rows, (panel + 1) * kPanel);
-    for (int row = panel * kPanel; row < end; row++) read_row(*layer, row, columns, out + size_t(row) * columns);
-  });
+#pragma omp parallel for schedule(dynamic, kPanel)
+  for (int row = 0; row < rows; row++) read_row(*layer, row, columns, out + size_t(row) * columns);
 }

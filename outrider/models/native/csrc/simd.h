@@ -11,6 +11,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace outrider {
@@ -258,6 +260,10 @@ template <class F>
 inline F multiply_add(F acc, F w, F x) {
 #if defined(__AVX512F__)
   return bits<F>(_mm512_fmadd_ps(bits<__m512>(w), bits<__m512>(x), bits<__m512>(acc)));
+#elif defined(__FMA__)
+  return bits<F>(_mm256_fmadd_ps(bits<__m256>(w), bits<__m256>(x), bits<__m256>(acc)));
+#elif defined(__aarch64__)
+  return bits<F>(vfmaq_f32(bits<float32x4_t>(acc), bits<float32x4_t>(w), bits<float32x4_t>(x)));
 #else
   return acc + w * x;
 #endif
