@@ -17,7 +17,7 @@ from outrider.models.loader.folder import INDEX
 from outrider.models.loader.mapped_tensor import MappedTensor
 from outrider.models.loader.model_config import ModelConfig
 from outrider.models.native.support import FAMILIES
-from outrider.models.torch.weights import Weights
+from outrider.models.torch.weights import Weights, converted
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -38,7 +38,8 @@ class FolderWeights(Weights):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
-        return torch.frombuffer(tensor.data, dtype=_DTYPES[tensor.kind]).view(tensor.shape).to(self._dtype)
+        value = torch.frombuffer(tensor.data, dtype=_DTYPES[tensor.kind]).view(tensor.shape)
+        return converted(value, self._dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -134,6 +134,11 @@ def can_pack_together(parts: Sequence[BlockWeight]) -> bool:
     return len({part.kind for part in parts}) == 1 and can_pack(parts[0].kind)
 
 
+def half_blocks(matrix: torch.Tensor) -> BlockWeight:
+    """Return a float16 matrix [rows, columns] as blocks of the type F16."""
+    return BlockWeight(matrix.contiguous().view(torch.uint8).numpy(), "F16", matrix.shape[1])
+
+
 def pack_blocks(
     parts: Sequence[BlockWeight],
     bias: torch.Tensor | None = None,

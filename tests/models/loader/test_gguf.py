@@ -108,6 +108,24 @@ def test_the_kernels_multiply_the_blocks(tmp_path, name, kind, tied):
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
+@torch.inference_mode()
+def test_the_kernels_multiply_float16_as_it_is_stored(tmp_path):
+    model = _model()
+    for weight in model.parameters():
+        weight.copy_(weight.half())
+    path = write_gguf(tmp_path / "model.gguf", model, "F16")
+    ids = tiny.text(random.Random(1), 12)
+    expected = model(torch.tensor([ids])).logits[0, -1]
+    folder = tiny.save_model(tmp_path / "folder", model.half())
+    for source in (path, folder):
+        target = tiny.make_target(load_checkpoint(source), slots=2, context=64, kernels="native")
+        packed = target._decoder._packed
+        assert {packed[name].bits for name in ("0.qkv", "0.out", "0.gate_up", "0.down")} == {16}
+        logits = target.score(tiny.everything([tiny.admit(target, 0, ids)]), tree.empty(1, target.device)).logits[0, 0]
+        assert torch.allclose(logits, expected, atol=1e-4)
+
+
+@pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
 def test_types_may_differ_within_a_layer(tmp_path):
     """As in Q4_K_M files, which give the values more bits than the queries and keys."""
     kinds = {"attn_v": "Q8_0", "ffn_down": "Q5_1", "token_embd": "Q8_0", "ffn_up": "Q5_0"}

@@ -17,7 +17,7 @@ from outrider.models.loader.gguf.schema import FOLDER, Architecture, Source, sta
 from outrider.models.loader.mapped_tensor import MappedTensor
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.gguf_made import ExpertWeight, MadeWeight
-from outrider.models.torch.weights import Weight, Weights
+from outrider.models.torch.weights import Weight, Weights, converted
 
 _PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
@@ -91,7 +91,7 @@ class GGUFWeights(Weights):
         if self._architecture.norms_plus_one and module != name and module.endswith("norm"):
             plain = module.endswith("linear_attn.norm")
             value = value if plain else value.float() - 1
-        return value.to(self._dtype)
+        return converted(value, self._dtype)
 
     def check_used(self, names: Collection[str]) -> None:
         """Check that a model with the weights `names` uses all tensors.
