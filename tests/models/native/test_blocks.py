@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.models.loader.load import load_checkpoint
 from outrider.models.native import decoder
 from outrider.models.native.blocks import can_pack, dequantize_blocks, pack_blocks
 from outrider.models.native.pack import pack
 from outrider.models.torch.gguf_linear import BlockWeight
 from tests.helpers import tiny
-from tests.helpers.gguf_files import random_blocks
+from tests.helpers.gguf_files import random_blocks, write_gguf
+from tests.helpers.threads import torch_threads
+from tests.models.native.test_native import feed, random_ids, split
 
 pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
 # Bits per weight in the packed form.
@@ -91,6 +94,27 @@ def test_a_type_takes_the_bits_of_the_file_and_little_more_for_scales(kind):
     packed = pack_blocks([weight])
     assert 8 * packed.nbytes == BITS[kind] * 64 * 256
     assert packed.nbytes <= 1.06 * weight.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_bits_depend_on_neither_other_rows_nor_threads(kind, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    config = tiny.make_config("LlamaConfig", **sizes)
+    path = write_gguf(tmp_path / "model.gguf", tiny.auto_class(config).from_config(config), kind)
+    tokens = random_ids(21)
+    results = []
+    for threads in (1, 3):
+        with torch_threads(threads):
+            target = tiny.make_target(load_checkpoint(path), slots=2, context=64, kernels="native")
+            for widths in ([1] * 21, [2, 3, 4, 5, 7], [6, 15], [3, 18]):
+                pieces, ends = split(tokens, widths)
+                last = torch.stack([scores.logits[0, -1] for scores in feed(target, pieces)])
+                results.append(dict(zip(ends.tolist(), last, strict=True)))
+                target.cache.release(0)
+    for result in results:
+        for at, logits in result.items():
+            assert torch.equal(logits, results[0][at])
 
 
 def test_types_that_are_not_packed():
