@@ -29,7 +29,7 @@ from outrider.models.torch.group_weight import Groups, GroupWeight, can_join, jo
 _BYTE = torch.iinfo(torch.int8)
 _SUPER_BLOCK = 256  # inputs that share the half floats of a type of two levels
 _NUMBERS: Mapping[torch.dtype, int] = MappingProxyType(  # `Number` of weights.h
-    {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+    {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.uint8: 3}
 )
 
 
@@ -69,7 +69,7 @@ _FORMATS: Mapping[str, _Format] = MappingProxyType(
         "Q6_K": _Format(6, 16, 32, two_levels=True),
         "IQ4_NL": _Format(4, 32, 128, values=_Values.IQ4),
         "IQ4_XS": _Format(4, 32, 128, two_levels=True, values=_Values.IQ4),
-        "MXFP4": _Format(4, 32, 12, values=_Values.FP4, scale_dtype=torch.bfloat16),
+        "MXFP4": _Format(4, 32, 12, values=_Values.FP4, scale_dtype=torch.uint8),
     }
 )
 

@@ -68,7 +68,7 @@ inline void dequantize_group(const uint8_t* values, int count, int offset, float
 // The contents of a block. The arrays hold as much as the largest type needs.
 struct Block {
   uint8_t code[kSuperBlock];
-  uint16_t scale, minimum;  // half floats
+  uint16_t scale, minimum;  // half floats; or `scale` is an exponent
   int8_t sub_scale[kSuperBlock / kSmallGroup], sub_minimum[kSuperBlock / kSmallGroup];
 };
 
@@ -179,8 +179,7 @@ struct Q5_1 : Type<Codes<5, 32>, 0, true, false> {
 struct MXFP4 : Type<Codes<4, 32, Values::kFP4>, kFP4Offset, false, false> {
   static constexpr int size = 17;
   static void read(const uint8_t* from, Block& block) {
-    // The scale is 2^(byte - 128), as bfloat16: the codes stand for twice their values.
-    block.scale = from[0] < 2 ? 32 << from[0] : (from[0] - 1) << 7;
+    block.scale = from[0];  // an exponent of which 128 is subtracted: the codes stand for twice their values
     read_nibbles<16>(from + 1, block.code);
   }
 };
@@ -261,6 +260,7 @@ struct Q6_K : Type<Codes<6, 16>, 32, false, true> {
 
 inline float number_at(const void* values, Number number, size_t at) {
   if (number == Number::kFloat) return static_cast<const float*>(values)[at];
+  if (number == Number::kExponent) return power_of(static_cast<const uint8_t*>(values)[at]);
   const uint16_t half = static_cast<const uint16_t*>(values)[at];
   return number == Number::kHalf ? half_to_float(half) : to_float(half);
 }
@@ -301,7 +301,7 @@ void read_row(const Linear& layer, int row, int size, float* out) {
 struct BlockMatrix {
   const uint8_t* const* row;  // [outputs] the first block of each output
   int32_t* words;             // as `Linear::weight`, and the following ones as in `Linear`; zero before
-  uint16_t* scale;
+  void* scale;
   uint16_t* minimum;
   int8_t* sub_scale;
   int8_t* sub_minimum;
@@ -325,7 +325,7 @@ void pack_panel(const BlockMatrix& matrix, int panel) {
       for (int chunk = 0; chunk < Kind::elements / kChunk; chunk++)
         write_chunk<Kind::bits>(block.code + chunk * kChunk, to + chunk * Kind::bits * kPanel, kPanel);
       const size_t at = (size_t(panel) * scales + i) * kPanel + r;
-      matrix.scale[at] = block.scale;
+      std::memcpy(static_cast<char*>(matrix.scale) + at * size_of(Kind::number), &block.scale, size_of(Kind::number));
       if constexpr (Kind::has_minimum) matrix.minimum[at] = block.minimum;
       if constexpr (!Kind::two_levels) continue;
       for (int g = 0; g < block_groups; g++) {
@@ -342,7 +342,7 @@ void dequantize_row(const BlockMatrix& matrix, int output) {
   Block block;
   float* out = matrix.dense + size_t(output) * matrix.inputs;
   const auto number = [](uint16_t raw) {
-    return Kind::number == Number::kBfloat16 ? to_float(raw) : half_to_float(raw);
+    return Kind::number == Number::kExponent ? power_of(uint8_t(raw)) : half_to_float(raw);
   };
   for (int i = 0; i < matrix.inputs / Kind::elements; i++, out += Kind::elements) {
     Kind::read(matrix.row[output] + size_t(i) * Kind::size, block);

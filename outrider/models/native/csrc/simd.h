@@ -131,6 +131,14 @@ inline float half_to_float(uint16_t raw) {
   return raw & 0x8000 ? -size : size;
 }
 
+// Return 2^(byte - 128) of each byte of an integer. Halving a power is exact, and gives the two smallest ones.
+inline FloatReg power_of(IntReg byte) {
+  const IntReg raw = byte << 23, least = IntReg{} + 0x400000;
+  return bits<FloatReg>(raw < least ? least : raw) * 0.5f;
+}
+
+inline float power_of(uint8_t byte) { return bits<float>(byte ? uint32_t(byte) << 23 : 0x400000u) * 0.5f; }
+
 // Round to the nearest integers, ties to even.
 inline IntReg to_nearest(FloatReg value) {
 #if defined(__AVX512F__)

@@ -110,6 +110,7 @@ inline IntReg values_at(const int32_t* w, int step) {
 // Return the numbers from index `at` on for the outputs of one register.
 inline FloatReg numbers(const void* values, Number number, size_t at) {
   if (number == Number::kFloat) return load_reg(static_cast<const float*>(values) + at);
+  if (number == Number::kExponent) return power_of(byte_to_int_reg(static_cast<const int8_t*>(values) + at) & 255);
   const auto* half = static_cast<const uint16_t*>(values) + at;
   return number == Number::kHalf ? half_to_float_reg(half) : to_float_reg(half);
 }

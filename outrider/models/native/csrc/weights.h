@@ -25,12 +25,15 @@ constexpr int kSuperBlock = 256;    // inputs that share the scale of their scal
 enum class Values : int32_t {
   kPlain,  // a number: an integer in 8 or fewer bits, bfloat16 in 16, float in 32
   kIQ4,    // an index of the values of IQ4_NL and IQ4_XS
-  kFP4,    // a float of 4 bits: doubled, it is an integer. The scales are bfloat16 then
+  kFP4,    // a float of 4 bits: doubled, it is an integer. The scales are exponents then
   kHalf,   // a half float
 };
 
-// The type of scales and minima. Half floats are those of GGUF blocks and of many other quantized checkpoints.
-enum class Number : int32_t { kBfloat16, kHalf, kFloat };
+// The type of scales and minima. Half floats are those of GGUF blocks and of many other quantized checkpoints. An exponent
+// is a byte: it stands for 2^(byte - 128).
+enum class Number : int32_t { kBfloat16, kHalf, kFloat, kExponent };
+
+constexpr size_t size_of(Number number) { return number == Number::kFloat ? 4 : number == Number::kExponent ? 1 : 2; }
 
 // A quantized weight is (q - offset - zero) * scale + minimum. q is its code, or the entry of a table. Zero, scale and
 // minimum are those of its group. In formats with two levels, scale and minimum are a half float of 256 inputs times a
@@ -57,7 +60,7 @@ inline int padded(int size) { return (size + kGroup - 1) / kGroup * kGroup; }
 inline Linear from_panel(const Linear& all, size_t panel) {
   const size_t groups = panel * (all.inputs / all.group) * kPanel;
   const size_t scales = all.sub_scale ? panel * (all.inputs / kSuperBlock) * kPanel : groups;
-  const size_t number_size = all.number == Number::kFloat ? 4 : 2;
+  const size_t number_size = size_of(all.number);
   Linear part = all;
   part.weight = static_cast<const int32_t*>(all.weight) + panel * (size_t(all.inputs) * all.bits / 32) * kPanel;
   if (all.scale) part.scale = static_cast<const char*>(all.scale) + scales * number_size;
@@ -80,7 +83,7 @@ struct Codes {
   static constexpr Values table = Table;
   static constexpr int value_bits = Table == Values::kIQ4 ? 8 : Table == Values::kFP4 ? 5 : Bits;
   static constexpr bool any_scales = Table == Values::kPlain && Bits % 4 == 0;
-  static constexpr Number number = Table == Values::kFP4 ? Number::kBfloat16 : Number::kHalf;
+  static constexpr Number number = Table == Values::kFP4 ? Number::kExponent : Number::kHalf;
   static constexpr bool may_have_two_levels = Group < kGroup && Table != Values::kFP4;
   static constexpr bool joint_scales = Bits == 2;  // `sub_scale` holds the minimum, too
 };
