@@ -107,7 +107,7 @@ def _reordered(config: Any, module: str, weight: torch.Tensor) -> np.ndarray:
 
 def add_values(writer: Any, name: str, values: np.ndarray, kind: str) -> None:
     type_ = gguf.GGMLQuantizationType[kind]
-    if kind in ("Q4_K", "Q6_K"):  # the package gguf reads them and does not write them
+    if kind.endswith("_K") or kind.startswith("IQ"):  # the package gguf reads them and does not write them
         writer.add_tensor(name, random_blocks(kind, *values.shape), raw_dtype=type_)
         return
     if kind in ("F32", "F16"):
@@ -121,9 +121,13 @@ def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> np.nda
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     source = np.random.default_rng(seed)
     data = source.integers(0, 256, (outputs, inputs // block, size), dtype=np.uint8)
-    halves = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind, (0,))
-    for at in halves:
-        numbers = source.uniform(-0.01, 0.01, (outputs, inputs // block)).astype(np.float16)
+    pairs = dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
+    places = {**pairs, "Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()}
+    if kind == "MXFP4":
+        data[:, :, 0] = source.integers(0, 130, data.shape[:2])  # the scale is 2^(byte - 128)
+    for at in places.get(kind, (0,)):
+        limit = 0.0003 if kind.startswith("IQ") else 0.01  # their codes stand for numbers of up to 127
+        numbers = source.uniform(-limit, limit, (outputs, inputs // block)).astype(np.float16)
         data[:, :, at : at + 2] = numbers[..., None].view(np.uint8)
     return data.reshape(outputs, -1)
 

@@ -18,7 +18,7 @@ from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.gguf_made import SeparateExperts
 from outrider.models.torch.group_weight import GroupWeight, can_join
 from outrider.models.torch.tensor_files import TensorFiles
-from outrider.models.torch.weights import Weight, Weights
+from outrider.models.torch.weights import Weight, Weights, converted
 
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
 # Names that a part of a multimodal model may have in its files, beside that in transformers.
@@ -81,7 +81,7 @@ class FolderWeights(Weights):
         if not isinstance(value, torch.Tensor):
             return value
         value = value.transpose(1, 2) if source.transposed else value
-        return value.to(self._table_dtype if name.endswith(_TABLES) else self._dtype)
+        return converted(value, self._table_dtype if name.endswith(_TABLES) else self._dtype)
 
     def _part(self, name: str) -> torch.Tensor | BlockWeight:
         value = self._stored[name]

@@ -23,13 +23,13 @@ MAX_QUERIES_PER_KEY_HEAD = 48  # kMaxTileRows of attention.h
 
 
 class CLinear(ctypes.Structure):
-    """`Linear` of linear.h."""
+    """`Linear` of weights.h."""
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "scale", "minimum", "sub_scale", "sub_minimum")),
         *((name, ctypes.c_void_p) for name in ("zero", "order", "bias")),
-        *((name, ctypes.c_int32) for name in ("inputs", "outputs", "bits", "group", "offset", "number")),
+        *((name, ctypes.c_int32) for name in ("inputs", "outputs", "bits", "group", "offset", "values", "number")),
     )
 
 

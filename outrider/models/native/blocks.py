@@ -1,8 +1,9 @@
 """Pack quantized weights for the kernels, without loss: the blocks of GGUF files, and integers with scales of groups.
 
-A block type becomes integers of 8 or 4 bits with a scale, and for some types a minimum, for each group of 32 or 16
-inputs: weight = (integer - offset) * scale + minimum. In types of two levels, scale and minimum are a half float of 256
-inputs times a small integer of the group. The kernels read the blocks where they are, in the mapped file (blocks.cpp).
+Each type keeps its codes of 2 to 8 bits, with a scale, and for some types a minimum, for each group of 32 or 16
+inputs: weight = (value - offset) * scale + minimum. The value is the code or the entry of a table. In types of two
+levels, scale and minimum are a half float of 256 inputs times a small integer of the group. The kernels read the blocks
+where they are, in the mapped file (blocks.cpp). Integers of 8 or 4 bits may have a zero point for each group as well.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import IntEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -20,17 +22,24 @@ from torch.nn import functional
 
 from outrider.models.native.abi import CBlockMatrix, CLinear
 from outrider.models.native.library import load_library
-from outrider.models.native.pack import GROUP, PANEL, Arena, address, from_panels, integers, to_panels
+from outrider.models.native.pack import GROUP, PANEL, Arena, address, to_panels, unpack
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.group_weight import Groups, GroupWeight, can_join, join, pack_integers
 
 _BYTE = torch.iinfo(torch.int8)
 _SUPER_BLOCK = 256  # inputs that share the half floats of a type of two levels
-
-
-_NUMBERS: Mapping[torch.dtype, int] = MappingProxyType(  # `Number` of linear.h
-    {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_NUMBERS: Mapping[torch.dtype, int] = MappingProxyType(  # `Number` of weights.h
+    {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.uint8: 3}
 )
+
+
+class _Values(IntEnum):
+    """What the stored bits of a weight mean, as in weights.h."""
+
+    PLAIN = 0
+    IQ4 = 1
+    FP4 = 2
+    HALF = 3
 
 
 class _Format(NamedTuple):
@@ -41,18 +50,26 @@ class _Format(NamedTuple):
     offset: int
     has_minimum: bool = False
     two_levels: bool = False
+    values: _Values = _Values.PLAIN
+    scale_dtype: torch.dtype = torch.float16
 
 
 _FORMATS: Mapping[str, _Format] = MappingProxyType(
     {
+        "F16": _Format(16, GROUP, 0, values=_Values.HALF),
         "Q8_0": _Format(8, 32, 128),
         "Q4_0": _Format(4, 32, 8),
         "Q4_1": _Format(4, 32, 0, has_minimum=True),
-        "Q5_0": _Format(8, 32, 16),
-        "Q5_1": _Format(8, 32, 0, has_minimum=True),
+        "Q5_0": _Format(5, 32, 16),
+        "Q5_1": _Format(5, 32, 0, has_minimum=True),
+        "Q2_K": _Format(2, 16, 0, has_minimum=True, two_levels=True),
+        "Q3_K": _Format(3, 16, 4, two_levels=True),
         "Q4_K": _Format(4, 32, 0, has_minimum=True, two_levels=True),
-        "Q5_K": _Format(8, 32, 0, has_minimum=True, two_levels=True),
-        "Q6_K": _Format(8, 16, 32, two_levels=True),
+        "Q5_K": _Format(5, 32, 0, has_minimum=True, two_levels=True),
+        "Q6_K": _Format(6, 16, 32, two_levels=True),
+        "IQ4_NL": _Format(4, 32, 128, values=_Values.IQ4),
+        "IQ4_XS": _Format(4, 32, 128, two_levels=True, values=_Values.IQ4),
+        "MXFP4": _Format(4, 32, 12, values=_Values.FP4, scale_dtype=torch.uint8),
     }
 )
 
@@ -62,15 +79,16 @@ class PackedBlocks:
     """A matrix of GGUF blocks, or of integers with scales of groups, in panels of 32 outputs."""
 
     words: torch.Tensor  # [outputs / 32, inputs * bits / 32, 32] int32
-    scale: torch.Tensor  # [outputs / 32, groups or super-blocks, 32] float16, or bfloat16 or float32
+    scale: torch.Tensor | None  # [outputs / 32, groups or super-blocks, 32] of any dtype of _NUMBERS; None for F16
     minimum: torch.Tensor | None  # the same
     sub_scale: torch.Tensor | None  # [outputs / 32, groups, 32] int8
-    sub_minimum: torch.Tensor | None  # the same
+    sub_minimum: torch.Tensor | None  # the same; None for Q2_K, whose `sub_scale` holds both
     bias: torch.Tensor | None  # [outputs] float32
     shape: tuple[int, int]  # without padding
     bits: int
     group: int
     offset: int
+    values: _Values = _Values.PLAIN
     zero: torch.Tensor | None = None  # [outputs / 32, groups, 32] int8, added to the offset
     order: torch.Tensor | None = None  # [inputs] int32, the input of each column; None: they are in order
 
@@ -83,7 +101,7 @@ class PackedBlocks:
         """Return the structure of the kernels. It holds addresses only, so this object must outlive it."""
         return CLinear(
             weight=self.words.data_ptr(),
-            scale=self.scale.data_ptr(),
+            scale=address(self.scale),
             minimum=address(self.minimum),
             sub_scale=address(self.sub_scale),
             sub_minimum=address(self.sub_minimum),
@@ -95,28 +113,13 @@ class PackedBlocks:
             bits=self.bits,
             group=self.group,
             offset=self.offset,
-            number=_NUMBERS[self.scale.dtype],
+            values=self.values,
+            number=0 if self.scale is None else _NUMBERS[self.scale.dtype],
         )
 
     def unpack(self) -> torch.Tensor:
         """Return the weight [outputs, inputs] in float32, exactly."""
-        outputs, inputs = self.shape
-        shifted = integers(self.words, self.bits).float() - self.offset
-        if self.zero is not None:
-            shifted -= self._by_input(self.zero, None)
-        weight = shifted * self._by_input(self.scale, self.sub_scale)
-        if self.minimum is not None:
-            weight += self._by_input(self.minimum, self.sub_minimum)
-        weight = weight[:outputs, :inputs]
-        return weight if self.order is None else weight[:, self.order.argsort()]
-
-    def _by_input(self, value: torch.Tensor, sub_value: torch.Tensor | None) -> torch.Tensor:
-        """Return scales or minima [padded outputs, padded inputs] in float32."""
-        wide = from_panels(value).float()
-        if sub_value is None:
-            return wide.repeat_interleave(self.group, 1)
-        by_group = wide.repeat_interleave(_SUPER_BLOCK // self.group, 1) * from_panels(sub_value).float()
-        return by_group.repeat_interleave(self.group, 1)
+        return unpack(self.c(), self.shape)
 
 
 def can_pack(kind: str) -> bool:
@@ -129,6 +132,11 @@ def can_pack_together(parts: Sequence[BlockWeight]) -> bool:
     if all(isinstance(part, GroupWeight) for part in parts):
         return can_join([part for part in parts if isinstance(part, GroupWeight)])
     return len({part.kind for part in parts}) == 1 and can_pack(parts[0].kind)
+
+
+def half_blocks(matrix: torch.Tensor) -> BlockWeight:
+    """Return a float16 matrix [rows, columns] as blocks of the type F16."""
+    return BlockWeight(matrix.contiguous().view(torch.uint8).numpy(), "F16", matrix.shape[1])
 
 
 def pack_blocks(
@@ -164,23 +172,23 @@ def pack_blocks(
         return arena.zeros((panels, count, PANEL), dtype) if wanted else None
 
     words = arena.zeros((panels, padded * form.bits // 32, PANEL), torch.int32)
-    scale = arena.zeros((panels, scales, PANEL), torch.float16)
     packed = PackedBlocks(
         words=words,
-        scale=scale,
+        scale=zeros(scales, form.scale_dtype, wanted=form.values != _Values.HALF),
         minimum=zeros(scales, torch.float16, wanted=form.has_minimum),
         sub_scale=zeros(groups, torch.int8, wanted=form.two_levels),
-        sub_minimum=zeros(groups, torch.int8, wanted=form.two_levels and form.has_minimum),
+        sub_minimum=zeros(groups, torch.int8, wanted=form.two_levels and form.has_minimum and form.bits > 2),
         bias=None if bias is None else bias.float().contiguous(),
         shape=(len(addresses), inputs),
         bits=form.bits,
         group=form.group,
         offset=form.offset,
+        values=form.values,
     )
     matrix = CBlockMatrix(
         row=addresses.ctypes.data,
         words=words.data_ptr(),
-        scale=scale.data_ptr(),
+        scale=address(packed.scale),
         minimum=address(packed.minimum),
         sub_scale=address(packed.sub_scale),
         sub_minimum=address(packed.sub_minimum),

@@ -16,7 +16,7 @@ from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.models.cache.paged import PagedCache
 from outrider.models.native.abi import CLayer, CLinear, CModel
-from outrider.models.native.blocks import PackedBlocks, can_pack_together, dequantize_blocks, pack_blocks
+from outrider.models.native.blocks import PackedBlocks, can_pack_together, dequantize_blocks, half_blocks, pack_blocks
 from outrider.models.native.calls import Passes
 from outrider.models.native.dimensions import Dimensions
 from outrider.models.native.experts import PackedExperts, pack_experts
@@ -424,15 +424,16 @@ class Decoder(Passes):
         bias = torch.cat(biases) if biases else None
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
         types = {weight.kind for weight in blocks}
+        order = _interleaved_rows(sum(weight.shape[0] for weight in weights) // 2) if gate_up else None
         if len(blocks) == len(weights) and can_pack_together(blocks):
-            order = _interleaved_rows(sum(block.shape[0] for block in blocks) // 2) if gate_up else None
             return pack_blocks(blocks, bias, order=order, arena=self._arena)
         if blocks:
             _log.info("%s: weights of type %s are converted to %d bits", name, ", ".join(sorted(types)), self._bits)
         dense = [_dense(weight) for weight in weights]
+        if self._bits == 32 and all(weight.dtype == torch.float16 for weight in dense) and not name.endswith("router"):
+            return pack_blocks([half_blocks(weight) for weight in dense], bias, order=order, arena=self._arena)
         bits = self._bits_of(name)
         if can_pack_rows(dense, bits):
-            order = _interleaved_rows(sum(map(len, dense)) // 2) if gate_up else None
             return pack_rows(dense, bias, bits=bits, order=order, arena=arena)
         weight = torch.cat(dense)
         if gate_up:

@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
 from functools import cache
@@ -26,20 +28,8 @@ from outrider.runtime.progress import stage
 
 _log = logging.getLogger("outrider")
 _SOURCE_FOLDER = Path(__file__).parent / "csrc"
-_UNITS = ("decoder.cpp", "rules.cpp", "suffix.cpp", "blocks.cpp")
-_HEADERS = (
-    "layout.h",
-    "simd.h",
-    "matrix.h",
-    "sampling.h",
-    "places.h",
-    "threads.h",
-    "team_size.h",
-    "linear.h",
-    "experts.h",
-    "attention.h",
-)
-_SOURCES = (*_UNITS, *_HEADERS)
+# Translation units, the longest first, as they are compiled at the same time.
+_UNITS = ("decoder.cpp", "tiles_codes.cpp", "tiles_integers.cpp", "rules.cpp", "blocks.cpp", "suffix.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 _TIMEOUT = 600  # seconds for one call of the compiler
 
@@ -105,6 +95,8 @@ def _declare_functions(code: ctypes.CDLL) -> None:
     code.outrider_transpose_integers.restype = None
     code.outrider_dequantize.argtypes = (ctypes.c_char_p, pointer)
     code.outrider_dequantize.restype = None
+    code.outrider_unpack.argtypes = (pointer, ctypes.c_int32, ctypes.c_int32, pointer)
+    code.outrider_unpack.restype = None
     code.outrider_suffix_open.argtypes = ()
     code.outrider_suffix_open.restype = pointer
     code.outrider_suffix_close.argtypes = (pointer,)
@@ -150,20 +142,26 @@ def _compile(compiler: str, path: Path) -> float:
     start = perf_counter()
     link_flags = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        _log.warning("compiling the CPU kernels, once per machine; this takes about ten seconds")
+        _log.warning("compiling the CPU kernels, once per machine; this takes about half a minute")
         objects = [str(Path(folder) / f"{unit}.o") for unit in _UNITS]
+        commands = [
+            (compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", output)
+            for unit, output in zip(_UNITS, objects, strict=True)
+        ]
         library = Path(folder) / "kernels.so"
-        with stage("compiling the CPU kernels, once per machine", len(_UNITS)) as compiling:
-            for unit, output in zip(_UNITS, objects, strict=True):
-                _run_compiler(compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", output)
+        with (
+            stage("compiling the CPU kernels, once per machine", len(_UNITS)) as compiling,
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+        ):
+            for _ in pool.map(_run_compiler, commands):
                 compiling.advance()
-            _run_compiler(compiler, "-shared", *link_flags, *objects, "-o", str(library))
+        _run_compiler((compiler, "-shared", *link_flags, *objects, "-o", str(library)))
         # An atomic move, since other processes may compile at the same time.
         os.replace(library, path)
     return perf_counter() - start
 
 
-def _run_compiler(*command: str) -> None:
+def _run_compiler(command: Sequence[str]) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -180,8 +178,8 @@ def _fingerprint(compiler: str) -> str:
     digest.update(torch.backends.cpu.get_cpu_capability().encode())
     if (info := Path("/proc/cpuinfo")).is_file():
         digest.update(next((line for line in info.read_text().splitlines() if "flags" in line.lower()), "").encode())
-    for name in _SOURCES:
-        digest.update((_SOURCE_FOLDER / name).read_bytes())
+    for source in sorted(_SOURCE_FOLDER.glob("*.[ch]*")):
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
 

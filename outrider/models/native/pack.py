@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from torch.nn import functional
 
 from outrider.models.cache.huge_pages import reserve
 from outrider.models.native.abi import CLinear
+from outrider.models.native.library import load_library
 
-PANEL = 32  # outputs that are computed together: kPanel of linear.h
+PANEL = 32  # outputs that are computed together: kPanel of weights.h
 GROUP = 64  # inputs that share a scale; input lengths are padded to a multiple of it
 # The dtypes of weights that are not quantized, by bits per weight.
 FLOAT_DTYPES: Mapping[int, torch.dtype] = MappingProxyType({32: torch.float32, 16: torch.bfloat16})
@@ -74,7 +76,7 @@ class Refill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:
-    """A weight [outputs, inputs] in panels of 32 outputs: the layout of `Linear` in linear.h."""
+    """A weight [outputs, inputs] in panels of 32 outputs: the layout of `Linear` in weights.h."""
 
     words: torch.Tensor  # [outputs / 32, inputs * bits / 32, 32] int32
     scale: torch.Tensor | None  # [outputs / 32, inputs / 64, 32] bfloat16; None for 32 and 16 bits
@@ -107,11 +109,8 @@ class PackedWeight:
         """Return the weight [outputs, inputs] of the kernels: bfloat16 if it has 16 bits, else float32."""
         outputs, inputs = self.shape
         if self.scale is None:
-            return from_panels(self.words).view(FLOAT_DTYPES[self.bits])[:outputs, :inputs]
-        weight = (integers(self.words, self.bits).float() - self._offset) * _by_input(self.scale)
-        if self.minimum is not None:
-            weight += _by_input(self.minimum)
-        return weight[:outputs, :inputs]
+            return _from_panels(self.words).view(FLOAT_DTYPES[self.bits])[:outputs, :inputs]
+        return unpack(self.c(), self.shape)
 
     @property
     def _offset(self) -> int:
@@ -228,23 +227,16 @@ def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def from_panels(panels: torch.Tensor) -> torch.Tensor:
+def _from_panels(panels: torch.Tensor) -> torch.Tensor:
     """[outputs / 32, n, 32] -> [outputs, n], contiguous."""
     return panels.transpose(1, 2).reshape(-1, panels.shape[1]).contiguous()
 
 
-def _by_input(panels: torch.Tensor) -> torch.Tensor:
-    """Return scales or minima for each input: [outputs / 32, inputs / 64, 32] -> [outputs, inputs] float32."""
-    return from_panels(panels).float().repeat_interleave(GROUP, 1)
-
-
-def integers(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the integers [outputs, inputs] uint8 in packed words, with padding."""
-    values = from_panels(words).view(torch.uint8)
-    if bits == 4:
-        words_of_bytes = values.view(len(values), -1, 4)
-        values = torch.stack([words_of_bytes & 15, words_of_bytes >> 4], 2).reshape(len(values), -1)
-    return values
+def unpack(layer: CLinear, shape: tuple[int, int]) -> torch.Tensor:
+    """Return the weight [outputs, inputs] of a quantized layer in float32, exactly."""
+    weight = torch.empty(shape)
+    load_library().code.outrider_unpack(ctypes.byref(layer), *shape, weight.data_ptr())
+    return weight
 
 
 def address(tensor: torch.Tensor | None) -> int:

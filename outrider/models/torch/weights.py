@@ -106,6 +106,12 @@ def reading_title(path: Path) -> str:
     return f"reading the weights of {path.name or path}"
 
 
+def converted(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a value in a type. A float16 matrix stays as it is in a float32 model: the native kernels multiply it."""
+    keeps = value.dim() == 2 and value.dtype == torch.float16 and dtype == torch.float32
+    return value if keeps else value.to(dtype)
+
+
 def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> None:
     """Check that new values fit the weights of a model.
 

@@ -84,7 +84,8 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path, name, kind, dt
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("llama", kind) for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K")]
+    [("llama", kind) for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")]
+    + [("llama", kind) for kind in ("IQ4_NL", "IQ4_XS", "MXFP4")]
     + [("phi3", "Q8_0"), ("gemma3", "Q8_0")],
 )
 @pytest.mark.parametrize("tied", [False, True])
@@ -92,7 +93,7 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path, name, kind, dt
 @torch.inference_mode()
 def test_the_kernels_multiply_the_blocks(tmp_path, name, kind, tied):
     """Activations of 8 bits leave errors of about a percent. Tree, chain and plain pass agree in all bits."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64} if kind.endswith("K") else {}
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64} if kind.endswith(("_K", "_XS")) else {}
     path = write_gguf(tmp_path / "model.gguf", _model(name, tie_word_embeddings=tied, **sizes), kind)
     target = tiny.make_target(load_checkpoint(path), slots=2, context=64, kernels="native")
     assert target.kernels == f"native {kind}"
@@ -107,6 +108,24 @@ def test_the_kernels_multiply_the_blocks(tmp_path, name, kind, tied):
     assert ((scores - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 0.08
     alone = target.score(tiny.everything([seq]), tree.empty(1, target.device)).logits[0]
     assert torch.equal(alone[0], scores[0])
+
+
+@pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
+@torch.inference_mode()
+def test_the_kernels_multiply_float16_as_it_is_stored(tmp_path):
+    model = _model()
+    for weight in model.parameters():
+        weight.copy_(weight.half())
+    path = write_gguf(tmp_path / "model.gguf", model, "F16")
+    ids = tiny.text(random.Random(1), 12)
+    expected = model(torch.tensor([ids])).logits[0, -1]
+    folder = tiny.save_model(tmp_path / "folder", model.half())
+    for source in (path, folder):
+        target = tiny.make_target(load_checkpoint(source), slots=2, context=64, kernels="native")
+        packed = target._decoder._packed
+        assert {packed[name].bits for name in ("0.qkv", "0.out", "0.gate_up", "0.down")} == {16}
+        logits = target.score(tiny.everything([tiny.admit(target, 0, ids)]), tree.empty(1, target.device)).logits[0, 0]
+        assert torch.allclose(logits, expected, atol=1e-4)
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")

@@ -5,15 +5,35 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.models.loader.load import load_checkpoint
 from outrider.models.native import decoder
 from outrider.models.native.blocks import can_pack, dequantize_blocks, pack_blocks
 from outrider.models.native.pack import pack
 from outrider.models.torch.gguf_linear import BlockWeight
 from tests.helpers import tiny
-from tests.helpers.gguf_files import random_blocks
+from tests.helpers.gguf_files import random_blocks, write_gguf
+from tests.helpers.threads import torch_threads
+from tests.models.native.test_native import feed, random_ids, split
 
 pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
-KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+# Bits per weight in the packed form.
+BITS = {
+    "F16": 16,
+    "Q8_0": 8.5,
+    "Q4_0": 4.5,
+    "Q4_1": 5,
+    "Q5_0": 5.5,
+    "Q5_1": 6,
+    "Q2_K": 2.625,
+    "Q3_K": 3.5625,
+    "Q4_K": 4.625,
+    "Q5_K": 5.625,
+    "Q6_K": 6.5625,
+    "IQ4_NL": 4.5,
+    "IQ4_XS": 4.3125,
+    "MXFP4": 4.25,
+}
+KINDS = tuple(BITS)
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +88,34 @@ def test_rows_can_be_joined_and_reordered():
     assert torch.equal(pack_blocks([first.reordered(turned), second], order=order).unpack(), expected)
 
 
-def test_four_bits_take_no_more_memory_than_in_the_file():
-    for kind in ("Q4_0", "Q4_1", "Q8_0"):
-        weight = _random(kind, 64, 256)
-        assert pack_blocks([weight]).nbytes == weight.nbytes
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_type_takes_the_bits_of_the_file_and_little_more_for_scales(kind):
+    weight = _random(kind, 64, 256)
+    packed = pack_blocks([weight])
+    assert 8 * packed.nbytes == BITS[kind] * 64 * 256
+    assert packed.nbytes <= 1.04 * weight.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.inference_mode()
+def test_bits_depend_on_neither_other_rows_nor_threads(kind, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    config = tiny.make_config("LlamaConfig", **sizes)
+    path = write_gguf(tmp_path / "model.gguf", tiny.auto_class(config).from_config(config), kind)
+    tokens = random_ids(21)
+    results = []
+    for threads in (1, 3):
+        with torch_threads(threads):
+            target = tiny.make_target(load_checkpoint(path), slots=2, context=64, kernels="native")
+            for widths in ([1] * 21, [2, 3, 4, 5, 7], [6, 15], [3, 18]):
+                pieces, ends = split(tokens, widths)
+                last = torch.stack([scores.logits[0, -1] for scores in feed(target, pieces)])
+                results.append(dict(zip(ends.tolist(), last, strict=True)))
+                target.cache.release(0)
+    for result in results:
+        for at, logits in result.items():
+            assert torch.equal(logits, results[0][at])
 
 
 def test_types_that_are_not_packed():
     assert not can_pack("IQ2_XXS")
-    assert not can_pack("F16")

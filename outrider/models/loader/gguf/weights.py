@@ -16,7 +16,7 @@ from outrider.models.loader.gguf.schema import FOLDER, Architecture, Source, sta
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.gguf_made import MadeExperts, MadeWeight
 from outrider.models.torch.tensor_files import DTYPES, MappedTensor
-from outrider.models.torch.weights import Weight, Weights
+from outrider.models.torch.weights import Weight, Weights, converted
 
 _ROTARY = frozenset({ROTARY_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"})
 _EMBEDDING, _HEAD = "token_embd.weight", "lm_head.weight"
@@ -87,7 +87,7 @@ class GGUFWeights(Weights):
         if self._architecture.norms_plus_one and module != name and module.endswith("norm"):
             plain = module.endswith("linear_attn.norm")
             value = value if plain else value.float() - 1
-        return value.to(self._dtype)
+        return converted(value, self._dtype)
 
     def check_used(self, names: Collection[str]) -> None:
         """Check that a model with the weights `names` uses all tensors.

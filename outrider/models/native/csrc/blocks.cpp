@@ -2,19 +2,73 @@
 //
 // A weight is (value - offset) * scale + minimum. In types of two levels, scale and minimum of a group are a half float
 // of the block times a small integer of the group. The layout of each type is that of ggml-quants.h of llama.cpp.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
 #include "layout.h"
-#include "linear.h"
+#include "weights.h"
 
 namespace outrider {
 
+// Write the values of a chunk of one output. `w` is its first word.
+template <class Format>
+inline void read_chunk(const int32_t* w, uint8_t* values) {
+  for (int i = 0; i < kChunk; i++) {
+    int code = 0;
+    const int32_t* plane = w;
+    for (int left = Format::bits, to = 0; left;) {
+      const int width = widest_plane(left), steps = 8 / width;
+      const uint32_t word = uint32_t(plane[i / 4 / steps * kPanel]);
+      code |= int(word >> (i / 4 % steps * width + i % 4 * 8) & ((1u << width) - 1)) << to;
+      plane += width * kPanel;
+      left -= width;
+      to += width;
+    }
+    values[i] = uint8_t(Format::table == Values::kPlain ? code : table_entries<Format::table>()[code]);
+  }
+}
+
+// Write the 32 codes of a chunk [32] to its words, of which neighbors are `stride` words apart.
+template <int Bits>
+inline void write_chunk(const uint8_t* codes, int32_t* w, int stride) {
+  uint64_t eights[4];  // codes of two steps each
+  std::memcpy(eights, codes, sizeof eights);
+  constexpr int width = widest_plane(Bits);
+  if constexpr (width == 8) {
+    for (int i = 0; i < 8; i++) w[i * stride] = int32_t(eights[i / 2] >> (i % 2 * 32));
+    return;
+  }
+  constexpr uint64_t mask = ((1u << width) - 1) * 0x0101010101010101u;
+  constexpr int pairs = width == 4 ? 1 : width == 2 ? 2 : 4;  // of steps in a word
+  for (int word = 0; word < width; word++) {
+    uint64_t both = 0;
+    for (int i = 0; i < pairs; i++) both |= (eights[word * pairs + i] & mask) << (2 * width * i);
+    w[word * stride] = int32_t(uint32_t(both) | uint32_t(both >> 32) << width);
+  }
+  if constexpr (Bits > width) {
+    uint8_t upper[kChunk];
+    for (int i = 0; i < kChunk; i++) upper[i] = codes[i] >> width;
+    write_chunk<Bits - width>(upper, w + width * stride, stride);
+  }
+}
+
+// out = value * scale + minimum. The product and the sum are rounded one after the other, as in other implementations.
+#if defined(__GNUC__) && !defined(__clang__)
+__attribute__((optimize("fp-contract=off")))
+#endif
+inline void dequantize_group(const uint8_t* values, int count, int offset, float scale, float minimum, float* out) {
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#endif
+  for (int i = 0; i < count; i++) out[i] = float(values[i] - offset) * scale + minimum;
+}
+
 // The contents of a block. The arrays hold as much as the largest type needs.
 struct Block {
-  uint8_t value[kSuperBlock];
-  uint16_t scale, minimum;  // half floats
+  uint8_t code[kSuperBlock];
+  uint16_t scale, minimum;  // half floats; or `scale` is an exponent
   int8_t sub_scale[kSuperBlock / kSmallGroup], sub_minimum[kSuperBlock / kSmallGroup];
 };
 
@@ -25,13 +79,35 @@ inline uint16_t half_at(const uint8_t* bytes) {
 }
 
 // Write the low halves of `count` bytes, and then the high ones.
-inline void read_nibbles(const uint8_t* bytes, int count, uint8_t* value) {
-  for (int i = 0; i < count; i++) value[i] = bytes[i] & 15;
-  for (int i = 0; i < count; i++) value[count + i] = bytes[i] >> 4;
+template <int count>
+inline void read_nibbles(const uint8_t* bytes, uint8_t* code) {
+  constexpr uint64_t mask = 0x0f0f0f0f0f0f0f0fu;
+  for (int i = 0; i < count; i += 8) {
+    uint64_t eight;
+    std::memcpy(&eight, bytes + i, sizeof eight);
+    const uint64_t low = eight & mask, high = eight >> 4 & mask;
+    std::memcpy(code + i, &low, sizeof low);
+    std::memcpy(code + count + i, &high, sizeof high);
+  }
 }
 
-inline void add_fifth_bits(const uint8_t* bits, uint8_t* value) {
-  for (int i = 0; i < 32; i++) value[i] |= (bits[i / 8] >> (i % 8) & 1) << 4;
+// Add bits first, first + 1, ... of 32 bytes to `parts` times 32 codes, as bit `to`. Each part takes `width` bits.
+// Compilers turn the loop into vector operations, as its length is constant and the pointers do not overlap.
+template <int width, int to>
+inline void add_bits(const uint8_t* __restrict bytes, int first, int parts, uint8_t* __restrict code) {
+  for (int part = 0; part < parts; part++)
+    for (int i = 0; i < 32; i++) code[32 * part + i] |= (bytes[i] >> (first + width * part) & ((1 << width) - 1)) << to;
+}
+
+// Add the bits of 4 bytes to 32 codes, as their fifth bits.
+inline void add_fifth_bits(const uint8_t* bytes, uint8_t* code) {
+  for (int i = 0; i < 4; i++) {
+    const uint64_t single = bytes[i] * 0x0101010101010101u & 0x8040201008040201u;  // bit j of the byte, in byte j
+    uint64_t eight;
+    std::memcpy(&eight, code + 8 * i, sizeof eight);
+    eight |= (single + 0x7f7f7f7f7f7f7f7fu) >> 3 & 0x1010101010101010u;
+    std::memcpy(code + 8 * i, &eight, sizeof eight);
+  }
 }
 
 // Read 8 scales and 8 minima of 6 bits each from 12 bytes.
@@ -46,97 +122,194 @@ inline void read_six_bits(const uint8_t* bytes, Block& block) {
 
 constexpr uint16_t kHalfSign = 0x8000;
 
-template <int Bits, int Group, int Offset, bool HasMinimum, bool TwoLevels>
-struct Format {
-  static constexpr int bits = Bits, group = Group, offset = Offset;
+template <class Codes, int Offset, bool HasMinimum, bool TwoLevels>
+struct Type : Codes {
+  static constexpr int offset = Offset;
   static constexpr bool has_minimum = HasMinimum, two_levels = TwoLevels;
   static constexpr int elements = TwoLevels ? kSuperBlock : 32;
 };
 
-struct Q8_0 : Format<8, 32, 128, false, false> {
+struct Q8_0 : Type<Codes<8, 32>, 128, false, false> {
   static constexpr int size = 34;
   static void read(const uint8_t* from, Block& block) {
     block.scale = half_at(from);
-    for (int i = 0; i < 32; i++) block.value[i] = from[2 + i] ^ 128;
+    for (int i = 0; i < 32; i++) block.code[i] = from[2 + i] ^ 128;
   }
 };
 
-struct Q4_0 : Format<4, 32, 8, false, false> {
+template <class Codes, int Offset>
+struct FourBits : Type<Codes, Offset, false, false> {
   static constexpr int size = 18;
   static void read(const uint8_t* from, Block& block) {
     block.scale = half_at(from);
-    read_nibbles(from + 2, 16, block.value);
+    read_nibbles<16>(from + 2, block.code);
   }
 };
+using Q4_0 = FourBits<Codes<4, 32>, 8>;
+using IQ4_NL = FourBits<Codes<4, 32, Values::kIQ4>, kIQ4Offset>;
 
-struct Q4_1 : Format<4, 32, 0, true, false> {
+struct Q4_1 : Type<Codes<4, 32>, 0, true, false> {
   static constexpr int size = 20;
   static void read(const uint8_t* from, Block& block) {
     block.scale = half_at(from);
     block.minimum = half_at(from + 2);
-    read_nibbles(from + 4, 16, block.value);
+    read_nibbles<16>(from + 4, block.code);
   }
 };
 
-struct Q5_0 : Format<8, 32, 16, false, false> {
+struct Q5_0 : Type<Codes<5, 32>, 16, false, false> {
   static constexpr int size = 22;
   static void read(const uint8_t* from, Block& block) {
     block.scale = half_at(from);
-    read_nibbles(from + 6, 16, block.value);
-    add_fifth_bits(from + 2, block.value);
+    read_nibbles<16>(from + 6, block.code);
+    add_fifth_bits(from + 2, block.code);
   }
 };
 
-struct Q5_1 : Format<8, 32, 0, true, false> {
+struct Q5_1 : Type<Codes<5, 32>, 0, true, false> {
   static constexpr int size = 24;
   static void read(const uint8_t* from, Block& block) {
     block.scale = half_at(from);
     block.minimum = half_at(from + 2);
-    read_nibbles(from + 8, 16, block.value);
-    add_fifth_bits(from + 4, block.value);
+    read_nibbles<16>(from + 8, block.code);
+    add_fifth_bits(from + 4, block.code);
   }
 };
 
-struct Q4_K : Format<4, 32, 0, true, true> {
+struct MXFP4 : Type<Codes<4, 32, Values::kFP4>, kFP4Offset, false, false> {
+  static constexpr int size = 17;
+  static void read(const uint8_t* from, Block& block) {
+    block.scale = from[0];  // an exponent of which 128 is subtracted: the codes stand for twice their values
+    read_nibbles<16>(from + 1, block.code);
+  }
+};
+
+struct IQ4_XS : Type<Codes<4, 32, Values::kIQ4>, kIQ4Offset, false, true> {
+  static constexpr int size = 136;
+  static void read(const uint8_t* from, Block& block) {
+    block.scale = half_at(from);
+    const int upper = half_at(from + 2);
+    for (int i = 0; i < 8; i++) {
+      const int lower = from[4 + i / 2] >> (4 * (i % 2)) & 15;
+      block.sub_scale[i] = int8_t((lower | (upper >> (2 * i) & 3) << 4) - 32);
+      read_nibbles<16>(from + 8 + 16 * i, block.code + 32 * i);
+    }
+  }
+};
+
+struct Q2_K : Type<Codes<2, 16>, 0, true, true> {
+  static constexpr int size = 84;
+  static void read(const uint8_t* from, Block& block) {
+    block.scale = half_at(from + 80);
+    block.minimum = half_at(from + 82) ^ kHalfSign;
+    std::memcpy(block.sub_scale, from, 16);  // scales in the lower halves, minima in the upper ones
+    std::memset(block.code, 0, sizeof block.code);
+    for (int half = 0; half < 2; half++) add_bits<2, 0>(from + 16 + 32 * half, 0, 4, block.code + 128 * half);
+  }
+};
+
+struct Q3_K : Type<Codes<3, 16>, 4, false, true> {
+  static constexpr int size = 110;
+  static void read(const uint8_t* from, Block& block) {
+    block.scale = half_at(from + 108);
+    const uint8_t* scales = from + 96;
+    for (int i = 0; i < 16; i++) {
+      const int lower = scales[i % 8] >> (i / 8 * 4) & 15;
+      block.sub_scale[i] = int8_t((lower | (scales[8 + i % 4] >> (i / 4 * 2) & 3) << 4) - 32);
+    }
+    std::memset(block.code, 0, sizeof block.code);
+    for (int half = 0; half < 2; half++) {
+      add_bits<2, 0>(from + 32 + 32 * half, 0, 4, block.code + 128 * half);
+      add_bits<1, 2>(from, 4 * half, 4, block.code + 128 * half);
+    }
+  }
+};
+
+struct Q4_K : Type<Codes<4, 32>, 0, true, true> {
   static constexpr int size = 144;
   static void read(const uint8_t* from, Block& block) {
     block.scale = half_at(from);
     block.minimum = half_at(from + 2) ^ kHalfSign;
     read_six_bits(from + 4, block);
-    for (int i = 0; i < 4; i++) read_nibbles(from + 16 + 32 * i, 32, block.value + 64 * i);
+    for (int i = 0; i < 4; i++) read_nibbles<32>(from + 16 + 32 * i, block.code + 64 * i);
   }
 };
 
-struct Q5_K : Format<8, 32, 0, true, true> {
+struct Q5_K : Type<Codes<5, 32>, 0, true, true> {
   static constexpr int size = 176;
   static void read(const uint8_t* from, Block& block) {
     block.scale = half_at(from);
     block.minimum = half_at(from + 2) ^ kHalfSign;
     read_six_bits(from + 4, block);
-    for (int i = 0; i < 4; i++) read_nibbles(from + 48 + 32 * i, 32, block.value + 64 * i);
-    for (int i = 0; i < kSuperBlock; i++) block.value[i] |= (from[16 + i % 32] >> (i / 32) & 1) << 4;
+    for (int i = 0; i < 4; i++) read_nibbles<32>(from + 48 + 32 * i, block.code + 64 * i);
+    add_bits<1, 4>(from + 16, 0, 8, block.code);
   }
 };
 
-struct Q6_K : Format<8, 16, 32, false, true> {
+struct Q6_K : Type<Codes<6, 16>, 32, false, true> {
   static constexpr int size = 210;
   static void read(const uint8_t* from, Block& block) {
     block.scale = half_at(from + 208);
     std::memcpy(block.sub_scale, from + 192, 16);
     for (int half = 0; half < 2; half++) {
-      uint8_t* value = block.value + 128 * half;
-      const uint8_t* high = from + 128 + 32 * half;
-      read_nibbles(from + 64 * half, 64, value);
-      for (int i = 0; i < 128; i++) value[i] |= (high[i % 32] >> (2 * (i / 32)) & 3) << 4;
+      read_nibbles<64>(from + 64 * half, block.code + 128 * half);
+      add_bits<2, 4>(from + 128 + 32 * half, 0, 4, block.code + 128 * half);
     }
   }
 };
+
+inline float number_at(const void* values, Number number, size_t at) {
+  if (number == Number::kFloat) return static_cast<const float*>(values)[at];
+  if (number == Number::kExponent) return power_of(static_cast<const uint8_t*>(values)[at]);
+  const uint16_t half = static_cast<const uint16_t*>(values)[at];
+  return number == Number::kHalf ? half_to_float(half) : to_float(half);
+}
+
+void read_row(const Linear& layer, int row, int size, float* out) {
+  const Linear panel = from_panel(layer, row / kPanel);
+  const int lane = row % kPanel;
+  if (layer.values == Values::kHalf) {
+    const auto* halves = static_cast<const uint16_t*>(panel.weight) + lane;
+    for (int i = 0; i < size; i++) out[i] = half_to_float(halves[size_t(i) * kPanel]);
+    return;
+  }
+  if (layer.bits >= 16) {
+    const auto* words = static_cast<const uint32_t*>(panel.weight) + lane;
+    for (int i = 0; i < size; i++) {
+      const uint32_t word = words[size_t(i * layer.bits / 32) * kPanel];
+      out[i] = layer.bits == 32 ? bits<float>(word) : to_float(uint16_t(word >> i % 2 * 16));
+    }
+    return;
+  }
+  with_codes(layer, [&](auto format) {
+    using Format = decltype(format);
+    constexpr int span = std::min(kChunk, Format::group);  // inputs of a chunk with one scale
+    const auto* w = static_cast<const int32_t*>(panel.weight) + lane;
+    uint8_t values[kChunk];
+    for (int i = 0; i < size; i += span) {
+      if (i % kChunk == 0) read_chunk<Format>(w + size_t(i / kChunk) * Format::bits * kPanel, values);
+      const size_t group = i / Format::group, at = group * kPanel + lane;
+      const size_t number = panel.sub_scale ? group * Format::group / kSuperBlock * kPanel + lane : at;
+      float scale = number_at(panel.scale, panel.number, number), minimum = 0;
+      if (panel.minimum) minimum = number_at(panel.minimum, panel.number, number);
+      if (panel.sub_scale) scale *= Format::joint_scales ? panel.sub_scale[at] & 15 : panel.sub_scale[at];
+      if (Format::joint_scales) minimum *= uint8_t(panel.sub_scale[at]) >> 4;
+      if (panel.sub_minimum) minimum *= panel.sub_minimum[at];
+      const int count = std::min(span, size - i), offset = layer.offset + (panel.zero ? panel.zero[at] : 0);
+      float group_out[span];
+      float* to = layer.order ? group_out : out + i;
+      dequantize_group(values + i % kChunk, count, offset, scale, minimum, to);
+      if (!layer.order) continue;
+      for (int j = 0; j < count; j++) out[layer.order[i + j]] = group_out[j];
+    }
+  });
+}
 
 // A matrix in blocks, and where it is written.
 struct BlockMatrix {
   const uint8_t* const* row;  // [outputs] the first block of each output
   int32_t* words;             // as `Linear::weight`, and the following ones as in `Linear`; zero before
-  uint16_t* scale;
+  void* scale;
   uint16_t* minimum;
   int8_t* sub_scale;
   int8_t* sub_minimum;
@@ -144,82 +317,77 @@ struct BlockMatrix {
   int32_t inputs, outputs;
 };
 
-// Return the word `w` of the values of a block.
-template <int Bits>
-inline int32_t word_of(const uint8_t* value, int w) {
-  int32_t word;
-  if constexpr (Bits == 8) {
-    std::memcpy(&word, value + 4 * w, 4);
-    return word;
-  }
-  uint8_t bytes[4];
-  for (int i = 0; i < 4; i++) bytes[i] = value[8 * w + i] | value[8 * w + 4 + i] << 4;
-  std::memcpy(&word, bytes, 4);
-  return word;
-}
+inline int panels(int outputs) { return (outputs + kPanel - 1) / kPanel; }
 
-template <class Type>
+template <class Kind>
 void pack_panel(const BlockMatrix& matrix, int panel) {
-  constexpr int block_words = Type::elements * Type::bits / 32, block_groups = Type::elements / Type::group;
-  const int words = padded(matrix.inputs) * Type::bits / 32, groups = padded(matrix.inputs) / Type::group;
-  const int scales = Type::two_levels ? padded(matrix.inputs) / kSuperBlock : groups;
+  constexpr int block_words = Kind::elements * Kind::bits / 32, block_groups = Kind::elements / Kind::group;
+  const int words = padded(matrix.inputs) * Kind::bits / 32, groups = padded(matrix.inputs) / Kind::group;
+  const int scales = Kind::two_levels ? padded(matrix.inputs) / kSuperBlock : groups;
   const int rows = std::min(kPanel, matrix.outputs - panel * kPanel);
   Block block;
-  for (int i = 0; i < matrix.inputs / Type::elements; i++) {
+  for (int i = 0; i < matrix.inputs / Kind::elements; i++) {
     for (int r = 0; r < rows; r++) {
-      Type::read(matrix.row[panel * kPanel + r] + size_t(i) * Type::size, block);
+      Kind::read(matrix.row[panel * kPanel + r] + size_t(i) * Kind::size, block);
       int32_t* to = matrix.words + (size_t(panel) * words + size_t(i) * block_words) * kPanel + r;
-      for (int w = 0; w < block_words; w++) to[w * kPanel] = word_of<Type::bits>(block.value, w);
+      for (int chunk = 0; chunk < Kind::elements / kChunk; chunk++)
+        write_chunk<Kind::bits>(block.code + chunk * kChunk, to + chunk * Kind::bits * kPanel, kPanel);
       const size_t at = (size_t(panel) * scales + i) * kPanel + r;
-      matrix.scale[at] = block.scale;
-      if constexpr (Type::has_minimum) matrix.minimum[at] = block.minimum;
-      if constexpr (!Type::two_levels) continue;
+      std::memcpy(static_cast<char*>(matrix.scale) + at * size_of(Kind::number), &block.scale, size_of(Kind::number));
+      if constexpr (Kind::has_minimum) matrix.minimum[at] = block.minimum;
+      if constexpr (!Kind::two_levels) continue;
       for (int g = 0; g < block_groups; g++) {
         const size_t sub = (size_t(panel) * groups + i * block_groups + g) * kPanel + r;
         matrix.sub_scale[sub] = block.sub_scale[g];
-        if constexpr (Type::has_minimum) matrix.sub_minimum[sub] = block.sub_minimum[g];
+        if constexpr (Kind::has_minimum && !Kind::joint_scales) matrix.sub_minimum[sub] = block.sub_minimum[g];
       }
     }
   }
 }
 
-// The product and the sum are rounded one after the other, as in other implementations.
-#if defined(__GNUC__) && !defined(__clang__)
-__attribute__((optimize("fp-contract=off")))
-#endif
-inline void add_minimum(float* out, float minimum, int count) {
-  for (int i = 0; i < count; i++) out[i] += minimum;
-}
-
-template <class Type>
+template <class Kind>
 void dequantize_row(const BlockMatrix& matrix, int output) {
   Block block;
   float* out = matrix.dense + size_t(output) * matrix.inputs;
-  for (int i = 0; i < matrix.inputs / Type::elements; i++, out += Type::elements) {
-    Type::read(matrix.row[output] + size_t(i) * Type::size, block);
-    for (int g = 0; g < Type::elements / Type::group; g++) {
-      float scale = half_to_float(block.scale), minimum = Type::has_minimum ? half_to_float(block.minimum) : 0.0f;
-      if constexpr (Type::two_levels) {
+  const auto number = [](uint16_t raw) {
+    return Kind::number == Number::kExponent ? power_of(uint8_t(raw)) : half_to_float(raw);
+  };
+  for (int i = 0; i < matrix.inputs / Kind::elements; i++, out += Kind::elements) {
+    Kind::read(matrix.row[output] + size_t(i) * Kind::size, block);
+    if constexpr (Kind::table != Values::kPlain)
+      for (int j = 0; j < Kind::elements; j++) block.code[j] = table_entries<Kind::table>()[block.code[j]];
+    for (int g = 0; g < Kind::elements / Kind::group; g++) {
+      float scale = number(block.scale), minimum = Kind::has_minimum ? number(block.minimum) : 0.0f;
+      if constexpr (Kind::joint_scales) {
+        scale *= block.sub_scale[g] & 15;
+        minimum *= uint8_t(block.sub_scale[g]) >> 4;
+      } else if constexpr (Kind::two_levels) {
         scale *= block.sub_scale[g];
         minimum *= block.sub_minimum[g];
       }
-      float* group = out + g * Type::group;
-      for (int j = 0; j < Type::group; j++) group[j] = (block.value[g * Type::group + j] - Type::offset) * scale;
-      if constexpr (Type::has_minimum) add_minimum(group, minimum, Type::group);
+      dequantize_group(block.code + g * Kind::group, Kind::group, Kind::offset, scale, minimum, out + g * Kind::group);
     }
   }
 }
 
-template <class Type>
-void pack(const BlockMatrix& matrix) {
-#pragma omp parallel for schedule(static)
-  for (int panel = 0; panel < (matrix.outputs + kPanel - 1) / kPanel; panel++) pack_panel<Type>(matrix, panel);
+// A matrix of half floats. Its blocks are single numbers.
+struct F16 {};
+
+template <>
+void pack_panel<F16>(const BlockMatrix& matrix, int panel) {
+  auto* to = reinterpret_cast<uint16_t*>(matrix.words) + size_t(panel) * padded(matrix.inputs) * kPanel;
+  const int rows = std::min(kPanel, matrix.outputs - panel * kPanel);
+  constexpr int kAtOnce = 32;  // inputs, so that the output stays in the cache
+  for (int begin = 0; begin < matrix.inputs; begin += kAtOnce)
+    for (int r = 0; r < rows; r++)
+      for (int i = begin; i < std::min(begin + kAtOnce, matrix.inputs); i++)
+        to[size_t(i) * kPanel + r] = half_at(matrix.row[panel * kPanel + r] + 2 * i);
 }
 
-template <class Type>
-void dequantize(const BlockMatrix& matrix) {
-#pragma omp parallel for schedule(static)
-  for (int output = 0; output < matrix.outputs; output++) dequantize_row<Type>(matrix, output);
+template <>
+void dequantize_row<F16>(const BlockMatrix& matrix, int output) {
+  float* out = matrix.dense + size_t(output) * matrix.inputs;
+  for (int i = 0; i < matrix.inputs; i++) out[i] = half_to_float(half_at(matrix.row[output] + 2 * i));
 }
 
 // Return a word with the 4-bit integers 0 4 1 5 2 6 3 7 of one that has them in order.
@@ -236,8 +404,8 @@ constexpr int kWordTile = 32;  // words of a row that are packed at a time
 // Pack rows of integers of 8 or 4 bits. A row is words, which have the integers from the lowest bits on.
 void pack_integers(const BlockMatrix& matrix, int bits) {
   const int words = padded(matrix.inputs) * bits / 32, filled = (matrix.inputs * bits + 31) / 32;
-#pragma omp parallel for schedule(static)
-  for (int panel = 0; panel < (matrix.outputs + kPanel - 1) / kPanel; panel++) {
+#pragma omp parallel for schedule(dynamic)
+  for (int panel = 0; panel < panels(matrix.outputs); panel++) {
     int32_t* to = matrix.words + size_t(panel) * words * kPanel;
     const int rows = std::min(kPanel, matrix.outputs - panel * kPanel);
     for (int begin = 0; begin < filled; begin += kWordTile) {  // a tile of all rows fits into the first-level cache
@@ -292,19 +460,19 @@ void transpose_integers(const uint32_t* from, uint32_t* to, int inputs, int word
 
 struct Reader {
   const char* name;
-  int32_t bits, group, offset, has_minimum, two_levels;
-  void (*pack)(const BlockMatrix&);
-  void (*dequantize)(const BlockMatrix&);
+  void (*pack_panel)(const BlockMatrix&, int panel);
+  void (*dequantize_row)(const BlockMatrix&, int output);
 };
 
-template <class Type>
+template <class Kind>
 constexpr Reader reader(const char* name) {
-  return {name, Type::bits, Type::group, Type::offset, Type::has_minimum, Type::two_levels, pack<Type>, dequantize<Type>};
+  return {name, pack_panel<Kind>, dequantize_row<Kind>};
 }
 
 constexpr Reader kReaders[] = {
-    reader<Q8_0>("Q8_0"), reader<Q4_0>("Q4_0"), reader<Q4_1>("Q4_1"), reader<Q5_0>("Q5_0"),
-    reader<Q5_1>("Q5_1"), reader<Q4_K>("Q4_K"), reader<Q5_K>("Q5_K"), reader<Q6_K>("Q6_K"),
+    reader<Q8_0>("Q8_0"), reader<Q4_0>("Q4_0"), reader<Q4_1>("Q4_1"),     reader<Q5_0>("Q5_0"),     reader<Q5_1>("Q5_1"),
+    reader<Q2_K>("Q2_K"), reader<Q3_K>("Q3_K"), reader<Q4_K>("Q4_K"),     reader<Q5_K>("Q5_K"),     reader<Q6_K>("Q6_K"),
+    reader<F16>("F16"),   reader<MXFP4>("MXFP4"), reader<IQ4_NL>("IQ4_NL"), reader<IQ4_XS>("IQ4_XS"),
 };
 
 inline const Reader& find_reader(const char* name) {
@@ -320,7 +488,11 @@ using namespace outrider;
 
 OUTRIDER_LAYOUT(BlockMatrix, row, words, scale, minimum, sub_scale, sub_minimum, dense, inputs, outputs)
 
-extern "C" void outrider_pack_blocks(const char* name, const BlockMatrix* matrix) { find_reader(name).pack(*matrix); }
+extern "C" void outrider_pack_blocks(const char* name, const BlockMatrix* matrix) {
+  const Reader& reader = find_reader(name);
+#pragma omp parallel for schedule(dynamic)
+  for (int panel = 0; panel < panels(matrix->outputs); panel++) reader.pack_panel(*matrix, panel);
+}
 
 extern "C" void outrider_transpose_integers(const uint32_t* from, uint32_t* to, int inputs, int words) {
   transpose_integers(from, to, inputs, words);
@@ -329,5 +501,13 @@ extern "C" void outrider_transpose_integers(const uint32_t* from, uint32_t* to, 
 extern "C" void outrider_pack_integers(const BlockMatrix* matrix, int bits) { pack_integers(*matrix, bits); }
 
 extern "C" void outrider_dequantize(const char* name, const BlockMatrix* matrix) {
-  find_reader(name).dequantize(*matrix);
+  const Reader& reader = find_reader(name);
+#pragma omp parallel for schedule(dynamic, kPanel)
+  for (int output = 0; output < matrix->outputs; output++) reader.dequantize_row(*matrix, output);
+}
+
+// Write the first rows and columns of a layer as floats [rows][columns].
+extern "C" void outrider_unpack(const Linear* layer, int32_t rows, int32_t columns, float* out) {
+#pragma omp parallel for schedule(dynamic, kPanel)
+  for (int row = 0; row < rows; row++) read_row(*layer, row, columns, out + size_t(row) * columns);
 }

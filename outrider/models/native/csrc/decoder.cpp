@@ -106,7 +106,7 @@ struct Chain {
 }
 
 OUTRIDER_LAYOUT(Linear, weight, scale, minimum, sub_scale, sub_minimum, zero, order, bias, inputs, outputs, bits, group,
-                offset, number)
+                offset, values, number)
 OUTRIDER_LAYOUT(Layer, qkv, out, gate_up, down, value, router, attention_norm, mlp_norm, attention_post_norm,
                 mlp_post_norm, query_norm, key_norm, window, wide_norms, rotary, top, normalized)
 OUTRIDER_LAYOUT(Pool, entries, table, layers, reach, bits)
@@ -620,7 +620,7 @@ class Decoder final : public Runner {
     output_.resize(count * model_.hidden);
     cosine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
     sine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
-    const int words = spaced(widest * int(sizeof(Input<Element>)) / 4);  // enough for inputs in bytes, too
+    const int words = spaced(widest);  // enough for inputs of all formats, of which floats are the widest
     words_.resize(count * words);
     scale_.resize(count * widest / kSmallGroup);
     total_.resize(count * widest / kSmallGroup);

@@ -78,16 +78,7 @@ inline void choose_experts(const float* logits, int experts, int top, bool norma
 // outputs, padded to whole panels.
 inline Linear expert_layer(const Linear& all, int expert, int outputs) {
   const size_t panels = size_t(expert) * ((outputs + kPanel - 1) / kPanel);
-  const size_t groups = panels * (all.inputs / all.group) * kPanel;
-  const size_t scales = all.sub_scale ? panels * (all.inputs / kSuperBlock) * kPanel : groups;
-  Linear layer = all;
-  layer.weight = static_cast<const int32_t*>(all.weight) + panels * (all.inputs * all.bits / 32) * kPanel;
-  const size_t number_size = all.number == kFloat ? 4 : 2;
-  if (all.scale) layer.scale = static_cast<const char*>(all.scale) + scales * number_size;
-  if (all.minimum) layer.minimum = static_cast<const char*>(all.minimum) + scales * number_size;
-  if (all.zero) layer.zero = all.zero + groups;
-  if (all.sub_scale) layer.sub_scale = all.sub_scale + groups;
-  if (all.sub_minimum) layer.sub_minimum = all.sub_minimum + groups;
+  Linear layer = from_panel(all, panels);
   layer.outputs = outputs;
   return layer;
 }

@@ -11,6 +11,8 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace outrider {
@@ -96,7 +98,10 @@ struct InputBfloat16 { float value; };
 inline void set(InputBfloat16& to, float value) { to.value = to_float(to_bfloat16(value)); }
 #endif
 template <class Element>
-using Input = std::conditional_t<sizeof(Element) == 2, InputBfloat16, float>;
+using Input = std::conditional_t<std::is_same_v<Element, uint16_t>, InputBfloat16, float>;
+
+// A weight that is a half float. It is multiplied as a float.
+struct Half { uint16_t raw; };
 
 inline FloatReg to_float_reg(const uint16_t* from) {
   typedef uint16_t Halves __attribute__((vector_size(2 * kRegLanes)));
@@ -109,6 +114,8 @@ inline FloatReg to_float_reg(const uint16_t* from) {
 inline FloatReg half_to_float_reg(const uint16_t* from) {
 #if defined(__AVX512F__)
   return bits<FloatReg>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__F16C__)
+  return bits<FloatReg>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #else
   typedef uint16_t Halves __attribute__((vector_size(2 * kRegLanes)));
   Halves raw;
@@ -123,6 +130,14 @@ inline float half_to_float(uint16_t raw) {
   const float size = bits<float>(uint32_t(raw & 0x7fff) << 13) * 0x1p112f;
   return raw & 0x8000 ? -size : size;
 }
+
+// Return 2^(byte - 128) of each byte of an integer. Halving a power is exact, and gives the two smallest ones.
+inline FloatReg power_of(IntReg byte) {
+  const IntReg raw = byte << 23, least = IntReg{} + 0x400000;
+  return bits<FloatReg>(raw < least ? least : raw) * 0.5f;
+}
+
+inline float power_of(uint8_t byte) { return bits<float>(byte ? uint32_t(byte) << 23 : 0x400000u) * 0.5f; }
 
 // Round to the nearest integers, ties to even.
 inline IntReg to_nearest(FloatReg value) {
@@ -140,17 +155,16 @@ inline IntReg to_nearest(FloatReg value) {
 }
 
 inline IntReg byte_to_int_reg(const int8_t* from) {
+#if defined(__AVX512F__)
+  return bits<IntReg>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return bits<IntReg>(_mm256_cvtepi8_epi32(_mm_loadu_si64(from)));
+#else
   typedef int8_t Bytes __attribute__((vector_size(kRegLanes)));
   Bytes raw;
   std::memcpy(&raw, from, sizeof raw);
   return __builtin_convertvector(raw, IntReg);
-}
-
-inline FloatReg byte_to_float_reg(const int8_t* from) {
-  typedef int8_t Bytes __attribute__((vector_size(kRegLanes)));
-  Bytes raw;
-  std::memcpy(&raw, from, sizeof raw);
-  return __builtin_convertvector(raw, FloatReg);
+#endif
 }
 
 // Round to the elements of a register and store them. Return the rounded values as floats. A NaN stays a NaN.
@@ -254,6 +268,10 @@ template <class F>
 inline F multiply_add(F acc, F w, F x) {
 #if defined(__AVX512F__)
   return bits<F>(_mm512_fmadd_ps(bits<__m512>(w), bits<__m512>(x), bits<__m512>(acc)));
+#elif defined(__FMA__)
+  return bits<F>(_mm256_fmadd_ps(bits<__m256>(w), bits<__m256>(x), bits<__m256>(acc)));
+#elif defined(__aarch64__)
+  return bits<F>(vfmaq_f32(bits<float32x4_t>(acc), bits<float32x4_t>(w), bits<float32x4_t>(x)));
 #else
   return acc + w * x;
 #endif
@@ -281,19 +299,60 @@ constexpr bool kByteProducts = true;
 constexpr bool kByteProducts = false;
 #endif
 
-// Whether, without such an instruction, weights of 4 bits are summed in 16-bit numbers first.
+// Whether, without such an instruction, products of values below 128 are summed in 16-bit numbers first.
 #if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)) || (defined(__SSSE3__) && !defined(__AVX__))
 constexpr bool kNarrowSums = !kByteProducts;
 #else
 constexpr bool kNarrowSums = false;
 #endif
-// Additions to a 16-bit sum, each of two products of at most 15 x 127.
-constexpr int kNarrowSteps = 8;
-static_assert(kNarrowSteps * 2 * 15 * 127 <= 32767);
 
-// Words that hold four neighboring bytes of an input row, for weights of `bits` bits. One word if bytes are multiplied
+// Return whether values of `bits` bits are summed in 16-bit numbers.
+constexpr bool sums_narrow(int bits) { return kNarrowSums && bits < 8; }
+
+// Return how often two products of values of `bits` bits with bytes can be added to a 16-bit sum, at most 8 times. It is
+// a power of two.
+constexpr int narrow_steps(int bits) {
+  int steps = 8;
+  while (steps * 2 * ((1 << bits) - 1) * 127 > 32767) steps /= 2;
+  return steps;
+}
+
+// Words that hold four neighboring bytes of an input row, for values of `bits` bits. One word if bytes are multiplied
 // with bytes. Otherwise two words with two 16-bit numbers each: bytes 1 and 3, then bytes 2 and 4.
-constexpr int byte_words(int bits) { return kByteProducts || (kNarrowSums && bits == 4) ? 1 : 2; }
+constexpr int byte_words(int bits) { return kByteProducts || sums_narrow(bits) ? 1 : 2; }
+
+// Return entries of a table of 16 bytes at the indices in `at`, which are bytes below 16.
+inline IntReg look_up(const uint8_t* table, IntReg at) {
+#if defined(__AVX512BW__)
+  const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return bits<IntReg>(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(row), bits<__m512i>(at)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return bits<IntReg>(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(row), bits<__m256i>(at)));
+#elif defined(__SSSE3__) && !defined(__AVX__)
+  const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return bits<IntReg>(_mm_shuffle_epi8(row, bits<__m128i>(at)));
+#else
+  uint8_t bytes[sizeof(IntReg)];
+  store(bytes, at);
+  for (uint8_t& byte : bytes) byte = table[byte];
+  IntReg out;
+  std::memcpy(&out, bytes, sizeof out);
+  return out;
+#endif
+}
+
+// Compute `value` before what follows. Compilers reorder products and sums, and may then keep some of them in memory.
+template <class Reg>
+inline void settle([[maybe_unused]] Reg& value) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(value));
+#elif defined(__SSE2__)
+  asm("" : "+x"(value));
+#elif defined(__aarch64__)
+  asm("" : "+w"(value));
+#endif
+}
 
 // Select, from four unsigned weight bytes in each lane, those that are multiplied with input word `word` of `words`.
 template <int words, class I>

@@ -1,0 +1,13 @@
+// Products with codes in planes, and with indices of a table.
+#include "tiles.h"
+
+namespace outrider {
+
+template const Tiles& tiles<Codes<2, 16>>();
+template const Tiles& tiles<Codes<3, 16>>();
+template const Tiles& tiles<Codes<5, 32>>();
+template const Tiles& tiles<Codes<6, 16>>();
+template const Tiles& tiles<Codes<4, 32, Values::kIQ4>>();
+template const Tiles& tiles<Codes<4, 32, Values::kFP4>>();
+
+}  // namespace outrider
