@@ -69,7 +69,7 @@ def test_inputs_that_are_no_multiple_of_64_are_padded(kind):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_table_is_expanded_in_parts(dtype, monkeypatch):
-    monkeypatch.setattr(decoder, "_PANELS_AT_ONCE", 2)
+    monkeypatch.setattr(decoder, "_VALUES_AT_ONCE", 2 * 32 * 256)
     for kind in KINDS:
         weight = _random(kind, 145, 256)
         assert torch.equal(decoder._expand(pack_blocks([weight]), dtype), weight.dequantize().to(dtype))
