@@ -246,12 +246,15 @@ def test_disabled_proposer_degrades_health():
 def test_repeated_round_failures_degrade_health_and_are_logged_rarely(monkeypatch, caplog):
     """The guard of the proposer does not see these failures, because they happen after `propose`."""
     with serving() as (url, async_llm):
+        target = async_llm.parts.target
+        score = target.score
 
-        def reject_drafts(batch, draft):
+        def reject_drafts(batch, draft, first=-1):
             if draft.size:
                 raise OutriderError("this verifier takes chains only")
+            return score(batch, draft, first)
 
-        monkeypatch.setattr(async_llm.engine, "_check", reject_drafts)
+        monkeypatch.setattr(target, "score", reject_drafts)
         body = {**BODY, "prompt": "a = 1\nb = 1\nc = 1\n", "max_tokens": 100}
         with caplog.at_level(logging.ERROR, "outrider.serve"):
             assert httpx.post(url + "/v1/completions", json=body).status_code == 200
