@@ -26,7 +26,6 @@ from outrider.verify.rules import EXACT
 from outrider.verify.sampling import SamplingTensors, apply_sampling, apply_sampling_packed
 from tests.helpers import tiny
 from tests.helpers.engines import make_engine, outputs, run
-from tests.helpers.variants import variants
 
 CPU = torch.device("cpu")
 BATCH, SIZE, VOCAB = 12, 5, 40
@@ -130,7 +129,16 @@ def test_packed_probabilities_equal_padded_ones_bitwise(chain, seed):
         assert torch.equal(actual.padded()[b, : 1 + nodes], expected[b, : 1 + nodes])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases(
+    "walk-chain-one-hot",
+    "coupled-tree-sampled",
+    "rejection-chain-sampled",
+    "block-chain-one-hot",
+    "siblings-tree-sampled",
+    "traversal-chain-sampled",
+    "typical-chain-one-hot",
+    "lenient-tree-sampled",
+)
 @pytest.mark.parametrize("sampled", [False, True], ids=["one-hot", "sampled"])
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", RULES)
@@ -218,26 +226,24 @@ def pair():
     return *targets, big.tokenizer
 
 
+@pytest.mark.fast_cases(
+    "chain-coupled-True",
+    "chain-rejection-True",
+    "chain-walk-False",
+    "tree-siblings-True",
+    "first-block-True",
+    "merge-traversal-True",
+)
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 @pytest.mark.parametrize(
     ("name", "rule", "random_params"),
-    variants(
-        [
-            *(("chain", rule, True) for rule in EXACT if rule != "traversal"),
-            *(("chain", rule, False) for rule in ("block", "walk", "rejection")),
-            *(("tree", rule, True) for rule in ("walk", "siblings", "traversal")),
-            ("first", "block", True),
-            ("merge", "traversal", True),
-        ],
-        fast=[
-            ("chain", "rejection", True),
-            ("chain", "coupled", True),
-            ("chain", "walk", False),
-            ("tree", "siblings", True),
-            ("first", "block", True),
-            ("merge", "traversal", True),
-        ],
-    ),
+    [
+        *(("chain", rule, True) for rule in EXACT if rule != "traversal"),
+        *(("chain", rule, False) for rule in ("block", "walk", "rejection")),
+        *(("tree", rule, True) for rule in ("walk", "siblings", "traversal")),
+        ("first", "block", True),
+        ("merge", "traversal", True),
+    ],
 )
 def test_outputs_of_native_kernels_equal_padded_ones(name, rule, random_params, pair):
     target, small, tokenizer = pair

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.variants import variants
-
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 SHORT = [path for path in EXAMPLES if path.name != "certify_pair.py"]
 
 
-@pytest.mark.parametrize("path", variants(EXAMPLES, fast=SHORT), ids=lambda path: path.name)
+@pytest.mark.fast_cases("own_proposer.py", "quickstart.py", "rl_rollouts.py", "streaming.py", "train_head.py")
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example(path, capsys):
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.core.config import EngineConfig
+from outrider.core.placement import describe_placement
 from outrider.drafting.propose.placement import (
     PassEstimate,
     _pass_work,
     choose_placement,
-    describe_placement,
     estimate_pass,
     place_draft_model,
     place_head,

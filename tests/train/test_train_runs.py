@@ -33,7 +33,6 @@ from outrider.train.report.log import FILE, read_log
 from outrider.train.run import FACTS, Training
 from outrider.train.settings import Settings
 from outrider.train.trainer import STATE
-from tests.helpers.variants import variants
 
 NANO = str(embedded("nano"))
 QUIET = Console(quiet=True)
@@ -253,19 +252,17 @@ def _raise_disk_full(*_, **__):
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.fast_cases("mtp-safetensors.torch.serialize_file")
 @pytest.mark.parametrize(
-    ("kind", "options", "function"),
-    variants(
-        [
-            ("mtp", {}, "torch.save"),
-            ("mtp", {}, "safetensors.torch.serialize_file"),
-            ("draft", OPTIONS["draft"], "transformers.PreTrainedModel.save_pretrained"),
-        ],
-        fast=[("mtp", {}, "safetensors.torch.serialize_file")],
-    ),
+    ("kind", "function"),
+    [
+        ("mtp", "torch.save"),
+        ("mtp", "safetensors.torch.serialize_file"),
+        ("draft", "transformers.PreTrainedModel.save_pretrained"),
+    ],
 )
-def test_full_disk_leaves_saved_files_intact(kind, options, function, data, uninterrupted, tmp_path, monkeypatch):
-    settings = _settings(data, tmp_path, **options)
+def test_full_disk_leaves_saved_files_intact(kind, function, data, uninterrupted, tmp_path, monkeypatch):
+    settings = _settings(data, tmp_path, **OPTIONS[kind])
     saved_weights = []
     with monkeypatch.context() as patch:
         run_cycle = Training._run_cycle
@@ -285,7 +282,7 @@ def test_full_disk_leaves_saved_files_intact(kind, options, function, data, unin
     assert all(torch.equal(saved_weights[0][name], weights[name]) for name in weights)
     assert not list(tmp_path.glob("*.new"))
     Training(kind, settings).run(QUIET)
-    assert _same_weights(tmp_path, uninterrupted(kind, **options))
+    assert _same_weights(tmp_path, uninterrupted(kind, **OPTIONS[kind]))
 
 
 def test_finished_training_restores_missing_files(data, uninterrupted, tmp_path):

@@ -58,7 +58,12 @@ def random_tokens(rng, size):
     return [rng.randrange(200) for _ in range(size)]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases(
+    "200-512-float32-0.0-whole",
+    "256-512-bfloat16-0.02-filtered",
+    "300-512-float32-0.02-filtered",
+    "256-5-float32-0.0-filtered",
+)
 @pytest.mark.parametrize("filters", [({},) * 4, FILTERS], ids=["whole", "filtered"])
 @pytest.mark.parametrize("keep", [0.0, 0.02])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

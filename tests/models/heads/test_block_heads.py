@@ -137,7 +137,14 @@ def test_presets_for_large_targets_follow_the_papers():
     assert describe("dflash", replace(sizes, layers=1)).aux_states.layers == (0,)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases(
+    "dflash-plain",
+    "dflash-confidence without Markov",
+    "dspark-reduced draft vocabulary",
+    "dspark-one layer without fusion",
+    "xpress-own tables",
+    "xpress-anchored",
+)
 @pytest.mark.parametrize(("kind", "name"), ALL_VARIANTS)
 def test_engine_logits_equal_training_logits(kind, name):
     """All blocks of one masked training pass equal the blocks of sequences in a batch, which grow round by round."""
@@ -317,7 +324,7 @@ def test_confidence_head_limits_the_draft_length():
     assert lengths == [0, 4]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("dflash-HeadProposer-1.0", "dspark-HeadTreeProposer-0.0", "xpress-HeadProposer-1.0")
 @pytest.mark.parametrize(("make", "temperature"), [(HeadProposer, 1.0), (HeadTreeProposer, 0.0)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_equals_plain_decoding(kind, temperature, make, tmp_path, monkeypatch):

@@ -84,7 +84,28 @@ def make_case(parent, kinds, *, vocab, generator, zeros=0.0, invalid=0.0, near=F
     return draft, p
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases(
+    "walk-empty-one-hot-{}",
+    "walk-one-sampled-{'zeros': 0.5}",
+    "walk-chain-without replacement-{'invalid': 0.3}",
+    "walk-star-mixed-{'near': True}",
+    "walk-tree-one-hot-{}",
+    "coupled-empty-sampled-{'invalid': 0.3}",
+    "coupled-one-one-hot-{'near': True}",
+    "coupled-chain-mixed-{}",
+    "coupled-star-without replacement-{'zeros': 0.5}",
+    "coupled-tree-sampled-{'zeros': 0.5}",
+    "block-empty-without replacement-{'near': True}",
+    "block-one-mixed-{'invalid': 0.3}",
+    "block-chain-one-hot-{'zeros': 0.5}",
+    "block-star-sampled-{}",
+    "block-tree-without replacement-{'invalid': 0.3}",
+    "traversal-empty-mixed-{'zeros': 0.5}",
+    "traversal-one-without replacement-{}",
+    "traversal-chain-sampled-{'near': True}",
+    "traversal-star-one-hot-{'invalid': 0.3}",
+    "traversal-tree-mixed-{'near': True}",
+)
 @pytest.mark.parametrize("options", [{}, {"zeros": 0.5}, {"invalid": 0.3}, {"near": True}], ids=str)
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)

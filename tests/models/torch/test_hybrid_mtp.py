@@ -18,7 +18,6 @@ from outrider.models.heads.formats.registry import format_of
 from outrider.models.heads.store import make_module
 from outrider.models.torch.recurrent.rows import CHUNK
 from tests.helpers import tiny
-from tests.helpers.variants import variants
 
 VOCAB = 64  # few tokens, so that a random module is often accepted
 NAMINGS = {"bamba": "mtp-qwen", "lfm2": "mtp-qwen", "nemotron_h": "mtp-nemotron"}  # by architecture
@@ -82,7 +81,8 @@ def outputs(llm, prompts, params):
     return [list(completion.token_ids) for completion in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("name", variants(NAMINGS, fast=["lfm2"]))
+@pytest.mark.fast_cases("lfm2")
+@pytest.mark.parametrize("name", NAMINGS)
 def test_outputs_equal_plain_decoding(name, folders):
     prompts = prompts_with_common_prefixes()
     params = SamplingParams(temperature=1.0, max_tokens=12, seed=3)
