@@ -91,7 +91,7 @@ def known_references():
     from outrider.models.loader import check
     from outrider.models.loader.embedded import embedded
 
-    compute = check._reference
+    compute = check.compute_reference
     folders = {str(embedded(name)) for name in ("mini", "nano")}
     known = {}
 
@@ -106,16 +106,19 @@ def known_references():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "_reference", reference)
+        patch.setattr(check, "compute_reference", reference)
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_rates():
-    """Measure the rates of the machine with a small buffer and small matrices: no test checks their values."""
+def given_rates():
+    """Give the rates of the machine: measuring takes seconds, and no test checks their values."""
+    from outrider.lab.bench.rates import Rates
+
+    rates = Rates(read={"normal_pages": 1e10, "huge_pages": 1e10}, gemm=1e11)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.lab.bench.rates._BUFFER", 1 << 20)
-        patch.setattr("outrider.lab.bench.rates._MATRIX", (64, 64))
+        for user in ("calibration", "run"):
+            patch.setattr(f"outrider.lab.bench.{user}.measure_rates", lambda device, dtype: rates)
         yield
 
 
@@ -123,7 +126,7 @@ def quick_rates():
 def short_evaluations():
     """Let the evaluations of trainings generate few tokens. They take longer than the small trainings of the tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.train.run._EVAL_TOKENS", 16)
+        patch.setattr("outrider.train.run.EVAL_TOKENS", 16)
         yield
 
 

@@ -226,14 +226,7 @@ def pair():
     return *targets, big.tokenizer
 
 
-@pytest.mark.fast_cases(
-    "chain-coupled-True",
-    "chain-rejection-True",
-    "chain-walk-False",
-    "tree-siblings-True",
-    "first-block-True",
-    "merge-traversal-True",
-)
+@pytest.mark.fast_cases("chain-coupled-True", "chain-rejection-True", "tree-siblings-True", "merge-traversal-True")
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 @pytest.mark.parametrize(
     ("name", "rule", "random_params"),

@@ -107,7 +107,7 @@ OPTIONS = {
 
 def _interrupt_after(patch, cycles):
     """Let trainings raise KeyboardInterrupt after this number of generation cycles."""
-    run_cycle = Training._run_cycle
+    run_cycle = Training.run_cycle
     num_cycles = [0]
 
     def run_or_interrupt(self):
@@ -116,7 +116,7 @@ def _interrupt_after(patch, cycles):
         num_cycles[0] += 1
         return run_cycle(self)
 
-    patch.setattr(Training, "_run_cycle", run_or_interrupt)
+    patch.setattr(Training, "run_cycle", run_or_interrupt)
 
 
 @pytest.mark.slow
@@ -142,13 +142,13 @@ def test_random_numbers_depend_only_on_the_cycle(data, tmp_path, monkeypatch):
     """A saved state has the random generator of one process, so each process seeds its own anew in each cycle."""
     settings = [_settings(data, tmp_path / name, multi_step_share=0.5) for name in "ab"]
     Training("dflash", settings[0]).run(QUIET)
-    run_cycle = Training._run_cycle
+    run_cycle = Training.run_cycle
 
     def draw_and_run(self):
         torch.rand(self._cycle + 5)
         return run_cycle(self)
 
-    monkeypatch.setattr(Training, "_run_cycle", draw_and_run)
+    monkeypatch.setattr(Training, "run_cycle", draw_and_run)
     Training("dflash", settings[1]).run(QUIET)
     assert _same_weights(tmp_path / "a", tmp_path / "b")
 
@@ -265,7 +265,7 @@ def test_full_disk_leaves_saved_files_intact(kind, function, data, uninterrupted
     settings = _settings(data, tmp_path, **OPTIONS[kind])
     saved_weights = []
     with monkeypatch.context() as patch:
-        run_cycle = Training._run_cycle
+        run_cycle = Training.run_cycle
         num_cycles = [0]
 
         def fill_disk_after_two_cycles(self):
@@ -275,7 +275,7 @@ def test_full_disk_leaves_saved_files_intact(kind, function, data, uninterrupted
             num_cycles[0] += 1
             return run_cycle(self)
 
-        patch.setattr(Training, "_run_cycle", fill_disk_after_two_cycles)
+        patch.setattr(Training, "run_cycle", fill_disk_after_two_cycles)
         with pytest.raises(OutriderError, match=r"No space left on device.*ree some space"):
             Training(kind, settings).run(QUIET)
     weights = _weights(tmp_path)

@@ -70,8 +70,8 @@ def random_tokens(rng, size):
 @pytest.mark.parametrize(("vocab", "piece"), [(200, 512), (tiny.VOCAB, 512), (300, 512), (tiny.VOCAB, 5)])
 def test_native_chains_equal_python_chains(vocab, piece, dtype, keep, filters, folder, monkeypatch):
     """The draft has as many ids as the target, more or fewer. A small `piece` makes it prefill in chunks."""
-    monkeypatch.setattr(model, "_PREFILL_CHUNK", piece)
-    monkeypatch.setattr(model, "_SMALL_FEED", 5)
+    monkeypatch.setattr(model, "PREFILL_CHUNK", piece)
+    monkeypatch.setattr(model, "SMALL_FEED", 5)
     runs = []
     for is_python in (False, True):
         draft = PlainTarget(model_of(folder, dtype)) if is_python else model_of(folder, dtype)

@@ -58,7 +58,7 @@ def run(loaded, proposer, params, **options):
     return [each.token_ids for each in llm.generate(PROMPTS, params)], llm
 
 
-@pytest.mark.fast_cases("float32-1.0", "bfloat16-1.0")
+@pytest.mark.fast_cases("bfloat16-1.0")
 @native
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_text_does_not_change(temperature, loaded, folders):

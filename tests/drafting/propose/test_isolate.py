@@ -67,7 +67,7 @@ def run_engine(make, *, count=8, temperature=0.8):
     return engine, outputs(run(engine, toy_prompts(count), params, limit=LIMIT, ends=frozenset()))
 
 
-@pytest.mark.fast_cases("none", "text draft", "lookahead", "best")
+@pytest.mark.fast_cases("text draft", "best")
 @pytest.mark.parametrize("name", PROPOSER_NAMES)
 def test_exceptions_do_not_change_the_output(name, caplog):
     _, plain = run_engine(EVERY["none"])

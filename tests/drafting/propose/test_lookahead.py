@@ -115,7 +115,7 @@ def test_pool_keeps_the_latest_ngrams_of_a_token():
 
 
 def test_pool_is_bounded(monkeypatch):
-    monkeypatch.setattr(lookahead, "_MAX_POOL_TOKENS", 8)
+    monkeypatch.setattr(lookahead, "MAX_POOL_TOKENS", 8)
     pool = lookahead._NgramPool(2)
     for first in range(30):
         pool.add((first, 1, 2))

@@ -228,7 +228,7 @@ def test_successors_of_other_proposers_drafts_are_stored():
 
 
 def test_number_of_suffixes_is_bounded(monkeypatch):
-    monkeypatch.setattr(recycle, "_MAX_SUFFIXES", 200)
+    monkeypatch.setattr(recycle, "MAX_SUFFIXES", 200)
     target, proposer, seqs = admitted([[3, 1, 4]])
     run_rounds(proposer, target, seqs, 12, 40)
     assert 100 < len(successors_of(proposer, 0)) <= 200

@@ -205,7 +205,7 @@ def test_cached_states_give_the_same_logits_again():
 
 
 def test_blocks_start_at_random_trained_positions(monkeypatch):
-    monkeypatch.setattr(blocks, "_MAX_BLOCKS", 4)
+    monkeypatch.setattr(blocks, "MAX_BLOCKS", 4)
     loss_mask = torch.zeros(3, 12, dtype=torch.bool)
     loss_mask[0, 2:] = True
     loss_mask[1, 7:9] = True
@@ -238,7 +238,7 @@ def test_blocks_in_one_training_pass_are_independent(monkeypatch):
         loss_mask=torch.ones(2, 15, dtype=torch.bool),
     )
     all_steps = list(unrolled(module, texts, 9))
-    monkeypatch.setattr(blocks, "_MAX_BLOCKS", 5)
+    monkeypatch.setattr(blocks, "MAX_BLOCKS", 5)
     torch.manual_seed(8)
     positions, _ = blocks.anchors(texts.loss_mask, 1.0)
     torch.manual_seed(8)
@@ -329,8 +329,8 @@ def test_confidence_head_limits_the_draft_length():
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_equals_plain_decoding(kind, temperature, make, tmp_path, monkeypatch):
     """The draft budget is larger than a block, and prompts are prefilled in chunks."""
-    monkeypatch.setattr(chain_module, "_PREFILL_CHUNK", 4)
-    monkeypatch.setattr(chain_module, "_SMALL_FEED", 4)
+    monkeypatch.setattr(chain_module, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(chain_module, "SMALL_FEED", 4)
     write_head(tmp_path / "head", make_head(describe(kind, MINI)), dtype=torch.float32)
     check_text(tmp_path / "head", make, temperature=temperature, k=6)
 

@@ -100,8 +100,8 @@ def test_number_of_pending_states_is_bounded(kind, make, tmp_path, monkeypatch):
     proposer = f"{'draft' if make is HeadProposer else 'tree'}:{tmp_path / 'head'}"
     results = []
     for max_pending in (10**6, 16):
-        monkeypatch.setattr("outrider.drafting.propose.draft_model.trained_head._MAX_PENDING", max_pending)
-        monkeypatch.setattr("outrider.drafting.propose.draft_model.trained_head._PREFILL_CHUNK", 24)
+        monkeypatch.setattr("outrider.drafting.propose.draft_model.trained_head.MAX_PENDING", max_pending)
+        monkeypatch.setattr("outrider.drafting.propose.draft_model.trained_head.PREFILL_CHUNK", 24)
         llm = guessed_by(proposer, k=0, chunk=32)
         drafts = []
         for prompt in (list(range(100, 190)), list(range(300, 305))):
@@ -361,7 +361,7 @@ def test_head_of_another_target_is_rejected(tmp_path):
 def test_pass_times_can_be_measured(kind, tmp_path, monkeypatch):
     """The output after the measurement is that of plain decoding."""
     # One sweep measures every shape, though not precisely.
-    monkeypatch.setattr("outrider.drafting.plan.calibrate._PASSES", 1)
+    monkeypatch.setattr("outrider.drafting.plan.calibrate.PASSES", 1)
     torch.manual_seed(1)
     write_head(tmp_path / "head", make_module(describe_kind(kind, MINI)), dtype=torch.float32)
     expected = plain_text(0.0)

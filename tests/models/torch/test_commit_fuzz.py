@@ -51,7 +51,7 @@ KINDS = {  # by name: architecture, kernels
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_commits_equal_a_fresh_prefill(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "_MIN_SAVED", 4)  # recurrent layers often process the sequences in two parts
+    monkeypatch.setattr(rows, "MIN_SAVED", 4)  # recurrent layers often process the sequences in two parts
     name, kernels = KINDS[kind]
     if kernels == "native" and not tiny.compiles():
         pytest.skip("the native kernels cannot be compiled here")
