@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
-SHORT = [path for path in EXAMPLES if path.name != "certify_pair.py"]
 
 
 @pytest.mark.fast_cases("own_proposer.py", "quickstart.py", "rl_rollouts.py", "streaming.py", "train_head.py")

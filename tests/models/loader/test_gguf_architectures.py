@@ -15,22 +15,6 @@ from outrider.models.torch.gguf_made import BlockExperts
 from tests.helpers import tiny
 from tests.helpers.gguf_architectures import WRITTEN, writable_model, write_architecture
 
-FAST = (
-    *("mixtral", "qwen3_moe", "granitemoeshared", "gpt_oss", "deepseek_v3", "llama4_text", "afmoe", "gemma3n_text"),
-    *(
-        "gemma4_text",
-        "phi",
-        "glm4",
-        "falcon",
-        "bloom",
-        "gpt2",
-        "qwen3_next",
-        "qwen3_5_text",
-        "lfm2_moe",
-        "falcon_mamba",
-    ),
-    *("falcon_h1", "nemotron_h", "jamba"),
-)
 _SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 
 
