@@ -11,7 +11,7 @@ help: ## List the targets.
 demo: .venv/ready ## Answer a prompt with the embedded models and show what speculation did.
 	$(BIN)/outrider run --chat --show --temperature 0 "Mia reads 8 pages every day. How many pages does Mia read in 5 days?"
 
-quick: .venv/ready ## Run the fast tests of core, verify, caches, engine and drafting, in about a minute.
+quick: .venv/ready ## Run the fast tests of core, verify, caches, engine and drafting.
 	$(PYTEST) tests/core tests/verify tests/models/cache tests/engine tests/drafting
 
 test: check ## Lint, type-check and run the fast tests.

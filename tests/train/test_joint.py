@@ -223,7 +223,7 @@ def load_weights(folder):
 
 
 def test_training_writes_draft_and_target_and_can_be_resumed(data, tmp_path, monkeypatch):
-    document, lines = Training("mtp", make_run_settings(data, tmp_path / "complete", epochs=1)).run(QUIET)
+    document, lines = Training("mtp", make_run_settings(data, tmp_path / "complete")).run(QUIET)
     assert document["trained_target"] == str(tmp_path / "complete" / TARGET)
     assert lines[-1]["loss"] < lines[0]["loss"]
     run_cycle = Training.run_cycle
@@ -238,9 +238,9 @@ def test_training_writes_draft_and_target_and_can_be_resumed(data, tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(Training, "run_cycle", run_two_cycles)
         with pytest.raises(KeyboardInterrupt):
-            Training("mtp", make_run_settings(data, tmp_path / "resumed", epochs=1)).run(QUIET)
+            Training("mtp", make_run_settings(data, tmp_path / "resumed")).run(QUIET)
     assert len(read_log(tmp_path / "resumed")) == 2
-    Training("mtp", make_run_settings(data, tmp_path / "resumed", epochs=1)).run(QUIET)
+    Training("mtp", make_run_settings(data, tmp_path / "resumed")).run(QUIET)
     complete, resumed = (load_weights(tmp_path / name) for name in ("complete", "resumed"))
     assert complete.keys() == resumed.keys()
     assert all(torch.equal(complete[name], resumed[name]) for name in complete)

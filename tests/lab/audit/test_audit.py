@@ -140,11 +140,9 @@ def prompts_file(tmp_path):
     return str(path)
 
 
-@pytest.mark.fast_cases("nano-exit:1")
-@pytest.mark.parametrize(("target", "proposer"), [("nano", "exit:1"), (None, None)])
-def test_exact_pair_passes(target, proposer, prompts_file):
+def test_embedded_pair_passes(prompts_file):
     printed = io.StringIO()
-    report = run_audit(target, proposer, prompts=prompts_file, console=Console(file=printed, width=160), **QUICK)
+    report = run_audit(None, None, prompts=prompts_file, console=Console(file=printed, width=160), **QUICK)
     assert report["passed"] is True
     assert report["replay"]["unexplained"] == 0
     assert report["replay"]["tokens"] == 6 * report["replay"]["texts"] == 6 * 2 * len(report["replay"]["cases"])
@@ -199,7 +197,7 @@ def test_quantized_pair_in_float32_has_the_logits_of_the_quantized_model(pair):
 def test_proposer_with_wrong_q_fails(prompts_file):
     printed = io.StringIO()
     console = Console(file=printed, width=160)
-    report = run_audit("nano", f"{__name__}:WrongQ", prompts=prompts_file, console=console, **QUICK)
+    report = run_audit(None, f"{__name__}:WrongQ", prompts=prompts_file, console=console, **QUICK)
     assert report["passed"] is False
     assert report["replay"]["passed"], "greedy and seeded outputs are correct"
     results = {test["verifier"]: test["passed"] for test in report["distribution"]["tests"] if not test["top_k"]}

@@ -229,7 +229,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(centroids, nano):
     trainee.begin(lambda: samples)
     texts = collator.collate(samples, train_on_prompts=False)
     assert texts.shared_kv[1][0].shape[:2] == (2, 1)
-    trainer = Trainer(trainee, losses=parse("ce"), steps=3, decay=0.8, lr=1e-2)
+    trainer = Trainer(trainee, losses=parse("ce"), steps=3, decay=0.8, lr=3e-3)
 
     def tau():
         engine = make_engine(target, lambda setup: trainee.proposer(make_setup(nano)), k=3, rows=2)
@@ -237,7 +237,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(centroids, nano):
         return engine.stats.tau
 
     tau_before = tau()
-    stats = [trainer.train([texts], progress=step / 18) for step in range(18)]
+    stats = [trainer.train([texts], progress=step / 50) for step in range(50)]
     assert stats[-1].loss < 0.5 * stats[0].loss
     assert tau() > tau_before + 0.7
     assert len(list(unrolled(trainee.module, texts, 3, 0.5))) == 3
