@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test test-all test-gpu check bench docs readme release clean
+.PHONY: help demo quick test test-all test-gpu check bench docs readme release clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: .venv/ready ## Answer a prompt with the embedded models and show what speculation did.
 	$(BIN)/outrider run --chat --show --temperature 0 "Mia reads 8 pages every day. How many pages does Mia read in 5 days?"
+
+quick: .venv/ready ## Run the fast tests of core, verify, caches, engine and drafting.
+	$(PYTEST) tests/core tests/verify tests/models/cache tests/engine tests/drafting
 
 test: check ## Lint, type-check and run the fast tests.
 	$(PYTEST)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
+
+GPU_TESTS = Path(__file__).parent / "gpu"
 
 torch.set_num_threads(1)  # the models are small
 
@@ -22,29 +24,31 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the tests that need a GPU without `--gpu`: loading and skipping them takes seconds."""
+    return True if collection_path == GPU_TESTS and not config.getoption("--gpu") else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects the tests by their markers
-def pytest_collection_modifyitems(items):
-    """Mark most combinations of tests with the marker `one_in(n)` as slow.
-
-    The fast ones are those whose indices add up to a multiple of n: each value of a parameter is in one of them
-    if the other parameters have enough values.
-    """
-    seen = defaultdict(dict)  # by function and parametrization: the index of each value
+def pytest_collection_modifyitems(config, items):
+    """Mark the cases of a test as slow that its marker `fast_cases` does not name. Refuse names of no case."""
+    unknown = {}  # by test: the names in its marker that no collected case has
     for item in items:
-        marker = item.get_closest_marker("one_in")
-        if marker is not None and _sum_of_indices(item, seen) % marker.args[0]:
+        marker = item.get_closest_marker("fast_cases")
+        if marker is None:
+            continue
+        if item.callspec.id not in marker.args:
             item.add_marker(pytest.mark.slow)
+        unknown.setdefault(item.nodeid.partition("[")[0], set(marker.args)).discard(item.callspec.id)
+    collects_all = not (config.getoption("last_failed", False) or any("[" in argument for argument in config.args))
+    if collects_all and any(unknown.values()):
+        lines = [f"{test}: {', '.join(sorted(names))}" for test, names in unknown.items() if names]
+        raise pytest.UsageError("fast_cases names cases that do not exist: " + "; ".join(lines))
 
 
-def _sum_of_indices(item, seen):
-    """Add up the indices of a test's combination, one for each of its parametrizations."""
-    total = 0
-    for mark in item.iter_markers("parametrize"):
-        names = mark.args[0].replace(" ", "").split(",") if isinstance(mark.args[0], str) else mark.args[0]
-        indices = seen[item.function, *names]
-        value = tuple(id(item.callspec.params[name]) for name in names)
-        total += indices.setdefault(value, len(indices))
-    return total
+def pytest_make_parametrize_id(val):
+    """Name a data type like the options do: "float32"."""
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -87,7 +91,7 @@ def known_references():
     from outrider.models.loader import check
     from outrider.models.loader.embedded import embedded
 
-    compute = check._reference
+    compute = check.compute_reference
     folders = {str(embedded(name)) for name in ("mini", "nano")}
     known = {}
 
@@ -102,16 +106,19 @@ def known_references():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "_reference", reference)
+        patch.setattr(check, "compute_reference", reference)
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_rates():
-    """Measure the rates of the machine with a small buffer and small matrices: no test checks their values."""
+def given_rates():
+    """Give the rates of the machine: measuring takes seconds, and no test checks their values."""
+    from outrider.lab.bench.rates import Rates
+
+    rates = Rates(read={"normal_pages": 1e10, "huge_pages": 1e10}, gemm=1e11)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.lab.bench.rates._BUFFER", 1 << 20)
-        patch.setattr("outrider.lab.bench.rates._MATRIX", (64, 64))
+        for user in ("calibration", "run"):
+            patch.setattr(f"outrider.lab.bench.{user}.measure_rates", lambda device, dtype: rates)
         yield
 
 
@@ -119,7 +126,7 @@ def quick_rates():
 def short_evaluations():
     """Let the evaluations of trainings generate few tokens. They take longer than the small trainings of the tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outrider.train.run._EVAL_TOKENS", 16)
+        patch.setattr("outrider.train.run.EVAL_TOKENS", 16)
         yield
 
 

@@ -42,7 +42,7 @@ from outrider.tools.settings import IndexSettings
 
 FIELDS = ("text", "prompt", "messages")  # fields of a JSON line; the first one that exists is used
 _LINES = (".jsonl", ".ndjson")  # suffixes of files with JSON lines
-_PIECE = 1 << 20  # characters per call of the tokenizer
+PIECE = 1 << 20  # characters per call of the tokenizer
 
 Tokens = NDArray[np.uint32]  # the tokens of one document
 
@@ -245,14 +245,14 @@ def encode(tokenizer: Any, texts: Iterable[str], tell: Callable[[int], None]) ->
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
-    """Yield batches of (piece, whether it is the last piece of its text), of about `_PIECE` characters each."""
+    """Yield batches of (piece, whether it is the last piece of its text), of about `PIECE` characters each."""
     batch: list[tuple[str, bool]] = []
     size = 0
     for text in texts:
         for piece in _pieces(text):
             batch.append(piece)
             size += len(piece[0])
-            if size >= _PIECE:
+            if size >= PIECE:
                 yield batch
                 batch = []
                 size = 0
@@ -263,8 +263,8 @@ def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 def _pieces(text: str) -> Iterator[tuple[str, bool]]:
     """Split a text at line ends. Yields each piece and whether it is the last one."""
     at = 0
-    while len(text) - at > _PIECE:
-        end = text.rfind("\n", at, at + _PIECE) + 1 or at + _PIECE
+    while len(text) - at > PIECE:
+        end = text.rfind("\n", at, at + PIECE) + 1 or at + PIECE
         yield text[at:end], False
         at = end
     yield text[at:], True

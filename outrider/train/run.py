@@ -54,7 +54,7 @@ from outrider.train.trainer import STATE, StepStats, Trainer, read_state
 
 FACTS = "training.json"
 _CHECK_TOKENS = 256  # tokens of the prompt on which the target's distribution is checked
-_EVAL_TOKENS = 128  # most tokens of an answer in the evaluation
+EVAL_TOKENS = 128  # most tokens of an answer in the evaluation
 _DEFAULT_CACHE_GB = 10.0
 _EVALUATIONS = 8  # of a training with a time budget
 _SAVE_SECONDS = 60.0  # between two saves of a training with a time budget
@@ -120,7 +120,7 @@ class Training:
             self._setup.parts,
             [self._eval_prompt(prompt) for prompt in eval_prompts],
             k=settings.k,
-            tokens=eval_tokens or _EVAL_TOKENS,
+            tokens=eval_tokens or EVAL_TOKENS,
             seed=settings.seed,
         )
 
@@ -145,7 +145,7 @@ class Training:
         """
         if rank():
             while not self._is_finished():
-                self._run_cycle()
+                self.run_cycle()
             if self._joined:
                 leave_group()
             return self._document({}), []
@@ -159,7 +159,7 @@ class Training:
             while not finished:
                 if self._budget is not None:
                     self._budget.start()
-                stats, seconds = self._run_cycle()
+                stats, seconds = self.run_cycle()
                 if self._budget is not None:
                     self._budget.stop()  # evaluations and saves do not count
                 finished = self._is_finished()
@@ -221,7 +221,7 @@ class Training:
             facts["seconds"] = max(self._budget.elapsed, self._budget.seconds if finished else 0.0)
         self._trainer.save(self._out, cycle=self._cycle, identity=self._identity, **facts)
 
-    def _run_cycle(self) -> tuple[list[StepStats], dict[str, float]]:
+    def run_cycle(self) -> tuple[list[StepStats], dict[str, float]]:
         """Run one generation cycle. Return the statistics of its steps, and the seconds of answers and steps."""
         settings = self._settings
         start = perf_counter()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from outrider.train.optimizer import Optimizer
 from recipes.family.train import lr_factor, say
 
-_SAVE_EVERY = 50  # steps
+SAVE_EVERY = 50  # steps
 _SAY_EVERY = 50  # steps
 
 
@@ -49,7 +49,7 @@ def train(
         if (step + 1) % _SAY_EVERY == 0:
             say(f"{file.stem}: step {step + 1} of {steps}, loss {total / _SAY_EVERY:.4f}")
             total = 0.0
-        if (step + 1) % _SAVE_EVERY == 0 or step + 1 == steps:
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == steps:
             _save(file, {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1})
     module.eval()
 

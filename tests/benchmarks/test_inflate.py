@@ -91,7 +91,20 @@ def exact_norm(monkeypatch):
     monkeypatch.setattr(LlamaRMSNorm, "forward", norm)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases(
+    "separate head-same",
+    "separate head-hidden, less than two copies",
+    "separate head-ffn and layers, odd",
+    "separate head-kv heads, unequal copies",
+    "separate head-four times larger heads",
+    "separate head-tokens, with a merged channel",
+    "tied-hidden, with spare channels",
+    "tied-ffn",
+    "tied-kv heads",
+    "tied-larger heads",
+    "tied-tokens, with spare channels",
+    "tied-everything",
+)
 @pytest.mark.usefixtures("exact_norm")
 @pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("tied", [False, True], ids=["separate head", "tied"])
@@ -103,7 +116,7 @@ def test_logits_are_exact_in_float64(dims, tied):
     assert abs(agreement.kl) < 1e-9
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("kv heads, unequal copies", "tokens, with a merged channel")
 @pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
 def test_greedy_output_is_equal_in_float32(dims):
     small = tiny()
@@ -115,7 +128,7 @@ def test_greedy_output_is_equal_in_float32(dims):
     assert greedy_output(large) == greedy_output(small)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("(12, 12)-1-1", "(12, 12)-6-2", "(12, 6)-4-4", "(24, 6)-6-3")
 @pytest.mark.usefixtures("exact_norm")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (4, 4), (6, 2), (6, 3)])
 @pytest.mark.parametrize("large", [(12, 12), (12, 6), (24, 6)], ids=str)
@@ -260,7 +273,7 @@ def rounded():
     return model, outputs, compare(load(MODELS / "nano", torch.float32), model, outputs)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases("layers")
 @pytest.mark.parametrize(
     ("dims", "share"),  # share: of the difference between the small model in bfloat16 and in float32
     [
@@ -269,6 +282,7 @@ def rounded():
         (Dims(hidden=640, layers=4, heads=8, kv_heads=2, head_dim=128, ffn=1000), 1.5),
         (Dims(hidden=700, layers=4, heads=10, kv_heads=5, head_dim=128, vocab=12345, untie=True), 1.5),
     ],
+    ids=["layers", "powers of two", "other factors", "everything"],
 )
 def test_difference_in_bfloat16_is_small(dims, share, rounded):
     model, outputs, rounding = rounded

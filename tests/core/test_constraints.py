@@ -151,7 +151,7 @@ def test_many_schemas(grammars, proposer, verifier, temperature):
 ALPHABET, LANGUAGE = "abcde", ["a", "ab", "abd", "bcda", "bcdb", "bcdbe", "cc", "ca", "eeee"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("none-0.0", "draft-0.0")
 @pytest.mark.parametrize(("proposer", "temperature"), [("none", 0.0), ("ngram", 1.0), ("draft", 0.0), ("draft", 1.0)])
 def test_preempted_sequences_keep_their_grammars(grammars, schemas, proposer, temperature):
     large, small = (
@@ -212,7 +212,7 @@ def constrained_distribution(target, prompt):
     return distribution
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("walk", "block")
 @pytest.mark.parametrize("name", EXACT)
 def test_outputs_have_the_constrained_distribution(name):
     tokenizer = grammar_cases.letters(ALPHABET)

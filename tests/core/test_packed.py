@@ -26,11 +26,11 @@ from outrider.verify.rules import EXACT
 from outrider.verify.sampling import SamplingTensors, apply_sampling, apply_sampling_packed
 from tests.helpers import tiny
 from tests.helpers.engines import make_engine, outputs, run
-from tests.helpers.variants import variants
 
 CPU = torch.device("cpu")
 BATCH, SIZE, VOCAB = 12, 5, 40
 RULES = {**EXACT, **LOSSY}
+RULES_AND_SHAPES = [(name, shape) for name in RULES for shape in ("chain", "tree")[: 1 + RULES[name].trees]]
 
 
 def packed(padded, width, *, skip=-1):
@@ -130,15 +130,21 @@ def test_packed_probabilities_equal_padded_ones_bitwise(chain, seed):
         assert torch.equal(actual.padded()[b, : 1 + nodes], expected[b, : 1 + nodes])
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases(
+    "walk-chain-one-hot",
+    "coupled-tree-sampled",
+    "rejection-chain-sampled",
+    "block-chain-one-hot",
+    "siblings-tree-sampled",
+    "traversal-chain-sampled",
+    "typical-tree-one-hot",
+    "lenient-chain-sampled",
+)
 @pytest.mark.parametrize("sampled", [False, True], ids=["one-hot", "sampled"])
-@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", RULES)
-def test_packed_verdicts_equal_padded_ones(name, chain, sampled):
-    if not (chain or RULES[name].trees):
-        return
+@pytest.mark.parametrize(("name", "shape"), RULES_AND_SHAPES)
+def test_packed_verdicts_equal_padded_ones(name, shape, sampled):
     for seed in range(20):
-        draft, q = random_draft(seed, chain=chain, sampled=sampled)
+        draft, q = random_draft(seed, chain=shape == "chain", sampled=sampled)
         generator = torch.Generator().manual_seed(seed)
         p = (torch.randn(BATCH, 1 + SIZE, VOCAB, generator=generator) * 2).softmax(-1)
         if q is not None:  # make p similar to q, so that packed_values draft tokens are accepted
@@ -218,26 +224,17 @@ def pair():
     return *targets, big.tokenizer
 
 
+@pytest.mark.fast_cases("chain-coupled-True", "chain-rejection-True", "tree-siblings-True", "merge-traversal-True")
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 @pytest.mark.parametrize(
     ("name", "rule", "random_params"),
-    variants(
-        [
-            *(("chain", rule, True) for rule in EXACT if rule != "traversal"),
-            *(("chain", rule, False) for rule in ("block", "walk", "rejection")),
-            *(("tree", rule, True) for rule in ("walk", "siblings", "traversal")),
-            ("first", "block", True),
-            ("merge", "traversal", True),
-        ],
-        fast=[
-            ("chain", "rejection", True),
-            ("chain", "coupled", True),
-            ("chain", "walk", False),
-            ("tree", "siblings", True),
-            ("first", "block", True),
-            ("merge", "traversal", True),
-        ],
-    ),
+    [
+        *(("chain", rule, True) for rule in EXACT if rule != "traversal"),
+        *(("chain", rule, False) for rule in ("block", "walk", "rejection")),
+        *(("tree", rule, True) for rule in ("walk", "siblings", "traversal")),
+        ("first", "block", True),
+        ("merge", "traversal", True),
+    ],
 )
 def test_outputs_of_native_kernels_equal_padded_ones(name, rule, random_params, pair):
     target, small, tokenizer = pair

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from starlette.testclient import TestClient
 
-from outrider.cli.options import ChatOptions
+from outrider.cli.options import PromptOptions
 from outrider.cli.output import Output
 from outrider.cli.run import converse
 from outrider.cli.source import SourceOptions
@@ -41,12 +41,12 @@ def calls(monkeypatch):
 
 def run(llm, prompt):
     output = Output(llm, show=False, as_json=False)
-    converse(llm, PARAMS, prompt=prompt, options=SourceOptions(), chat=ChatOptions(), output=output)
+    converse(llm, PARAMS, prompts=PromptOptions(prompt=prompt), options=SourceOptions(), output=output)
 
 
 def post(llm, prompt):
     server = AsyncLLM(llm, max_queued_requests=1, max_num_seqs=2)
-    with TestClient(make_app(server, Settings(max_num_seqs=2), name="tiny")) as client:
+    with TestClient(make_app(server, with_engine(Settings, max_num_seqs=2), name="tiny")) as client:
         assert client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).status_code == 200
 
 

@@ -13,19 +13,25 @@ from outrider.serve.stream.drafts import drafts_of
 PROMPT = "a = 1\nb = 1\nc = 1\nd = 1\n"
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("spec", "allowed"),
-    [
-        ("ngram", {"ngram"}),
-        ("first(ngram,recycle)", {"ngram", "recycle"}),
-        ("merge(ngram,recycle)", {"ngram", "recycle", "ngram+recycle"}),
-        ("merge(recycle,first(ngram,suffix))", {"ngram", "recycle", "recycle+ngram"}),
-        ("switch(ngram,recycle)", {"ngram"}),
-    ],
+ALLOWED = {  # the sources of each proposer
+    "ngram": {"ngram"},
+    "first(ngram,recycle)": {"ngram", "recycle"},
+    "merge(ngram,recycle)": {"ngram", "recycle", "ngram+recycle"},
+    "merge(recycle,first(ngram,suffix))": {"ngram", "recycle", "recycle+ngram"},
+    "switch(ngram,recycle)": {"ngram"},
+}
+
+
+@pytest.mark.fast_cases(
+    "0.0-ngram",
+    "0.0-merge(ngram,recycle)",
+    "0.0-switch(ngram,recycle)",
+    "1.0-first(ngram,recycle)",
+    "1.0-merge(recycle,first(ngram,suffix))",
 )
+@pytest.mark.parametrize("spec", ALLOWED)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_source_of_each_draft_token(spec, allowed, temperature):
+def test_source_of_each_draft_token(spec, temperature):
     llm = LLM(embedded("nano"), proposer=spec, dtype="float32", max_model_len=256, max_num_seqs=2, k=6)
     drafts = []
 
@@ -35,7 +41,7 @@ def test_source_of_each_draft_token(spec, allowed, temperature):
     llm.engine.on_round = record
     llm.generate([PROMPT, "x = 2\ny = 2\nz = 2\n"], SamplingParams(max_tokens=40, temperature=temperature, seed=1))
     names = {name for draft in drafts for name in draft.source}
-    assert names <= allowed
+    assert names <= ALLOWED[spec]
     assert ("+" in "".join(names)) == spec.startswith("merge")
     assert sum(len(draft.tokens) for draft in drafts) >= llm.stats.draft_tokens > 0
     assert sum(sum(draft.accepted) for draft in drafts) >= sum(llm.stats.accepted)

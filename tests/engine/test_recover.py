@@ -67,7 +67,19 @@ def run_with_recovery(engine, params):
     return done, num_raised
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases(
+    "none-0.0",
+    "ngram-0.8",
+    "model-0.0",
+    "text draft-0.8",
+    "suffix-0.0",
+    "recycle-0.8",
+    "lookahead-0.0",
+    "switch-0.8",
+    "merge-0.0",
+    "best-0.8",
+    "tree-0.0",
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", PROPOSER_NAMES)
 def test_only_the_failing_sequence_ends(name, temperature):

@@ -63,7 +63,13 @@ def exact(pair):
     return llm.generate(PROMPTS, GREEDY), llm.generate(PROMPTS, SAMPLED), llm.stats
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases(
+    "lantern:delta=0.3,k=8-auto",
+    "gsd:clusters=8-torch",
+    "gsd:clusters=8,size=3-auto",
+    "pcg:k=2-torch",
+    "bins:distance=9,first=4,last=60-auto",
+)
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_a_relaxed_rule_accepts_more_and_says_so(expression, kernels, pair, exact):

@@ -12,7 +12,6 @@ from outrider.llm import LLM
 from tests.field.models import EVERY, KERNELS, llama, make_pair, token_ids
 from tests.helpers import tiny
 from tests.helpers.serving import serving
-from tests.helpers.variants import variants
 
 NATIVE = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
 PROMPTS = [(1, 2, 3), tuple(range(40)), tuple(range(100, 150))]
@@ -29,7 +28,7 @@ def shelf(tmp_path_factory):
     return tiny.Shelf(tmp_path_factory.mktemp("targets"))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("tree-native", "draft-torch")
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("kind", ["tree", "draft"])
 def test_draft_with_a_smaller_context(folders, tmp_path, kernels, kind, caplog):
@@ -46,13 +45,11 @@ def test_draft_with_a_smaller_context(folders, tmp_path, kernels, kind, caplog):
     assert sum("context" in record.message for record in caplog.records) <= 1
 
 
+@pytest.mark.fast_cases("gpt_neox", "mamba2", "recurrent_gemma")
 @NATIVE
 @pytest.mark.parametrize(
     "name",
-    variants(
-        ["gpt_neox", "lfm2", "mamba", "mamba2", "falcon_h1", "bamba", "qwen3_next", "recurrent_gemma"],
-        fast=["gpt_neox", "mamba2", "recurrent_gemma"],
-    ),
+    ["gpt_neox", "lfm2", "mamba", "mamba2", "falcon_h1", "bamba", "qwen3_next", "recurrent_gemma"],
 )
 def test_native_draft_with_a_smaller_context_than_a_target_on_torch(shelf, short_draft, name):
     """One sequence, as `outrider run` has: the cache of the draft holds its own window (llama.cpp#22554)."""
@@ -73,7 +70,7 @@ def test_error_of_short_memory_names_settings_that_exist(shelf, short_draft, mon
         LLM(shelf.folder("gpt_neox"), proposer=f"draft:{short_draft}", **options)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("ngram-native", "suffix-torch", "itself-native", "random-torch")
 @pytest.mark.parametrize("kernels", KERNELS)
 @EVERY
 def test_drafts_end_with_the_context(folders, kernels, name):

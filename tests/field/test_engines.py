@@ -14,7 +14,6 @@ from outrider.train.model.presets import Sizes, describe
 from tests.field.models import GREEDY, PROMPTS, llama, token_ids
 from tests.helpers import tiny
 from tests.helpers.threads import torch_threads
-from tests.helpers.variants import variants
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,8 @@ def folders(tmp_path_factory):
     return target, root / "head"
 
 
-@pytest.mark.parametrize(("count", "threads"), variants([(4, 1), (50, 1), (50, 2), (50, 4)], fast=[(4, 1)]))
+@pytest.mark.fast_cases("4-1")
+@pytest.mark.parametrize(("count", "threads"), [(4, 1), (50, 1), (50, 2), (50, 4)])
 def test_every_fresh_engine_accepts_as_much(folders, count, threads):
     """Engines with an EAGLE-3 head are made and dropped; none accepts less than the first (openvino.genai#4425)."""
     target, head = folders

@@ -7,7 +7,6 @@ import pytest
 from outrider.core.params import SamplingParams
 from tests.field.models import make_pair, token_ids
 from tests.helpers import tiny
-from tests.helpers.variants import variants
 
 
 @pytest.fixture(scope="module")
@@ -15,9 +14,8 @@ def shelf(tmp_path_factory):
     return tiny.Shelf(tmp_path_factory.mktemp("recurrent"))
 
 
-@pytest.mark.parametrize(
-    "name", variants(["qwen3_next", "mamba2", "bamba", "falcon_h1", "lfm2"], fast=["qwen3_next", "mamba2"])
-)
+@pytest.mark.fast_cases("qwen3_next", "mamba2")
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "bamba", "falcon_h1", "lfm2"])
 def test_no_draft_token_is_accepted(shelf, name):
     """A random draft, 1 to 6 draft tokens, and sequences that end within a round and give up their slots.
 

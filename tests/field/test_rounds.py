@@ -23,7 +23,7 @@ class Alternating(FixedPlanner):
         return planned if self.rounds % 3 == 0 else planned.limited((0,) * len(batch.seqs))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("ngram-native", "suffix-torch", "itself-native", "random-torch")
 @BOTH
 @EVERY
 def test_drafts_after_rounds_without_drafts(pair, name):
@@ -55,7 +55,7 @@ def test_a_request_that_goes_away_leaves_nothing(native_pair, name):
         assert llm.generate(prompt, GREEDY)[0].token_ids == expected
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("ngram-native", "suffix-torch", "itself-native", "random-torch")
 @pytest.mark.parametrize("kernels", KERNELS)
 @EVERY
 def test_cached_prefixes_give_the_text_of_a_cold_cache(folders, kernels, name):

@@ -23,7 +23,13 @@ SETTINGS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases(
+    "frequency_penalty-ngram",
+    "presence_penalty-suffix",
+    "repetition_penalty-itself",
+    "logit_bias-random",
+    "min_p-ngram",
+)
 @EVERY
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_setting_holds_for_every_draft_token(native_pair, name, setting):
@@ -43,7 +49,7 @@ def test_setting_holds_for_every_draft_token(native_pair, name, setting):
     assert expected[-1] != without  # the setting has an effect
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("ngram-native", "suffix-torch", "itself-native", "random-torch")
 @BOTH
 @EVERY
 def test_rejection_of_a_sampled_token_loses_no_token(pair, name):

@@ -149,7 +149,7 @@ def test_end_of_text_tokens_of_a_gguf_file(keys):
     assert GGUFFile.end_ids(SimpleNamespace(field=fields.get)) == set(range(len(keys)))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("ngram-native", "suffix-torch", "itself-native", "random-torch")
 @BOTH
 @EVERY
 def test_the_first_token(pair, name):

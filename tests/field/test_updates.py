@@ -27,7 +27,7 @@ def tied(tmp_path_factory):
     return folder, {name: value.clone() for name, value in weights.items()}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("ngram-native", "itself-torch")
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("proposer", ["ngram", "itself"])
 def test_head_follows_the_embedding(tied, kernels, proposer, tmp_path):

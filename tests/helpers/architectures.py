@@ -536,7 +536,7 @@ _NO_GRAPHS = frozenset(
 
 
 # The fast tests run one or two architectures for each mechanism of a pass. Only the slow tests run the others.
-_FAST = frozenset(
+FAST = frozenset(
     {
         "llama",
         "gemma3",  # a text model in a larger one
@@ -597,7 +597,6 @@ class Architecture:
     quantized: str  # by `--quantize` on torch: yes, without experts, without LM head, LM head only, or no
     prefixes: bool  # whether requests share the cache of a common prefix
     graphs: bool  # whether passes can be recorded as CUDA graphs
-    rare: bool  # only the slow tests run it
 
     @property
     def native(self) -> bool:
@@ -620,7 +619,6 @@ def _architecture(name: str, kind: str, config: Callable[[], PreTrainedConfig]) 
         quantized="no" if kind in _WITH_ENCODER else quantized,
         prefixes=kind not in _WITH_ENCODER,
         graphs=kind == "attention" and name not in _NO_GRAPHS,
-        rare=name not in _FAST,
     )
 
 

@@ -36,6 +36,7 @@ from tests.helpers.architectures import ARCHITECTURES as ARCHITECTURES
 from tests.helpers.architectures import ATTENTION as ATTENTION
 from tests.helpers.architectures import ENCODER_DECODER as ENCODER_DECODER
 from tests.helpers.architectures import EVERY as EVERY
+from tests.helpers.architectures import FAST
 from tests.helpers.architectures import NOT_IN_TRANSFORMERS as NOT_IN_TRANSFORMERS
 from tests.helpers.architectures import RECURRENT as RECURRENT
 from tests.helpers.architectures import REFUSED as REFUSED
@@ -46,7 +47,6 @@ from tests.helpers.configs import LAYERS as LAYERS
 from tests.helpers.configs import VOCAB as VOCAB
 from tests.helpers.configs import WINDOW as WINDOW
 from tests.helpers.configs import make_config as make_config
-from tests.helpers.variants import variants
 
 _LOUDER = {"decoder.embed": 5, "encoder_attn": 4, "conv": 4}  # factors of weights of speech models
 
@@ -96,10 +96,9 @@ def tokenizer(size: int = VOCAB) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bytewise)
 
 
-def by_speed(names: Iterable[str]) -> list[Any]:
-    """Parameters of a test by architecture: the rare ones are slow."""
-    names = list(names)
-    return variants(names, fast=[name for name in names if not TABLE[name].rare])
+def fast(names: Iterable[str]) -> list[str]:
+    """Of the architectures of a test, those that the fast tests run."""
+    return [name for name in names if name in FAST]
 
 
 def _config(name: str) -> PreTrainedConfig:

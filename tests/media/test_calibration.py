@@ -30,12 +30,12 @@ def calibration(share=0.8, drafts=500):
 
 def test_tune_keeps_the_quality_on_the_prompts_that_choose(tmp_path):
     models = load_models(write_models(tmp_path))
-    prompts = LANGUAGE.random_captions(12, 0)
+    prompts = LANGUAGE.random_captions(8, 0)
     done = []
     tuned = tune(models.engine, models.held_out_scorer, prompts, quality=0.99, advance=lambda: done.append(1))
     reference, *candidates = tuned.candidates
     assert reference.router == "target-only"
-    assert len(done) == 6 * (1 + len(candidates)) + 6 * 2
+    assert len(done) == 4 * (1 + len(candidates)) + 4 * 2
     chosen = next(each for each in candidates if each.router == tuned.calibration.router().name)
     assert chosen.quality.value >= 0.99
     faster = [each for each in candidates if each.target_share < chosen.target_share]

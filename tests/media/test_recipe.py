@@ -35,7 +35,7 @@ def test_the_recipe_from_end_to_end(tmp_path, monkeypatch):
 
 
 def test_an_interrupted_training_gives_the_same_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes.media.loop._SAVE_EVERY", 2)
+    monkeypatch.setattr("recipes.media.loop.SAVE_EVERY", 2)
 
     def run(file, stop_at=None):
         torch.manual_seed(0)

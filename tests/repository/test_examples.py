@@ -8,16 +8,17 @@ import runpy
 import pytest
 
 from tests.helpers.source import PACKAGE, ROOT
-from tests.helpers.variants import variants
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-SHORT = [path for path in EXAMPLES if path.name not in ("certify_pair.py", "train_head.py")]
 IN_ONE_FILE = ROOT / "examples" / "speculative_in_one_file.py"
 READ = [*EXAMPLES, ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 IMPORT = re.compile(r"^ *(?:from (outrider[\w.]*) import ([\w, ]+)|import (outrider[\w.]*))", re.MULTILINE)
 
 
-@pytest.mark.parametrize("path", variants(EXAMPLES, fast=SHORT), ids=lambda path: path.name)
+@pytest.mark.fast_cases(
+    "own_proposer.py", "quickstart.py", "rl_rollouts.py", "speculative_in_one_file.py", "streaming.py"
+)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example(path, capfd):
     runpy.run_path(str(path), run_name="__main__")
     assert capfd.readouterr().out

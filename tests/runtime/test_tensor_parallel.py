@@ -37,10 +37,9 @@ def shelf(tmp_path_factory):
     return Shelf(tmp_path_factory.mktemp("models"))
 
 
+@pytest.mark.fast_cases("plain, draft")
 @needs_accelerate
-@pytest.mark.parametrize(
-    "names", [["plain", "draft"], pytest.param(["exit", "experts", "head"], marks=pytest.mark.slow)], ids=", ".join
-)
+@pytest.mark.parametrize("names", [["plain", "draft"], ["exit", "experts", "head"]], ids=", ".join)
 def test_two_ranks_give_the_tokens_of_one_process(names, shelf, tmp_path):
     target = save(tmp_path / "llama8", make_config("LlamaConfig", num_hidden_layers=8))
     _, description = head_cases(hidden=32, vocab=256)["eagle"]

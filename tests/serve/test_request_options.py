@@ -21,7 +21,6 @@ from tests.helpers.serving import (
     text_of,
     wait_until_idle,
 )
-from tests.helpers.variants import variants
 
 
 def draft_tokens_by_proposer(url):
@@ -59,7 +58,8 @@ def walk_llm():
     return LLM(**{**OPTIONS, **SWITCH_OPTIONS}, max_num_seqs=4, verifier="walk")
 
 
-@pytest.mark.parametrize("verifier", variants(["siblings", "traversal", "coupled", "walk"], fast=["traversal", "walk"]))
+@pytest.mark.fast_cases("traversal", "walk")
+@pytest.mark.parametrize("verifier", ["siblings", "traversal", "coupled", "walk"])
 def test_request_chooses_verifier(verifier, walk_llm):
     body = {**BODY, "temperature": 1, "seed": 8, "proposer": "ngram"}
     params = SamplingParams(temperature=1, seed=8, max_tokens=40, ignore_eos=True, proposer="ngram")

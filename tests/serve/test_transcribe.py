@@ -12,7 +12,6 @@ from outrider.llm import LLM
 from outrider.serve.speech.run import transcribe
 from tests.helpers import tiny
 from tests.helpers.speech import PREVIOUS, RATE, load_reference, recording, save_with_timestamps
-from tests.helpers.variants import variants
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "max_num_seqs": 4}
 TOKENS = 24  # of a window
@@ -50,7 +49,8 @@ def check_equal(transcript, expected):
         assert segment.end == pytest.approx(end)
 
 
-@pytest.mark.parametrize("proposer", variants(["none", "ngram", "draft", "tree"], fast=["tree"]))
+@pytest.mark.fast_cases("tree")
+@pytest.mark.parametrize("proposer", ["none", "ngram", "draft", "tree"])
 def test_long_recordings_equal_generate(proposer, timed_whisper, whisper_draft, whisper_model):
     recordings = [recording(seed, samples) for seed, samples in enumerate(LONG)]
     spec = f"{proposer}:{whisper_draft}" if proposer in ("draft", "tree") else proposer

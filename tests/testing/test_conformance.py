@@ -15,10 +15,10 @@ from outrider.testing import ConformanceError, ToyTarget, check_cache, check_pro
 from outrider.verify.lossy import LOSSY
 from outrider.verify.rules import EXACT
 from tests.helpers.conformance import CACHES, LEARNING, PROPOSERS
-from tests.helpers.variants import variants
 
 
-@pytest.mark.parametrize("name", variants(PROPOSERS, fast=["none", "model", "cascade", "text draft", "short model"]))
+@pytest.mark.fast_cases("none", "model", "cascade", "text draft", "short model")
+@pytest.mark.parametrize("name", PROPOSERS)
 def test_proposer(name):
     check_proposer(PROPOSERS[name], trials=6)
 
@@ -29,7 +29,8 @@ def test_proposer_that_learns(name):
     check_proposer(LEARNING[name], learns=True)
 
 
-@pytest.mark.parametrize("name", variants(CACHES, fast=["toy", "paged and tight"]))
+@pytest.mark.fast_cases("toy", "paged and tight")
+@pytest.mark.parametrize("name", CACHES)
 def test_cache(name):
     check_cache(CACHES[name], trials=4)
 

@@ -30,7 +30,6 @@ from outrider.tools.export.tuned import tuned_k
 from outrider.tools.vllm_suffix import VllmSuffix
 from tests.helpers import tiny
 from tests.helpers.heads import cases, random_draft
-from tests.helpers.variants import variants
 
 
 @pytest.fixture(scope="module")
@@ -144,12 +143,10 @@ def folders_of(command):
 
 
 # llama.cpp needs the target as a GGUF file, which takes seconds to write.
+@pytest.mark.fast_cases("vllm", "sglang", "mlx", "tensorrt-llm")
 @pytest.mark.parametrize(
     "engine",
-    variants(
-        [name for name, each in ENGINES.items() if MODEL in each.recipes],
-        fast=[name for name in ENGINES if name != "llama.cpp"],
-    ),
+    [name for name, each in ENGINES.items() if MODEL in each.recipes],
 )
 def test_included_models_are_named_by_what_exists(engine, tmp_path):
     result, summary = export("@nano", "--for", engine, "--out", tmp_path / "out", "--k", 3, "--target", "@mini")

@@ -14,7 +14,6 @@ from outrider.train.settings import Settings
 from tests.helpers import tiny
 from tests.helpers.configs import MIXED
 from tests.helpers.configured import with_engine
-from tests.helpers.variants import variants
 
 MEMORIZING = "mtp"  # the kind that is trained until it has learned the answers
 KINDS = ["eagle3", "slim", "mtp", "medusa", "dflash", "kv-sharing"]
@@ -110,7 +109,8 @@ def plain(targets):
     return generate(LLM(targets["gemma3"], proposer="none", **OPTIONS))
 
 
-@pytest.mark.parametrize("kind", variants(KINDS, fast=["slim", MEMORIZING]))
+@pytest.mark.fast_cases("slim", "mtp")
+@pytest.mark.parametrize("kind", KINDS)
 def test_head_for_gemma_3_is_trained_saved_loaded_and_exact(kind, targets, trained, plain):
     folder, lines = trained(kind)
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -225,7 +225,7 @@ def test_training_writes_draft_and_target_and_can_be_resumed(data, tmp_path, mon
     document, lines = Training("mtp", make_run_settings(data, tmp_path / "complete")).run()
     assert document["trained_target"] == str(tmp_path / "complete" / TARGET)
     assert lines[-1]["loss"] < lines[0]["loss"]
-    run_cycle = Training._run_cycle
+    run_cycle = Training.run_cycle
     num_cycles = [0]
 
     def run_two_cycles(self):
@@ -235,7 +235,7 @@ def test_training_writes_draft_and_target_and_can_be_resumed(data, tmp_path, mon
         return run_cycle(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "_run_cycle", run_two_cycles)
+        patch.setattr(Training, "run_cycle", run_two_cycles)
         with pytest.raises(KeyboardInterrupt):
             Training("mtp", make_run_settings(data, tmp_path / "resumed")).run()
     assert len(read_log(tmp_path / "resumed")) == 2

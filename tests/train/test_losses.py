@@ -88,7 +88,7 @@ def test_length_loss_has_a_gradient_at_alpha_zero():
 @pytest.mark.parametrize("chunk_logits", [14, 1 << 20])
 def test_chunked_loss_equals_loss_without_chunks(chunk_logits, text, monkeypatch):
     """The loss, alpha and the gradient of the logits are the same."""
-    monkeypatch.setattr(chunked, "_CHUNK_LOGITS", {"cpu": chunk_logits})
+    monkeypatch.setattr(chunked, "CHUNK_LOGITS", {"cpu": chunk_logits})
     losses = parse(text)
     weights = torch.arange(1.0, 6.0)
 

@@ -143,7 +143,7 @@ def test_confidence_head_learns_the_acceptance(nano):
     trainer = Trainer(trainee, losses=parse("tv"), steps=2, decay=1.0, lr=1e-2)
     (step, *_) = list(trainee.unroll(make_batch(), 2))
     assert step.confidence is not None
-    for _ in range(30):
+    for _ in range(15):
         trainer.train([make_batch()], progress=0.5)
     step, _ = trainee.unroll(make_batch(), 2)
     dist = Distributions(step.target, step.logits.log_softmax(-1))

@@ -88,13 +88,13 @@ def settings(tmp_path):
 def test_training_ends_with_its_time_and_continues_with_more(settings, monkeypatch):
     """The clock is the number of generation cycles: each takes an hour."""
     cycles = []
-    run = Training._run_cycle
+    run = Training.run_cycle
 
     def counted(self):
         cycles.append(1)
         return run(self)
 
-    monkeypatch.setattr(Training, "_run_cycle", counted)
+    monkeypatch.setattr(Training, "run_cycle", counted)
     monkeypatch.setattr(TimeBudget, "elapsed", property(lambda self: self._began + 3600.0 * len(cycles)))
     evaluations = []
     document, lines = Training("mtp", settings(3 * HOUR)).run(

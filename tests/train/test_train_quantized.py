@@ -72,12 +72,13 @@ def _states_of(config, tokens, layers):
         return score_sequence(target, tokens).states(layers, 0, ())
 
 
+@pytest.mark.fast_cases("eagle31-native")
 @pytest.mark.parametrize(
     ("kind", "kernels"),
     [
-        pytest.param("mtp", "torch", marks=pytest.mark.slow),
+        ("mtp", "torch"),
         pytest.param("mtp", "native", marks=[needs_compiler, pytest.mark.slow]),
-        pytest.param("eagle31", "torch", marks=pytest.mark.slow),
+        ("eagle31", "torch"),
         pytest.param("eagle31", "native", marks=needs_compiler),
     ],
 )

@@ -33,7 +33,6 @@ from outrider.train.run import FACTS, Training
 from outrider.train.settings import Settings
 from outrider.train.trainer import STATE
 from tests.helpers.configured import with_engine
-from tests.helpers.variants import variants
 
 NANO = str(embedded("nano"))
 TEXTS = [
@@ -107,7 +106,7 @@ OPTIONS = {
 
 def _interrupt_after(patch, cycles):
     """Let trainings raise KeyboardInterrupt after this number of generation cycles."""
-    run_cycle = Training._run_cycle
+    run_cycle = Training.run_cycle
     num_cycles = [0]
 
     def run_or_interrupt(self):
@@ -116,7 +115,7 @@ def _interrupt_after(patch, cycles):
         num_cycles[0] += 1
         return run_cycle(self)
 
-    patch.setattr(Training, "_run_cycle", run_or_interrupt)
+    patch.setattr(Training, "run_cycle", run_or_interrupt)
 
 
 @pytest.mark.slow
@@ -142,13 +141,13 @@ def test_random_numbers_depend_only_on_the_cycle(data, tmp_path, monkeypatch):
     """A saved state has the random generator of one process, so each process seeds its own anew in each cycle."""
     settings = [_settings(data, tmp_path / name, multi_step_share=0.5) for name in "ab"]
     Training("dflash", settings[0]).run()
-    run_cycle = Training._run_cycle
+    run_cycle = Training.run_cycle
 
     def draw_and_run(self):
         torch.rand(self._cycle + 5)
         return run_cycle(self)
 
-    monkeypatch.setattr(Training, "_run_cycle", draw_and_run)
+    monkeypatch.setattr(Training, "run_cycle", draw_and_run)
     Training("dflash", settings[1]).run()
     assert _same_weights(tmp_path / "a", tmp_path / "b")
 
@@ -252,22 +251,20 @@ def _raise_disk_full(*_, **__):
     raise OSError(28, "No space left on device")
 
 
+@pytest.mark.fast_cases("mtp-safetensors.torch.serialize_file")
 @pytest.mark.parametrize(
-    ("kind", "options", "function"),
-    variants(
-        [
-            ("mtp", {}, "torch.save"),
-            ("mtp", {}, "safetensors.torch.serialize_file"),
-            ("draft", OPTIONS["draft"], "transformers.PreTrainedModel.save_pretrained"),
-        ],
-        fast=[("mtp", {}, "safetensors.torch.serialize_file")],
-    ),
+    ("kind", "function"),
+    [
+        ("mtp", "torch.save"),
+        ("mtp", "safetensors.torch.serialize_file"),
+        ("draft", "transformers.PreTrainedModel.save_pretrained"),
+    ],
 )
-def test_full_disk_leaves_saved_files_intact(kind, options, function, data, uninterrupted, tmp_path, monkeypatch):
-    settings = _settings(data, tmp_path, **options)
+def test_full_disk_leaves_saved_files_intact(kind, function, data, uninterrupted, tmp_path, monkeypatch):
+    settings = _settings(data, tmp_path, **OPTIONS[kind])
     saved_weights = []
     with monkeypatch.context() as patch:
-        run_cycle = Training._run_cycle
+        run_cycle = Training.run_cycle
         num_cycles = [0]
 
         def fill_disk_after_two_cycles(self):
@@ -277,14 +274,14 @@ def test_full_disk_leaves_saved_files_intact(kind, options, function, data, unin
             num_cycles[0] += 1
             return run_cycle(self)
 
-        patch.setattr(Training, "_run_cycle", fill_disk_after_two_cycles)
+        patch.setattr(Training, "run_cycle", fill_disk_after_two_cycles)
         with pytest.raises(OutriderError, match=r"No space left on device.*ree some space"):
             Training(kind, settings).run()
     weights = _weights(tmp_path)
     assert all(torch.equal(saved_weights[0][name], weights[name]) for name in weights)
     assert not list(tmp_path.glob("*.new"))
     Training(kind, settings).run()
-    assert _same_weights(tmp_path, uninterrupted(kind, **options))
+    assert _same_weights(tmp_path, uninterrupted(kind, **OPTIONS[kind]))
 
 
 def test_finished_training_restores_missing_files(data, uninterrupted, tmp_path):

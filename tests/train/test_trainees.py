@@ -185,7 +185,7 @@ def test_draft_model_has_the_logits_of_transformers(nano):
         assert torch.equal(step.loss_mask, texts.loss_mask[:, i:])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("qwen3", "gpt_oss")
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss", "mixtral"])
 def test_draft_models_of_several_architectures_can_be_trained(name, tmp_path):
     for role, architecture in (("target", "llama"), ("draft", name)):

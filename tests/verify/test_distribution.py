@@ -50,7 +50,7 @@ def p_value(verifier, make=None, samples=SAMPLES) -> float:
     return g_test(observed.flatten().int().tolist(), expected.flatten().tolist()).p_value
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("walk-3000", "rejection-3000", "siblings-3000")
 @pytest.mark.parametrize("samples", [SAMPLES, pytest.param(20 * SAMPLES, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("name", EXACT)
 def test_exact_verifier(name, samples):
@@ -181,7 +181,7 @@ BIASED = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("drops unlikely draft tokens", "block with the residual of a token", "greedy bonus", "lenient")
 @pytest.mark.parametrize("name", BIASED)
 def test_biased_verifier_is_detected(name):
     def rule(draft, p, noise):  # the biased rules need at least one draft token

@@ -58,15 +58,20 @@ def random_tokens(rng, size):
     return [rng.randrange(200) for _ in range(size)]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases(
+    "200-512-float32-0.0-whole",
+    "256-512-bfloat16-0.02-filtered",
+    "300-512-float32-0.02-filtered",
+    "256-5-float32-0.0-filtered",
+)
 @pytest.mark.parametrize("filters", [({},) * 4, FILTERS], ids=["whole", "filtered"])
 @pytest.mark.parametrize("keep", [0.0, 0.02])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("vocab", "piece"), [(200, 512), (tiny.VOCAB, 512), (300, 512), (tiny.VOCAB, 5)])
 def test_native_chains_equal_python_chains(vocab, piece, dtype, keep, filters, folder, monkeypatch):
     """The draft has as many ids as the target, more or fewer. A small `piece` makes it prefill in chunks."""
-    monkeypatch.setattr(model, "_PREFILL_CHUNK", piece)
-    monkeypatch.setattr(model, "_SMALL_FEED", 5)
+    monkeypatch.setattr(model, "PREFILL_CHUNK", piece)
+    monkeypatch.setattr(model, "SMALL_FEED", 5)
     runs = []
     for is_python in (False, True):
         draft = PlainTarget(model_of(folder, dtype)) if is_python else model_of(folder, dtype)

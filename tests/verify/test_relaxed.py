@@ -35,7 +35,7 @@ def instances(count, kinds=(S, S), vocab=4, **case):
     return [Instance.random(vocab, parent, kinds, generator=generator, case=Case(**case)) for _ in range(count)]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("some-0.02", "all-0.4")
 @pytest.mark.parametrize("delta", [0.02, 0.1, 0.4])
 @pytest.mark.parametrize("neighbors", [NEIGHBORS, EVERY], ids=["some", "all"])
 def test_lantern_keeps_its_total_variation(neighbors, delta):
@@ -80,7 +80,7 @@ def test_lantern_moves_mass_between_neighbors_only():
     assert torch.equal(pool(unlikely, q, near, 0.3), unlikely)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("None", "2")
 @pytest.mark.parametrize("size", [None, 1, 2])
 def test_gsd_is_exact_for_its_clusters(size):
     def distance(emitted, p):
@@ -113,8 +113,8 @@ def test_published_gsd_is_not_exact_for_its_clusters():
         check_bound(published, partial(group_distance, groups=groups), 0)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("lists", [OVERLAPPING, [[0, 1, 2], [1, 2, 3], [3, 0, 2]], [[0, 1], [2, 3]]])
+@pytest.mark.fast_cases("[[0, 1], [2, 3]]")
+@pytest.mark.parametrize("lists", [OVERLAPPING, [[0, 1, 2], [1, 2, 3], [3, 0, 2]], [[0, 1], [2, 3]]], ids=str)
 def test_pcg_is_exact_for_its_groups(lists):
     groups = OverlappingGroups.of(lists, 4, CPU)
     check_bound(pcg(groups), partial(group_distance, groups=groups), 0)
@@ -179,7 +179,7 @@ def test_a_sequence_of_groups_is_the_targets_if_only_groups_matter():
         assert torch.allclose(*joints)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("0")
 @pytest.mark.parametrize("distance", [0, 1, 2])
 def test_bins_stay_within_their_distance(distance):
     check_bound(bins(ORDER, distance), partial(bin_distance, order=ORDER), distance, trees=True, trials=2)
@@ -230,7 +230,7 @@ def test_distances():
     assert group_distance(emitted, p, shared).tolist() == [0]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("0.05")
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_blend_keeps_its_total_variation(share):
     check_bound(blend(share), total_variation, share)

@@ -71,7 +71,20 @@ def by_name(verifier):
     return verifier.name
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases(
+    "walk-plain",
+    "walk-zeros",
+    "coupled-same",
+    "coupled-disjoint",
+    "rejection-same zeros",
+    "rejection-ending",
+    "block-foreign",
+    "block-everything",
+    "siblings-plain",
+    "siblings-zeros",
+    "traversal-same",
+    "traversal-disjoint",
+)
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=by_name)
 def test_chains_are_exact(verifier, special):
@@ -82,7 +95,28 @@ def test_chains_are_exact(verifier, special):
                 assert_exact(prove(verifier.rule, make_instance(vocab, chain(depth), kinds, seed, **SPECIAL[special])))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases(
+    "walk-top-k-plain",
+    "walk-top and sampled-same zeros",
+    "walk-sampled after without replacement-apart",
+    "walk-sampled siblings-same",
+    "walk-top and without replacement-foreign",
+    "walk-depth first-zeros",
+    "coupled-sampled siblings-zeros",
+    "coupled-top and without replacement-ending",
+    "coupled-depth first-plain",
+    "coupled-without replacement-disjoint",
+    "coupled-sampled and top-everything",
+    "siblings-without replacement-same",
+    "siblings-sampled and top-foreign",
+    "siblings-more nodes than tokens-same zeros",
+    "siblings-all kinds-apart",
+    "traversal-more nodes than tokens-disjoint",
+    "traversal-all kinds-everything",
+    "traversal-top-k-zeros",
+    "traversal-top and sampled-ending",
+    "traversal-sampled after without replacement-plain",
+)
 @pytest.mark.parametrize("special", [*SPECIAL, "apart"])
 @pytest.mark.parametrize("shape", SMALL_TREES)
 @pytest.mark.parametrize("verifier", TREES, ids=by_name)
@@ -93,7 +127,18 @@ def test_trees_are_exact(verifier, shape, special):
         )
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases(
+    "siblings-binary, sampled-plain",
+    "siblings-binary, without replacement-zeros",
+    "siblings-binary, depth first-same",
+    "siblings-binary, mixed-disjoint",
+    "siblings-deep-same zeros",
+    "traversal-binary, sampled-ending",
+    "traversal-binary, without replacement-foreign",
+    "traversal-binary, depth first-everything",
+    "traversal-binary, mixed-plain",
+    "traversal-deep-zeros",
+)
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("shape", BIG_TREES)
 @pytest.mark.parametrize("verifier", TREES_BY_ACCEPTANCE, ids=by_name)
@@ -133,16 +178,18 @@ def test_block_accepts_at_least_as_much_as_rejection(seed):
     assert rejection <= block + ROUNDING
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases(
+    "sampled-plain", "sampled-same zeros", "mixed-disjoint", "mixed-everything", "one-hot-same", "one-hot-foreign"
+)
 @pytest.mark.parametrize("special", SPECIAL)
-@pytest.mark.parametrize("kinds", [(S, S, S), (H, S, W), (H, H, H)], ids=str)
+@pytest.mark.parametrize("kinds", [(S, S, S), (H, S, W), (H, H, H)], ids=["sampled", "mixed", "one-hot"])
 def test_traversal_of_a_chain_accepts_as_much_as_block(kinds, special):
     instance = make_instance(4, chain(3), kinds, **SPECIAL[special])
     traversal, block = (prove(rule, instance).accepted for rule in (verify.traversal, verify.block))
     assert traversal == pytest.approx(block, abs=ROUNDING)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("plain", "disjoint", "foreign")
 @pytest.mark.parametrize("special", SPECIAL)
 def test_all_rules_accept_equally_on_one_hot_trees(special):
     instance = make_instance(4 if special == "disjoint" else 3, BINARY, (H,) * 6, **SPECIAL[special])
@@ -188,7 +235,16 @@ def test_race_joint_has_p_and_q_as_marginals():
 # Optimized code paths against simple ones.
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases(
+    "walk-plain",
+    "walk-same",
+    "walk-same zeros",
+    "walk-foreign",
+    "coupled-zeros",
+    "coupled-disjoint",
+    "coupled-ending",
+    "coupled-everything",
+)
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("rule", [verify.walk, verify.coupled], ids=lambda rule: rule.__name__)
 def test_walk_of_a_chain_equals_walk_of_a_tree(rule, special):

@@ -27,7 +27,7 @@ from outrider.runtime.ranks import seconds_of_first_rank
 _TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _FIRST = (1, 8, 4, 2, 16, 12, 6, 24, 3, 32)  # tokens of the shapes that are measured first, if time is short
 _MAX_PER_SEQUENCE = 16  # wider passes have more sequences
-_PASSES = 6  # passes of each shape that a whole measurement has
+PASSES = 6  # passes of each shape that a whole measurement has
 _CHECKS = 2  # passes that check a known time
 _SHORT = 0.05  # seconds; a shorter pass has a warm-up before it, because another shape ran before
 _SLOW = 0.4  # seconds; wider passes are not measured after a pass this long
@@ -126,7 +126,7 @@ class PassTimes:
         open_shapes = [
             shape
             for shape in self._shapes
-            if self._passes(shape) < _PASSES and shape.tokens <= slow and expected(shape) < left
+            if self._passes(shape) < PASSES and shape.tokens <= slow and expected(shape) < left
         ]
         return min(open_shapes, key=self._passes, default=None)  # of several, the first one
 

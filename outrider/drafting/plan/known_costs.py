@@ -30,7 +30,7 @@ _FIRST_SECONDS = 1.0  # for all models of an engine together, if none was measur
 _LATER_SECONDS = 0.1  # to check the file, and to continue; a model whose passes are slower only reads it
 _CHECKED = (1, 8)  # token counts of the passes that check a file
 _MAX_DRIFT = 1.4  # largest ratio between the deviations of these passes from the file
-_FILES = 32  # maximum number of files
+FILES = 32  # maximum number of files
 
 
 def known_costs(target: Target, drafts: Sequence[Target | None], *, whole: bool = False) -> list[CostModel]:
@@ -99,5 +99,5 @@ def _read(path: Path) -> list[Measured]:
 
 def _remove_old_files(folder: Path) -> None:
     """Remove the least recently used files."""
-    for old in sorted(folder.glob("costs-*.json"), key=lambda file: file.stat().st_mtime)[:-_FILES]:
+    for old in sorted(folder.glob("costs-*.json"), key=lambda file: file.stat().st_mtime)[:-FILES]:
         old.unlink(missing_ok=True)

@@ -62,9 +62,12 @@ def read_bandwidth(device: torch.device, size: int | None = None) -> dict[str, f
     return {kind: buffer.nbytes / median(seconds[kind]) for kind, buffer in buffers.items()}
 
 
-def gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Return 2 n^3 over the seconds of the product of two n x n matrices. n grows until a product takes long enough."""
-    size, largest = _MATRIX
+def gemm_rate(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int] = _MATRIX) -> float:
+    """Return 2 n^3 over the seconds of the product of two n x n matrices.
+
+    n grows from the smallest to the largest of `sizes` until a product takes long enough.
+    """
+    size, largest = sizes
     while (seconds := _product_seconds(size, device, dtype, repeats=1)) < _MIN_SECONDS and size < largest:
         size *= 2
     # A product in an emulated precision takes seconds. It is far from any limit, so one measurement suffices.

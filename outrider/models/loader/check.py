@@ -134,7 +134,7 @@ def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:
 def _errors(target: Target, checkpoint: Checkpoint, seed: int, tolerance: float) -> torch.Tensor:
     """Return [1 + N], the relative error of the logits of each node."""
     scored = _score(target, checkpoint, seed)
-    reference = _reference(checkpoint, scored, _source(checkpoint, seed))
+    reference = compute_reference(checkpoint, scored, _source(checkpoint, seed))
     errors = (scored.logits[0] - reference.logits).norm(dim=-1) / reference.logits.norm(dim=-1)
     # A wrong choice of experts is an error of 100% or more.
     wrong = reference.gaps.to(errors.device) > TIE_FACTOR * tolerance
@@ -196,7 +196,7 @@ def _source(checkpoint: Checkpoint, seed: int) -> list[int] | AudioFeatures:
     return torch.randint(checkpoint.vocab, (min(_SOURCE, checkpoint.source.context),), generator=generator).tolist()
 
 
-def _reference(checkpoint: Checkpoint, scored: _Scored, source: list[int] | AudioFeatures) -> _Reference:
+def compute_reference(checkpoint: Checkpoint, scored: _Scored, source: list[int] | AudioFeatures) -> _Reference:
     """Return the logits of each node from transformers, without a cache, with the experts of the target.
 
     Only the branches that end at a leaf run. Those of inner nodes are their beginnings.

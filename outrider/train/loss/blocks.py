@@ -22,10 +22,10 @@ from outrider.models.heads.modules.block import BlockHead
 from outrider.models.heads.modules.layers import Attention
 from outrider.train.loss.steps import Step, TrainingBatch, sample_columns
 
-_MAX_BLOCKS = 512  # per sequence
+MAX_BLOCKS = 512  # per sequence
 # Weights of the losses of a refiner, besides that after given tokens: after its own tokens, and without correction.
 _CONSISTENCY_WEIGHT, _BASE_WEIGHT = 0.3, 0.6
-_CONSISTENCY_PASSES = 3  # of which each batch trains one, at random
+CONSISTENCY_PASSES = 3  # of which each batch trains one, at random
 _CHUNK_LOGITS = 1 << 24  # computed at once, for own tokens
 
 
@@ -77,7 +77,7 @@ def anchors(loss_mask: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.
     allowed[:, 0] = False
     if share < 1:
         allowed &= torch.rand(allowed.shape).to(allowed.device) < share
-    return sample_columns(allowed, _MAX_BLOCKS)
+    return sample_columns(allowed, MAX_BLOCKS)
 
 
 def _forward(module: BlockHead, batch: TrainingBatch, starts: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class _RefinerSteps:
         positions = (starts[..., None] + offsets).clamp(0, batch.tokens.shape[1] - 1)
         given = batch.tokens.gather(1, positions.flatten(1)).view(positions.shape)
         features = module.refiner.features(columns)
-        passes = int(torch.randint(_CONSISTENCY_PASSES, ()))  # from the CPU generator, whose state is saved
+        passes = int(torch.randint(CONSISTENCY_PASSES, ()))  # from the CPU generator, whose state is saved
         own = _own_tokens(module, features.detach(), module.predicting(columns).detach(), given, passes)
         self._given = self._latents(features, given)
         self._own = self._latents(features, own)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from outrider.train.loss.losses import LENGTH, LOSSES, Distributions
 
 # Logits per chunk by device type. On a CPU a chunk of float32 fits into the second-level cache.
-_CHUNK_LOGITS: Mapping[str, int] = MappingProxyType({"cpu": 1 << 18})
+CHUNK_LOGITS: Mapping[str, int] = MappingProxyType({"cpu": 1 << 18})
 _DEFAULT_CHUNK_LOGITS = 1 << 26
 
 
@@ -52,7 +52,7 @@ class _ChunkedLoss(torch.autograd.Function):
         # Which of the two outputs, loss and alpha, need a gradient.
         grad_outputs = [i for i, needed in enumerate((position_losses, needs_alpha_grad)) if needed]
         grads = [logits.new_empty(logits.shape) for _ in grad_outputs]
-        chunk_size = max(_CHUNK_LOGITS.get(logits.device.type, _DEFAULT_CHUNK_LOGITS) // logits.shape[1], 1)
+        chunk_size = max(CHUNK_LOGITS.get(logits.device.type, _DEFAULT_CHUNK_LOGITS) // logits.shape[1], 1)
         for begin in range(0, len(logits), chunk_size):
             chunk = slice(begin, begin + chunk_size)
             with torch.enable_grad():

@@ -19,7 +19,7 @@ from outrider.models.heads.modules.autoregressive import AutoregressiveHead
 from outrider.models.heads.modules.layers import Attention
 from outrider.train.loss.steps import Chains, Step, TrainingBatch, all_columns_step
 
-_MAX_COLUMNS = 512  # with masks, per sequence
+MAX_COLUMNS = 512  # with masks, per sequence
 
 
 def unroll_masks(module: AutoregressiveHead, batch: TrainingBatch, steps: int, later: float) -> Iterator[Step]:
@@ -28,7 +28,7 @@ def unroll_masks(module: AutoregressiveHead, batch: TrainingBatch, steps: int, l
     states = module.fuse_states(batch.aux_states[:, :-1])
     rows, size = states.shape[:2]
     masks = max(min(steps, module.description.masks.draft_tokens, size) - 1, 0)
-    chains = Chains.of(batch.loss_mask[:, 1:], later, _MAX_COLUMNS)
+    chains = Chains.of(batch.loss_mask[:, 1:], later, MAX_COLUMNS)
     device = states.device
     count = chains.columns.shape[1]
     mask_tokens = batch.tokens.new_full((rows, count * masks), module.description.masks.token)

@@ -18,7 +18,6 @@ from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
 from outrider.scale.estimate.equations import loaded_experts
 from tests.helpers import tiny
-from tests.helpers.variants import variants
 
 EXPERTS, TOP = 16, 2
 CONFIGS = {
@@ -28,9 +27,10 @@ CONFIGS = {
     ),
     "olmoe": tiny.make_config("OlmoeConfig", num_experts=EXPERTS, num_experts_per_tok=TOP),
 }
+FAST = pytest.mark.fast_cases("mixtral")
 
 
-@pytest.fixture(scope="module", params=variants(CONFIGS, fast=["mixtral"]))
+@pytest.fixture(scope="module", params=CONFIGS)
 def routed(request, tmp_path_factory):
     """A target, and the list that its routers append the experts of a pass to."""
     folder = tiny.save(tmp_path_factory.mktemp("experts") / request.param, CONFIGS[request.param])
@@ -49,6 +49,7 @@ def count_experts(touched):
     return sum(counts) / len(counts)
 
 
+@FAST
 @torch.inference_mode()
 def test_experts_of_a_measured_pass_grow_with_its_tokens(routed):
     target, touched = routed
@@ -63,6 +64,7 @@ def test_experts_of_a_measured_pass_grow_with_its_tokens(routed):
     assert counts[-1] > 4 * TOP
 
 
+@FAST
 @torch.inference_mode()
 def test_measured_passes_of_one_shape_read_the_same_experts(routed):
     """The minimum of repeated measurements must not be the luckiest choice of experts."""
@@ -76,6 +78,7 @@ def test_measured_passes_of_one_shape_read_the_same_experts(routed):
     assert torch.equal(*choices)
 
 
+@FAST
 @torch.inference_mode()
 def test_experts_of_a_measured_prefill(routed):
     target, touched = routed
@@ -84,6 +87,7 @@ def test_experts_of_a_measured_prefill(routed):
     assert count_experts(touched) > 4 * TOP
 
 
+@FAST
 @torch.inference_mode()
 def test_equal_tokens_of_a_measured_pass_read_the_experts_of_one(routed):
     target, touched = routed
@@ -92,6 +96,7 @@ def test_equal_tokens_of_a_measured_pass_read_the_experts_of_one(routed):
     assert count_experts(touched) == TOP
 
 
+@FAST
 def test_measured_costs_have_the_experts_of_their_passes(routed):
     target, touched = routed
     cost = measure_pass(target)

@@ -401,7 +401,7 @@ def test_a_start_measures_for_a_second_at_most(tmp_path, monkeypatch, pass_secon
 def test_least_recently_used_cost_files_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _times(monkeypatch)
-    monkeypatch.setattr("outrider.drafting.plan.known_costs._FILES", 3)
+    monkeypatch.setattr("outrider.drafting.plan.known_costs.FILES", 3)
     targets = [ToyTarget(slots=2, context=context) for context in range(32, 37)]
     files = [cost_file(target) for target in targets]
     for age, target in enumerate(targets[:3]):
@@ -473,7 +473,7 @@ def test_auto_draft_length_gives_the_output_of_plain_decoding(tmp_path, monkeypa
 @torch.inference_mode()
 def test_calibration_leaves_an_empty_cache(monkeypatch):
     # One pass measures every shape, though not precisely.
-    monkeypatch.setattr("outrider.drafting.plan.calibrate._PASSES", 1)
+    monkeypatch.setattr("outrider.drafting.plan.calibrate.PASSES", 1)
     llm = LLM(None, proposer="none", max_num_seqs=2, max_model_len=96, dtype="float32")
     before = llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].token_ids
     measure_pass(llm.parts.target)

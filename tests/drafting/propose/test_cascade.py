@@ -29,7 +29,7 @@ GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=0.8, seed=5)
 STOP_RULE = StopRule(weight=(0.4, 0.3), bias=(0.0, -0.2), min_path_prob=0.1, min_draft_probs=(0.15, 0.3), ends=(4,))
 CASES = [("float32", 1), ("float32", 3), ("bfloat16", 1), ("bfloat16", 3)]  # dtype and slots
-FAST = [("float32", 1), ("bfloat16", 3)]
+FAST = pytest.mark.fast_cases("bfloat16-3")
 
 
 class PassCounter(WrappedTarget):
@@ -56,7 +56,7 @@ class PassCounter(WrappedTarget):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES],
+    params=CASES,
     ids=lambda case: f"{case[0]}-{case[1]}",
 )
 def models(request):
@@ -85,6 +85,7 @@ def run_both(models, params, k=5, verifier="walk"):
     return results
 
 
+@FAST
 def test_greedy_chains_are_equal_and_take_fewer_passes(models):
     (texts, chains, passes), (cascade_texts, cascade_chains, cascade_passes) = run_both(models, GREEDY)
     assert cascade_chains == chains
@@ -93,6 +94,7 @@ def test_greedy_chains_are_equal_and_take_fewer_passes(models):
     assert cascade_passes < 0.9 * passes
 
 
+@FAST
 def test_sampled_drafts_do_not_use_the_cascade(models):
     (texts, chains, passes), (cascade_texts, cascade_chains, cascade_passes) = run_both(
         models, SAMPLED, verifier="block"
@@ -102,6 +104,7 @@ def test_sampled_drafts_do_not_use_the_cascade(models):
     assert cascade_passes == passes > 0
 
 
+@FAST
 def test_sampled_requests_with_greedy_drafts_use_the_cascade(models):
     (texts, chains, passes), (cascade_texts, cascade_chains, cascade_passes) = run_both(models, SAMPLED)
     assert cascade_texts == texts

@@ -66,7 +66,7 @@ def run_engine(make, *, count=8, temperature=0.8):
     return engine, outputs(run(engine, toy_prompts(count), params, limit=LIMIT, ends=frozenset()))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("text draft", "best")
 @pytest.mark.parametrize("name", PROPOSER_NAMES)
 def test_exceptions_do_not_change_the_output(name, caplog):
     _, plain = run_engine(EVERY["none"])
@@ -88,7 +88,7 @@ def test_exceptions_do_not_change_the_output(name, caplog):
         assert records[0].exc_info
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("ngram", "suffix")
 @pytest.mark.parametrize("name", ["ngram", "model", "suffix", "recycle"])
 def test_proposer_drafts_again_after_failures_end(name):
     engine, _ = run_engine(EVERY[name])

@@ -21,7 +21,6 @@ from outrider.testing.drive import make_round, make_seq
 from outrider.verify.rules import verify_greedy
 from tests.drafting.propose.toy_rounds import admit, batch_of, check_fewer_passes, check_one_copy, commit, score, verify
 from tests.helpers.engines import make_engine, outputs, run
-from tests.helpers.variants import variants
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -229,7 +228,7 @@ def test_successors_of_other_proposers_drafts_are_stored():
 
 
 def test_number_of_suffixes_is_bounded(monkeypatch):
-    monkeypatch.setattr(recycle, "_MAX_SUFFIXES", 200)
+    monkeypatch.setattr(recycle, "MAX_SUFFIXES", 200)
     target, proposer, seqs = admitted([[3, 1, 4]])
     run_rounds(proposer, target, seqs, 12, 40)
     assert 100 < len(successors_of(proposer, 0)) <= 200
@@ -240,7 +239,8 @@ def test_commit_makes_one_copy_from_the_device(monkeypatch):
     check_one_copy(monkeypatch, target, proposer, seqs, 9)
 
 
-@pytest.mark.parametrize("temperature", variants([0.0, 0.9], fast=[0.9]))
+@pytest.mark.fast_cases("0.9")
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_output_is_the_targets_with_fewer_passes(temperature):
     check_fewer_passes("recycle", k=12, temperature=temperature, max_tokens=60, tau=1.3)
 

@@ -75,7 +75,7 @@ def test_other_tokens_have_no_probability(kernels, ids):
     torch.testing.assert_close(logits[ids], expected[ids], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases("draft-native")
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("proposer", ["draft", "tree", "cascade"])
 def test_text_does_not_change(kernels, proposer, ids, tmp_path):

@@ -261,7 +261,7 @@ def test_field_option(corpus, tmp_path, tokenizer):
 
 
 def test_long_file_is_tokenized_in_chunks(tmp_path, monkeypatch, tokenizer):
-    monkeypatch.setattr(index, "_PIECE", 40)
+    monkeypatch.setattr(index, "PIECE", 40)
     (tmp_path / "long.txt").write_text(CODE + "x" * 100)
     (tmp_path / "short.txt").write_text("The sea")
     build([tmp_path / "long.txt", tmp_path / "short.txt"], tmp_path / "store")

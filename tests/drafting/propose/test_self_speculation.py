@@ -31,7 +31,6 @@ from outrider.testing.drive import FuzzedRun
 from tests.helpers import tiny
 from tests.helpers.engines import make_engine, outputs, run
 from tests.helpers.recorder import FakeRecorder
-from tests.helpers.variants import variants
 from tests.verify.test_distribution import FILTERED, TOKENS, filtered_distribution
 
 CPU = torch.device("cpu")
@@ -44,20 +43,7 @@ MODELS = {
 }
 # Layers of these families depend on other layers or on their index in the whole model, or run several times.
 DEPENDENT_LAYERS = {"dory", "gemma3n_text", "gemma4_text", "gemma4"}
-FAST = {
-    "llama",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "mixtral",
-    "deepseek_v3",
-    "gpt2",
-    "gpt_oss",
-    "phi3",
-    "falcon",
-    "bloom",
-}
-FAMILIES = variants(sorted(set(tiny.ATTENTION) - {"mamba2"}), fast=FAST | DEPENDENT_LAYERS - {"dory"})
+FAMILIES = sorted(set(tiny.ATTENTION) - {"mamba2"})
 
 KERNELS = [
     "torch",
@@ -121,6 +107,22 @@ def test_submodel_of_all_layers_equals_the_target(name, kernels, folders):
     assert torch.equal(logits(submodel, text, slot=1), logits(target, text))
 
 
+@pytest.mark.fast_cases(
+    "bloom",
+    "deepseek_v3",
+    "falcon",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4",
+    "gemma4_text",
+    "gpt2",
+    "gpt_oss",
+    "llama",
+    "mixtral",
+    "phi3",
+    "qwen3",
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_first_layers_equal_the_transformers_model_without_the_others(name, shelf):
     """In every family. A submodel of all layers equals the target in every family, too."""
@@ -174,7 +176,7 @@ class DraftingTarget:
         return self._target.score(batch, draft, first)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("1-torch", "4-native")
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("layers", [1, 4])
 def test_submodel_does_not_damage_the_shared_cache(layers, kernels, folders):
@@ -323,7 +325,8 @@ def test_output_is_the_targets(name, kernels, temperature, verifier, folders):
             assert stats.accepted == stats.reached
 
 
-@pytest.mark.parametrize("combine", variants([Merge, Switch], fast=[Switch]))
+@pytest.mark.fast_cases("Switch")
+@pytest.mark.parametrize("combine", [Merge, Switch])
 def test_combination_with_proposers_that_share_the_cache(combine, folders):
     target = load(folders["llama"], "torch")
     makers = [make("exit after all layers"), make("exit"), NgramProposer]
@@ -340,7 +343,7 @@ def test_combination_with_proposers_that_share_the_cache(combine, folders):
         assert stats.tau > (2.5 if temperature == 0 else 1)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("exit-argmax", "skip-race")
 @pytest.mark.parametrize("draw", [Draw.ARGMAX, Draw.SAMPLE, Draw.RACE])
 @pytest.mark.parametrize("name", ["exit", "skip"])
 def test_draft_depends_only_on_the_text(name, draw, folders):
@@ -399,9 +402,10 @@ def settled(tmp_path_factory):
     return target, prompt, filtered_distribution(target, prompt)
 
 
+@pytest.mark.fast_cases("exit:2-block")
 @pytest.mark.parametrize(
     ("spec", "verifier"),
-    variants([("exit:2", "block"), ("exit:3", "traversal"), ("skip:2", "rejection")], fast=[("exit:2", "block")]),
+    [("exit:2", "block"), ("exit:3", "traversal"), ("skip:2", "rejection")],
 )
 def test_output_distribution_is_exact_with_sampled_drafts(spec, verifier, settled):
     target, prompt, distribution = settled

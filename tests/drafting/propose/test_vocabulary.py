@@ -29,7 +29,6 @@ from outrider.testing.drive import make_seq
 from tests.helpers import tiny
 from tests.helpers.conformance import PROPOSERS, letters
 from tests.helpers.engines import make_engine, run
-from tests.helpers.variants import variants
 from tests.verify.test_distribution import p_value
 
 TEXTS = [
@@ -274,9 +273,8 @@ def generate(proposer, params=GREEDY, **settings):
     return [completion.token_ids for completion in llm.generate(corpus()[::3], params)], llm.stats
 
 
-@pytest.mark.parametrize(
-    ("temperature", "verifier"), variants([(0.0, "walk"), (0.8, "block"), (0.8, "walk")], fast=[(0.8, "walk")])
-)
+@pytest.mark.fast_cases("0.8-walk")
+@pytest.mark.parametrize(("temperature", "verifier"), [(0.0, "walk"), (0.8, "block"), (0.8, "walk")])
 def test_shuffled_ids_do_not_change_the_draft_by_tokens(temperature, verifier, shuffled):
     params = replace(GREEDY, temperature=temperature, seed=4)
     texts, stats = generate(f"draft:{embedded('nano')}", params, verifier=verifier)

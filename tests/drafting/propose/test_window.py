@@ -59,7 +59,7 @@ def generate(target, proposer, prompts, params, **options):
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("draft-native", "tree-torch", "cascade-native")
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", ["draft", "tree", "cascade"])
 def test_draft_continues_beyond_its_positions(name, kernels, folders):

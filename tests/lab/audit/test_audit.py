@@ -34,7 +34,6 @@ from outrider.models.torch.checkpoint import Precision, WeightFormat
 from outrider.verify.rules import EXACT
 from tests.helpers import source, tiny
 from tests.helpers.configured import with_engine
-from tests.helpers.variants import variants
 
 PROMPTS = ("In the beginning there was", "def area(width, height):\n    return width * height\n\n\ndef volume(")
 QUICK = {"k": 2, "samples": 100, "device": "cpu", "threads": 1, "tokens": 6}
@@ -165,9 +164,10 @@ def test_embedded_pair_passes(prompts_file):
     assert "FAILED" not in printed.getvalue()
 
 
+@pytest.mark.fast_cases("native-int8")
 @pytest.mark.parametrize(
     ("kernels", "quantize"),
-    variants([("native", "int8"), ("torch", "int4"), ("torch", None)], fast=[("native", "int8")]),
+    [("native", "int8"), ("torch", "int4"), ("torch", None)],
 )
 def test_audit_uses_the_kernels_and_quantization_of_the_user(kernels, quantize, prompts_file):
     nano = str(embedded("nano"))  # a small model, which is loaded three times
@@ -252,12 +252,13 @@ def test_lossy_verifier_fails_even_if_all_tests_pass(monkeypatch, prompts_file):
 
 
 DRAFT_SETTINGS = [
-    pytest.param({"draft_window": 16}, marks=pytest.mark.slow),
+    {"draft_window": 16},
     pytest.param({"draft_quantize": "int4"}, marks=pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")),
 ]
 
 
-@pytest.mark.parametrize("settings", DRAFT_SETTINGS)
+@pytest.mark.fast_cases("draft_quantize")
+@pytest.mark.parametrize("settings", DRAFT_SETTINGS, ids=", ".join)
 def test_audit_of_draft_settings(prompts_file, settings):
     draft = f"draft:{embedded('nano')}"
     whole, worse = (Pair(make_config(draft, **each), PROMPTS, room=24) for each in ({}, settings))

@@ -30,7 +30,6 @@ from outrider.lab.audit.server.settings import ServerOptions, check_given
 from outrider.lab.audit.settings import Settings
 from outrider.lab.audit.statistics import chi_square_tail, noncentral_tail, power
 from tests.helpers.fake_server import NAME, FakeEngine, FakeServer, save_pair, serving, warp
-from tests.helpers.variants import variants
 
 PROMPT = "aab"
 REPEATING = "zebra zoo"  # what follows repeats, so that penalties matter
@@ -98,7 +97,8 @@ def causes(report):
     return [each["cause"] for each in report["diagnosis"]["causes"]]
 
 
-@pytest.mark.parametrize("token_ids", variants(["vLLM", "llama.cpp", ""], fast=["llama.cpp", ""]))
+@pytest.mark.fast_cases("llama.cpp", "")
+@pytest.mark.parametrize("token_ids", ["vLLM", "llama.cpp", ""])
 def test_an_exact_server_passes(audit, fake, token_ids):
     fake.returns_ids_as = token_ids
     report = audit(cases=(TOP_K, PENALTIES), samples=200)
@@ -113,20 +113,22 @@ def test_an_exact_server_passes(audit, fake, token_ids):
     assert any("text only" in note for note in report["notes"]) is not bool(token_ids)
 
 
-@pytest.mark.parametrize(
-    ("defect", "case", "cause"),
-    [
-        ("greedy", CONTINUED, "every token is the likeliest one"),
-        ("greedy verifier", CONTINUED, "verified greedily"),
-        pytest.param("hot draft", COOLER, "the temperature is ignored for the draft", marks=pytest.mark.slow),
-        ("greedy draft", CONTINUED, "takes it for a sample"),
-        pytest.param("wrong residual", CONTINUED, "not of the residual", marks=pytest.mark.slow),
-        pytest.param("late filters", TOP_P, "applied after the ratio", marks=pytest.mark.slow),
-        ("stale penalties", PENALTIES, "do not count the draft tokens of the same round"),
-        pytest.param("unverified", CONTINUED, "are not verified", marks=pytest.mark.slow),
-    ],
-)
-def test_a_defect_is_named(audit, defect, case, cause):
+DEFECTS = {  # the case that shows each, and its cause in the report
+    "greedy": (CONTINUED, "every token is the likeliest one"),
+    "greedy verifier": (CONTINUED, "verified greedily"),
+    "hot draft": (COOLER, "the temperature is ignored for the draft"),
+    "greedy draft": (CONTINUED, "takes it for a sample"),
+    "wrong residual": (CONTINUED, "not of the residual"),
+    "late filters": (TOP_P, "applied after the ratio"),
+    "stale penalties": (PENALTIES, "do not count the draft tokens of the same round"),
+    "unverified": (CONTINUED, "are not verified"),
+}
+
+
+@pytest.mark.fast_cases("greedy", "greedy verifier", "greedy draft", "stale penalties")
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_named(audit, defect):
+    case, cause = DEFECTS[defect]
     report = audit(defect, cases=(case,), samples=1000)
     assert not report["passed"]
     found = causes(report)

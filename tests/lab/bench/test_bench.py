@@ -23,7 +23,6 @@ from outrider.lab.common.jobs import Condition, Job, PromptBatch
 from outrider.models.loader.embedded import embedded
 from tests.helpers import tiny
 from tests.helpers.configured import with_engine
-from tests.helpers.variants import variants
 
 SHORT = ("--repeats", "1", "--max-tokens", "4", "--limit", "1")  # options of a short run
 LINES = [
@@ -336,7 +335,8 @@ def test_results_are_printed_if_files_cannot_be_written(prompts, tmp_path, monke
     assert json.loads(result.stdout.splitlines()[-1])["benchmark"] == "outrider bench"
 
 
-@pytest.mark.parametrize("kernels", variants(["native", "torch"], fast=["native"]))
+@pytest.mark.fast_cases("native")
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_command_with_quantized_target(prompts, kernels):
     arguments = ["bench", "--device", "cpu", "--prompts", prompts, *SHORT]
     result = CliRunner().invoke(app, [*arguments, "--kernels", kernels, "--quantize", "int8"])

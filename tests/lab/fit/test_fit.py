@@ -48,7 +48,7 @@ def given_training_costs():
     """Nobody looks at speeds here, so costs need not be measured."""
     cost = PassCost(tokens=(1, 64), seconds=(1.0, 1.0), entry=0.0, pair=0.0)
     with pytest.MonkeyPatch.context() as patch:
-        for user in ("train.run", "tune.measure"):
+        for user in ("train.run", "lab.tune.measure"):
             patch.setattr(
                 f"outrider.{user}.known_costs", lambda _, drafts: [CostModel(target=cost, draft=cost) for _ in drafts]
             )

@@ -12,14 +12,12 @@ from tests.lab.tune.commands import CONSTANT, FIFTH, PROMPTS
 
 @pytest.fixture(scope="module")
 def quick():
-    """Replace measured costs and rates, because these tests do not check speeds."""
+    """Replace measured costs, because these tests do not check speeds."""
     with pytest.MonkeyPatch.context() as patch:
-        for user in ("engine.build", "tune.measure"):
+        for user in ("engine.build", "lab.tune.measure"):
             patch.setattr(
                 f"outrider.{user}.known_costs", lambda _, drafts: [costs(CONSTANT, each and FIFTH) for each in drafts]
             )
-        patch.setattr("outrider.lab.bench.rates._BUFFER", 1 << 20)
-        patch.setattr("outrider.lab.bench.rates._MATRIX", (64, 64))
         yield
 
 

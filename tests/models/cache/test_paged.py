@@ -25,7 +25,6 @@ from outrider.testing.toy_target import ToyTarget
 from tests.helpers import tiny
 from tests.helpers.conformance import EVERY
 from tests.helpers.engines import make_engine, outputs, run, tightened
-from tests.helpers.variants import variants
 
 CPU = torch.device("cpu")
 BOTH_DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -63,7 +62,7 @@ def prefill(target, slot, tokens, scope="one"):
     return scores.logits[0, 0], seq.num_cached_tokens
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("1-bfloat16", "63-float32", "64-bfloat16", "65-float32")
 @compiled
 @BOTH_DTYPES
 @pytest.mark.parametrize("common", [1, 63, 64, 65, 100, 128, 149])
@@ -204,23 +203,21 @@ def proposer(name, folder, blocks=None, dtype="bfloat16"):
     return EVERY[name]
 
 
+@pytest.mark.fast_cases("recycle-bfloat16-0.0", "model-bfloat16-1.0", "model-float32-0.0")
 @compiled
 @pytest.mark.parametrize(
     ("name", "dtype", "temperature"),
-    variants(
-        [
-            ("none", "bfloat16", 1.0),
-            ("ngram", "bfloat16", 0.0),
-            ("suffix with history", "bfloat16", 1.0),
-            ("recycle", "bfloat16", 0.0),
-            ("lookahead", "bfloat16", 1.0),
-            ("model", "bfloat16", 0.0),
-            ("model", "bfloat16", 1.0),
-            ("recycle", "float32", 1.0),
-            ("model", "float32", 0.0),
-        ],
-        fast=[("recycle", "bfloat16", 0.0), ("model", "bfloat16", 1.0), ("model", "float32", 0.0)],
-    ),
+    [
+        ("none", "bfloat16", 1.0),
+        ("ngram", "bfloat16", 0.0),
+        ("suffix with history", "bfloat16", 1.0),
+        ("recycle", "bfloat16", 0.0),
+        ("lookahead", "bfloat16", 1.0),
+        ("model", "bfloat16", 0.0),
+        ("model", "bfloat16", 1.0),
+        ("recycle", "float32", 1.0),
+        ("model", "float32", 0.0),
+    ],
 )
 def test_preemption_does_not_change_outputs(folder, name, dtype, temperature):
     """The last sequences are preempted, continue later, and give the same tokens."""
@@ -236,7 +233,7 @@ def test_preemption_does_not_change_outputs(folder, name, dtype, temperature):
     assert (usage.used_blocks, usage.blocks) == (0, 6)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases("0", "20", "80")
 @compiled
 @pytest.mark.parametrize("rounds", [0, 1, 2, 9, 20, 35, 50, 65, 80])
 def test_aborted_requests_free_their_blocks(folder, rounds):
@@ -366,7 +363,19 @@ def test_defaults_of_usage_and_batch():
     assert Batch(seqs=(), start=(), feed=(), budget=DraftBudget(())).num_waiting == 0
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases(
+    "none-0.0",
+    "padded model-0.0",
+    "cascade-0.0",
+    "short model-1.0",
+    "suffix-1.0",
+    "group-1.0",
+    "lookahead-1.0",
+    "best of three-1.0",
+    "switch-1.0",
+    "merge-1.0",
+    "tree-1.0",
+)
 @pytest.mark.parametrize(("name", "temperature"), [(name, float(i % 2)) for i, name in enumerate(EVERY)])
 def test_preemption_with_every_proposer(name, temperature):
     params = SamplingParams(temperature=temperature, seed=5)

@@ -67,7 +67,30 @@ def combinations(name, rows, temperature):
     ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases(
+    "none-1-0.0",
+    "model-16-0.8",
+    "padded model-3-0.8",
+    "foreign model-1-0.8",
+    "cascade-1-0.0",
+    "text draft-16-0.8",
+    "short model-3-0.8",
+    "ngram-1-0.8",
+    "suffix-1-0.0",
+    "suffix with history-16-0.8",
+    "group-3-0.8",
+    "recycle-1-0.8",
+    "lookahead-1-0.0",
+    "best-16-0.8",
+    "best of three-3-0.8",
+    "first-1-0.8",
+    "switch-1-0.0",
+    "retrieval-16-0.8",
+    "merge-3-0.8",
+    "merge of two that draw-1-0.8",
+    "tree-1-0.0",
+    "foreign tree-16-0.8",
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("name", EVERY)

@@ -137,7 +137,14 @@ def test_presets_for_large_targets_follow_the_papers():
     assert describe("dflash", replace(sizes, layers=1)).aux_states.layers == (0,)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases(
+    "dflash-plain",
+    "dflash-confidence without Markov",
+    "dspark-reduced draft vocabulary",
+    "dspark-one layer without fusion",
+    "xpress-own tables",
+    "xpress-anchored",
+)
 @pytest.mark.parametrize(("kind", "name"), ALL_VARIANTS)
 def test_engine_logits_equal_training_logits(kind, name):
     """All blocks of one masked training pass equal the blocks of sequences in a batch, which grow round by round."""
@@ -198,7 +205,7 @@ def test_cached_states_give_the_same_logits_again():
 
 
 def test_blocks_start_at_random_trained_positions(monkeypatch):
-    monkeypatch.setattr(blocks, "_MAX_BLOCKS", 4)
+    monkeypatch.setattr(blocks, "MAX_BLOCKS", 4)
     loss_mask = torch.zeros(3, 12, dtype=torch.bool)
     loss_mask[0, 2:] = True
     loss_mask[1, 7:9] = True
@@ -231,7 +238,7 @@ def test_blocks_in_one_training_pass_are_independent(monkeypatch):
         loss_mask=torch.ones(2, 15, dtype=torch.bool),
     )
     all_steps = list(unrolled(module, texts, 9))
-    monkeypatch.setattr(blocks, "_MAX_BLOCKS", 5)
+    monkeypatch.setattr(blocks, "MAX_BLOCKS", 5)
     torch.manual_seed(8)
     positions, _ = blocks.anchors(texts.loss_mask, 1.0)
     torch.manual_seed(8)
@@ -317,13 +324,13 @@ def test_confidence_head_limits_the_draft_length():
     assert lengths == [0, 4]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("dflash-HeadProposer-1.0", "dspark-HeadTreeProposer-0.0", "xpress-HeadProposer-1.0")
 @pytest.mark.parametrize(("make", "temperature"), [(HeadProposer, 1.0), (HeadTreeProposer, 0.0)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_equals_plain_decoding(kind, temperature, make, tmp_path, monkeypatch):
     """The draft budget is larger than a block, and prompts are prefilled in chunks."""
-    monkeypatch.setattr(chain_module, "_PREFILL_CHUNK", 4)
-    monkeypatch.setattr(chain_module, "_SMALL_FEED", 4)
+    monkeypatch.setattr(chain_module, "PREFILL_CHUNK", 4)
+    monkeypatch.setattr(chain_module, "SMALL_FEED", 4)
     write_head(tmp_path / "head", make_head(describe(kind, MINI)), dtype=torch.float32)
     check_text(tmp_path / "head", make, temperature=temperature, k=6)
 

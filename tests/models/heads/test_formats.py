@@ -17,7 +17,6 @@ from outrider.models.heads.store import import_head, is_head
 from outrider.models.loader.embedded import embedded
 from outrider.tools.convert import checked
 from tests.helpers.heads import PROMPTS, guessed_by, random_draft
-from tests.helpers.variants import variants
 from tests.models.heads.checkpoints import MINI, SMALL, TARGET, all_equal, export_case, export_changed, random_case
 
 # Cases that cannot be read without their target: it has the layers that an assistant attends to, tables that these
@@ -83,7 +82,21 @@ def plain_output():
     return token_ids(LLM(proposer="none", **OPTIONS).generate(PROMPTS, params))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases(
+    "eagle3",
+    "speculators",
+    "peagle",
+    "eagle",
+    "medusa safe",
+    "medusa with the target's head",
+    "deepseek",
+    "modules with tables",
+    "mimo",
+    "dflash",
+    "narrow dflash",
+    "anchored dflash",
+    "xpress of speculators",
+)
 @pytest.mark.parametrize("case", [case for case in MINI if "assistant" not in case])  # its target is a Gemma 4
 def test_output_equals_plain_decoding(case, plain_output, tmp_path):
     export_case(tmp_path, case, read_target_info(embedded("mini")), of=MINI)
@@ -94,7 +107,8 @@ def test_output_equals_plain_decoding(case, plain_output, tmp_path):
     assert sum(completion.stats.draft_tokens for completion in completions)
 
 
-@pytest.mark.parametrize("case", variants(["eagle3.1", "medusa", "gated qwen"], fast=["eagle3.1"]))
+@pytest.mark.fast_cases("eagle3.1")
+@pytest.mark.parametrize("case", ["eagle3.1", "medusa", "gated qwen"])
 def test_output_with_draft_trees_equals_plain_decoding(case, plain_output, tmp_path):
     export_case(tmp_path, case, read_target_info(embedded("mini")), of=MINI)
     llm = LLM(proposer=f"tree:{tmp_path}", **OPTIONS)

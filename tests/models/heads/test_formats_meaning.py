@@ -514,7 +514,7 @@ def test_rotary_frequencies_agree_with_transformers(rope, rotary):
     assert amplitude == pytest.approx(expected_amplitude)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("five taps-bfloat16-0.03", "eagle-float32-1e-05", "eagle3 without a norm-bfloat16-0.03")
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("case", ["five taps", "eagle", "eagle3 without a norm"])

@@ -19,7 +19,6 @@ from outrider.models.loader.make import make_target
 from outrider.train.model.presets import describe
 from tests.helpers import tiny
 from tests.helpers.heads import far, feed
-from tests.helpers.variants import variants
 from tests.models.heads.test_heads import MINI
 
 CPU = torch.device("cpu")
@@ -54,8 +53,9 @@ def test_only_the_latest_tokens_are_visible(head_class):
     assert far(windowed, logits_of(AutoregressiveTarget, module, tables, states, 20)) < 1e-5
 
 
+@pytest.mark.fast_cases("native")
 @compiled
-@pytest.mark.parametrize("kernels", variants(["native", "torch"], fast=["native"]))
+@pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_window_of_a_head_does_not_change_the_output(kernels, tmp_path):
     torch.manual_seed(0)
     write_head(tmp_path, make_module(describe("eagle3", MINI)), dtype=torch.float32)

@@ -69,7 +69,16 @@ def test_save_and_load(kind, tmp_path):
 
 
 # Each kind as a chain and as a tree, and with both temperatures.
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases(
+    "dflash-0.0-HeadProposer",
+    "dspark-0.0-HeadTreeProposer",
+    "eagle31-1.0-HeadProposer",
+    "hydra-1.0-HeadTreeProposer",
+    "medusa-0.0-HeadProposer",
+    "mtp-0.0-HeadTreeProposer",
+    "slim-1.0-HeadProposer",
+    "xpress-1.0-HeadTreeProposer",
+)
 @pytest.mark.parametrize(
     ("kind", "temperature", "make"),
     [(kind, float((i + j) % 2), make) for i, kind in enumerate(ALL_KINDS) for j, make in enumerate(MAKERS)],
@@ -80,7 +89,9 @@ def test_output_equals_plain_decoding(kind, temperature, make, tmp_path):
     check_text(tmp_path / "head", make, temperature=temperature, k=3)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases(
+    "dflash-HeadProposer", "eagle31-HeadTreeProposer", "medusa-HeadProposer", "slim-HeadTreeProposer"
+)
 @pytest.mark.parametrize(("kind", "make"), [(kind, MAKERS[i % 2]) for i, kind in enumerate(ALL_KINDS)])
 def test_number_of_pending_states_is_bounded(kind, make, tmp_path, monkeypatch):
     """While nothing is drafted, pending states are fed to the head. Later drafts do not depend on that."""
@@ -89,8 +100,8 @@ def test_number_of_pending_states_is_bounded(kind, make, tmp_path, monkeypatch):
     proposer = f"{'draft' if make is HeadProposer else 'tree'}:{tmp_path / 'head'}"
     results = []
     for max_pending in (10**6, 16):
-        monkeypatch.setattr("outrider.drafting.propose.draft_model.trained_head._MAX_PENDING", max_pending)
-        monkeypatch.setattr("outrider.drafting.propose.draft_model.trained_head._PREFILL_CHUNK", 24)
+        monkeypatch.setattr("outrider.drafting.propose.draft_model.trained_head.MAX_PENDING", max_pending)
+        monkeypatch.setattr("outrider.drafting.propose.draft_model.trained_head.PREFILL_CHUNK", 24)
         llm = guessed_by(proposer, k=0, chunk=32)
         drafts = []
         for prompt in (list(range(100, 190)), list(range(300, 305))):
@@ -184,7 +195,14 @@ def _all_fusion_options():
     return replace(describe("eagle3", MINI), aux_states=aux_states)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases(
+    "eagle3-0-bfloat16-0.03",
+    "eagle31-512-float32-1e-05",
+    "peagle-0-float32-1e-05",
+    "mtp-0-bfloat16-0.03",
+    "eagle1-512-float32-1e-05",
+    "all fusion options-0-float32-1e-05",
+)
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("vocab", [0, 512])
@@ -338,12 +356,12 @@ def test_head_of_another_target_is_rejected(tmp_path):
         LLM(proposer=f"draft:{tmp_path / 'head'}", dtype="float32")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("dflash", "kv-sharing")
 @pytest.mark.parametrize("kind", ["dflash", "eagle3", "hydra", "kv-sharing", "peagle", SEVERAL_MODULES])
 def test_pass_times_can_be_measured(kind, tmp_path, monkeypatch):
     """The output after the measurement is that of plain decoding."""
     # One sweep measures every shape, though not precisely.
-    monkeypatch.setattr("outrider.drafting.plan.calibrate._PASSES", 1)
+    monkeypatch.setattr("outrider.drafting.plan.calibrate.PASSES", 1)
     torch.manual_seed(1)
     write_head(tmp_path / "head", make_module(describe_kind(kind, MINI)), dtype=torch.float32)
     expected = plain_text(0.0)

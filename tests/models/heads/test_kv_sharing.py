@@ -41,7 +41,6 @@ from tests.helpers import tiny, train_setup
 from tests.helpers.engines import make_engine, outputs, run
 from tests.helpers.heads import make_kv_view
 from tests.helpers.train_setup import make_settings, make_setup
-from tests.helpers.variants import variants
 from tests.models.heads.drive_head import CPU, admit, next_batch, note_states, random_head
 
 
@@ -195,7 +194,8 @@ def test_recorded_entries_equal_the_targets_cache(nano):
         target.cache.release(0)
 
 
-@pytest.mark.parametrize("centroids", [pytest.param(0, marks=pytest.mark.slow), 96])
+@pytest.mark.fast_cases("96")
+@pytest.mark.parametrize("centroids", [0, 96])
 def test_training_lowers_the_loss_and_raises_acceptance(centroids, nano):
     target = nano.target
     tables = nano.tables
@@ -274,7 +274,7 @@ def test_native_kernels_export_keys_and_values(tmp_path):
     assert sum(completion.stats.draft_tokens for completion in completions)
 
 
-@pytest.fixture(params=variants([False, True], fast=[True]), ids=["all logits", "centroids"])
+@pytest.fixture(params=[False, True], ids=["all logits", "centroids"])
 def assistant(request, shelf, tmp_path, monkeypatch):
     """A random assistant of transformers for a small Gemma 4, its folder, and the folder of its target."""
     layers = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
@@ -305,6 +305,7 @@ def assistant(request, shelf, tmp_path, monkeypatch):
     return model, tmp_path / "assistant", shelf.folder("gemma4_text")
 
 
+@pytest.mark.fast_cases("centroids")
 @torch.inference_mode()
 def test_assistant_agrees_with_transformers(assistant, shelf):
     """Two draft tokens after a small Gemma 4, from transformers' own keys and values, have the same logits."""
@@ -405,6 +406,7 @@ def test_centroids_learn_the_probabilities_of_clusters():
     assert losses[-1] - entropy < 0.2 * (losses[0] - entropy)
 
 
+@pytest.mark.fast_cases("centroids")
 def test_assistant_drafts_for_its_target(assistant):
     """Chains and trees leave the output of the target unchanged."""
     _, folder, target = assistant

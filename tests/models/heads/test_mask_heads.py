@@ -164,7 +164,7 @@ def test_masks_in_one_training_pass_are_independent(share, max_columns, monkeypa
         loss_mask=torch.ones(2, 15, dtype=torch.bool),
     )
     all_steps = list(unrolled(module, texts, 9))
-    monkeypatch.setattr(masks, "_MAX_COLUMNS", max_columns)
+    monkeypatch.setattr(masks, "MAX_COLUMNS", max_columns)
     torch.manual_seed(8)
     sampled_steps = list(unrolled(module, texts, 9, share))
     assert torch.equal(sampled_steps[0].loss_mask, all_steps[0].loss_mask)

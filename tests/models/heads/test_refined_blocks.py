@@ -133,7 +133,7 @@ def texts_of(tokens: torch.Tensor) -> TrainingBatch:
 @pytest.mark.parametrize("passes", [0, 1, 2])
 def test_consistency_trains_the_tokens_of_the_engine(layout, passes, monkeypatch):
     """The logits after own tokens equal those of one more Jacobi pass of the engine."""
-    monkeypatch.setattr(blocks, "_CONSISTENCY_PASSES", 1)
+    monkeypatch.setattr(blocks, "CONSISTENCY_PASSES", 1)
     own_tokens = blocks._own_tokens
     monkeypatch.setattr(blocks, "_own_tokens", lambda *given: own_tokens(*given[:-1], passes))
     head = make_head(description_of(layout, passes=passes + 1, candidates=0))

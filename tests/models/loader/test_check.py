@@ -49,7 +49,7 @@ def load(folder, kernels, dtype="bfloat16"):
     return make_target(checkpoint, slots=1, context=64, kernels=kernels), checkpoint
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("mixtral-native", "qwen3_moe-torch")
 @KERNELS
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_every_comparison_of_experts_has_a_wide_margin(name, kernels, folders):
@@ -60,7 +60,7 @@ def test_every_comparison_of_experts_has_a_wide_margin(name, kernels, folders):
     assert float(errors.max()) < 0.75 * tolerance
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("bfloat16-native", "float32-torch")
 @KERNELS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_wrong_choice_of_experts_fails(kernels, dtype, folders, monkeypatch):

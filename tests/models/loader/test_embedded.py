@@ -12,7 +12,6 @@ from outrider.engine.default_proposer import default_proposer
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.models.loader.embedded import embedded, model_folder
-from tests.helpers.variants import variants
 
 
 def test_expressions_accept_embedded_names():
@@ -73,9 +72,8 @@ def test_embedded_draft_model_is_the_default_proposer():
     assert (named.token_ids, named.stats.draft_tokens) == (default.token_ids, default.stats.draft_tokens)
 
 
-@pytest.mark.parametrize(
-    ("name", "min_tau"), variants([("mtp", 1.5), ("eagle31", 1.5), ("medusa", 1.05)], fast=[("eagle31", 1.5)])
-)
+@pytest.mark.fast_cases("eagle31-1.5")
+@pytest.mark.parametrize(("name", "min_tau"), [("mtp", 1.5), ("eagle31", 1.5), ("medusa", 1.05)])
 def test_embedded_heads_draft_for_the_embedded_target(name, min_tau):
     prompts = ["def add(a, b):\n    return", "<|endoftext|><|user|>Count to ten.<|end|><|assistant|>"]
     params = SamplingParams(temperature=0.0, max_tokens=40)

@@ -66,7 +66,19 @@ def file(tmp_path_factory):
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", _model())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases(
+    "F32-float32-llama",
+    "F32-float32-phi3",
+    "F32-float32-gemma",
+    "F32-float32-granite",
+    "F32-float32-smollm3",
+    "F16-float16-mistral",
+    "F16-float16-qwen3",
+    "F16-float16-gemma3",
+    "F16-float16-gemma2",
+    "F16-float16-olmo2",
+    "BF16-bfloat16-qwen2",
+)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("kind", "dtype"), [("F32", torch.float32), ("F16", torch.float16), ("BF16", torch.bfloat16)])
 @torch.inference_mode()
@@ -81,7 +93,17 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path, name, kind, dt
     assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-4)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases(
+    "False-llama-Q8_0",
+    "False-llama-Q4_1",
+    "False-llama-Q5_1",
+    "False-llama-Q6_K",
+    "False-gemma3-Q8_0",
+    "True-llama-Q4_0",
+    "True-llama-Q5_0",
+    "True-llama-Q4_K",
+    "True-phi3-Q8_0",
+)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("llama", kind) for kind in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")]

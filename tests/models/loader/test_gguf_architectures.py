@@ -16,28 +16,34 @@ from outrider.models.torch.gguf_linear import BlockLinear
 from outrider.models.torch.gguf_made import BlockExperts
 from tests.helpers import tiny
 from tests.helpers.gguf_architectures import WRITTEN, writable_model, write_architecture
-from tests.helpers.variants import variants
 
-FAST = (
-    *("mixtral", "qwen3_moe", "granitemoeshared", "gpt_oss", "deepseek_v3", "llama4_text", "afmoe", "gemma3n_text"),
-    *(
-        "gemma4_text",
-        "phi",
-        "glm4",
-        "falcon",
-        "bloom",
-        "gpt2",
-        "qwen3_next",
-        "qwen3_5_text",
-        "lfm2_moe",
-        "falcon_mamba",
-    ),
-    *("falcon_h1", "nemotron_h", "jamba"),
-)
 _SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
 
 
-@pytest.mark.parametrize("name", variants(list(WRITTEN), fast=FAST))
+@pytest.mark.fast_cases(
+    "mixtral",
+    "qwen3_moe",
+    "granitemoeshared",
+    "gpt_oss",
+    "deepseek_v3",
+    "llama4_text",
+    "afmoe",
+    "phi",
+    "gemma3n_text",
+    "gemma4_text",
+    "glm4",
+    "falcon",
+    "bloom",
+    "gpt2",
+    "qwen3_next",
+    "qwen3_5_text",
+    "falcon_mamba",
+    "falcon_h1",
+    "nemotron_h",
+    "jamba",
+    "lfm2_moe",
+)
+@pytest.mark.parametrize("name", list(WRITTEN))
 @torch.inference_mode()
 def test_logits_are_those_of_the_model_that_was_written(tmp_path, name):
     model = writable_model(name)

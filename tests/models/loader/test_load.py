@@ -15,7 +15,6 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.models.loader.load import check_model, load_checkpoint
 from tests.helpers import tiny
-from tests.helpers.variants import variants
 
 PADDED = 288  # the target's vocabulary; the tokenizer has 256 tokens
 PROMPTS = [list(b"to be or not to be"), list(b"a rose is a rose is")]
@@ -348,7 +347,8 @@ def save_padded(folder, target, vocab):
     return tiny.save_model(folder, model)
 
 
-@pytest.mark.parametrize("vocab", variants([tiny.VOCAB, PADDED, 320], fast=[320]))
+@pytest.mark.fast_cases("320")
+@pytest.mark.parametrize("vocab", [tiny.VOCAB, PADDED, 320])
 def test_draft_with_other_vocabulary_padding(vocab, tmp_path):
     target = tiny.save(tmp_path / "target", llama())
     draft = save_padded(tmp_path / "draft", target, vocab)

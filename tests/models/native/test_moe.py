@@ -103,7 +103,7 @@ def test_bfloat16_is_closer_to_float32_than_transformers(name, folders):
     assert error(logits) < min(0.8 * error(rounded), 0.06)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("mixtral", "qwen3_moe not normalized", "olmoe normalized")
 @ROUTED
 @torch.inference_mode()
 def test_greedy_text_equals_transformers(name, folders):
@@ -116,7 +116,7 @@ def test_greedy_text_equals_transformers(name, folders):
         assert list(completion.token_ids) == tiny.greedy(model, prompt, 32)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases("32-mixtral", "32-olmoe normalized", "16-olmoe", "8-qwen3_moe not normalized", "4-qwen3_moe")
 @ROUTED
 @pytest.mark.parametrize("bits", [32, 16, 8, 4])
 @torch.inference_mode()
@@ -219,7 +219,7 @@ def test_router_logits_that_are_not_finite_do_not_crash(folders):
         assert not logits_of(target, tokens).isfinite().any()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("32-mixtral", "32-olmoe", "16-qwen3_moe not normalized")
 @ROUTED
 @FLOAT_BITS
 @torch.inference_mode()
@@ -239,7 +239,7 @@ def test_weight_update_equals_loading_the_other_checkpoint(name, bits, folders, 
         target.update_weights({key: value[1:]}, 3)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("8-mixtral", "8-olmoe", "4-qwen3_moe not normalized")
 @ROUTED
 @pytest.mark.parametrize("bits", [8, 4])
 @torch.inference_mode()

@@ -28,7 +28,6 @@ from tests.helpers import tiny
 from tests.helpers.architectures import gemma3
 from tests.helpers.configs import MIXED
 from tests.helpers.threads import torch_threads
-from tests.helpers.variants import variants
 
 pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
 CPU = torch.device("cpu")
@@ -144,7 +143,7 @@ def relative_error(actual, expected):
     return float((actual - expected).norm() / expected.norm())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("llama", "scaled", "qwen2", "gemma2", "granite", "phi3", "wide")
 @pytest.mark.parametrize("name", MODELS)
 def test_bfloat16_is_closer_to_float32_than_transformers(name, folders):
     target, model = load_target(folders[name])
@@ -172,7 +171,27 @@ def split(tokens, sizes):
     return pieces, torch.tensor(ends) - 1
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases(
+    "32-llama",
+    "32-ministral",
+    "32-gemma",
+    "32-granite",
+    "32-seed_oss",
+    "16-scaled",
+    "16-qwen3",
+    "16-gemma3 with images",
+    "16-phi3",
+    "8-biased",
+    "8-qwen2",
+    "8-gemma3",
+    "8-olmo3",
+    "8-wide",
+    "4-tied",
+    "4-mistral",
+    "4-gemma2",
+    "4-olmo2",
+    "4-smollm3",
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("bits", [32, 16, 8, 4])
 def test_bits_do_not_depend_on_prefill_chunks(name, bits, folders):
@@ -234,7 +253,9 @@ def test_pass_with_fewer_threads_than_requested(folders, tmp_path):
     assert torch.equal(torch.load(tmp_path / "logits"), expected)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases(
+    "llama-32", "mistral-16", "wide-32", "gemma2-16", "gemma3-32", "granite-16", "olmo3-32", "phi3-16"
+)
 @FLOAT_BITS
 @pytest.mark.parametrize("name", ["llama", "mistral", "wide", "gemma2", "gemma3", "granite", "olmo3", "phi3"])
 def test_bits_of_tree_nodes_do_not_depend_on_the_batch(name, bits, folders):
@@ -303,7 +324,7 @@ def test_chain_stops_at_end_of_text_token(bits, folders):
     assert drafted.count == expected.count == (unstopped.index(unstopped[3]) + 1,)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.fast_cases("0.0-0.0-32", "0.2-0.1-16", "2.0-0.0-16")
 @FLOAT_BITS
 @pytest.mark.parametrize("extra", [0.0, 0.1])
 @pytest.mark.parametrize("threshold", [0.0, 0.01, 0.2, 2.0])
@@ -444,7 +465,8 @@ def test_arena_tensors_do_not_overlap():
     assert all(tensor.data_ptr() % 64 == 0 for tensor in copies)
 
 
-@pytest.mark.parametrize("dtype", variants(["float32", "bfloat16"], fast=["bfloat16"]))
+@pytest.mark.fast_cases("bfloat16")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_output_does_not_depend_on_speculation(dtype):
     """The output is the same with any proposer and k, in a batch and alone."""
     prompts = ["def add(a, b):\n    return", "Once upon a time", "SELECT name FROM", "The sum of 3 and 4 is"]
@@ -453,7 +475,7 @@ def test_output_does_not_depend_on_speculation(dtype):
     drafted = LLM(None, proposer=f"draft:{embedded('nano')}", k=5, **options)
     found = LLM(None, proposer="ngram", k=8, **options)
     for temperature in (0.0, 1.0):
-        params = SamplingParams(max_tokens=20, temperature=temperature, seed=5)
+        params = SamplingParams(max_tokens=12, temperature=temperature, seed=5)
         expected = [plain.generate(prompt, params)[0].token_ids for prompt in prompts]
         assert [c.token_ids for c in plain.generate(prompts, params)] == expected
         assert [c.token_ids for c in drafted.generate(prompts, replace(params, k=1))] == expected
@@ -461,14 +483,15 @@ def test_output_does_not_depend_on_speculation(dtype):
         assert [c.token_ids for c in found.generate(prompts, params)] == expected
 
 
-@pytest.mark.parametrize("dtype", variants(["float32", "bfloat16"], fast=["bfloat16"]))
+@pytest.mark.fast_cases("bfloat16")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sampled_output_in_a_batch_equals_output_alone(dtype):
     """Many sequences are sampled, because the last bit of a probability changes only one sample in some thousands."""
     options = {"proposer": "none", "k": 0, "dtype": dtype, "kernels": "native", "max_model_len": 96}
-    batched = LLM(embedded("nano"), max_num_seqs=64, **options)
+    batched = LLM(embedded("nano"), max_num_seqs=32, **options)
     alone = LLM(embedded("nano"), max_num_seqs=1, **options)
     beginnings = ("def add(a, b):", "Once upon a time", "SELECT name", "The")
-    prompts = [f"{beginnings[i % 4]} {'x' * (i // 4)}" for i in range(64)]
+    prompts = [f"{beginnings[i % 4]} {'x' * (i // 4)}" for i in range(32)]
     params = SamplingParams(max_tokens=32, temperature=1.0, seed=11, ignore_eos=True)
     batched_tokens = [c.token_ids for c in batched.generate(prompts, params)]
     alone_tokens = [c.token_ids for c in alone.generate(prompts, params)]

@@ -29,7 +29,7 @@ def folders(tmp_path_factory):
     return {name: tiny.save(root / name, config) for name, config in MODELS.items()}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("32-dim 32", "32-dim 64, one key head", "16-dim 48", "16-window")
 @torch.inference_mode()
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("bits", [32, 16])

@@ -22,7 +22,7 @@ LENGTHS = (31, 5, 18, 11, 1)  # of prompts; windows have 8 tokens and prefill ch
 MAX_TOKENS = 12
 TOLERANCE = 1e-4  # relative to the norm of the logits
 SLOTS = (0, 1, 3)
-NAMES = tiny.by_speed(tiny.ARCHITECTURES)
+FAST = pytest.mark.fast_cases(*tiny.fast(tiny.ARCHITECTURES))
 # Hidden states cannot be exported, or transformers numbers them otherwise: layers run twice, are skipped, or have
 # several streams.
 NO_EXPORT = ("gemma3n_text", "dory", "hy_v4", "mllama")
@@ -38,12 +38,13 @@ def relative_error(actual, expected):
     return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=tiny.ARCHITECTURES)
 def name(request):
     """The name of an architecture. All tests of one run together, and share its files and models."""
     return request.param
 
 
+@FAST
 def test_greedy_output_equals_transformers(name, shelf):
     """With drafts, and in the same batch without. One output is compared with `generate` itself."""
     rng = random.Random(3)
@@ -61,6 +62,7 @@ def test_greedy_output_equals_transformers(name, shelf):
     assert llm.stats.draft_tokens > 0
 
 
+@FAST
 @torch.inference_mode()
 def test_tree_scores_equal_transformers_on_each_branch(name, shelf):
     rng = random.Random(4)
@@ -92,6 +94,7 @@ def test_tree_scores_equal_transformers_on_each_branch(name, shelf):
             assert relative_error(scores.logits[b, nodes], alone.logits[0]) < TOLERANCE
 
 
+@FAST
 @torch.inference_mode()
 def test_committed_cache_equals_fresh_prefill(name, shelf):
     rng = random.Random(5)

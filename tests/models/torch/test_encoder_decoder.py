@@ -16,7 +16,6 @@ from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
 from outrider.testing import random_tree
 from tests.helpers import tiny
-from tests.helpers.variants import variants
 from tests.models.torch.expected_outputs import check_three_tokens, expected_logits, three_token_probs
 
 NAMES = tuple(tiny.ENCODER_DECODER)
@@ -65,12 +64,10 @@ def relative_error(actual, expected):
     return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
+@pytest.mark.fast_cases("t5-suffix:1000", "t5-draft", "bart-merge(ngram,recycle)", "bart-tree", "t5gemma-cascade")
 @pytest.mark.parametrize(
     ("name", "proposer"),
-    variants(
-        [(name, proposer) for name in NAMES for proposer in PROPOSERS.get(name, (MERGE,))],
-        fast=[("t5", "draft"), ("t5", "suffix:1000"), ("bart", "tree"), ("bart", MERGE), ("t5gemma", "cascade")],
-    ),
+    [(name, proposer) for name in NAMES for proposer in PROPOSERS.get(name, (MERGE,))],
 )
 def test_greedy_equals_transformers(name, proposer, shelf, sibling):
     sources = sources_of(random.Random(0))
@@ -84,7 +81,8 @@ def test_greedy_equals_transformers(name, proposer, shelf, sibling):
     assert (llm.stats.draft_tokens > 0) == (proposer != "none")
 
 
-@pytest.mark.parametrize("name", tiny.by_speed(NAMES))
+@pytest.mark.fast_cases(*tiny.fast(NAMES))
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_tree_scores_equal_each_branch_alone(name, shelf):
     rng = random.Random(1)
@@ -105,7 +103,8 @@ def test_tree_scores_equal_each_branch_alone(name, shelf):
             assert relative_error(scores.logits[b, 1 + node], expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", tiny.by_speed(NAMES))
+@pytest.mark.fast_cases(*tiny.fast(NAMES))
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_committed_cache_equals_fresh_prefill(name, shelf):
     rng = random.Random(2)
@@ -129,7 +128,8 @@ def test_committed_cache_equals_fresh_prefill(name, shelf):
     assert relative_error(actual, expected_logits(model, sources[1], other.token_ids)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", tiny.by_speed(NAMES))
+@pytest.mark.fast_cases(*tiny.fast(NAMES))
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_chain_that_is_drafted_token_by_token(name, shelf):
     rng = random.Random(3)
@@ -155,7 +155,8 @@ def test_encoder_runs_once_per_source(shelf, monkeypatch):
     assert sorted(lengths) == [2, 3]
 
 
-@pytest.mark.parametrize(("name", "proposer"), variants([("t5", "draft"), ("bart", "ngram")], fast=[("t5", "draft")]))
+@pytest.mark.fast_cases("t5-draft")
+@pytest.mark.parametrize(("name", "proposer"), [("t5", "draft"), ("bart", "ngram")])
 def test_sampled_output_has_the_distribution_of_the_model(name, proposer, shelf, sibling):
     source = tiny.text(random.Random(4), 12)
     if proposer == "draft":
@@ -198,7 +199,8 @@ def test_forced_first_token(tmp_path):
     assert LLM(folder, proposer="none", **OPTIONS).start_tokens() == (0, 7)
 
 
-@pytest.mark.parametrize("name", tiny.by_speed(NAMES))
+@pytest.mark.fast_cases(*tiny.fast(NAMES))
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_hidden_states_equal_those_of_transformers(name, shelf):
     model = shelf.model(name)
@@ -214,7 +216,8 @@ def test_hidden_states_equal_those_of_transformers(name, shelf):
         assert relative_error(scores.feed_hidden_states[layer][0], states[layer + 1][0]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", tiny.by_speed(MAIN))
+@pytest.mark.fast_cases(*tiny.fast(NAMES))
+@pytest.mark.parametrize("name", MAIN)
 @torch.inference_mode()
 def test_weight_update_reads_sources_again(name, shelf):
     target = shelf.target(name)

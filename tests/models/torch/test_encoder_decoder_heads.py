@@ -26,7 +26,6 @@ from outrider.serve.settings import Settings
 from outrider.train.model.presets import Sizes, describe
 from tests.helpers import speech, tiny
 from tests.helpers.heads import random_draft
-from tests.helpers.variants import variants
 from tests.models.torch.expected_outputs import check_three_tokens, three_token_probs
 
 NAMES = tuple(tiny.ENCODER_DECODER)
@@ -71,7 +70,8 @@ def sources_of(rng, lengths=(1, 3, 9, 20, 40, 40, 7)):
     return [tiny.text(rng, length) for length in lengths]
 
 
-@pytest.mark.parametrize("name", tiny.by_speed(NAMES))
+@pytest.mark.fast_cases(*tiny.fast(NAMES))
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_exported_state_and_lm_head_give_the_logits(name, shelf):
     target = shelf.target(name, layers=(tiny.LAYERS - 1,))
@@ -109,25 +109,23 @@ def test_embedding_has_the_scale_of_the_config(name, tmp_path):
     assert torch.allclose(tables.embedding, weight * config.d_model**0.5)
 
 
+@pytest.mark.fast_cases(
+    "t5-medusa-draft",
+    "t5-eagle31-draft",
+    "t5-dspark-draft",
+    "t5gemma-peagle-draft",
+    "bart-hydra-tree",
+    "t5gemma-mtp-tree",
+)
 @pytest.mark.parametrize(
     ("name", "kind", "shape"),
-    variants(
-        [
-            *product(["t5"], KINDS, ["draft"]),
-            *product(["bart"], ["hydra", "mtp", "eagle31"], ["draft"]),
-            *product(["t5gemma"], ["medusa", "mtp", "peagle", "dspark"], ["draft"]),
-            *zip(MAIN, ["medusa", "hydra", "mtp"], ["tree"] * 3, strict=True),
-            *((name, "medusa", "draft") for name in NAMES if name not in MAIN),
-        ],
-        fast=[
-            ("t5", "medusa", "draft"),
-            ("t5", "eagle31", "draft"),
-            ("t5", "dspark", "draft"),
-            ("bart", "hydra", "tree"),
-            ("t5gemma", "mtp", "tree"),
-            ("t5gemma", "peagle", "draft"),
-        ],
-    ),
+    [
+        *product(["t5"], KINDS, ["draft"]),
+        *product(["bart"], ["hydra", "mtp", "eagle31"], ["draft"]),
+        *product(["t5gemma"], ["medusa", "mtp", "peagle", "dspark"], ["draft"]),
+        *zip(MAIN, ["medusa", "hydra", "mtp"], ["tree"] * 3, strict=True),
+        *((name, "medusa", "draft") for name in NAMES if name not in MAIN),
+    ],
 )
 def test_greedy_equals_transformers(name, kind, shape, shelf, head):
     sources = sources_of(random.Random(0))
@@ -140,12 +138,10 @@ def test_greedy_equals_transformers(name, kind, shape, shelf, head):
     assert llm.stats.draft_tokens > 0
 
 
+@pytest.mark.fast_cases("bart-mtp-draft")
 @pytest.mark.parametrize(
     ("name", "kind", "shape"),
-    variants(
-        [("t5", "medusa", "draft"), ("bart", "mtp", "draft"), ("bart", "hydra", "tree")],
-        fast=[("bart", "mtp", "draft")],
-    ),
+    [("t5", "medusa", "draft"), ("bart", "mtp", "draft"), ("bart", "hydra", "tree")],
 )
 def test_sampled_output_has_the_distribution_of_the_model(name, kind, shape, shelf, head):
     source = tiny.text(random.Random(4), 12)

@@ -27,7 +27,6 @@ from outrider.models.torch.static_pass import Bucket, SpareCache, StaticModel, S
 from outrider.testing.drive import random_tree
 from tests.helpers import engines, tiny
 from tests.helpers.recorder import FakeRecorder
-from tests.helpers.variants import variants
 
 CPU = torch.device("cpu")
 CONTEXT = 96
@@ -93,7 +92,8 @@ def test_recorded_passes_export_the_current_layers(shelf):
         assert set(scores.hidden_states) == set(scores.feed_hidden_states) == set(layers)
 
 
-@pytest.mark.parametrize("name", variants(NAMES, fast=["llama", "qwen2", "gpt_oss", "deepseek_v3"]))
+@pytest.mark.fast_cases("llama", "qwen2", "gpt_oss", "deepseek_v3")
+@pytest.mark.parametrize("name", NAMES)
 def test_replayed_rounds_equal_eager_rounds(name, shelf):
     """Logits and the cache after them are equal, for sequences of different lengths, chains and trees."""
     recorded, eager = load_pair(shelf.folder(name))
@@ -262,7 +262,8 @@ def run_engine(target, draft, params, prompts):
     return engines.outputs(engines.run(engine, prompts, params, limit=24))
 
 
-@pytest.mark.parametrize("temperature", variants([0.0, 1.0], fast=[1.0]))
+@pytest.mark.fast_cases("1.0")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_engine_output_equals_eager_engine(temperature, shelf):
     """Prompts have many lengths. The passes of target and draft model are both recorded."""
     prompts = [[1 + i, *TEXT[: 3 + 7 * i], *TEXT[:i]] for i in range(7)]
@@ -361,7 +362,9 @@ class ForbidHostSync(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases(
+    "chain-llama", "chain-gemma3_text", "chain-qwen3", "tree-gemma2", "tree-gpt2", "draft-qwen2", "draft-gpt_oss"
+)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "qwen3"])
 @pytest.mark.parametrize("kind", ["chain", "tree", "draft"])
 def test_static_pass_never_synchronizes_with_the_host(name, kind, shelf):
@@ -376,7 +379,7 @@ def test_static_pass_never_synchronizes_with_the_host(name, kind, shelf):
             (buffers.draft_greedy if kind == "draft" else buffers.score)()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("chain-llama", "chain-mixtral", "tree-gemma2", "draft-qwen3")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral"])
 @pytest.mark.parametrize("kind", ["chain", "tree", "draft"])
 def test_static_pass_runs_on_the_meta_device(name, kind):
@@ -417,7 +420,8 @@ class _HostSyncs(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("temperature", variants([0.0, 1.0], fast=[1.0]))
+@pytest.mark.fast_cases("1.0")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_round_reads_from_the_device_once(temperature, shelf, monkeypatch):
     monkeypatch.setattr(tree, "is_cpu", lambda device: False)
     target, draft = (load_target(shelf.folder(name), record=FakeRecorder()) for name in ("llama", "qwen3"))
@@ -508,7 +512,7 @@ def test_larger_recording_covers_a_bucket_until_it_is_used_often(shelf):
     assert {bucket.rows for bucket in recorded.graphs.buckets()} == {1, 4}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("llama-1", "mistral-2")
 @pytest.mark.parametrize("num_seqs", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_kernel_for_shared_keys_gives_the_same_logits(name, num_seqs, shelf, monkeypatch):

@@ -18,7 +18,6 @@ from outrider.models.heads.formats.registry import format_of
 from outrider.models.heads.store import make_module
 from outrider.models.torch.recurrent.rows import CHUNK
 from tests.helpers import tiny
-from tests.helpers.variants import variants
 
 VOCAB = 64  # few tokens, so that a random module is often accepted
 NAMINGS = {"bamba": "mtp-qwen", "lfm2": "mtp-qwen", "nemotron_h": "mtp-nemotron"}  # by architecture
@@ -82,7 +81,8 @@ def outputs(llm, prompts, params):
     return [list(completion.token_ids) for completion in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("name", variants(NAMINGS, fast=["lfm2"]))
+@pytest.mark.fast_cases("lfm2")
+@pytest.mark.parametrize("name", NAMINGS)
 def test_outputs_equal_plain_decoding(name, folders):
     prompts = prompts_with_common_prefixes()
     params = SamplingParams(temperature=1.0, max_tokens=12, seed=3)
@@ -92,7 +92,7 @@ def test_outputs_equal_plain_decoding(name, folders):
     # Conversations go on: each prompt is an earlier one with its answer.
     longer = [prompt + tokens + [5, 9] for prompt, tokens in zip(prompts, expected, strict=True)]
     expected_longer = outputs(plain, longer, params)
-    for proposer, k, chunk, slots in (("mtp", 3, 512, 5), ("mtp", 7, 32, 2), (DEFAULT, 4, 32, 5)):
+    for proposer, k, chunk, slots in (("mtp", 3, 512, 5), (DEFAULT, 7, 32, 2)):
         llm = LLM(folders[name], proposer=proposer, k=k, max_num_seqs=slots, max_num_batched_tokens=chunk, **OPTIONS)
         assert outputs(llm, prompts, params) == expected, (proposer, k, chunk, slots)
         assert sum(llm.stats.accepted) > 0
@@ -115,7 +115,7 @@ def test_canceled_requests_leave_no_trace(folders):
     params = SamplingParams(temperature=1.0, max_tokens=20, seed=3)
     llm = LLM(folders["bamba"], proposer="mtp", k=3, max_num_seqs=3, **OPTIONS)
     expected = outputs(llm, prompts, params)
-    for steps in (1, 2, 5):
+    for steps in (1, 4):
         ids = [id for prompt in prompts[:5] for id in llm.submit(prompt, params)]
         for _ in range(steps):
             llm.engine.step()

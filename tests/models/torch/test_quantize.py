@@ -114,7 +114,7 @@ def test_shapes_that_the_operators_support(shape, supported):
         assert torch.allclose(layer(x).float(), functional.linear(x.float(), layer.values()), rtol=0.02, atol=0.2)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.fast_cases("gemma2-8", "phi-4", "olmo2-8", "mixtral-4", "mamba2-8")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", MODELS)
 def test_quantized_target_passes_the_check(name, bits, folders):
@@ -123,7 +123,7 @@ def test_quantized_target_passes_the_check(name, bits, folders):
     check_target(target, checkpoint)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("gpt_neox-8", "olmo2-4", "tied-8", "mamba2-4")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", ["gpt_neox", "olmo2", "tied", "mamba2"])
 def test_quantized_target_equals_its_widened_weights(name, bits, folders):
@@ -148,7 +148,7 @@ def test_quantized_targets_have_fewer_bytes(folders):
     assert head.nbytes == tiny.VOCAB * (128 + 2), "the LM head has 8 bits"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("False-8", "True-4")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_weight_update_quantizes_the_new_weights(bits, tied, tmp_path):

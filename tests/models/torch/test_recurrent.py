@@ -18,7 +18,7 @@ from outrider.testing.drive import append, make_round
 from tests.helpers import tiny
 from tests.helpers.self_draft import check_draft_of_itself
 
-NAMES = tiny.by_speed(tiny.RECURRENT)
+NAMES = tiny.RECURRENT
 TOLERANCE = 1e-4  # relative to the norm of the logits
 OPTIONS = {"dtype": "float32", "device": "cpu"}
 # Layers whose tokens can be processed by the state after each as well as by their inputs.
@@ -67,7 +67,7 @@ def expected_logits(model, seq):
     return model(torch.tensor([seq.token_ids]), use_cache=False).logits[0, -1]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("mamba", "mamba2", "zamba", "qwen3_next", "olmo_hybrid", "zaya", "rwkv")
 @pytest.mark.parametrize("name", NAMES)
 def test_batch_of_many_lengths_equals_transformers(name, shelf):
     rng = random.Random(3)
@@ -80,7 +80,22 @@ def test_batch_of_many_lengths_equals_transformers(name, shelf):
     assert llm.stats.draft_tokens > 0
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases(
+    "mamba-1",
+    "mamba2-1",
+    "bamba-5",
+    "falcon_h1-5",
+    "zamba-1",
+    "zamba2-5",
+    "qwen3_next-1",
+    "olmo_hybrid-1",
+    "bailing_hybrid-5",
+    "lfm2-5",
+    "minimax-5",
+    "zaya-1",
+    "recurrent_gemma-5",
+    "rwkv-1",
+)
 @pytest.mark.parametrize("width", [1, 5])
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
@@ -97,7 +112,7 @@ def test_state_after_every_rejection(name, width, shelf):
         target.cache.release(1)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("mamba", "mamba2", "zamba", "qwen3_next", "olmo_hybrid", "zaya", "rwkv")
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_chain_that_is_drafted_token_by_token(name, shelf):
@@ -145,6 +160,7 @@ def test_both_ways_give_the_same_states(name, is_chain, shelf, monkeypatch):
     assert relative_error(logits[False], logits[True]) < TOLERANCE
 
 
+@pytest.mark.fast_cases(*tiny.fast(NAMES))
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_shared_prefix_continues_from_a_snapshot(name, shelf):

@@ -35,7 +35,6 @@ from tests.helpers.speech import (
     set_generation,
     write_wav,
 )
-from tests.helpers.variants import variants
 
 TOLERANCE = 1e-4  # relative to the norm of the logits
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_model_len": 64}
@@ -109,7 +108,8 @@ def translations(model, plain):
     return sources, expected
 
 
-@pytest.mark.parametrize("proposer", variants(PROPOSERS, fast=["ngram", "draft"]))
+@pytest.mark.fast_cases("ngram", "draft")
+@pytest.mark.parametrize("proposer", PROPOSERS)
 def test_greedy_equals_generate(proposer, folder, sibling, translations):
     sources, expected = translations
     if proposer in ("draft", "tree", "cascade"):
@@ -207,7 +207,8 @@ def test_encoder_runs_once_per_source(folder, monkeypatch):
     assert shapes == [(1, 8, 100)] * 2
 
 
-@pytest.mark.parametrize("proposer", variants(["draft", "ngram"], fast=["draft"]))
+@pytest.mark.fast_cases("draft")
+@pytest.mark.parametrize("proposer", ["draft", "ngram"])
 def test_sampled_output_has_the_distribution_of_the_model(proposer, folder, sibling, model, plain):
     prompt = [*plain.start_tokens("en")]
     features = plain.encode_source(recording(5))
@@ -270,20 +271,28 @@ def test_sequence_that_no_user_requested_has_the_logits_of_the_model(target):
 # The tokens before a transcript.
 
 OLD = {"forced_decoder_ids": [[1, 240], [2, 243], [3, 246]]}
-STARTS = [
-    (MULTILINGUAL, ("en",), (0, LANGUAGES["<|en|>"], TASKS["transcribe"], NO_TIMESTAMPS)),
-    (MULTILINGUAL, ("German", "translate"), (0, LANGUAGES["<|de|>"], TASKS["translate"], NO_TIMESTAMPS)),
-    (MULTILINGUAL, ("<|de|>",), (0, LANGUAGES["<|de|>"], TASKS["transcribe"], NO_TIMESTAMPS)),
-    ({**MULTILINGUAL, "language": "de"}, (), (0, LANGUAGES["<|de|>"], TASKS["transcribe"], NO_TIMESTAMPS)),
-    ({**MULTILINGUAL, **OLD}, (), (0, 240, 243, 246)),
-    ({**MULTILINGUAL, **OLD}, ("de",), (0, LANGUAGES["<|de|>"], TASKS["transcribe"], NO_TIMESTAMPS)),
-    ({"no_timestamps_token_id": 246, "return_timestamps": False}, (), (0, 246)),
-    ({}, ("english", "transcribe"), (0,)),
-]
+STARTS = {  # settings, what the user gives, and the tokens
+    "a code": (MULTILINGUAL, ("en",), (0, LANGUAGES["<|en|>"], TASKS["transcribe"], NO_TIMESTAMPS)),
+    "a name and a task": (
+        MULTILINGUAL,
+        ("German", "translate"),
+        (0, LANGUAGES["<|de|>"], TASKS["translate"], NO_TIMESTAMPS),
+    ),
+    "a token": (MULTILINGUAL, ("<|de|>",), (0, LANGUAGES["<|de|>"], TASKS["transcribe"], NO_TIMESTAMPS)),
+    "a default": ({**MULTILINGUAL, "language": "de"}, (), (0, LANGUAGES["<|de|>"], TASKS["transcribe"], NO_TIMESTAMPS)),
+    "old settings": ({**MULTILINGUAL, **OLD}, (), (0, 240, 243, 246)),
+    "old settings and a code": (
+        {**MULTILINGUAL, **OLD},
+        ("de",),
+        (0, LANGUAGES["<|de|>"], TASKS["transcribe"], NO_TIMESTAMPS),
+    ),
+    "without timestamps": ({"no_timestamps_token_id": 246, "return_timestamps": False}, (), (0, 246)),
+    "one language": ({}, ("english", "transcribe"), (0,)),
+}
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("settings", "given", "expected"), STARTS)
+@pytest.mark.fast_cases("a code", "a token", "without timestamps")
+@pytest.mark.parametrize(("settings", "given", "expected"), STARTS.values(), ids=STARTS)
 def test_start_tokens_equal_those_of_transformers(settings, given, expected, tmp_path):
     folder = save_whisper(tmp_path, **settings)
     rules = load_checkpoint(folder, dtype="float32", device="cpu").source.speech

@@ -49,7 +49,7 @@ def weights_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("False-float32", "True-bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_weight_update_equals_loading_the_other_checkpoint(dtype, tied, tmp_path):
@@ -66,7 +66,7 @@ def test_weight_update_equals_loading_the_other_checkpoint(dtype, tied, tmp_path
     assert torch.equal(score(target), before)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("model.embed_tokens.weight-float32", "lm_head.weight-bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_update_of_a_tied_weight_changes_embedding_and_head(dtype, name, tmp_path):
@@ -128,7 +128,7 @@ def test_export_of_unsupported_layers_raises(shelf):
         score(shelf.target("gemma3n_text", [0]))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("none-llama", "none-mamba2", "ngram-mixtral")
 @pytest.mark.parametrize("name", ["llama", "mixtral", "mamba2"])
 @pytest.mark.parametrize("proposer", ["none", "ngram"])
 def test_non_finite_logits_end_only_their_request(name, proposer, shelf, tmp_path):

@@ -50,7 +50,7 @@ def gradients(model):
     return found
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("llama-True", "gemma2-True", "gpt_oss-True", "llama-False")
 @pytest.mark.parametrize(
     ("name", "share_prompt"),
     [

@@ -20,7 +20,6 @@ from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
 from outrider.runtime import heap
 from tests.helpers import tiny
-from tests.helpers.variants import variants
 
 native = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
 KERNELS = pytest.mark.parametrize("kernels", [pytest.param("native", marks=native), "torch"])
@@ -143,9 +142,8 @@ def test_a_draft_of_the_target_follows_it(shelf, tmp_path, changed, proposer):
     assert [each.stats.accepted for each in one] == [each.stats.accepted for each in two]
 
 
-@pytest.mark.parametrize(
-    "verifier", variants(["lantern:delta=0.6,k=8", "gsd:clusters=8", "pcg:k=2"], fast=["gsd:clusters=8"])
-)
+@pytest.mark.fast_cases("gsd:clusters=8")
+@pytest.mark.parametrize("verifier", ["lantern:delta=0.6,k=8", "gsd:clusters=8", "pcg:k=2"])
 def test_tables_of_a_relaxed_verifier_follow_the_embedding(shelf, tmp_path, changed, monkeypatch, verifier):
     weights = changed(shelf / "policy", scale=0.3)
     settings = {"proposer": f"draft:{shelf / 'draft'}", "verifier": verifier, "kernels": "torch"}
@@ -278,7 +276,7 @@ def _resident_bytes(llm, weights):
     return median(readings)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.fast_cases("1-native", "2-torch")
 @KERNELS
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_and_wake(shelf, kernels, level):

@@ -34,8 +34,8 @@ from outrider.drafting.propose.draft_model.window import find_window
 from outrider.verify.sampling import BatchSampling, SamplingTensors, apply_sampling, draw_params_of
 
 _log = logging.getLogger("outrider")
-_PREFILL_CHUNK = 512  # most tokens that the draft model prefills in one round
-_SMALL_FEED = 64  # feeds of at most this many tokens do not count toward _PREFILL_CHUNK
+PREFILL_CHUNK = 512  # most tokens that the draft model prefills in one round
+SMALL_FEED = 64  # feeds of at most this many tokens do not count toward PREFILL_CHUNK
 
 
 class DraftModelProposer:
@@ -136,7 +136,7 @@ class DraftModelProposer:
         starts = []
         feeds = []
         budgets = []
-        chunk_left = _PREFILL_CHUNK
+        chunk_left = PREFILL_CHUNK
         for b, seq in enumerate(batch.seqs):
             end = batch.start[b] + len(batch.feed[b])
             start = self._model.cache.length(seq.slot)
@@ -145,7 +145,7 @@ class DraftModelProposer:
             if room < batch.draft_budget[b] and not self._has_warned:
                 self._has_warned = True
                 self._warn_of_room(room)
-            completely = end - start <= _SMALL_FEED or must_reproduce(seq, self._setup.draw)
+            completely = end - start <= SMALL_FEED or must_reproduce(seq, self._setup.draw)
             stop = end if completely else min(end, start + chunk_left)
             if start < stop and end <= self._model.context and budget and seq.slot in fitting:
                 chunk_left -= 0 if completely else stop - start

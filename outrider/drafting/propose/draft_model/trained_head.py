@@ -13,8 +13,8 @@ from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.drafting.propose.draft_model.tree import TreeProposer
 from outrider.models.heads.targets.base import HeadTarget
 
-_MAX_PENDING = 1024  # pending hidden states of a sequence from which the head is fed even without a draft
-_PREFILL_CHUNK = 512  # most of them that are fed in one round
+MAX_PENDING = 1024  # pending hidden states of a sequence from which the head is fed even without a draft
+PREFILL_CHUNK = 512  # most of them that are fed in one round
 
 
 class _HiddenStateProposer(DraftModelProposer):
@@ -71,13 +71,13 @@ def feed_pending(head: HeadTarget, batch: Batch) -> None:
 
     A hidden state takes as much memory as the KV cache of one or two tokens, and is not part of the cache budget.
     """
-    tokens_left = _PREFILL_CHUNK
+    tokens_left = PREFILL_CHUNK
     due: list[tuple[int, int, int]] = []  # index in the batch, first and last + 1 token
     for b, seq in enumerate(batch.seqs):
         start = head.cache.length(seq.slot)
         # The last state stays pending, because the next draft starts from it.
         stop = min(batch.start[b], start + tokens_left)
-        has_many = not batch.draft_budget[b] and head.num_pending_states(seq.slot) >= _MAX_PENDING
+        has_many = not batch.draft_budget[b] and head.num_pending_states(seq.slot) >= MAX_PENDING
         if start < stop <= head.context and has_many:
             due.append((b, start, stop))
             tokens_left -= stop - start

@@ -22,7 +22,7 @@ from outrider.drafting.propose.tree_builder import TreeBuilder, build_draft
 from outrider.errors import OutriderError
 
 _PRIOR = 0.4  # acceptance of a draft token from the pool before any has been verified
-_MAX_POOL_TOKENS = 1 << 15  # first tokens for which the pool has n-grams
+MAX_POOL_TOKENS = 1 << 15  # first tokens for which the pool has n-grams
 _WINDOW_PRIOR = 0.2  # accepted draft tokens per window token, before any were counted
 _WINDOW_PRIOR_WEIGHT = 64.0  # of _WINDOW_PRIOR, in window tokens
 _DECAY = 0.995  # of the counts, with each round
@@ -53,8 +53,8 @@ class _NgramPool:
         rest = ngram[1:]
         others = [other for other in self._ngrams.pop(first, ()) if other != rest]
         self._ngrams[first] = [rest, *others[: self._most - 1]]
-        if len(self._ngrams) > _MAX_POOL_TOKENS:
-            for oldest in list(islice(self._ngrams, _MAX_POOL_TOKENS // 4)):
+        if len(self._ngrams) > MAX_POOL_TOKENS:
+            for oldest in list(islice(self._ngrams, MAX_POOL_TOKENS // 4)):
                 del self._ngrams[oldest]
 
     def after(self, token: int) -> list[Ngram]:

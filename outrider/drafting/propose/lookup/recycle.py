@@ -35,7 +35,7 @@ _LOGIT_STEP = 1.5  # difference of logits between two levels
 _EVEN_LEVEL = 4  # level of a token that is as likely as its strongest rival; there are as many above and below
 _PROMPT_LEVEL = 2 * _EVEN_LEVEL + 1  # level of a token from the prompt, which has no logits
 _KINDS_PER_SOURCE = _NUM_SUCCESSORS * (_PROMPT_LEVEL + 1)
-_MAX_SUFFIXES = 1 << 16  # stored for a sequence
+MAX_SUFFIXES = 1 << 16  # stored for a sequence
 
 
 class _Successors(NamedTuple):  # dozens are made in a round, and a frozen dataclass takes four times as long to make
@@ -81,8 +81,8 @@ class _SuccessorTable:
         """Store the successors under the last token of the suffix, under its last two tokens, and so on."""
         for size in range(1, len(suffix) + 1):
             self._successors[suffix[-size:]] = successors
-        if len(self._successors) > _MAX_SUFFIXES:
-            for oldest in list(islice(self._successors, _MAX_SUFFIXES // 4)):
+        if len(self._successors) > MAX_SUFFIXES:
+            for oldest in list(islice(self._successors, MAX_SUFFIXES // 4)):
                 del self._successors[oldest]
 
     def candidates(self, suffix: tuple[int, ...]) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 CHUNK = 64  # tokens of a prompt that are processed at once; chunks end at multiples of it
 _MAX_FEED = 16  # tokens of a feed that are staged; longer feeds are folded into the state first
-_MIN_SAVED = 24  # entries of padding that a second part must save; more operations take about as long
+MIN_SAVED = 24  # entries of padding that a second part must save; more operations take about as long
 
 
 class Chunk(NamedTuple):
@@ -179,7 +179,7 @@ def _split(sizes: Sequence[int]) -> tuple[tuple[int, ...] | None, ...]:
     order = sorted(range(len(sizes)), key=lambda b: sizes[b])
     longest = sizes[order[-1]]
     saved = [count * (longest - sizes[order[count - 1]]) for count in range(1, len(sizes))]
-    if max(saved, default=0) < _MIN_SAVED:
+    if max(saved, default=0) < MIN_SAVED:
         return (None,)
     count = 1 + saved.index(max(saved))
     return tuple(sorted(order[:count])), tuple(sorted(order[count:]))
