@@ -16,6 +16,7 @@ from outrider.models.loader.embedded import embedded
 from outrider.serve.app import make_app
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.settings import Settings
+from tests.helpers.configured import with_engine
 
 PARAMS = SamplingParams(max_tokens=2)
 
