@@ -40,7 +40,7 @@ from outrider.models.torch.submodel import layer_stack, refuse_weight_update
 from outrider.models.torch.weights import Weight, Weights, check_weights, tied_weight
 
 _HEAD = "lm_head"
-_VALUES_AT_ONCE = 1 << 19  # of a packed weight that is unpacked: 2 MiB of float32
+_VALUES_AT_ONCE = 1 << 20  # of a packed weight that is unpacked: 4 MiB of float32
 _WHOLE = frozenset({"bias", "order"})  # parts of a packed weight that do not belong to its panels
 Packed = PackedWeight | PackedBlocks
 _log = logging.getLogger("outrider")
