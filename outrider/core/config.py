@@ -19,7 +19,7 @@ QUANTIZE_BITS = {"int8": 8, "int4": 4}
 FULL_BITS = 16
 ONCE, ALWAYS, NEVER = "once", "always", "never"  # when the logits of a model are checked at load
 # Fields of `EngineConfig` that are options of commands. All commands that load a target have the first ones.
-TARGET_OPTIONS = ("target", "dtype", "device", "kernels", "quantize", "threads")
+TARGET_OPTIONS = ("target", "dtype", "device", "kernels", "check", "quantize", "threads")
 DRAFT_OPTIONS = ("draft_window", "draft_quantize")
 ENGINE_OPTIONS = (
     *TARGET_OPTIONS,
@@ -27,7 +27,6 @@ ENGINE_OPTIONS = (
     "proposer",
     "k",
     "verifier",
-    "check",
     "plan",
     "tp",
     "draft_placement",
@@ -44,12 +43,12 @@ class EngineConfig:
     org/name:Q4_K_M. Default: @mini, an embedded model."""
     proposer: Annotated[str | Callable[..., Any] | None, Option("NAME", MODEL)] = None
     """What drafts. Without a model: none, ngram[:MIN-MAX], suffix[:TOKENS], recycle, lookahead[:WxNxG], group[:TOKENS],
-    retrieval:DIR[:MIN]. A draft model or a trained head: draft:DIR, tree:DIR, cascade:DIR; with another vocabulary:
+    retrieval:DIR[:MIN], replay:FILE. A draft model or a trained head: draft:DIR, tree:DIR, cascade:DIR; with another vocabulary:
     draft-tokens:DIR, draft-text:DIR. The target itself: mtp, quantized:int4, exit:LAYERS, skip:A+B. Your own:
     pkg.module:Class, or in Python a callable that takes a setup and returns a proposer. Combinations: best(A,B),
     merge(A,B), first(A,B), switch(A,B). See docs/how-to/choose-a-proposer.md. DIR may also be a model of the Hugging
     Face Hub. Default: the embedded draft model for the embedded target; for any other, the first of
-    best(suffix:100000,mtp), best(suffix:100000,quantized:int4) and ngram that fits."""
+    best(suffix:100000,mtp), best(suffix:100000,quantized:int4) and suffix:100000 that fits."""
     k: Annotated[int | str, Option("N", MODEL, parse=parse_draft_length)] = AUTO
     """Draft tokens per round, up to 256. 0: plain decoding. auto: chosen in each round from measured costs, and 4 for a
     request with a seed whose text depends on the draft."""
@@ -74,8 +73,7 @@ class EngineConfig:
     threads: Annotated[int | None, Option(panel=MODEL)] = None
     """CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node."""
     draft_window: Annotated[int | None, Option("TOKENS", MODEL)] = None
-    """The latest tokens that a draft model or draft head reads, draft tokens included. Default: as many as it was made
-    for."""
+    """Context window of the draft model or draft head, in tokens, draft tokens included. Default: its own maximum."""
     draft_quantize: Annotated[str | None, Option("NAME", MODEL)] = None
     """int8 or int4 weights for a draft model or draft head, LM head included, on the native kernels of a CPU. The
     output does not change. Default: the weights as stored."""
