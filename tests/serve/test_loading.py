@@ -65,7 +65,7 @@ def test_the_end_of_a_load_ends_the_server(port, end):
         raise end
 
     with pytest.raises(type(end)):
-        serve(load, Settings(port=port), target="@nano")
+        serve(load, Settings(port=port))
     assert seen == [503]
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/health")

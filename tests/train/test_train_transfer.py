@@ -117,21 +117,18 @@ def test_fitted_fusion_layer_is_optimal(targets, head):
 def test_training_moves_a_head_to_another_target(targets, head, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "two and two", "three", "four")))
-    settings = replace(
-        _options(
-            head,
-            targets / "previous",
-            batch_size=2,
-            steps_per_generation=1,
-            max_tokens=9,
-            k=2,
-            eval_every=0,
-            proposer="none",
-        ),
-        out=str(tmp_path / "out"),
-        data=[str(data)],
+    options = _options(
+        head,
+        targets / "previous",
+        batch_size=2,
+        steps_per_generation=1,
+        max_tokens=9,
+        k=2,
+        eval_every=0,
+        proposer="none",
         target=str(targets / "new"),
     )
+    settings = replace(options, out=str(tmp_path / "out"), data=[str(data)])
     document, lines = Training("slim", settings).run()
     assert document["cycles"] == len(lines) == 2
     assert read_head(tmp_path / "out", dtype=torch.float32, device=torch.device("cpu")).description.target_hidden == 96

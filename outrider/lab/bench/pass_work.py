@@ -52,8 +52,10 @@ def _all_bytes(llm: LLM, folder: Path) -> int:
         layers, head = parts.target.read_bytes()
         return sum(layers) + head
     embedding_weights, tied = _embedding(folder)
-    # A packed or quantized LM head is a copy of its own.
-    copied = can_prepack(parts.device, parts.dtype) or parts.target.kernels.partition(",")[0] not in ("torch", "graphs")
+    kernels = parts.target.kernels.partition(",")[0]
+    # On torch, a packed or quantized LM head is a copy of its own. The native kernels look up rows of the LM head.
+    packed = can_prepack(parts.device, parts.dtype) or kernels not in ("torch", "graphs")
+    copied = packed and not kernels.startswith("native")
     own_embedding = embedding_weights * parts.dtype.itemsize // parts.loaded.checkpoint.ranks  # of this rank
     return parts.target.bytes() - (own_embedding if copied or not tied else 0)
 

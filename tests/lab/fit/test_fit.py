@@ -188,7 +188,7 @@ def test_draft_model_is_compared_with_8_and_4_bits(fit, tmp_path, monkeypatch):
         document["advice"] |= {"speculate": True, "proposer": draft, "k": 2, "fixed_k": 2, "draft_quantize": "int8"}
         return document
 
-    def certify(settings, target, final, progress, *, tokens_per_s):
+    def certify(settings, target, final, *, tokens_per_s):
         certified.append(final["advice"]["draft_quantize"])
         return certificate(True)
 
@@ -240,7 +240,7 @@ def test_temperatures_are_a_list_as_in_tune():
 
 def test_table_in_words(finished, fit, copied):
     result = fit(copied)
-    for text in ("T=0", "T=1", "tokens/s over plain decoding", "no weights", "Chosen:", "Use it: outrider run"):
+    for text in ("T=0", "T=1", "over plain decoding", "no weights", "Chosen:", "Use it: outrider run"):
         assert text in result.stdout
     for text in ("1 of 4: measure 2 proposers", "2 of 4: train a head", "3 of 4", "4 of 4: certify"):
         assert text in result.stderr
