@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 from operator import add
+from typing import TYPE_CHECKING
 
 from outrider.core.stats import Stats
 from outrider.core.types import SequenceState
@@ -15,7 +16,9 @@ from outrider.lab.common.clock import DecodeSpeed
 from outrider.lab.common.jobs import Job
 from outrider.lab.common.timeline import run_jobs
 from outrider.lab.tune.settings import PHASES
-from outrider.llm import LLM
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,12 @@ from torch.nn import functional
 
 from outrider.core import tree
 from outrider.core.config import NEVER, ONCE
-from outrider.core.target import ExpertCounter, Target
+from outrider.core.target import CompiledTarget, ExpertCounter, Target
 from outrider.core.types import AudioFeatures, Batch, DraftBudget, SequenceState
 from outrider.errors import MODEL_ERRORS, NotEnoughMemory, UnsupportedModel
 from outrider.models.cache.memory import out_of_memory
 from outrider.models.loader.check_store import CheckResult, once
 from outrider.models.loader.make import make_target
-from outrider.models.native.target import NativeTarget
 from outrider.models.torch.attention import NAME
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.gguf_linear import BlockLinear
@@ -65,11 +64,11 @@ def make_checked_target(
     target = make_target(checkpoint, slots=slots, context=context, kernels=kernels, bits=bits)
     try:
         passed = None if check == NEVER else _passed(target, checkpoint, bits, check)
-        if isinstance(target, NativeTarget):
+        if isinstance(target, CompiledTarget):
             checkpoint.lazy_model.release()  # the kernels have packed its weights
         return CheckedTarget(target, passed)
     except UnsupportedModel as reason:
-        if kernels != "auto" or not isinstance(target, NativeTarget):
+        if kernels != "auto" or not isinstance(target, CompiledTarget):
             raise
         if bits < 16:
             raise UnsupportedModel(f"{reason}; or use kernels torch, since this was on the native kernels") from reason

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider.core.types import DraftChains, Draws, Packed, StopRule
+from outrider.core.draws import Draws
+from outrider.core.types import DraftChains, Packed, StopRule
 from outrider.models.native.abi import CChain, Columns, PassOutput
 
 _NEVER_STOP = StopRule(weight=(0.0,), bias=(0.0,))

@@ -11,8 +11,9 @@ import torch
 
 from outrider.core import tree
 from outrider.core.draft_chains import ChainBuilder
+from outrider.core.draws import Draws
 from outrider.core.target import ChainSampler, Target
-from outrider.core.types import Batch, DraftChains, Draws, SequenceState, StopRule
+from outrider.core.types import Batch, DraftChains, SequenceState, StopRule
 from outrider.drafting.propose.vocabulary.wrapped_target import WrappedTarget
 
 _NGRAM_SIZES = (4, 3, 2, 1)  # sizes of the n-grams that are looked up, largest first

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outrider.models.loader.gguf.dense import SCALES, has
-from outrider.models.loader.gguf.file import GGUFFile
 from outrider.models.loader.gguf.mixtures import EXPERT_SIZE, GRANITE_ROUTED, NUM_EXPERTS, QWEN_SHARED, granite_experts
 from outrider.models.loader.gguf.schema import (
     ATTENTION,
@@ -25,6 +24,9 @@ from outrider.models.loader.gguf.schema import (
     module,
     renamed,
 )
+
+if TYPE_CHECKING:
+    from outrider.models.loader.gguf.file import GGUFFile
 
 _FULL = "full_attention"
 _LINEAR = "linear_attention"
