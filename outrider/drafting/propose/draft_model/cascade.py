@@ -34,7 +34,7 @@ class Cascade(WrappedTarget):
         self._indexes: dict[int, _NgramIndex] = {}  # by slot
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
-        indexes = [self._index(seq) for seq in batch.seqs]
+        indexes = list(map(self._index, batch.seqs))
         budgets = zip(indexes, batch.draft_budget, strict=True)
         if all(len(index.lookup([], budget - 1)) < _MIN_TOKENS for index, budget in budgets):
             return self.inner.draft_greedy(batch, vocab, stop_rule)

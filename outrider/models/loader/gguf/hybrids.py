@@ -250,10 +250,9 @@ def _falcon_h1(file: GGUFFile, common: Settings) -> Settings:
 
 def _nemotron_h(file: GGUFFile, common: Settings) -> Settings:
     kinds = (("ssm_a", _LINEAR), ("attn_q.weight", _FULL), ("ffn_up.weight", "mlp"), ("ffn_gate_inp.weight", "moe"))
-    types = [
-        next(kind for tensor, kind in kinds if f"blk.{i}.{tensor}" in file.tensors)
-        for i in range(common["num_hidden_layers"])
-    ]
+    types = []
+    for i in range(common["num_hidden_layers"]):
+        types.append(next(kind for tensor, kind in kinds if f"blk.{i}.{tensor}" in file.tensors))
     settings: Settings = {"layers_block_type": types, **_mamba2_head(file, "mamba_head_dim")}
     settings["time_step_min"] = _NO_CLAMP
     if "mlp" in types:
