@@ -432,9 +432,9 @@ class Decoder(Passes):
             return pack_blocks(blocks, bias, order=order, arena=self._arena)
         if blocks:
             _log.info("%s: weights of type %s are converted to %d bits", name, ", ".join(sorted(types)), self._bits)
-        dense = [_dense(weight) for weight in weights]
+        dense = list(map(_dense, weights))
         if self._bits == 32 and all(weight.dtype == torch.float16 for weight in dense) and not name.endswith("router"):
-            return pack_blocks([half_blocks(weight) for weight in dense], bias, order=order, arena=self._arena)
+            return pack_blocks(list(map(half_blocks, dense)), bias, order=order, arena=self._arena)
         bits = self._bits_of(name)
         if can_pack_rows(dense, bits):
             return pack_rows(dense, bias, bits=bits, order=order, arena=arena)
