@@ -15,7 +15,7 @@ from outrider.core.types import Batch, Draft, Round, SequenceState
 from outrider.models.cache.huge_pages import zeros
 from outrider.models.cache.prefix_tree import BLOCK, CachedBlock, PrefixTree
 
-_LANES = 16  # entries whose keys are interleaved; kLanes of models/native/csrc/simd.h
+_LANES = 16  # entries whose keys are interleaved; kLanes of models/native/csrc/vectors.h
 
 
 class CPool(ctypes.Structure):
