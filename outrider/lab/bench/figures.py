@@ -12,8 +12,8 @@ from typing import Any
 from outrider.core.bound import Bound
 from outrider.core.stats import Stats
 from outrider.drafting.plan import speedup
-from outrider.lab.common.clock import DecodeSpeed
 from outrider.lab.common.trial import Trial
+from outrider.runtime.grouping import group_by
 
 OVERALL = "overall"  # all categories together
 DEFINITIONS: Mapping[str, str] = {
@@ -117,18 +117,9 @@ def compare(trials: Sequence[Trial], k: int | str, bound: Bound | None = None) -
         k: the draft length that is called speculative. 0 compares plain decoding with itself.
         bound: the bound of the verifier.
     """
-    plain = [trial for trial in trials if trial.variant.plain]
-    other = [trial for trial in trials if trial.variant.k == k]
-    categories = dict.fromkeys(map(_category, plain))
-    compared = {
-        category: _compare(
-            [each for each in plain if _category(each) == category],
-            [each for each in other if _category(each) == category],
-            bound,
-        )
-        for category in categories
-    }
-    return {**compared, OVERALL: _compare(plain, other, bound)}
+    categories = group_by(trials, _category)
+    by_category = {category: _compare(group, k, bound) for category, group in categories.items()}
+    return {**by_category, OVERALL: _compare(trials, k, bound)}
 
 
 def mean_cached(trials: Sequence[Trial], *, seqs: int) -> float:
@@ -164,7 +155,9 @@ def _category(trial: Trial) -> str:
     return category
 
 
-def _compare(plain: Sequence[Trial], other: Sequence[Trial], bound: Bound | None) -> Comparison:
+def _compare(trials: Sequence[Trial], k: int | str, bound: Bound | None) -> Comparison:
+    plain = [trial for trial in trials if trial.variant.plain]
+    other = [trial for trial in trials if trial.variant.k == k]
     base = _rates(plain)
     return Comparison(plain=_decoding(plain, base, bound), speculative=_decoding(other, base, bound))
 
@@ -182,7 +175,5 @@ def _decoding(trials: Sequence[Trial], base: Sequence[float | None], bound: Boun
 
 def _rates(trials: Sequence[Trial]) -> list[float | None]:
     """Return the tokens/s of each repeat."""
-    speeds: dict[int, DecodeSpeed] = {}
-    for trial in trials:
-        speeds[trial.repeat] = speeds.get(trial.repeat, DecodeSpeed(tokens=0, seconds=0.0)) + trial.speed
-    return [speeds[repeat].rate for repeat in sorted(speeds)]
+    repeats = group_by(trials, lambda trial: trial.repeat)
+    return [reduce(add, (trial.speed for trial in repeats[repeat])).rate for repeat in sorted(repeats)]

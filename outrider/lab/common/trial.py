@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 from operator import add
+from typing import TYPE_CHECKING
 
 from outrider.core.stats import Stats
 from outrider.drafting.propose.expression import short
 from outrider.lab.common.clock import DecodeSpeed
 from outrider.lab.common.jobs import PromptBatch
 from outrider.lab.common.timeline import run_jobs
-from outrider.llm import LLM
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 PHASES = ("first", "middle", "last")  # thirds of an output
 
