@@ -380,9 +380,9 @@ def test_defaults_of_usage_and_batch():
 def test_preemption_with_every_proposer(name, temperature):
     params = SamplingParams(temperature=temperature, seed=5)
     plain = make_engine(ToyTarget(slots=4), EVERY["none"], k=0, rows=4)
-    engine = make_engine(tightened(ToyTarget(slots=4), 100), EVERY[name], rows=4)
+    engine = make_engine(tightened(ToyTarget(slots=4), 150), EVERY[name], rows=4)
     texts = [[1, 2, 3, id] for id in range(3)]
-    actual, expected = (run(each, texts, params, limit=50, ends=frozenset()) for each in (engine, plain))
+    actual, expected = (run(each, texts, params, limit=90, ends=frozenset()) for each in (engine, plain))
     assert outputs(actual) == outputs(expected)
     assert engine.cache_usage().preempted > 0
 
@@ -390,7 +390,7 @@ def test_preemption_with_every_proposer(name, temperature):
 @compiled
 def test_draft_head_disables_prefix_caching():
     """The cache has no hidden states. So nothing is shared, and preempted sequences are prefilled again."""
-    params = SamplingParams(max_tokens=90, ignore_eos=True)
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
     texts = ["Once upon a time there was a king", "Once upon a time there was a queen", "def add(a, b):", "1, 2, 3"]
     settings = {"dtype": "bfloat16", "kernels": "native", "max_num_seqs": 4, "max_model_len": 256}
     plain = LLM(None, proposer="none", k=0, **settings).generate(texts, params)
