@@ -393,7 +393,7 @@ def test_no_training(fit, tmp_path):
 
 @pytest.mark.slow
 def test_head_that_does_not_fit_is_left_out(fit, tmp_path, monkeypatch):
-    def refused(*_):
+    def refused(*_, **__):
         raise OutriderError("this target has no hidden states")
 
     monkeypatch.setattr(run, "make_training", refused)
