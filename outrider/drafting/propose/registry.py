@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,6 @@ from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.types import Needs
 from outrider.errors import OutriderError
 from outrider.models.loader.embedded import embedded, model_folder
-from outrider.runtime.lazy import named
 
 Maker = Callable[[ProposerSetup], Proposer]
 
@@ -56,9 +56,9 @@ class ProposerType:
         if self.argument is Argument.NONE:
             self._check_no_argument(argument)
         elif self.argument is Argument.TEXT:
-            named(self.checker)(argument)
+            resolve_name(f"outrider.{self.checker}")(argument)
         else:
-            check_draft = named("drafting.propose.draft_model.open:check_draft")
+            check_draft = resolve_name("outrider.drafting.propose.draft_model.open:check_draft")
             check_draft(self._folder(argument), heads=self.argument is Argument.DRAFT)
 
     def make(self, argument: str, setup: ProposerSetup) -> Proposer:
@@ -67,7 +67,7 @@ class ProposerType:
         Raises:
             OutriderError: the argument is wrong, or the proposer cannot be made.
         """
-        maker: Callable[..., Proposer] = named(self.maker)
+        maker: Callable[..., Proposer] = resolve_name(f"outrider.{self.maker}")
         if self.argument is Argument.NONE:
             self._check_no_argument(argument)
             return maker(setup)
@@ -278,7 +278,7 @@ def _split(text: str, spec: str) -> list[str]:
 
 def _check(expression: Expression) -> None:
     if expression.parts:
-        check_parts = named("drafting.propose.combine:check_parts")
+        check_parts = resolve_name("outrider.drafting.propose.combine:check_parts")
         check_parts(len(expression.parts), switches="switch" in (part.name for part in expression.parts))
     elif expression.name in NAMED:
         NAMED[expression.name].check(expression.argument)
@@ -303,7 +303,7 @@ def make(expression: Expression, setup: ProposerSetup) -> Proposer:
 
 def combine(name: str, setup: ProposerSetup, parts: Sequence[Proposer]) -> Proposer:
     """Make a combination, such as merge, of other proposers."""
-    combination: Proposer = named(COMBINATIONS[name])(setup, parts)
+    combination: Proposer = resolve_name(f"outrider.{COMBINATIONS[name]}")(setup, parts)
     return combination
 
 

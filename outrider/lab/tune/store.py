@@ -12,8 +12,7 @@ from typing import Any
 from outrider.core.option import as_json
 from outrider.errors import OutriderError
 from outrider.lab.common.records import from_json
-from outrider.lab.common.trial import Trial
-from outrider.lab.common.turns import GroupKey
+from outrider.lab.common.trial import GroupKey, Trial
 from outrider.lab.tune.budget import Budget
 from outrider.lab.tune.settings import Settings
 from outrider.models.loader.embedded import model_folder

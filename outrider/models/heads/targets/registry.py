@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from outrider.core.config import FULL_BITS
@@ -14,12 +15,11 @@ from outrider.models.heads.modules.kv_sharing import KVSharingHead
 from outrider.models.heads.modules.parallel import ParallelHead
 from outrider.models.heads.store import HeadModule
 from outrider.models.native.pack import FLOAT_DTYPES
-from outrider.runtime.lazy import named
 
 if TYPE_CHECKING:
     from outrider.models.heads.targets.base import HeadTarget
 
-_TARGETS = "models.heads.targets"  # few heads need all modules of it
+_TARGETS = "outrider.models.heads.targets"  # few heads need all modules of it
 
 _log = logging.getLogger("outrider")
 
@@ -63,21 +63,21 @@ def make_head_target(
     if quantized and not _fits_kernels(tables):
         raise UnsupportedModel("the native kernels need a CPU, and a target in bfloat16 or float32")
     if not is_autoregressive(module):
-        other_class: Callable[..., HeadTarget] = named(f"{_TARGETS}.{_other_kind(module)}")
+        other_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{_other_kind(module)}")
         return other_class(module, tables, slots=slots, context=context)
     file, name = "autoregressive", "AutoregressiveTarget"
     if module.description.masks is not None:
         file, name = "masked", "MaskedTarget"
     on_native = tables.packed is not None
     if on_native or (native and _fits_kernels(tables)):
-        native_class: Callable[..., HeadTarget] = named(f"{_TARGETS}.{file}:Native{name}")
+        native_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{file}:Native{name}")
         try:
             return native_class(module, tables, slots=slots, context=context, window=window, bits=bits)
         except UnsupportedModel as reason:
             if quantized:
                 raise
             _log.log(logging.WARNING if on_native else logging.INFO, "the draft head runs on torch: %s", reason)
-    torch_class: Callable[..., HeadTarget] = named(f"{_TARGETS}.{file}:{name}")
+    torch_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{file}:{name}")
     return torch_class(module, tables, slots=slots, context=context, window=window)
 
 
