@@ -94,7 +94,7 @@ class Turns:
                 trials.append(run(llm, variant, seeded, repeat))
                 count_run(runs, trials[-1])
             self.store.add(key, trials)
-            yield trials
+            yield self.store.groups[key]
 
 
 def count_run(runs: Stage, trial: Trial) -> None:

@@ -23,6 +23,7 @@ import torch
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.native.abi import check_layout
+from outrider.models.native.processor import march
 from outrider.runtime.compiler import install_command
 from outrider.runtime.progress import stage
 
@@ -38,7 +39,9 @@ _UNITS = (
     "quantize.cpp",
     "suffix.cpp",
 )
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+# Apple's clang has no OpenMP. The kernels have threads of their own then.
+_THREADS = () if sys.platform == "darwin" else ("-fopenmp",)
+_FLAGS = ("-O3", f"-march={march()}", "-std=c++17", "-fPIC", *_THREADS)
 _TIMEOUT = 600  # seconds for one call of the compiler
 
 

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from outrider.errors import OutriderError
-from outrider.runtime.atomic_files import check_writable
+from outrider.runtime.atomic_files import check_writable, write_whole
 from outrider.runtime.report.console import FILE_WIDTH, Document
 
 _SUFFIXES = (".html", ".htm")
@@ -44,8 +44,5 @@ def write_report(document: Document, show: Callable[[Document, Console], None], 
     console = Console(file=io.StringIO(), record=True, width=FILE_WIDTH)
     show(document, console)
     console.print_json(data=document)
-    try:
-        console.save_html(str(Path(file).expanduser()))
-    except OSError as error:
-        raise OutriderError(f"{file} cannot be written ({error.strerror}); give --report another file") from error
+    write_whole(Path(file).expanduser(), console.export_html())
     typer.echo(f"the report is in {file}", err=True)

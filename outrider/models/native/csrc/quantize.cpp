@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "parallel.h"
 #include "weights.h"
 
 namespace outrider {
@@ -130,6 +131,5 @@ using namespace outrider;
 // Write a packed weight with 8 or 4 bits. It has `columns` inputs without padding.
 extern "C" void outrider_quantize(const Linear* from, const Linear* to, int32_t columns) {
   const int panels = (to->outputs + kPanel - 1) / kPanel;
-#pragma omp parallel for schedule(dynamic)
-  for (int panel = 0; panel < panels; panel++) quantize_panel(from_panel(*from, panel), from_panel(*to, panel), columns);
+  parallel_for(panels, [&](int panel) { quantize_panel(from_panel(*from, panel), from_panel(*to, panel), columns); });
 }
