@@ -73,7 +73,7 @@ def load_peers(llm: LLM, target: Path, draft: Path | None) -> list[Peer]:
 
 def _load(folder: Path, llm: LLM) -> Any:
     if is_gguf(folder):
-        raise OutriderError(f"{folder} does not run on transformers here; leave --peer out, or give a folder")
+        raise OutriderError(f"{folder} does not run on transformers here; leave --peers out, or give a folder")
     model_class = auto_class(read_transformers_config(folder))
     model = model_class.from_pretrained(folder, dtype=llm.parts.dtype, local_files_only=True)
     return model.to(llm.parts.device).eval()

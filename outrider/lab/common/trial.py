@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 from outrider.core.stats import Stats
 from outrider.drafting.propose.expression import short
 from outrider.lab.common.clock import DecodeSpeed
-from outrider.lab.common.jobs import PromptBatch
+from outrider.lab.common.jobs import Condition, PromptBatch
 from outrider.lab.common.timeline import run_jobs
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
 
 PHASES = ("first", "middle", "last")  # thirds of an output
+MIN_BATCHES = 2  # batches of prompts that are measured in spite of a time limit, so that there is an interval
+WARMUP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,15 @@ class Trial:
     def rate(self) -> float:
         """Tokens per second, prefill included."""
         return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """Runs of all variants on one batch of prompts, which are comparable with each other."""
+
+    repeat: int
+    condition: Condition
+    number: int  # of the batch of prompts
 
 
 def label(proposer: str, draft_quantize: str | None) -> str:

@@ -13,21 +13,9 @@ from outrider.core.proposer import NoProposer
 from outrider.drafting.propose.renew import without_outputs
 from outrider.engine.build import assemble
 from outrider.lab.common.jobs import Condition, PromptBatch
-from outrider.lab.common.trial import Trial, Variant, run
+from outrider.lab.common.trial import MIN_BATCHES, WARMUP_TOKENS, GroupKey, Trial, Variant, run
 from outrider.llm import LLM
 from outrider.runtime.progress import Stage, stage
-
-MIN_BATCHES = 2  # batches of prompts that are measured in spite of a time limit, so that there is an interval
-WARMUP_TOKENS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class GroupKey:
-    """Runs of all variants on one batch of prompts, which are comparable with each other."""
-
-    repeat: int
-    condition: Condition
-    number: int  # of the batch of prompts
 
 
 class Store(Protocol):
@@ -106,7 +94,7 @@ class Turns:
                 trials.append(run(llm, variant, seeded, repeat))
                 count_run(runs, trials[-1])
             self.store.add(key, trials)
-            yield trials
+            yield self.store.groups[key]
 
 
 def count_run(runs: Stage, trial: Trial) -> None:

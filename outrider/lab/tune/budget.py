@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from outrider.core.params import AUTO
-from outrider.lab.common.trial import Trial, Variant
-from outrider.lab.common.turns import MIN_BATCHES, WARMUP_TOKENS
+from outrider.lab.common.trial import MIN_BATCHES, WARMUP_TOKENS, Trial, Variant
 
 _SHORT = 32  # tokens of an output; variants are left out before outputs are made shorter
 

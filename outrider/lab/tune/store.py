@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from outrider.core.option import as_json
 from outrider.lab.common.records import from_json
-from outrider.lab.common.trial import Trial
-from outrider.lab.common.turns import GroupKey
+from outrider.lab.common.trial import GroupKey, Trial
 from outrider.lab.tune.budget import Budget
 from outrider.lab.tune.settings import Settings
 from outrider.models.loader.embedded import model_folder
@@ -44,13 +43,13 @@ class TrialStore:
         self._append({"identity": self._identity, "budget": budget._asdict()})
 
     def add(self, key: GroupKey, trials: Sequence[Trial]) -> None:
-        """Store the runs of a group.
+        """Store the runs of a group, without the times between tokens.
 
         Raises:
             OutriderError: the file cannot be written.
         """
-        self.groups[key] = trials
-        self._append({"key": asdict(key), "trials": [asdict(trial) for trial in trials]})
+        self.groups[key] = [replace(trial, gaps=()) for trial in trials]
+        self._append({"key": asdict(key), "trials": list(map(asdict, self.groups[key]))})
 
     def remove(self) -> None:
         """Remove the file, because the measurement is finished."""

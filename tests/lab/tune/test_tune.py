@@ -18,6 +18,7 @@ from outrider.core.config import EngineConfig
 from outrider.core.params import AUTO
 from outrider.lab.common import turns
 from outrider.lab.tune import measure as tune_measure
+from outrider.lab.tune.budget import Budget
 from outrider.lab.tune.figures import figures
 from outrider.lab.tune.measure import measure
 from outrider.lab.tune.run import default_proposers
@@ -249,7 +250,7 @@ def test_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
         with pytest.raises(OutriderError, match=r"advice\.json\.runs cannot be written .*; free some space"):
-            store.begin({"a": 1})
+            store.begin(Budget(max_tokens=4, variants=2))
     assert list(tmp_path.iterdir()) == before
 
 
