@@ -20,10 +20,10 @@ from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from outrider.serve.monitoring.metrics import EngineMetrics, exposition
 from outrider.serve.monitoring.request_log import RequestLog
 from outrider.serve.monitoring.tracing import TraceMiddleware, Tracer
-from outrider.serve.openai.errors import RESPONSES, STREAM_RESPONSES, add_handlers
+from outrider.serve.openai.errors import RESPONSES, STREAM_RESPONSES, add_handlers, attribute_errors
 from outrider.serve.openai.missing_routes import add_missing_routes
 from outrider.serve.openai.responses import error_response
-from outrider.serve.openai.schema import ChatRequest, CompletionRequest, TokenizeRequest
+from outrider.serve.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.settings import Settings
 from outrider.serve.speech.routes import add_audio_routes, add_missing_audio_routes
 from outrider.serve.videos.routes import add_missing_video_routes, add_video_routes
@@ -148,6 +148,13 @@ def _add_routes(
         handler.check_model(body.model)
         tokens = await async_llm.prompt_encoder.encode(body.prompt)
         return {"tokens": list(tokens), "count": len(tokens), "max_model_len": async_llm.parts.context}
+
+    @app.post("/detokenize", responses=RESPONSES)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """Return the text of token ids, without special tokens."""
+        handler.check_model(body.model)
+        with attribute_errors("tokens"):
+            return {"prompt": async_llm.codec.decode(body.tokens)}
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
