@@ -80,6 +80,7 @@ def make_app(
     async_llm.latency.registry.register(EngineMetrics(async_llm))
     handler = RequestHandler(async_llm, settings, name=name)
     _add_routes(app, handler, async_llm, name, videos)
+    _add_token_routes(app, handler, async_llm)
     if async_llm.codec.speech_rules is not None:
         add_audio_routes(app, handler)
     else:
@@ -142,20 +143,6 @@ def _add_routes(
         handler.check_model(model)
         return _model(name, async_llm)
 
-    @app.post("/tokenize", responses=RESPONSES)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        """Return the token ids of a text."""
-        handler.check_model(body.model)
-        tokens = await async_llm.prompt_encoder.encode(body.prompt)
-        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": async_llm.parts.context}
-
-    @app.post("/detokenize", responses=RESPONSES)
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        """Return the text of token ids, without special tokens."""
-        handler.check_model(body.model)
-        with attribute_errors("tokens"):
-            return {"prompt": async_llm.codec.decode(body.tokens)}
-
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
@@ -177,6 +164,22 @@ def _add_routes(
     async def metrics() -> Response:
         """Return the metrics, in the text format of Prometheus."""
         return Response(exposition(async_llm), media_type="text/plain; version=0.0.4")
+
+
+def _add_token_routes(app: FastAPI, handler: RequestHandler, async_llm: AsyncLLM) -> None:
+    @app.post("/tokenize", responses=RESPONSES)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Return the token ids of a text."""
+        handler.check_model(body.model)
+        tokens = await async_llm.prompt_encoder.encode(body.prompt)
+        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": async_llm.parts.context}
+
+    @app.post("/detokenize", responses=RESPONSES)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """Return the text of token ids, without special tokens."""
+        handler.check_model(body.model)
+        with attribute_errors("tokens"):
+            return {"prompt": async_llm.codec.decode(body.tokens)}
 
 
 def _model(name: str, async_llm: AsyncLLM) -> dict[str, Any]:
