@@ -235,9 +235,10 @@ constexpr int kUnrolled = 4;                                         // words th
 constexpr int kPassRegs = std::min(2, kPanel / kRegLanes);           // outputs whose sums are in registers
 constexpr int kPasses = kPanel / (kPassRegs * kRegLanes);  // over the inputs of a span
 
-// Add the products of a span to the sums of M rows. `x` and `group` are the inputs of the first row in this span.
+// Add the products of a span to the sums of M rows. `x` and `group` are the inputs of the first row in this span. Lambdas
+// must be inlined, or the sums lie in memory.
 template <int Group, bool narrow, int M>
-void multiply(const Span& span, const Rows& rows, const int32_t* x, const InputGroup* group, float (*sums)[kPanel]) {
+__attribute__((flatten)) void multiply(const Span& span, const Rows& rows, const int32_t* x, const InputGroup* group, float (*sums)[kPanel]) {
   constexpr int regs = kPassRegs;
   constexpr int words = Group / 4 * (narrow ? 1 : byte_words(8));
   const Unpacked& w = *span.weights;
