@@ -98,12 +98,14 @@ inline IntReg codes_at(const int32_t* w, int step) {
   return codes;
 }
 
-// Return the values of a step, one byte each.
+// Return the values of a step less `Format::subtracted`, one byte each.
 template <class Format>
 inline IntReg values_at(const int32_t* w, int step) {
+  constexpr int32_t flipped = int32_t(Format::subtracted * 0x01010101u);
   const IntReg codes = codes_at<Format::bits>(w, step);
-  if constexpr (Format::table == Values::kPlain) return codes;
-  return look_up(table_entries<Format::table>(), codes);
+  if constexpr (Format::table != Values::kPlain) return look_up(table_entries<Format::table>(), codes) ^ flipped;
+  if constexpr (flipped) return codes ^ flipped;
+  return codes;
 }
 
 // Return the numbers from index `at` on for the outputs of one register.
@@ -238,7 +240,8 @@ constexpr int kPasses = kPanel / (kPassRegs * kRegLanes);  // over the inputs of
 // Add the products of a span to the sums of M rows. `x` and `group` are the inputs of the first row in this span. Lambdas
 // must be inlined, or the sums lie in memory.
 template <int Group, bool narrow, int M>
-__attribute__((flatten)) void multiply(const Span& span, const Rows& rows, const int32_t* x, const InputGroup* group, float (*sums)[kPanel]) {
+__attribute__((flatten)) void multiply(const Span& span, const Rows& rows, const int32_t* x, const InputGroup* group,
+                                       float (*sums)[kPanel]) {
   constexpr int regs = kPassRegs;
   constexpr int words = Group / 4 * (narrow ? 1 : byte_words(8));
   const Unpacked& w = *span.weights;
@@ -313,7 +316,7 @@ void tile_codes(const Linear& layer, int number, const Rows& x, int r, int rows,
     return tile_row<Format>(panel, x.words + size_t(r) * x.stride, x.group + size_t(r) * x.groups, out);
   const auto* w = static_cast<const int32_t*>(panel.weight);
   Unpacked weights;
-  Span span{&weights, 0, Format::center(layer.offset) - layer.offset, panel.minimum != nullptr, panel.zero != nullptr};
+  Span span{&weights, 0, Format::narrow ? Format::center(layer.offset) - layer.offset : 0, panel.minimum != nullptr, panel.zero != nullptr};
   const int tiles = parts(rows, kCodeTile);
   std::memset(out, 0, sizeof(*out) * rows);
   for (int begin = 0; begin < layer.inputs; begin += kSpan, w += span_words) {

@@ -96,7 +96,11 @@ struct Codes {
     return std::max(center, last_value - center) * (Group / 2) * 127 <= 32767;
   }
   static_assert(!narrow || fits(middle));
-  static constexpr int center(int offset) { return !narrow || fits(offset) ? offset : middle; }
+  static constexpr int subtracted = kSignedBytes && value_bits == 8 ? 128 : 0;  // from the values before the product
+  static constexpr int center(int offset) {
+    if (!narrow) return offset - subtracted;
+    return fits(offset) ? offset : middle;
+  }
 };
 
 // Call f with the format of a quantized layer.
