@@ -30,7 +30,15 @@ from outrider.runtime.progress import stage
 _log = logging.getLogger("outrider")
 _SOURCE_FOLDER = Path(__file__).parent / "csrc"
 # Translation units, the longest first, as they are compiled at the same time.
-_UNITS = ("decoder.cpp", "tiles_codes.cpp", "tiles_integers.cpp", "rules.cpp", "blocks.cpp", "suffix.cpp")
+_UNITS = (
+    "decoder.cpp",
+    "tiles_codes.cpp",
+    "tiles_integers.cpp",
+    "rules.cpp",
+    "blocks.cpp",
+    "quantize.cpp",
+    "suffix.cpp",
+)
 # Apple's clang has no OpenMP. The kernels have threads of their own then.
 _THREADS = () if sys.platform == "darwin" else ("-fopenmp",)
 _FLAGS = ("-O3", f"-march={march()}", "-std=c++17", "-fPIC", *_THREADS)
@@ -100,6 +108,8 @@ def _declare_functions(code: ctypes.CDLL) -> None:
     code.outrider_dequantize.restype = None
     code.outrider_unpack.argtypes = (pointer, ctypes.c_int32, ctypes.c_int32, pointer)
     code.outrider_unpack.restype = None
+    code.outrider_quantize.argtypes = (pointer, pointer, ctypes.c_int32)
+    code.outrider_quantize.restype = None
     code.outrider_suffix_open.argtypes = ()
     code.outrider_suffix_open.restype = pointer
     code.outrider_suffix_close.argtypes = (pointer,)
