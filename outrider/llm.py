@@ -177,11 +177,11 @@ class LLM:
         Raises:
             OutriderError: a prompt, a source or a parameter does not fit the model.
         """
-        seqs = [self.add(request) for request in self._request_maker.of_prompts(prompts, params, sources)]
+        seqs = list(map(self.add, self._request_maker.of_prompts(prompts, params, sources)))
         for _ in drive(self.engine, seqs):
             pass
         self.try_save_plan()
-        return [self.completion(seq) for seq in seqs]
+        return list(map(self.completion, seqs))
 
     def stream(
         self, prompt: Prompt | None = None, params: SamplingParams | None = None, *, source: Source | None = None

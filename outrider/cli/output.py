@@ -226,7 +226,7 @@ def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
     return {
         **_completion(first),
         **({"text": transcript.text, "transcript": _transcript(transcript)} if transcript else {}),
-        "completions": [_completion(completion) for completion in outcome.completions],
+        "completions": list(map(_completion, outcome.completions)),
         "prompt_token_ids": list(first.prompt_token_ids),
         "seed": first.seed if outcome.sampled else None,  # of the request; each completion has its own
         "exact": outcome.stats.exact,
@@ -263,7 +263,7 @@ def _completion(completion: Completion) -> dict[str, Any]:
         "seed": completion.seed,
     }
     if completion.logprobs:
-        document["logprobs"] = [_logprob_entry(entry) for entry in completion.logprobs]
+        document["logprobs"] = list(map(_logprob_entry, completion.logprobs))
     if completion.error:
         document["error"] = completion.error
     return document

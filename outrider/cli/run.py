@@ -218,7 +218,7 @@ def _complete_several(llm: LLM, requests: Sequence[Request], output: Output, int
     """Generate all completions in a batch, then print them. After an interrupt, return the first text so far."""
     before = llm.stats
     began = perf_counter()
-    seqs = [llm.add(request) for request in requests]
+    seqs = list(map(llm.add, requests))
     try:
         for _ in drive(llm.engine, seqs):
             if interrupts:
@@ -226,7 +226,7 @@ def _complete_several(llm: LLM, requests: Sequence[Request], output: Output, int
     finally:
         llm.try_save_plan()
     seconds = perf_counter() - began
-    completions = tuple(llm.completion(seq) for seq in seqs)
+    completions = tuple(map(llm.completion, seqs))
     for i, completion in enumerate(completions, 1):
         output.head(f"{i} of {len(completions)}")
         output.begin(completion.prompt_token_ids)

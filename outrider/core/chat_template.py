@@ -30,7 +30,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **values: Any) 
     Raises:
         TemplateError: the template is invalid, or refuses the messages. A template may raise other errors, too.
     """
-    return _compiled(template).render(messages=[_message(each) for each in messages], **values)
+    return _compiled(template).render(messages=list(map(_message, messages)), **values)
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class ChatTemplate:
             InvalidMessage: the template refuses a message, or drops a part of it.
             OutriderError: the template does not take these messages for another reason.
         """
-        conversation = [dict(message) for message in messages]
+        conversation = list(map(dict, messages))
         try:
             text = self._render(conversation, continue_final_message=self.continue_final_message)
         except Exception as error:  # a template may raise anything

@@ -59,7 +59,7 @@ def read_prompts(
             f" lines like {SOURCE_FORM}"
         )
     parse, form = (parse_sourced_prompt, SOURCE_FORM) if with_sources else (parse_prompt, _FORM)
-    prompts = [parse(line) for line in read_lines(file or EMBEDDED, form=form)]
+    prompts = list(map(parse, read_lines(file or EMBEDDED, form=form)))
     return [prompt for group in by_category(prompts).values() for prompt in group[:limit]]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -55,19 +55,9 @@ class Stats:
             bound: the bound of a verifier that is not exact.
         """
         counts = list(passes)
-        depth = max((offered for offered, _, _ in counts), default=0)
-        return cls(
-            rounds=len(counts),
-            passes=len(counts),
-            prompt_tokens=prompt,
-            output_tokens=sum(emitted for _, _, emitted in counts),
-            draft_tokens=sum(offered for offered, _, _ in counts) if drafted is None else drafted,
-            offered=tuple(sum(offered > i for offered, _, _ in counts) for i in range(depth)),
-            reached=tuple(sum(offered > i and accepted >= i for offered, accepted, _ in counts) for i in range(depth)),
-            accepted=tuple(sum(accepted > i for _, accepted, _ in counts) for i in range(depth)),
-            exact=exact,
-            bound=bound,
-        )
+        sums = StatsAccumulator(exact=exact, bound=bound)
+        sums.add(counts, drafted=sum(depth for depth, _, _ in counts) if drafted is None else drafted, prompt=prompt)
+        return replace(sums.total, rounds=len(counts))
 
     def __add__(self, other: Stats) -> Stats:
         return Stats(

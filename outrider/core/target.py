@@ -10,7 +10,8 @@ import torch
 from outrider.core import tree
 from outrider.core.cache import Cache
 from outrider.core.draft_chains import ChainBuilder
-from outrider.core.types import Batch, Draft, DraftChains, Draws, Scores, SharedWeights, StopRule
+from outrider.core.draws import Draws
+from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule
 
 
 class Target(Protocol):
@@ -65,6 +66,15 @@ class ChainSampler(Protocol):
 
     def draft_sampled(self, batch: Batch, vocab: int, draws: Draws, stop_rule: StopRule | None = None) -> DraftChains:
         """Do what `Target.draft_greedy` does, with tokens sampled by `draws`."""
+
+
+@runtime_checkable
+class CompiledTarget(Protocol):
+    """A target on compiled kernels. Its results do not depend, in any bit, on the other sequences of the batch."""
+
+    @property
+    def compile_seconds(self) -> float:
+        """Time to compile the kernels; 0 if an earlier run has compiled them."""
 
 
 @runtime_checkable

@@ -68,7 +68,7 @@ class TextStream:
     def safe_length(self) -> int:
         """Return the number of characters of `text` that no stop string can remove."""
         text = self.text
-        longest = 0 if self.stopped else max((len(stop) for stop in self._stop), default=1)
+        longest = 0 if self.stopped else max(map(len, self._stop), default=1)
         for length in range(min(longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return len(text) - length

@@ -112,7 +112,7 @@ class FastTokenizer:
         if isinstance(tokens, str):
             id = self.backend_tokenizer.token_to_id(tokens)
             return self.unk_token_id if id is None else id
-        return [self.convert_tokens_to_ids(token) for token in tokens]
+        return list(map(self.convert_tokens_to_ids, tokens))
 
     def apply_chat_template(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -285,25 +285,6 @@ class StopRule:
         0 if there is no threshold.
         """
         return self.min_draft_probs[min(seqs, len(self.min_draft_probs)) - 1] if self.min_draft_probs else 0.0
-
-
-class DrawParams(NamedTuple):
-    """How to sample a token, after bias and penalties have changed the logits."""
-
-    temperature: float  # 0: take the likeliest token
-    top_k: int  # the vocabulary size: off
-    top_p: float
-    min_p: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Draws:
-    """The randomness that samples the tokens of a chain: one of `uniform` and `race_keys`."""
-
-    params: tuple[DrawParams, ...]  # [B]
-    # [B, K] float64 in [0, 1): a token is the first id whose cumulative probability exceeds the number.
-    uniform: torch.Tensor | None = None
-    race_keys: torch.Tensor | None = None  # [B, K] int64 of `PositionNoise.race_keys`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

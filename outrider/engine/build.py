@@ -439,7 +439,7 @@ def auto_planner(
     """
     alternatives = proposer.parts if isinstance(proposer, Switch) else (proposer,)
     find = find_costs or known_costs
-    costs = find(target, [draft_model(each) for each in alternatives])
+    costs = find(target, list(map(draft_model, alternatives)))
     return CostPlanner(
         *costs, replay=replay, model_sources=model_sources(proposer), padded=getattr(target, "padded", False)
     )

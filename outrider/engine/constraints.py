@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,15 +122,13 @@ def apply_constraints(batch: Batch, draft: Draft, vocab: int) -> ConstrainedDraf
         max_forced = batch.budget.forced(b, len(trees[b]))
         walks[b] = _GrammarWalk(batch.seqs[b], trees[b], vocab=vocab, max_forced=max_forced)
     complete = {b: walk for b, walk in walks.items() if not walk.error}
-    changed = {}
+    original = {}  # of the trees that change
     for b, walk in complete.items():
         if [node.source for node in walk.nodes] != list(range(len(trees[b]))):
-            changed[b] = walk
-    original = {
-        b: TreeBuilder([node.token for node in trees[b]], [node.parent for node in trees[b]], []) for b in changed
-    }
-    if changed:
-        draft = _rebuild(draft, [changed[b].nodes if b in changed else nodes for b, nodes in enumerate(trees)], changed)
+            original[b] = TreeBuilder([node.token for node in trees[b]], _parents(trees[b]), [])
+            trees[b] = walk.nodes
+    if original:
+        draft = _rebuild(draft, trees, original)
     return ConstrainedDraft(
         draft=draft,
         masks=_masks(complete, vocab, draft.tokens.device),
@@ -153,10 +152,15 @@ def _host_nodes(draft: Draft) -> list[list[_Node]]:
     q_index = torch.full_like(draft.tokens, -1) if draft.q is None else draft.q.at
     columns = torch.stack([draft.tokens, draft.parent, draft.kind, q_index], 2).tolist()
     counts = draft.count.tolist()
-    return [
-        [_Node(token, parent, kind, at, source) for source, (token, parent, kind, at) in enumerate(nodes[:count])]
-        for nodes, count in zip(columns, counts, strict=True)
-    ]
+    trees = []
+    for nodes, count in zip(columns, counts, strict=True):
+        rows = enumerate(nodes[:count])
+        trees.append([_Node(token, parent, kind, at, source) for source, (token, parent, kind, at) in rows])
+    return trees
+
+
+def _parents(nodes: Sequence[_Node]) -> list[int]:
+    return [node.parent for node in nodes]
 
 
 def _rebuild(draft: Draft, trees: Sequence[Sequence[_Node]], changed: Collection[int]) -> Draft:
@@ -168,7 +172,7 @@ def _rebuild(draft: Draft, trees: Sequence[Sequence[_Node]], changed: Collection
         return tree.empty(len(width), device)
 
     def padded(field: str, filler: int) -> torch.Tensor:
-        rows = [[getattr(node, field) for node in nodes] for nodes in trees]
+        rows = [list(map(attrgetter(field), nodes)) for nodes in trees]
         return tree.upload([row + [filler] * (size - len(row)) for row in rows], device)
 
     if draft.chain:
@@ -182,7 +186,7 @@ def _rebuild(draft: Draft, trees: Sequence[Sequence[_Node]], changed: Collection
         kind=padded("kind", DraftKind.ONE_HOT),
         q=None if draft.q is None else replace(draft.q, at=padded("q_index", -1)),
         width=width,
-        depth=tuple(max(depths([node.parent for node in nodes]), default=0) for nodes in trees),
+        depth=tuple(max(depths(_parents(nodes)), default=0) for nodes in trees),
         chain=draft.chain,
         source=tuple(_sources(draft, b, nodes, b in changed) for b, nodes in enumerate(trees)),
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING
 
 from outrider.core.types import SequenceState
-from outrider.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
 
 
 def drive(engine: Engine, seqs: Sequence[SequenceState]) -> Generator[tuple[SequenceState, ...]]:

@@ -14,8 +14,11 @@ def add_logprobs(round: Round) -> None:
     ]
     if not wanted:
         return
-    rows = [(b, node) for b in wanted for node in (0, *(node + 1 for node in round.path[b]))]
-    tokens = [token for b in wanted for token in round.emitted[b]]
+    rows: list[tuple[int, int]] = []  # (sequence, node) of each token
+    tokens: list[int] = []
+    for b in wanted:
+        rows += [(b, 1 + node) for node in (-1, *round.path[b])]
+        tokens += round.emitted[b]
     logits = round.scores.logits  # [B, 1 + N, V]
     at = torch.tensor(rows, device=logits.device)
     logprobs = logits[at[:, 0], at[:, 1]].log_softmax(-1)  # [T, V]

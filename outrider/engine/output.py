@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from outrider.core.stats import Stats
 from outrider.core.types import Completion, FinishReason, SequenceState
-from outrider.engine.engine import Engine
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

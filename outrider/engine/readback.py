@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -92,12 +91,10 @@ def _read_device(draft: Draft, verdict: Verdict, scores: Scores) -> tuple[list[A
     # Ids and counts are far below 2**53, so float64 represents them exactly.
     single = torch.stack([verdict.accepted, verdict.bonus, _finite(scores)], 1)
     parts = (single, verdict.path, draft.tokens, verdict.logprob)
-    copied = torch.cat([part.double() for part in parts], 1).tolist()
-    ends = (3, 3 + draft.size, 3 + 2 * draft.size)
-    numbers = [[int(number) for number in values[: ends[2]]] for values in copied]
-    singles = ([values[i] for values in numbers] for i in range(3))
-    path, tokens = ([values[begin:end] for values in numbers] for begin, end in pairwise(ends))
-    return (*singles, path, tokens, [values[ends[2] :] for values in copied])
+    copied = torch.cat([part.double() for part in parts], 1).cpu()
+    *ids, logprob = torch.split(copied, [part.shape[1] for part in parts], 1)
+    single, path, tokens = (part.long() for part in ids)
+    return (*single.T.tolist(), path.tolist(), tokens.tolist(), logprob.tolist())
 
 
 def _finite(scores: Scores) -> torch.Tensor:

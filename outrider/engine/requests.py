@@ -6,16 +6,18 @@ import secrets
 from collections.abc import Sequence
 from itertools import count
 from numbers import Number
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.core.grammar import Grammar
 from outrider.core.noise import derive_seed
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.types import AudioFeatures, Request, SpeechOutput
-from outrider.engine.build import EngineParts
 from outrider.engine.codec import EncodedPrompt, EncodedSource, Prompt, Source, TextCodec
 from outrider.errors import OutriderError
 from outrider.runtime.ranks import of_first_rank
+
+if TYPE_CHECKING:
+    from outrider.engine.build import EngineParts
 
 
 class RequestMaker:

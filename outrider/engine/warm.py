@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from outrider.core.planner import FixedPlanner
 from outrider.core.proposer import Proposer
 from outrider.core.target import Target
 from outrider.drafting.propose.leaves import draft_models
-from outrider.engine.build import EngineParts
 from outrider.runtime.progress import stage
+
+if TYPE_CHECKING:
+    from outrider.engine.build import EngineParts
 
 _LONGEST = 2048  # tokens of a sequence; longer passes are recorded when they are used
 _DRAFT_LENGTHS = (2, 4, 8)  # those that the planner of k auto chooses most

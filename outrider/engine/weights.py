@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +16,6 @@ from outrider.core.proposer import WeightFollower
 from outrider.core.target import SleepingTarget, WeightSharer
 from outrider.drafting.propose.leaves import draft_models, leaves
 from outrider.drafting.propose.vocabulary.wrapped_target import unwrapped
-from outrider.engine.build import EngineParts
 from outrider.engine.verifiers import verifier_for
 from outrider.errors import OutriderError
 from outrider.models.cache.paged import PagedCache
@@ -26,6 +26,9 @@ from outrider.models.loader.load import read_weights
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.weights import finite_weights
 from outrider.verify.relaxed.registry import reads_embedding
+
+if TYPE_CHECKING:
+    from outrider.engine.build import EngineParts
 
 NewWeights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | str | Path
 

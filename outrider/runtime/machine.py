@@ -49,7 +49,7 @@ def default_threads(root: Path = Path("/")) -> int:
     cpus = _cpus()
     cores = {cpu: _read(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus}
     nodes = [cpus & _parse_cpus(_read(path)) for path in (system / "node").glob("node*/cpulist")]
-    cores_per_node = (len({cores[cpu] for cpu in node}) for node in nodes)
+    cores_per_node = (len(set(map(cores.get, node))) for node in nodes)
     usable = max(cores_per_node, default=0) or len(set(cores.values()))
     return max(1, int(min(usable, _quota(root))))
 

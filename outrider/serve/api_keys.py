@@ -101,7 +101,7 @@ def all_keys(settings: Settings) -> list[ApiKey]:
     Raises:
         OutriderError: the file of `--api-keys` is not usable.
     """
-    keys = [ApiKey.of(key) for key in settings.api_key or ()]
+    keys = list(map(ApiKey.of, settings.api_key or ()))
     return keys + (read_keys(settings.api_keys) if settings.api_keys else [])
 
 

@@ -43,11 +43,12 @@ def random_tree(rows: Sequence[int], vocab: int, rng: random.Random, *, chain: b
         chain: make chains instead of trees.
     """
     size = max(rows)
-    tokens = torch.tensor([[rng.randrange(vocab) for _ in range(size)] for _ in rows], dtype=torch.int64)
+    nodes = range(size * len(rows))
+    tokens = torch.tensor([rng.randrange(vocab) for _ in nodes], dtype=torch.int64).view(len(rows), size)
     if chain:
         return tree.chain(tokens, tuple(rows))
-    parents = [[rng.randint(-1, node - 1) for node in range(size)] for _ in rows]
-    return tree.one_hot_tree(tokens, torch.tensor(parents, dtype=torch.int64), tuple(rows))
+    parents = torch.tensor([rng.randint(-1, node % size - 1) for node in nodes], dtype=torch.int64)
+    return tree.one_hot_tree(tokens, parents.view(len(rows), size), tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ def _run_round(target: Target, seqs: Sequence[SequenceState], rng: random.Random
     batch = Batch(
         seqs=tuple(seqs),
         start=tuple(seq.num_cached_tokens for seq in seqs),
-        feed=tuple(tuple(feed) for feed in feeds),
+        feed=tuple(map(tuple, feeds)),
         budget=DraftBudget((5,) * len(seqs)),
     )
     widths = [rng.randint(0, 5) if emits else 0 for emits in batch.emits]

@@ -40,7 +40,7 @@ class ToyCache(UnboundedCache):
         return len(self.text[slot])
 
     def bytes(self) -> int:
-        return 8 * sum(len(text) for text in self.text)
+        return 8 * sum(map(len, self.text))
 
 
 class ToyTarget:

@@ -27,7 +27,7 @@ class Optimizer:
             lr: learning rate of the first step.
             vocab: rows of the draft's LM head. A linear layer with as many rows is an LM head, which uses AdamW.
         """
-        muon_ids = {id(matrix) for matrix in _layer_matrices(module, vocab)}
+        muon_ids = set(map(id, _layer_matrices(module, vocab)))
         parameters = list(module.parameters())
         adamw_parameters = [parameter for parameter in parameters if id(parameter) not in muon_ids]
         tables = [parameter for parameter in adamw_parameters if parameter.dim() > 1]

@@ -118,7 +118,7 @@ class Training:
         self._evaluation_seconds = 0.0  # duration of the last evaluation of this run
         self._evaluator = Evaluator(
             self._setup.parts,
-            [self._eval_prompt(prompt) for prompt in eval_prompts],
+            list(map(self._eval_prompt, eval_prompts)),
             k=settings.k,
             tokens=eval_tokens or EVAL_TOKENS,
             seed=settings.seed,

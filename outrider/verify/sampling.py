@@ -13,8 +13,9 @@ import torch
 from torch.nn import functional
 
 from outrider.core import tree
+from outrider.core.draws import DrawParams
 from outrider.core.noise import PositionNoise
-from outrider.core.types import Draft, DrawParams, Packed, SequenceState
+from outrider.core.types import Draft, Packed, SequenceState
 from outrider.verify.verdict import tokens_before
 
 _ALL = slice(None)  # logits [B, M, V] hold all sequences in order

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -60,3 +61,39 @@ def imported_owners(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names if alias.name.startswith("outrider.")]
             yield from (owner(tuple(name.split(".")[1:])) for name in names)
+
+
+def imports() -> dict[str, set[str]]:
+    """Return the modules that each module of the package imports when it is loaded, without those for types only."""
+    modules = {_module_name(path): path for path in files()}
+    found = {}
+    for module, path in modules.items():
+        nodes = [
+            node for node in _executed(ast.parse(path.read_text("utf-8")).body) if isinstance(node, ast.ImportFrom)
+        ]
+        names = [(node.module or "", f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
+        found[module] = {name if name in modules else origin for origin, name in names} & modules.keys()
+    return found
+
+
+def _module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that run when a module is loaded, except definitions."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.Try | ast.With):
+            yield from _executed(node.body)
+        elif isinstance(node, ast.If):
+            for_types = "TYPE_CHECKING" in ast.unparse(node.test)
+            yield from _executed(node.orelse if for_types else node.body + node.orelse)
+
+
+def longest_chain(imports: dict[str, set[str]]) -> list[str]:
+    """Return the longest chain of modules of which each imports the one before. A CycleError names a cycle."""
+    chains: dict[str, list[str]] = {}
+    for module in TopologicalSorter(imports).static_order():
+        chains[module] = [*max((chains[other] for other in imports[module]), key=len, default=[]), module]
+    return max(chains.values(), key=len)

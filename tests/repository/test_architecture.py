@@ -48,6 +48,19 @@ def test_imports_follow_the_layers(path):
         assert LAYERS[other] < LAYERS[own], f"{own} imports {other}, which is not below it"
 
 
+def test_few_arrows_between_folders():
+    arrows = set()
+    for path in FILES:
+        own = source.owner_of_file(path).partition("/")[0]
+        arrows |= {(own, other.partition("/")[0]) for other in source.imported_owners(path)}
+    assert sum(own != other and not source.LAYERLESS & {own, other} for own, other in arrows) <= 110
+
+
+def test_import_chains_are_short():
+    chain = source.longest_chain(source.imports())
+    assert len(chain) <= 20, " < ".join(chain)
+
+
 @pytest.mark.parametrize(
     ("module", "most"), [("outrider.core.proposer", 16), ("outrider.drafting.propose.registry", 20)]
 )

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from outrider.core.draws import DrawParams, Draws
 from outrider.core.noise import inverse_cdf
 from outrider.core.params import SamplingParams
 from outrider.core.proposer import ProposerSetup
 from outrider.core.target import ChainSampler
-from outrider.core.types import Batch, DraftBudget, DraftKind, Draw, DrawParams, Draws, Scores, StopRule
+from outrider.core.types import Batch, DraftBudget, DraftKind, Draw, Scores, StopRule
 from outrider.drafting.propose.draft_model import chain as model
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.models.loader.load import load_checkpoint

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
 from time import perf_counter
 from typing import NamedTuple
@@ -252,7 +253,8 @@ def _timed(target: Target, batch: Batch, draft: Draft) -> float:
 def _random_ids(target: Target, shares: list[int]) -> tuple[tuple[int, ...], ...]:
     """Return random token ids: `shares[b]` of sequence b. They are the same in each call."""
     rng = random.Random(_SEED)
-    return tuple(tuple(rng.randrange(target.vocab) for _ in range(share)) for share in shares)
+    ids = (rng.randrange(target.vocab) for _ in range(sum(shares)))
+    return tuple(tuple(islice(ids, share)) for share in shares)
 
 
 def _draft(chains: list[tuple[int, ...]], device: torch.device) -> Draft:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
@@ -148,8 +148,11 @@ class CostPlanner:
         """Return how many passes of a draft model the deepest draft took: one for each of its draft tokens."""
         if draft.source is None:
             return max(draft.depth)
-        from_model = (sum(bool(bits & self._model_sources) for bits in nodes) for nodes in draft.source)
-        return max(map(min, draft.depth, from_model))
+        return max(map(self._model_passes, draft.depth, draft.source))
+
+    def _model_passes(self, depth: int, sources: Sequence[int]) -> int:
+        """Return the passes of a draft model for a draft whose nodes have these `sources`."""
+        return min(depth, sum(bool(bits & self._model_sources) for bits in sources))
 
     def state(self) -> dict[str, Any]:
         """Return what the planner has learned of the proposers, as JSON values. Pass costs are not included."""

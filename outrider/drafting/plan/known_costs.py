@@ -62,7 +62,7 @@ def _known_cost(model: Target, *, share: float, whole: bool) -> PassCost:
     if is_first_rank():
         with suppress(OSError, OutriderError):  # the cache folder is read-only; measure again next time
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps([asdict(each) for each in times.known.values()]))
+            write_whole(path, json.dumps(list(map(asdict, times.known.values()))))
             _remove_old_files(path.parent)
     return times.cost()
 

@@ -165,7 +165,7 @@ class Clock:
         self._one_token = costs.target.base(1)
         self._one_token_round = costs.host + self._one_token
         self._factors = list(_DEFAULTS)  # a, g, b, c
-        self._information = [list(row) for row in _PRIOR]  # inverse covariance of the factors, in rounds
+        self._information = list(map(list, _PRIOR))  # inverse covariance of the factors, in rounds
         self._known: dict[tuple[float, int, float], float] = {}  # results of `at` with these factors
 
     @property
@@ -273,8 +273,12 @@ def _expert_seconds(random: Sequence[Sample], equal: Sequence[Sample]) -> float:
 
 def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Return a, b >= 0 that minimize the sum of (a x + b y - z)^2 over points (x, y, z)."""
-    xx, xy, yy = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
-    xz, yz = (sum(p[i] * p[2] for p in points) for i in (0, 1))
+
+    def moment(i: int, j: int) -> float:
+        return sum(point[i] * point[j] for point in points)
+
+    xx, xy, yy = moment(0, 0), moment(0, 1), moment(1, 1)
+    xz, yz = moment(0, 2), moment(1, 2)
     if not xx:
         return 0.0, 0.0
     det = xx * yy - xy * xy

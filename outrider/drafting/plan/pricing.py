@@ -49,7 +49,7 @@ class DraftPricing:
         """
         if self._padded:
             columns = zip_longest(*(sorted(probs, reverse=True) for probs in accept_probs), fillvalue=0.0)
-            length = self._profitable_steps([sum(column) for column in columns], load.seqs, load)
+            length = self._profitable_steps(list(map(sum, columns)), load.seqs, load)
             return tuple(min(len(probs), length) for probs in accept_probs)
         order = sorted((-prob, b) for b, probs in enumerate(accept_probs) for prob in probs)
         count = self._profitable_steps([-negative_prob for negative_prob, _ in order], 1, load)

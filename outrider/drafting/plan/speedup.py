@@ -23,7 +23,7 @@ def expected_tau(acceptance: Sequence[float]) -> float:
     """
     for rate in acceptance:
         _check_rate(rate)
-    return 1.0 + sum(float(path_prob) for path_prob in accumulate(acceptance, mul))
+    return 1.0 + sum(map(float, accumulate(acceptance, mul)))
 
 
 def expected_tau_iid(alpha: float, k: int) -> float:

@@ -56,7 +56,7 @@ class Best(Combination):
         self._used = [-1] * num_seqs
         self._estimates = [()] * num_seqs
         result = tree.empty(num_seqs, self._setup.device)
-        first_parts = [self._first_part(seq) for seq in batch.seqs]
+        first_parts = list(map(self._first_part, batch.seqs))
         values = [-inf] * num_seqs  # of the current drafts
         later = inf  # highest expected value of the parts that have not drafted yet
         for i, part in enumerate(self.parts):

@@ -66,7 +66,10 @@ class Combination:
         first_bit = self._first_bits[part]
         if draft.source is None:
             return tuple((1 << first_bit,) * width for width in draft.width)
-        return tuple(tuple(bits << first_bit for bits in nodes) for nodes in draft.source)
+        sources = []
+        for nodes in draft.source:
+            sources.append(tuple(bits << first_bit for bits in nodes))
+        return tuple(sources)
 
 
 def num_sources(proposer: Proposer) -> int:

@@ -192,7 +192,7 @@ def parse(spec: str) -> Expression:
         if not text.endswith(")"):
             raise OutriderError(f"proposer {spec!r} lacks its closing bracket; write for example merge(ngram,recycle)")
         parts = _split(text[len(head) + 1 : -1], spec)
-        return Expression(head.strip(), parts=tuple(parse(part) for part in parts))
+        return Expression(head.strip(), parts=tuple(map(parse, parts)))
     if bracket and ":" not in head:
         raise OutriderError(f"proposer {head!r} is unknown;{_suggestion(head)} use {forms()}")
     name, _, argument = text.partition(":")

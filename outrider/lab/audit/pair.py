@@ -15,6 +15,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.planner import FixedPlanner
 from outrider.core.proposer import NoProposer, Proposer
 from outrider.core.stats import Stats
+from outrider.core.target import CompiledTarget
 from outrider.core.types import Batch, Draft, DraftBudget, FinishReason, Request, Round, SequenceState
 from outrider.drafting.propose.registry import Maker, check_draft_settings
 from outrider.engine.build import assemble, full_dtype, make_proposer, make_setup, prepare_target, proposer_of
@@ -25,7 +26,6 @@ from outrider.errors import OutriderError
 from outrider.lab.audit.prompts import Prompt, encode
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.load import load_checkpoint, refuse_sources
-from outrider.models.native.target import NativeTarget
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.quantize import QuantizedLinear, quantize_model
 from outrider.verify.rules import EXACT, Verifier
@@ -74,7 +74,7 @@ class Pair:
         self.kernels = self._target.kernels
         assert self._loaded.check is not None
         self.load_check = self._loaded.check
-        self.steady = isinstance(self._target, NativeTarget)  # logits do not depend on the batch, bit for bit
+        self.steady = isinstance(self._target, CompiledTarget)  # logits do not depend on the batch, bit for bit
 
         self._setup = make_setup(self._loaded, EXACT["walk"].draw, config)
         self._proposer = make_proposer(self._spec, self._setup)

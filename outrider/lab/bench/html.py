@@ -8,7 +8,7 @@ from html import escape
 from outrider.lab.bench.conditions import conditions, latency_text, median_text, memory
 from outrider.lab.bench.report import OVERALL, PLAIN, SPECULATIVE, bound_text, summary
 from outrider.runtime.report.console import NONE, Document
-from outrider.runtime.report.page import html_page, page_header, pairs_table, section
+from outrider.runtime.report.page import html_page, page_header, pairs_table, section, table
 
 
 def page(document: Document) -> str:
@@ -81,7 +81,7 @@ def _results(document: Document) -> str:
             latency_text(speculative["latency_ms"]),
         ]
         rows.append([escape(category.replace("_", " ")), *rates, *cells])
-    return _table(head, rows, marked=True) + _note("Tokens/s. Latency and acceptance are those of speculation.")
+    return table(head, rows, marked=True) + _note("Tokens/s. Latency and acceptance are those of speculation.")
 
 
 def _sweep(axis: str, entries: Sequence[Document]) -> str:
@@ -98,20 +98,11 @@ def _sweep(axis: str, entries: Sequence[Document]) -> str:
         ]
         shares = [_percent(entry["limits"][name]["share_of_limit"]) for name in (PLAIN, SPECULATIVE)]
         rows.append([f"{entry['value']:g}", *rates, *cells, *shares])
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: bool = False) -> str:
-    """Return a table. Cells are HTML. `marked` highlights the last row."""
-    head_cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
-    if marked:
-        body[-1] = body[-1].replace("<tr>", '<tr class="overall">', 1)
-    return f'<div class="table"><table><tr>{head_cells}</tr>{"".join(body)}</table></div>'
 
 
 def _spread(values: dict[str, float] | None, digits: int) -> str:

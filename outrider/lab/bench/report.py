@@ -18,6 +18,7 @@ from outrider.lab.bench.variants import Trial
 from outrider.lab.common.clock import DecodeSpeed
 from outrider.models.loader.embedded import model_name
 from outrider.models.torch.checkpoint import precision_text
+from outrider.runtime.grouping import group_by
 from outrider.runtime.report.console import count_text
 
 PLAIN = "plain"
@@ -74,8 +75,8 @@ class Sample:
 
 def report(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     """Return the figures of each category, and those of all categories under "overall"."""
-    categories = list(dict.fromkeys(sample.category for sample in samples))
-    figures = {category: _figures([s for s in samples if s.category == category]) for category in categories}
+    categories = group_by(samples, lambda sample: sample.category)
+    figures = {category: _figures(group) for category, group in categories.items()}
     return {**figures, OVERALL: _figures(samples)}
 
 

@@ -95,7 +95,10 @@ def read_speculation(text: str) -> Speculation:
         OutriderError: the text is in another format, or the parser is not installed.
     """
     samples = _parse(text)
-    engine = next((name for prefix, name in _PREFIXES.items() if any(key.startswith(prefix) for key in samples)), "")
+    engine = ""
+    for prefix, name in _PREFIXES.items():
+        if not engine and any(key.startswith(prefix) for key in samples):
+            engine = name
     by_position = next((samples[name] for name in _BY_POSITION if name in samples), {})
     ordered = sorted((int(position), value) for position, value in by_position.items() if position.isdigit())
     return Speculation(

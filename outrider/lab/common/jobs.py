@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice
+from typing import TYPE_CHECKING
 
 from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.core.prompts import Prompt
 from outrider.engine.codec import EncodedPrompt, EncodedSource
 from outrider.errors import OutriderError
-from outrider.llm import LLM
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,9 @@ from outrider.drafting.plan.speedup import sequences_instead
 from outrider.drafting.propose.leaves import draft_model
 from outrider.engine.drive import drive
 from outrider.lab.common.jobs import Job
-from outrider.llm import LLM
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from outrider.core.bound import Bound
 from outrider.core.stats import Stats
@@ -14,7 +15,9 @@ from outrider.engine.drive import drive
 from outrider.errors import OutriderError
 from outrider.lab.common.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, token_gaps, with_times
 from outrider.lab.common.jobs import Job
-from outrider.llm import LLM
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 
 @dataclass(frozen=True, kw_only=True)

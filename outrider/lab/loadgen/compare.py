@@ -16,7 +16,7 @@ from outrider.lab.loadgen.settings import Settings
 from outrider.lab.loadgen.workload import plan_requests
 from outrider.runtime.atomic_files import check_writable
 from outrider.runtime.report.console import NONE
-from outrider.runtime.report.page import html_page, page_header, pairs_table, section
+from outrider.runtime.report.page import html_page, page_header, pairs_table, section, table
 
 _SUFFIXES = (".html", ".md")
 _LATENCIES = {
@@ -96,12 +96,16 @@ def _rows(document: Mapping[str, Any]) -> list[list[str]]:
     for name, label in _RATES.items():
         rows.append([label, f"{first[name]:.2f}", f"{second[name]:.2f}", _text(document["ratios"][name])])
     for name, label in _LATENCIES.items():
-        cells = [" / ".join(f"{value:.1f}" for value in each["ms"][name].values()) or NONE for each in (first, second)]
+        cells = [_percentiles(each["ms"][name]) for each in (first, second)]
         rows.append([f"{name}: {label}, ms", *cells, _text(document["ratios"][f"{name}_p50"])])
     failed = [str(len(each["errors"])) for each in (first, second)]
     rows.append(["failed requests", *failed, ""])
     rows.append(["requests sent again", *(str(each["retries"]) for each in (first, second)), ""])
     return rows
+
+
+def _percentiles(ms: Mapping[str, float]) -> str:
+    return " / ".join(f"{value:.1f}" for value in ms.values()) or NONE
 
 
 def _headings(document: Mapping[str, Any]) -> list[str]:
@@ -132,10 +136,9 @@ def _html(document: Mapping[str, Any]) -> str:
         (_text(document["ratios"]["e2e_p50"]), "time of a request, B over A"),
     ]
     about = f"A: {first['model']} at {first['url']}. B: {second['model']} at {second['url']}."
-    head = "".join(f"<th>{escape(name)}</th>" for name in _headings(document))
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in _rows(document))
-    table = f'<div class="table"><table><tr>{head}</tr>{body}</table></div><p class="note">{escape(_NOTE)}</p>'
-    rest = section("Results", table) + section("Conditions", pairs_table(_conditions(document)))
+    rows = [list(map(escape, row)) for row in _rows(document)]
+    results = table(_headings(document), rows) + f'<p class="note">{escape(_NOTE)}</p>'
+    rest = section("Results", results) + section("Conditions", pairs_table(_conditions(document)))
     return html_page("outrider load", page_header("outrider load", title, about, tiles), (), rest)
 
 

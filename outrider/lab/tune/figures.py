@@ -12,6 +12,7 @@ from typing import Any
 from outrider.core.stats import Stats
 from outrider.lab.tune.settings import PHASES
 from outrider.lab.tune.trial import Trial, Variant
+from outrider.runtime.grouping import group_by
 
 _RESAMPLES = 1000
 _TAIL = 0.025  # share of the resamples on each side of an interval
@@ -105,9 +106,7 @@ class Case:
 
 def figures(trials: Sequence[Trial], *, seed: int) -> tuple[list[Plain], list[Case]]:
     """Return plain decoding at every batch and temperature, and all cases, in the order of their first trials."""
-    by_variant: dict[Variant, list[Trial]] = {}
-    for trial in trials:
-        by_variant.setdefault(trial.variant, []).append(trial)
+    by_variant = group_by(trials, lambda trial: trial.variant)
     plain_trials = {}
     for variant, group in by_variant.items():
         if variant.plain:
@@ -165,11 +164,8 @@ def _pooled_ratio(pairs: Sequence[tuple[Amounts, Amounts]]) -> float | None:
 
 def typical(trials: Sequence[Trial]) -> list[Trial]:
     """Return the trial of median speed of each batch of prompts, so that disturbed rounds do not count."""
-    by_batch: dict[int, list[Trial]] = {}
-    for trial in trials:
-        by_batch.setdefault(trial.batch_number, []).append(trial)
     medians = []
-    for group in by_batch.values():
+    for group in group_by(trials, lambda trial: trial.batch_number).values():
         fastest_first = sorted(group, key=lambda trial: trial.tokens / trial.seconds, reverse=True)
         medians.append(fastest_first[(len(group) - 1) // 2])
     return medians
@@ -211,6 +207,7 @@ def _case(trials: Sequence[Trial], plain: Sequence[Trial], *, seed: int) -> Case
     stats = _sum(trial.stats for trial in trials)
     medians = typical(trials)
     overall = _compare(trials, plain, _whole, seed)
+    thirds = map(_sum, zip(*(trial.output_thirds for trial in trials), strict=True))
     assert overall is not None  # a completion has at least one token and takes time
     return Case(
         variant=trials[0].variant,
@@ -221,10 +218,7 @@ def _case(trials: Sequence[Trial], plain: Sequence[Trial], *, seed: int) -> Case
         nodes=stats.draft_tokens / stats.passes,
         parts=RoundMs.of(_sum(trial.stats for trial in medians)),
         categories=_categories(trials, plain, seed),
-        output_thirds={
-            name: AcceptanceSummary.of(_sum(trial.output_thirds[i] for trial in trials))
-            for i, name in enumerate(PHASES)
-        },
+        output_thirds=dict(zip(PHASES, map(AcceptanceSummary.of, thirds), strict=True)),
         exact=all(trial.exact for trial in trials),
     )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 from operator import add
+from typing import TYPE_CHECKING
 
 from outrider.core.stats import Stats
 from outrider.core.types import SequenceState
@@ -15,7 +16,9 @@ from outrider.lab.common.clock import DecodeSpeed
 from outrider.lab.common.jobs import Job
 from outrider.lab.common.timeline import run_jobs
 from outrider.lab.tune.settings import PHASES
-from outrider.llm import LLM
+
+if TYPE_CHECKING:
+    from outrider.llm import LLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ def run(llm: LLM, variant: Variant, batch: PromptBatch) -> Trial:
     """Complete the prompts of a batch together."""
     timeline = run_jobs(llm, batch.jobs)
     passes = [_stats(seq.rounds, seq) for seq in timeline.seqs]
-    thirds = [[_stats(third, seq) for third in split(seq.rounds)] for seq in timeline.seqs]
+    thirds = (map(partial(_stats, seq=seq), split(seq.rounds)) for seq in timeline.seqs)
     categories = {}
     for category in dict.fromkeys(batch.categories):
         group = [stats for stats, name in zip(passes, batch.categories, strict=True) if name == category]

@@ -59,7 +59,7 @@ def controls(gate: QualityGate, measured: Summary, *, other_threshold: float, bl
         first_only=FixedBlocks([0], name="first block only"),
         first_blocks=FixedBlocks(range(by_target), name=f"first {count_text(by_target, 'block')}"),
         last_blocks=FixedBlocks(range(blocks - by_target, blocks), name=f"last {count_text(by_target, 'block')}"),
-        strides=tuple(Stride(k) for k in _strides(blocks)),
+        strides=tuple(map(Stride, _strides(blocks))),
     )
 
 

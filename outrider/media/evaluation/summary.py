@@ -10,6 +10,7 @@ from typing import Any
 from outrider.media.evaluation.bootstrap import Interval, ratio_interval
 from outrider.media.evaluation.trials import Trial
 from outrider.media.results import Seconds
+from outrider.runtime.grouping import group_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +51,8 @@ def summarize(trials: Sequence[Trial], *, reference: str, seed: int = 0) -> list
         reference: the name of target-only.
         seed: of the bootstrap.
     """
-    names = list(dict.fromkeys(trial.router for trial in trials))
-    by_name = {name: [trial for trial in trials if trial.router == name] for name in names}
-    base = by_name[reference]
-    return [_summarize(by_name[name], base, seed) for name in names]
+    by_name = group_by(trials, lambda trial: trial.router)
+    return [_summarize(group, by_name[reference], seed) for group in by_name.values()]
 
 
 def best_gate(gates: Sequence[Summary], quality: float) -> int:

@@ -34,7 +34,7 @@ class TransformerGenerator:
         self.latent_shape: tuple[int, ...] = network.video.latent_shape
         with torch.inference_mode():
             levels = torch.tensor([*network.video.steps, CLEAN])
-            self._modulations = [network.modulations(level) for level in levels]
+            self._modulations = list(map(network.modulations, levels))
             self._rotations = [
                 network.rotation(block * network.video.frames, network.video.frames) for block in range(self.blocks)
             ]

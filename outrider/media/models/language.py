@@ -61,7 +61,7 @@ class Language:
 
     def random_words(self, rng: random.Random) -> tuple[str, ...]:
         """Return a random word for each slot."""
-        return tuple(rng.choice(slot) for slot in self.slots)
+        return tuple(map(rng.choice, self.slots))
 
     def random_captions(self, count: int, seed: int) -> list[str]:
         """Return `count` different captions. The same seed gives the same captions.

@@ -74,7 +74,7 @@ class Layer(nn.Module):
     def _split_states(self, x: Tensor, modulation: Sequence[Tensor]) -> list[Tensor]:
         shift, scale = modulation[0], modulation[1]
         states = functional.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
-        return [self.split(part) for part in self.qkv(states).chunk(3, dim=-1)]
+        return list(map(self.split, self.qkv(states).chunk(3, dim=-1)))
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return what the queries attend to."""

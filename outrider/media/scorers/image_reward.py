@@ -29,5 +29,5 @@ class ImageRewardScorer:
         from PIL import Image
 
         pixels = (content.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-        scores = self._model.score(prompt, [Image.fromarray(frame) for frame in pixels])
+        scores = self._model.score(prompt, list(map(Image.fromarray, pixels)))
         return torch.as_tensor(scores, dtype=torch.float32).reshape(-1)

@@ -13,22 +13,10 @@ import torch
 from outrider.core.cache import CacheUsage, Layout, lay_out
 from outrider.core.types import Batch, Draft, Round, SequenceState
 from outrider.models.cache.huge_pages import zeros
+from outrider.models.cache.pool import CPool
 from outrider.models.cache.prefix_tree import BLOCK, CachedBlock, PrefixTree
 
-_LANES = 16  # entries whose keys are interleaved; kLanes of models/native/csrc/simd.h
-
-
-class CPool(ctypes.Structure):
-    """`Pool` of models/native/csrc/decoder.cpp. `resize` sets the address of the entries."""
-
-    __slots__ = ()  # so that an unknown name is an error
-    _fields_ = (
-        ("entries", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("layers", ctypes.c_int32),
-        ("reach", ctypes.c_int32),
-        ("bits", ctypes.c_int32),
-    )
+_LANES = 16  # entries whose keys are interleaved; kLanes of models/native/csrc/vectors.h
 
 
 class CacheFull(RuntimeError):

@@ -46,7 +46,7 @@ class ConfigReader:
 
     def strings(self, name: str) -> tuple[str, ...]:
         """Return a list of strings, or () if it is missing."""
-        return tuple(str(item) for item in self._get(name, [], (list, tuple)))
+        return tuple(map(str, self._get(name, [], (list, tuple))))
 
     def integers(self, name: str) -> tuple[int, ...] | None:
         """Return a list of integers, or None if it is missing."""

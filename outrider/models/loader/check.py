@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +19,12 @@ from torch.nn import functional
 
 from outrider.core import tree
 from outrider.core.config import NEVER, ONCE
-from outrider.core.target import ExpertCounter, Target
+from outrider.core.target import CompiledTarget, ExpertCounter, Target
 from outrider.core.types import AudioFeatures, Batch, DraftBudget, SequenceState
 from outrider.errors import MODEL_ERRORS, NotEnoughMemory, UnsupportedModel
 from outrider.models.cache.memory import out_of_memory
 from outrider.models.loader.check_store import CheckResult, once
 from outrider.models.loader.make import make_target
-from outrider.models.native.target import NativeTarget
 from outrider.models.torch.attention import NAME
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.gguf_linear import BlockLinear
@@ -65,11 +65,11 @@ def make_checked_target(
     target = make_target(checkpoint, slots=slots, context=context, kernels=kernels, bits=bits)
     try:
         passed = None if check == NEVER else _passed(target, checkpoint, bits, check)
-        if isinstance(target, NativeTarget):
+        if isinstance(target, CompiledTarget):
             checkpoint.lazy_model.release()  # the kernels have packed its weights
         return CheckedTarget(target, passed)
     except UnsupportedModel as reason:
-        if kernels != "auto" or not isinstance(target, NativeTarget):
+        if kernels != "auto" or not isinstance(target, CompiledTarget):
             raise
         if bits < 16:
             raise UnsupportedModel(f"{reason}; or use kernels torch, since this was on the native kernels") from reason
@@ -184,7 +184,7 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> _Scored:
     logits = target.score(second_batch, draft).logits
     experts.append(target.chosen_experts() if isinstance(target, ExpertCounter) else [])
     target.cache.release(0)
-    return _Scored(logits, tokens, [torch.cat(passes) for passes in zip(*experts, strict=True)])
+    return _Scored(logits, tokens, list(map(torch.cat, zip(*experts, strict=True))))
 
 
 def _source(checkpoint: Checkpoint, seed: int) -> list[int] | AudioFeatures:
@@ -204,14 +204,17 @@ def compute_reference(checkpoint: Checkpoint, scored: _Scored, source: list[int]
     """
     model: Any = checkpoint.lazy_model.reference()
     leaves = [node for node in range(len(_PARENTS)) if node not in _PARENTS]
-    columns = [_branch_columns(leaf) for leaf in leaves]
-    branches = [[scored.tokens[column] for column in branch] for branch in columns]
-    experts = [[layer[branch] for layer in scored.experts] for branch in columns]
+    columns = list(map(_branch_columns, leaves))
+    branches = []
+    experts = []
+    for branch in columns:
+        branches.append([scored.tokens[column] for column in branch])
+        experts.append([layer[branch] for layer in scored.experts])
     if isinstance(model.get_output_embeddings(), BlockLinear):  # each pass converts all weights, so one runs all
         longest = max(map(len, branches))
         batches = [[branch + [0] * (longest - len(branch)) for branch in branches]]
-        padded = [[_pad(layer, longest) for layer in layers] for layers in experts]
-        choices = [[torch.cat(layer) for layer in zip(*padded, strict=True)]]
+        padded = (map(partial(_pad, length=longest), layers) for layers in experts)
+        choices = [list(map(torch.cat, zip(*padded, strict=True)))]
     else:
         batches = [[branch] for branch in branches]
         choices = experts
@@ -230,10 +233,13 @@ def compute_reference(checkpoint: Checkpoint, scored: _Scored, source: list[int]
     finally:
         if attention == NAME:
             model.set_attn_implementation(attention)
-    ends = [_branch_columns(node) for node in range(-1, len(_PARENTS))]
-    places = [next(i for i, branch in enumerate(columns) if branch[: len(end)] == end) for end in ends]
-    rows = [logits[i][len(end) - 1].float() for i, end in zip(places, ends, strict=True)]
-    worst = [gaps[i][: len(end)].max() for i, end in zip(places, ends, strict=True)]
+    rows = []
+    worst = []
+    for node in range(-1, len(_PARENTS)):
+        end = _branch_columns(node)
+        place = next(i for i, branch in enumerate(columns) if branch[: len(end)] == end)
+        rows.append(logits[place][len(end) - 1].float())
+        worst.append(gaps[place][: len(end)].max())
     return _Reference(torch.stack(rows), torch.stack(worst))
 
 

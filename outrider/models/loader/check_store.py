@@ -9,11 +9,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.core.target import Target
+from outrider.core.target import CompiledTarget, Target
 from outrider.errors import OutriderError
 from outrider.models.loader.fingerprint import code_fingerprint, model_fingerprint
 from outrider.models.native.library import cache_folder, load_library
-from outrider.models.native.target import NativeTarget
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.runtime.atomic_files import write_whole
 from outrider.runtime.machine import hardware, versions
@@ -83,7 +82,7 @@ def _file(checkpoint: Checkpoint, target: Target, bits: int) -> Path:
         _METHOD,
         model_fingerprint(Path(checkpoint.folder)),
         code_fingerprint(),
-        Path(load_library().code._name).stem if isinstance(target, NativeTarget) else None,
+        Path(load_library().code._name).stem if isinstance(target, CompiledTarget) else None,
         versions(),
         hardware(str(checkpoint.device)),
         str(checkpoint.dtype),

@@ -115,7 +115,7 @@ def check_weights(path: Path, config: Any) -> None:
         used = set(read_index(path / INDEX).values())
         if missing := sorted(used - weights):
             raise OutriderError(f"{path} lacks {', '.join(missing[:3])}, which {INDEX} names; copy the missing files")
-    elif "model.safetensors" not in weights and all(_PART.fullmatch(name) for name in weights):
+    elif "model.safetensors" not in weights and all(map(_PART.fullmatch, weights)):
         raise OutriderError(f"{path} lacks {INDEX}, which says where each weight is; copy it as well")
     for name in sorted(used):
         _check_whole(path / name)
@@ -148,7 +148,7 @@ def _of_suffix(path: Path, suffix: str) -> Iterator[Path]:
 
 def lacking(path: Path, config: Any, missing: Sequence[str]) -> OutriderError:
     """Return the error for weights that lack tensors."""
-    heads = [str(head) for head in getattr(config, "architectures", None) or ()]
+    heads = list(map(str, getattr(config, "architectures", None) or ()))
     bare = next((head for head in heads if head.endswith("Model") and "LMHead" not in head), None)
     fix = f"as a {bare} does; give a model that generates text" if bare else "copy the checkpoint again"
     return OutriderError(f"the weights in {path} lack {', '.join(missing[:3])}{',' if bare else ';'} {fix}")

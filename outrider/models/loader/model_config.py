@@ -215,7 +215,7 @@ def _dtype(settings: Mapping[str, Any]) -> torch.dtype | None:
 def _text_model(settings: Mapping[str, Any]) -> ModelConfig | None:
     """Return the configuration of a text model. Results and errors are those of `make_model_config`."""
     model_type = str(settings.get("model_type"))
-    if model_type not in _DEFAULTS or any(settings.get(name) for name in _UNUSUAL):
+    if model_type not in _DEFAULTS or any(map(settings.get, _UNUSUAL)):
         return None
     if any(type(settings.get(name)) is not int or settings[name] < 1 for name in _SIZES):
         return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,7 +76,7 @@ class FolderWeights(Weights):
     def __getitem__(self, name: str) -> Weight:
         source = self._sources[name]
         if source.whole is None:
-            experts = [[self._part(part) for part in parts] for parts in source.names]
+            experts = [list(map(self._part, parts)) for parts in source.names]
             return SeparateExperts(experts, partial(self._release_expert, source))
         value = self._stored[source.whole]
         if not isinstance(value, torch.Tensor):
@@ -195,10 +196,14 @@ class _Finder:
                 return _Source(((stored,),))
             owner, _, last = stored.rpartition(".")
             for parts in _EXPERT_PARTS.get(last, ()) if ".experts." in name else ():
-                names = [tuple(f"{owner}.{i}.{part}.weight" for part in parts) for i in range(experts)]
-                if all(each in self._stored for expert in names for each in expert):
-                    return _Source(tuple(names))
+                names = tuple(_expert_names(f"{owner}.{i}", parts) for i in range(experts))
+                if all(map(self._stored.__contains__, chain.from_iterable(names))):
+                    return _Source(names)
         return None
+
+
+def _expert_names(expert: str, parts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{expert}.{part}.weight" for part in parts)
 
 
 def _shape(stored: Weights, source: _Source) -> torch.Size:
@@ -206,7 +211,7 @@ def _shape(stored: Weights, source: _Source) -> torch.Size:
     if source.whole is not None:
         shape = stored.shape(source.whole)
         return torch.Size([shape[0], shape[2], shape[1]]) if source.transposed else shape
-    shapes = [[stored.shape(part) for part in parts] for parts in source.names]
+    shapes = [list(map(stored.shape, parts)) for parts in source.names]
     first = shapes[0]
     columns = {shape[1:] for shape in first}
     if len(columns) > 1 or any(other != first for other in shapes):

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from outrider.core.types import DrawParams
-from outrider.models.cache.paged import CPool
+from outrider.core.draws import DrawParams
+from outrider.models.cache.pool import CPool
 
 MAX_HEAD_DIM = 256
 MAX_QUERIES_PER_KEY_HEAD = 48  # kMaxTileRows of attention.h

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider.core.types import DraftChains, Draws, Packed, StopRule
+from outrider.core.draws import Draws
+from outrider.core.types import DraftChains, Packed, StopRule
 from outrider.models.native.abi import CChain, Columns, PassOutput
 
 _NEVER_STOP = StopRule(weight=(0.0,), bias=(0.0,))
@@ -103,7 +104,7 @@ class _ChainInputs:
         self._weight = array("f", stop_rule.weight)  # [positions]
         self._bias = array("f", stop_rule.bias)  # [positions]
         self._end_ids = array("i", stop_rule.ends)  # [end tokens]
-        self._min_draft_prob = array("f", [stop_rule.threshold(n) for n in range(1, len(budget) + 1)])
+        self._min_draft_prob = array("f", map(stop_rule.threshold, range(1, len(budget) + 1)))
         self._params = array("f", [value for fields in draws.params for value in fields]) if draws else None
         self._uniform = draws.uniform.contiguous() if draws and draws.uniform is not None else None
         self._race_keys = draws.race_keys.contiguous() if draws and draws.race_keys is not None else None

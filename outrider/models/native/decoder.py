@@ -31,6 +31,7 @@ from outrider.models.native.pack import (
     interleave,
     pack,
     pack_parts,
+    quantize,
     separate,
 )
 from outrider.models.native.rows import can_pack_rows, pack_rows
@@ -93,6 +94,8 @@ def _expand(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
 
 def _requantized(packed: Packed, bits: int, arena: Arena | Refill) -> PackedWeight:
     """Return a packed weight with fewer bits."""
+    if bits not in FLOAT_DTYPES:
+        return quantize(packed.c(), packed.shape, packed.bias, bits=bits, arena=arena)
     return pack_parts(_parts(packed), packed.shape, packed.bias, bits=bits, arena=arena)
 
 
@@ -429,9 +432,9 @@ class Decoder(Passes):
             return pack_blocks(blocks, bias, order=order, arena=self._arena)
         if blocks:
             _log.info("%s: weights of type %s are converted to %d bits", name, ", ".join(sorted(types)), self._bits)
-        dense = [_dense(weight) for weight in weights]
+        dense = list(map(_dense, weights))
         if self._bits == 32 and all(weight.dtype == torch.float16 for weight in dense) and not name.endswith("router"):
-            return pack_blocks([half_blocks(weight) for weight in dense], bias, order=order, arena=self._arena)
+            return pack_blocks(list(map(half_blocks, dense)), bias, order=order, arena=self._arena)
         bits = self._bits_of(name)
         if can_pack_rows(dense, bits):
             return pack_rows(dense, bias, bits=bits, order=order, arena=arena)

@@ -24,7 +24,7 @@ class Exported:
         """Return [n, layers, H] at the feed of sequence b and at the nodes of `path`."""
         values = self.values
         if tuple(layers) != self.layers:
-            values = values[[self.layers.index(layer) for layer in layers]]
+            values = values[list(map(self.layers.index, layers))]
         begin = self.begin[b]
         end = begin + self.feed[b]
         count = len(path)

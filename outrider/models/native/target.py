@@ -13,7 +13,8 @@ import torch
 
 from outrider.core import tree
 from outrider.core.cache import MIN_CAPACITY, Cache, SequenceSpan, node_order, pack
-from outrider.core.types import Batch, Draft, DraftChains, Draws, KVView, Packed, Scores, SharedWeights, StopRule
+from outrider.core.draws import Draws
+from outrider.core.types import Batch, Draft, DraftChains, KVView, Packed, Scores, SharedWeights, StopRule
 from outrider.errors import OutriderError
 from outrider.models.cache.paged import PagedCache
 from outrider.models.cache.shared import SharedCache
@@ -23,8 +24,8 @@ from outrider.models.native.dimensions import Dimensions
 from outrider.models.native.library import load_library
 from outrider.models.native.scores import Exported, NativeScores
 from outrider.models.torch.checkpoint import Checkpoint
+from outrider.models.torch.model_weights import ModelWeights
 from outrider.models.torch.submodel import refuse_wider
-from outrider.models.torch.weights import ModelWeights
 
 
 class NativeTarget:

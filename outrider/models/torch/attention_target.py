@@ -158,7 +158,7 @@ class AttentionTarget:
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         head = torch.nn.ModuleList([self._model.get_output_embeddings()])
-        return tuple(weight_bytes(layer) for layer in layer_stack(self._model)[1]), weight_bytes(head)
+        return tuple(map(weight_bytes, layer_stack(self._model)[1])), weight_bytes(head)
 
     def touched_experts(self) -> float | None:
         return self._recorded.touched() if self._recorded else None
@@ -168,7 +168,7 @@ class AttentionTarget:
 
     def expert_bytes(self) -> int:
         experts = [module for name, module in self._model.named_modules() if name.endswith(".experts")]
-        return sum(weight_bytes(module) for module in experts)
+        return sum(map(weight_bytes, experts))
 
     def share_weights(self) -> SharedWeights:
         config = self._model.config.get_text_config(decoder=True).to_dict()

@@ -147,7 +147,7 @@ class Graphs:
     def draft_greedy(self, batch: Batch, vocab: int) -> torch.Tensor | None:
         """Run `Target.draft_greedy` as a recorded pass. None: no bucket fits."""
         steps = max(batch.draft_budget)
-        columns = max(2, *(len(feed) for feed in batch.feed))
+        columns = max(2, *map(len, batch.feed))
         written = [budget - 1 for budget in batch.draft_budget]  # the last draft token is not written to the cache
         bucket = self._bucket(batch, columns, written, steps=steps, vocab=vocab)
         if bucket is None or (recorded := self._find(bucket)) is None:

@@ -92,7 +92,7 @@ class ExpertWeight:
 
     def dequantize(self, rows: Any = slice(None)) -> torch.Tensor:
         """Return the matrices of experts in float32, exactly."""
-        return torch.stack([self.expert(i) for i in range(self.shape[0])[rows]])
+        return torch.stack(list(map(self.expert, range(self.shape[0])[rows])))
 
 
 class MadeExperts(ExpertWeight, MadeWeight):
@@ -154,7 +154,7 @@ class SeparateExperts(ExpertWeight):
         return sum(part.nbytes for parts in self._experts for part in parts)
 
     def expert(self, number: int) -> torch.Tensor:
-        return torch.cat([_dense(part) for part in self._experts[number]])
+        return torch.cat(list(map(_dense, self._experts[number])))
 
     def rows(self) -> ExpertRows | None:
         parts = [part for parts in self._experts for part in parts]

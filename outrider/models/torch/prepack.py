@@ -30,7 +30,7 @@ class _Stack:
 
     def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
         self.shapes = [weight.shape for weight in weights]
-        self._sizes = [len(weight) for weight in weights]
+        self._sizes = list(map(len, weights))
         self.bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases if bias is not None])
         self.packed = _pack(torch.cat([weight.detach() for weight in weights]))
         self._input: torch.Tensor | None = None
@@ -180,7 +180,7 @@ def weight_bytes(model: nn.Module, *, excluding: nn.Module | None = None) -> int
 
 def _sizes_by_identity(model: nn.Module) -> dict[int, int]:
     """Return the bytes of each tensor and packed layer, by identity."""
-    tensors = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    tensors = list(map(local, (*model.parameters(), *model.buffers())))
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
     for module in model.modules():
         if isinstance(module, PackedLinear | QuantizedLinear):

@@ -127,7 +127,7 @@ def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:
     """
     config = model.config.get_text_config(decoder=True)
     count = _layer_count(config)
-    decoder_modules = {id(module) for module in model.get_decoder().modules()}
+    decoder_modules = set(map(id, model.get_decoder().modules()))
     stacks = [
         (name, module)
         for name, module in model.named_modules()

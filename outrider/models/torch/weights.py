@@ -6,13 +6,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from outrider.errors import OutriderError
-from outrider.models.torch.gguf_linear import BlockEmbedding, BlockLinear, Blocks
-from outrider.models.torch.gguf_made import BlockExperts
+from outrider.models.torch.gguf_linear import Blocks
 from outrider.runtime.progress import stage
 
 Weight = torch.Tensor | Blocks
@@ -64,41 +62,6 @@ class Weights(Mapping[str, Weight]):
 
     def release(self, name: str) -> None:
         """Free memory that the value of a weight takes. It is made again when it is accessed."""
-
-
-class ModelWeights(Weights):
-    """The weights of a model of transformers."""
-
-    def __init__(self, model: Any, path: Path, body: str = "model") -> None:
-        """Take the weights of a model that was loaded from a path."""
-        self.path = path
-        self.body = body
-        self._values: dict[str, Weight] = {name: value.detach() for name, value in model.state_dict().items()}
-        for name, module in model.named_modules():
-            if isinstance(module, BlockLinear | BlockEmbedding):
-                self._values[f"{name}.weight"] = module.blocks
-            elif isinstance(module, BlockExperts):
-                self._values[name] = module.blocks
-
-    def __getitem__(self, name: str) -> Weight:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def shape(self, name: str) -> torch.Size:
-        return self._values[name].shape
-
-    def nbytes(self, name: str) -> int:
-        return self._values[name].nbytes
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        kinds = (value.kind for value in self._values.values() if not isinstance(value, torch.Tensor))
-        return tuple(sorted({part for kind in kinds for part in kind.split("+") if part}))
 
 
 def reading_title(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,3 +86,15 @@ def pairs_table(items: Iterable[tuple[str, str]]) -> str:
     """Return a table of names and values."""
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in items)
     return f'<div class="table"><table class="pairs">{rows}</table></div>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: bool = False) -> str:
+    """Return a table. The head is text, and the cells are HTML. `marked` highlights the last row."""
+    body = [_row(map(escape, head), "th"), *map(_row, rows)]
+    if marked:
+        body[-1] = body[-1].replace("<tr>", '<tr class="overall">', 1)
+    return f'<div class="table"><table>{"".join(body)}</table></div>'
+
+
+def _row(cells: Iterable[str], tag: str = "td") -> str:
+    return f"<tr>{''.join(f'<{tag}>{cell}</{tag}>' for cell in cells)}</tr>"

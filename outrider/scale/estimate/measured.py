@@ -107,7 +107,7 @@ def _acceptance(figures: Mapping[str, Any]) -> Acceptance:
     not the rates. A completion that ends within an accepted path lowers tau as well. Both are included in the first
     rate.
     """
-    rates = [float(rate) for rate in figures["acceptance_by_position"]]
+    rates = list(map(float, figures["acceptance_by_position"]))
     accepted = expected_tau(rates) - 1
     if not accepted:
         raise OutriderError("no draft token was accepted in this benchmark; give the acceptance with --alpha")

@@ -117,7 +117,7 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
         "target": _model(target),
         "draft": _drafting(drafting),
         "acceptance": {"rates": list(acceptance.rates), "nodes": acceptance.nodes} | source,
-        "efficiency": [asdict(case) for case in cases],
+        "efficiency": list(map(asdict, cases)),
         "layout": asdict(layout) | {"groups": layout.groups},
         "draft_machine": None if draft_devices[0] is None else asdict(draft_devices[0]),
         "free_tokens": {case.name: _free_tokens(target, hardware, case) for case in cases},

@@ -159,7 +159,7 @@ def parse_arrivals(text: str, *, seconds: float, lengths: Lengths, seed: int, re
         return read_trace(text)
     name, *numbers = text.split(":")
     try:
-        values = [float(number) for number in numbers]
+        values = list(map(float, numbers))
     except ValueError:
         values = []
     if len(values) != _RANDOM[name] or not all(0 < value < _MAX_RATE for value in values):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +17,7 @@ NOTE = "a simulation with a cost model; no server ran"
 def summarize(result: Result) -> dict[str, Any]:
     """Return the figures of a simulation."""
     counts = result.counts
-    total = {name: sum(getattr(each, name) for each in counts) for name in ("passes", "tokens", "drafted", "accepted")}
+    total = {name: sum(map(attrgetter(name), counts)) for name in ("passes", "tokens", "drafted")}
     prompts = sum(job.arrival.prompt for job in result.jobs)
     busy = [each.busy_seconds / result.seconds for each in counts] if result.seconds else [0.0]
     firsts = [job.first_token - job.arrived for job in result.jobs if job.first_token is not None]

@@ -44,7 +44,7 @@ class RolloutWorker:
 
     def encode(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
         """Return the tokens of prompts."""
-        return [self._engine.llm.encode(prompt) for prompt in prompts]
+        return list(map(self._engine.llm.encode, prompts))
 
     def provenance(self) -> Provenance:
         """Return how the rollouts are made."""
@@ -280,7 +280,7 @@ class RolloutPool:
         keys = sorted(victim.samples, key=lambda key: victim.lengths.get(key, 0))[: len(victim.samples) // 2]
         victim.actor.drop.remote(keys)  # after its running call, whose results for these samples are ignored
         self.stolen += len(keys)
-        return [victim.samples.pop(key) for key in keys]
+        return list(map(victim.samples.pop, keys))
 
     def _replace(self, worker: _Worker, error: Exception) -> None:
         """Start a new actor in place of a lost one."""

@@ -76,7 +76,7 @@ class ResponseBuilder:
         speculation: dict[str, Any] = {"tokens": chunk.token_texts, "from_draft": chunk.from_draft}
         if drafts := chunk.drafts:
             speculation["drafts"] = {
-                "tokens": [self.tokens.text(token) for token in drafts.tokens],
+                "tokens": list(map(self.tokens.text, drafts.tokens)),
                 "parents": drafts.parents,
                 "accepted": drafts.accepted,
                 "source": drafts.source,
@@ -106,7 +106,7 @@ class ResponseBuilder:
         if self.token_ids:
             choice["token_ids"] = list(completion.token_ids)
             choice["prompt_token_ids"] = list(completion.prompt_token_ids)
-            choice["weight_versions"] = [list(each) for each in completion.weight_versions]
+            choice["weight_versions"] = list(map(list, completion.weight_versions))
         if not self.chat:
             return choice | {"text": completion.text}
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}

@@ -101,7 +101,7 @@ class Recorder:
 
 def generate_samples(engine: Engine, recorder: Recorder, requests: Iterable[Request]) -> Iterator[Sample]:
     """Run requests to their end, and yield a sample for each as soon as it ends. Failed requests are left out."""
-    for seqs in drive(engine, [engine.add(request) for request in requests]):
+    for seqs in drive(engine, list(map(engine.add, requests))):
         for seq in seqs:
             if seq.finish_reason is None:
                 continue

@@ -47,7 +47,7 @@ class Collator:
         """
         self._aux_states = aux_states
         self._views = sorted({view.layer: view for view in views}.items())
-        self._aux_indices = [layers.index(layer) for layer in aux_states.layers]
+        self._aux_indices = list(map(layers.index, aux_states.layers))
         self._tables = tables
         self._ids = ids
         self._last_layer = layers[-1]

@@ -61,7 +61,7 @@ class FeatureCache:
             tensors = load_file(file)
             tokens = tuple(tensors["tokens"].tolist())
             layers = tensors["layers"].tolist()
-            states = tensors["states"][:, [layers.index(layer) for layer in self._layers]]
+            states = tensors["states"][:, list(map(layers.index, self._layers))]
             shared_kv = tensors.get("shared_kv")
         except (OSError, SafetensorError, KeyError, ValueError, IndexError):
             return None

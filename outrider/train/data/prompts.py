@@ -62,7 +62,7 @@ def split(
             "one prompt is not enough for training and evaluation; give more prompts, or --eval-data FILE"
         )
     shuffled = random.Random(seed).sample(list(prompts), len(prompts))
-    counts = Counter(_content(prompt) for prompt in shuffled)
+    counts = Counter(map(_content, shuffled))
     shuffled.sort(key=lambda prompt: counts[_content(prompt)] > 1)
     held_out = min(max(int(len(prompts) * _EVAL_SHARE), 1), _MAX_EVAL_PROMPTS)
     return shuffled[held_out:], shuffled[:held_out]

@@ -93,7 +93,7 @@ class PreviousTarget:
         """Yield inputs [L, layers x H] and wanted outputs [L, W] of the new fusion layer, sequence by sequence."""
         description = moved.description
         sample_layers = sorted({*description.aux_states.layers, description.target_layers - 1})
-        aux_indices = [sample_layers.index(layer) for layer in description.aux_states.layers]
+        aux_indices = list(map(sample_layers.index, description.aux_states.layers))
         for sample in samples:
             tokens = sample.tokens[:-1][: target.context]
             states = score_sequence(target, tokens).states(self._head.description.aux_states.layers, 0, ())

@@ -8,7 +8,7 @@ answers, plus a KL penalty against the first policy.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -166,7 +166,7 @@ class GRPO:
             "version": self.engine.version,
             "settings": asdict(self.settings),
             "draft": None if self.draft is None else self.draft.state_dict(),
-            "answers": {group: [each.tolist() for each in answers] for group, answers in self._answers.items()},
+            "answers": {group: list(map(array.tolist, answers)) for group, answers in self._answers.items()},
         }
         write_checkpoint(folder, state)
 
@@ -182,7 +182,7 @@ class GRPO:
         if self.draft is not None and state["draft"] is not None:
             self.draft.load_state_dict(state["draft"])
         answers = state.get("answers", {})  # older checkpoints have none; their problems then count as not seen
-        self._answers = {group: [array("i", each) for each in given] for group, given in answers.items()}
+        self._answers = {group: _arrays(given) for group, given in answers.items()}
         self.steps = state["steps"]
         self.engine.update_weights(merged_weights(self.policy), max(state["version"], self.engine.version + 1))
 
@@ -190,7 +190,7 @@ class GRPO:
         """Compare rollouts with the previous answers to their problems, and keep them for the next pass."""
         groups = {}
         for group in batch.groups():
-            groups[group[0].group] = [array("i", each.token_ids) for each in group if not each.error]
+            groups[group[0].group] = _arrays(each.token_ids for each in group if not each.error)
         overlap = Overlap.of(groups, self._answers)
         self._answers |= groups  # 4 bytes per token
         return overlap
@@ -201,3 +201,7 @@ class GRPO:
         began = self.clock()
         yield
         setattr(seconds, part, getattr(seconds, part) + self.clock() - began)
+
+
+def _arrays(answers: Iterable[Iterable[int]]) -> list[array[int]]:
+    return [array("i", answer) for answer in answers]

@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.core.bound import Bound
 from outrider.core.stats import Stats
 from outrider.core.types import Completion, FinishReason
+from outrider.runtime.grouping import group_by
 from outrider.train.rl.regimes import Regime
 
 
@@ -122,10 +123,7 @@ class RolloutBatch:
 
     def groups(self) -> tuple[tuple[Rollout, ...], ...]:
         """Return the rollouts by group, in the order in which the groups occur."""
-        by_group: dict[str, list[Rollout]] = {}
-        for rollout in self.rollouts:
-            by_group.setdefault(rollout.group, []).append(rollout)
-        return tuple(map(tuple, by_group.values()))
+        return tuple(map(tuple, group_by(self.rollouts, lambda rollout: rollout.group).values()))
 
     def tensors(self, pad_token_id: int) -> RolloutTensors:
         """Return the rollouts as padded tensors on the CPU."""
@@ -135,7 +133,7 @@ class RolloutBatch:
 def rollout_tensors(rollouts: Sequence[Rollout], pad_token_id: int) -> RolloutTensors:
     """Return rollouts as padded tensors on the CPU."""
     tokens = [torch.tensor(each.prompt_token_ids + each.token_ids) for each in rollouts]
-    lengths = torch.tensor([len(each) for each in tokens])
+    lengths = torch.tensor(list(map(len, tokens)))
     starts = torch.tensor([len(each.prompt_token_ids) for each in rollouts])
     token_ids = pad_sequence(tokens, batch_first=True, padding_value=pad_token_id)
     position = torch.arange(token_ids.shape[1])

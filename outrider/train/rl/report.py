@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from outrider.core.stats import Stats
+from outrider.runtime.grouping import group_by
 from outrider.train.rl.overlap import Overlap
 from outrider.train.rl.records import Rollout
 from outrider.train.rl.regimes import Regime
@@ -65,19 +66,19 @@ class Speculation:
 
 def by_version(rollouts: Sequence[Rollout]) -> dict[str, Speculation]:
     """Return the speculation by version of the policy. A rollout of several versions counts as "mixed"."""
-    groups: dict[str, list[Rollout]] = defaultdict(list)
-    for rollout in rollouts:
-        groups["mixed" if rollout.version is None else str(rollout.version)].append(rollout)
+    groups = group_by(rollouts, lambda each: "mixed" if each.version is None else str(each.version))
     return {name: Speculation.of(group) for name, group in groups.items()}
 
 
 def by_draft_age(rollouts: Sequence[Rollout]) -> dict[int, Speculation]:
     """Return the speculation by the age of the draft: the policy's last version minus the draft's."""
-    groups: dict[int, list[Rollout]] = defaultdict(list)
-    for rollout in rollouts:
-        last = rollout.weight_versions[-1][1] if rollout.weight_versions else 0
-        groups[last - rollout.draft_version].append(rollout)
-    return {age: Speculation.of(group) for age, group in sorted(groups.items())}
+    groups = group_by(rollouts, _draft_age)
+    return {age: Speculation.of(groups[age]) for age in sorted(groups)}
+
+
+def _draft_age(rollout: Rollout) -> int:
+    last = rollout.weight_versions[-1][1] if rollout.weight_versions else 0
+    return last - rollout.draft_version
 
 
 def by_phase(rollouts: Sequence[Rollout], tokens: int = _PHASE) -> dict[int, Speculation]:

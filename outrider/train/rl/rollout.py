@@ -203,7 +203,7 @@ class RolloutEngine:
         """Queue the rollouts of `generate` and return their ids, ordered by prompt and sample."""
         params = SamplingParams(temperature=1.0) if params is None else params
         check_call(prompts, params, n, groups)
-        return self.queue(samples_of([self.llm.encode(prompt) for prompt in prompts], n, seed, groups), params)
+        return self.queue(samples_of(list(map(self.llm.encode, prompts)), n, seed, groups), params)
 
     def queue(self, samples: Sequence[Sample], params: SamplingParams) -> list[int]:
         """Queue samples that were made with `samples_of`, and return their ids.

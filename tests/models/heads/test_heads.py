@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from outrider.core import tree
+from outrider.core.draws import DrawParams, Draws
 from outrider.core.noise import PositionNoise, inverse_cdf
 from outrider.core.params import SamplingParams
 from outrider.core.planner import FixedPlanner
 from outrider.core.target import ChainSampler, draft_by_scores
-from outrider.core.types import DrawParams, Draws
 from outrider.drafting.plan.calibrate import measure_pass
 from outrider.drafting.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.drafting.propose.leaves import draft_model

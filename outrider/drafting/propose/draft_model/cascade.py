@@ -11,8 +11,9 @@ import torch
 
 from outrider.core import tree
 from outrider.core.draft_chains import ChainBuilder
+from outrider.core.draws import Draws
 from outrider.core.target import ChainSampler, Target
-from outrider.core.types import Batch, DraftChains, Draws, SequenceState, StopRule
+from outrider.core.types import Batch, DraftChains, SequenceState, StopRule
 from outrider.drafting.propose.vocabulary.wrapped_target import WrappedTarget
 
 _NGRAM_SIZES = (4, 3, 2, 1)  # sizes of the n-grams that are looked up, largest first
@@ -33,7 +34,7 @@ class Cascade(WrappedTarget):
         self._indexes: dict[int, _NgramIndex] = {}  # by slot
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
-        indexes = [self._index(seq) for seq in batch.seqs]
+        indexes = list(map(self._index, batch.seqs))
         budgets = zip(indexes, batch.draft_budget, strict=True)
         if all(len(index.lookup([], budget - 1)) < _MIN_TOKENS for index, budget in budgets):
             return self.inner.draft_greedy(batch, vocab, stop_rule)

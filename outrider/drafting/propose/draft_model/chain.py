@@ -13,22 +13,11 @@ from torch.nn import functional
 from outrider.core import tree
 from outrider.core.cache import prompts_that_fit
 from outrider.core.draft_chains import ChainBuilder
+from outrider.core.draws import Draws
 from outrider.core.noise import PositionNoise, inverse_cdf
 from outrider.core.proposer import ProposerSetup, must_reproduce
 from outrider.core.target import ChainSampler, Target
-from outrider.core.types import (
-    Batch,
-    Draft,
-    DraftChains,
-    DraftKind,
-    Draw,
-    Draws,
-    Needs,
-    Packed,
-    Request,
-    Round,
-    StopRule,
-)
+from outrider.core.types import Batch, Draft, DraftChains, DraftKind, Draw, Needs, Packed, Request, Round, StopRule
 from outrider.drafting.propose.draft_model.confidence import Confidence
 from outrider.drafting.propose.draft_model.window import find_window
 from outrider.verify.sampling import BatchSampling, SamplingTensors, apply_sampling, draw_params_of

@@ -70,7 +70,7 @@ def skip_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
 
 def skip_layers(argument: str) -> set[int]:
     """Parse the layers of `skip:A+B+C`."""
-    named = [parse_count(word) for word in argument.split("+")]
+    named = list(map(parse_count, argument.split("+")))
     skipped = {layer for layer in named if layer is not None}
     if None in named:
         raise OutriderError(f"skip:{argument} is not a list of layers; write for example skip:2, and join several by +")

@@ -349,7 +349,7 @@ class _LevelPlan:
         self._growth = growth
         self._acceptance = acceptance
         self._peaks = [_odds_level(peak) for _, peak in zip(growth.level, peaks, strict=False)]
-        self._probs = [growth.prob_of(node) for node in growth.level]
+        self._probs = list(map(growth.prob_of, growth.level))
         self._depth = growth.depth_of(growth.level[0])
         self._mass = [1.0] * len(self._probs)  # probability mass that has not been sampled yet
         self._child_prob = list(self._probs)  # of the child sampled last; 0 if a node gets no more children

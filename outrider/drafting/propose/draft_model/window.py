@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from outrider.core.cache import Cache, Layout, WrappedCache
+from outrider.core.draws import Draws
 from outrider.core.target import ChainSampler, Target
-from outrider.core.types import Batch, Draft, DraftChains, Draws, Round, Scores, SequenceState, StopRule
+from outrider.core.types import Batch, Draft, DraftChains, Round, Scores, SequenceState, StopRule
 from outrider.drafting.propose.vocabulary.wrapped_target import WrappedTarget
 
 MIN_WINDOW = 16  # tokens

@@ -189,7 +189,7 @@ def parse_ngram_range(argument: str) -> tuple[int, int] | None:
     """
     if not argument:
         return None
-    ends = [parse_count(end) for end in argument.split("-")]
+    ends = list(map(parse_count, argument.split("-")))
     match ends:
         case [int(shortest), int(longest)] if 1 <= shortest <= longest <= _MAX_NGRAM:
             return shortest, longest

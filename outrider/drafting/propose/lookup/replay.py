@@ -152,7 +152,7 @@ def read_recordings(file: Path) -> list[Recording]:
     Raises:
         OutriderError: the file cannot be read, or a line is wrong; the message has the line number.
     """
-    return [_recording(line) for line in read_lines(file, form=_FORM)]
+    return list(map(_recording, read_lines(file, form=_FORM)))
 
 
 def _recording(line: Line) -> Recording:

@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from struct import Struct
 from typing import NamedTuple
 
@@ -208,7 +209,7 @@ class _SortedLeaves:
         return not any(self._blocks)
 
     def bytes(self) -> int:
-        return sum(block.__sizeof__() + sum(leaf.__sizeof__() for leaf in block) for block in self._blocks)
+        return sum(each.__sizeof__() for each in chain(self._blocks, *self._blocks))
 
 
 def _key(tokens: Sequence[int]) -> bytes:

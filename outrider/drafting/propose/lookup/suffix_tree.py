@@ -53,7 +53,7 @@ class ShareCalibration:
 
     def __init__(self) -> None:
         self._acceptance = AcceptanceEstimator()
-        self.factors = array("d", [_prior_factor(kind) for kind in range(2 * _NUM_KINDS)])
+        self.factors = array("d", map(_prior_factor, range(2 * _NUM_KINDS)))
 
     def learn(self, draft: SuffixDraft, emitted: Sequence[int]) -> None:
         """Learn from the draft of a sequence after the tokens `emitted` were committed."""

@@ -107,7 +107,7 @@ class SharedVocabulary(WrappedTarget):
 
     def translate_batch(self, batch: Batch) -> Batch:
         """Return the batch with its feeds in the draft model's ids."""
-        return replace(batch, feed=tuple(self.to_draft_ids(feed) for feed in batch.feed))
+        return replace(batch, feed=tuple(map(self.to_draft_ids, batch.feed)))
 
     def translate_draft(self, draft: Draft) -> Draft:
         """Return the draft with its tokens in the draft model's ids."""

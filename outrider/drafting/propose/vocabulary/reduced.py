@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from outrider.core.draws import Draws
 from outrider.core.target import Target, draft_by_scores, expand_logits
-from outrider.core.types import Batch, Draft, DraftChains, Draws, Scores, StopRule
+from outrider.core.types import Batch, Draft, DraftChains, Scores, StopRule
 from outrider.drafting.propose.vocabulary.wrapped_target import WrappedTarget
 from outrider.errors import OutriderError
 from outrider.models.loader.make import make_target

@@ -35,7 +35,7 @@ class Medusa:
     file: str
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        return any(_BLOCK.fullmatch(name) for name in names)
+        return any(map(_BLOCK.fullmatch, names))
 
     def module(self, names: Collection[str]) -> str | None:
         return next((match["prefix"] for name in names if (match := _BLOCK.fullmatch(name))), None)
@@ -100,7 +100,7 @@ class VllmMedusa:
     file = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        return any(_VLLM_BLOCK.fullmatch(name) for name in names)
+        return any(map(_VLLM_BLOCK.fullmatch, names))
 
     def module(self, names: Collection[str]) -> str | None:
         return None
@@ -121,7 +121,7 @@ class VllmMedusa:
             names = [_one_lm_head(source, prefix)]
         else:
             names = [f"{prefix}lm_heads.{i}.weight" for i in range(heads)]
-        tables = [source.take(name) for name in names]
+        tables = list(map(source.take, names))
         vocab = config.size("vocab_size")
         token_map = _read_token_map(source, prefix, vocab)
         for i, table in enumerate(tables):

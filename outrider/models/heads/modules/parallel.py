@@ -35,7 +35,7 @@ class ParallelHead(HeadBase):
         stack = description.stack
         assert stack is not None
         self.stack = stack
-        self.blocks = nn.ModuleList(self._make_blocks(head) for head in range(stack.heads))
+        self.blocks = nn.ModuleList(map(self._make_blocks, range(stack.heads)))
         if not stack.shared_head:
             self.heads = nn.ModuleList(
                 nn.Linear(description.target_hidden, description.output_vocab, bias=stack.head_bias)

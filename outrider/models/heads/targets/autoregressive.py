@@ -10,7 +10,8 @@ import torch
 
 from outrider.core import tree
 from outrider.core.config import FULL_BITS
-from outrider.core.types import Batch, Draft, DraftChains, Draws, Scores, SharedWeights, StopRule
+from outrider.core.draws import Draws
+from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule
 from outrider.models.cache.paged import PagedCache
 from outrider.models.cache.static import StaticCache
 from outrider.models.heads.hidden_states import StateCache

@@ -54,13 +54,13 @@ class MultiModuleTarget(HeadRunner):
             for slot, start, end in zip(slots, batch.start, ends, strict=True)
         ]
         fused = self.module.fuse_states(torch.cat(target_states).to(self._dtype))
-        states = list(torch.split(fused, [len(seq_states) for seq_states in target_states]))
+        states = list(torch.split(fused, list(map(len, target_states))))
         self._node_states = [{-1: self._zero_states.clone()} for _ in slots]
         empty = tree.empty(len(slots), self.device)
         logits = torch.empty(0)
         for index in range(self.max_draft_tokens):
             out, _ = self._run_module(index, batch, empty, -1, torch.cat(states))
-            sizes = [len(seq_states) for seq_states in states]
+            sizes = list(map(len, states))
             if not index:
                 last_columns = tree.upload([end - 1 for end in accumulate(sizes)], self.device)
                 logits = self.module.logits(out[last_columns])[:, None]

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import log
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.loader.gguf.dense import DENSE
-from outrider.models.loader.gguf.file import GGUFFile
 from outrider.models.loader.gguf.hybrids import HYBRIDS
 from outrider.models.loader.gguf.mixtures import MIXTURES
 from outrider.models.loader.gguf.schema import FOLDER, Architecture, Settings
+
+if TYPE_CHECKING:
+    from outrider.models.loader.gguf.file import GGUFFile
 
 # Settings that most architectures have, and their fields.
 _FIELDS: Mapping[str, Any] = MappingProxyType(

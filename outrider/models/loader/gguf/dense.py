@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.models.loader.gguf.file import GGUFFile
 from outrider.models.loader.gguf.schema import (
     ATTENTION,
     LAYER,
@@ -23,6 +22,9 @@ from outrider.models.loader.gguf.schema import (
     module,
     renamed,
 )
+
+if TYPE_CHECKING:
+    from outrider.models.loader.gguf.file import GGUFFile
 
 # Layers with a norm of the output of attention, too.
 _POST_NORMS = renamed(

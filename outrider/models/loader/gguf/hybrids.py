@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outrider.models.loader.gguf.dense import SCALES, has
-from outrider.models.loader.gguf.file import GGUFFile
 from outrider.models.loader.gguf.mixtures import EXPERT_SIZE, GRANITE_ROUTED, NUM_EXPERTS, QWEN_SHARED, granite_experts
 from outrider.models.loader.gguf.schema import (
     ATTENTION,
@@ -25,6 +24,9 @@ from outrider.models.loader.gguf.schema import (
     module,
     renamed,
 )
+
+if TYPE_CHECKING:
+    from outrider.models.loader.gguf.file import GGUFFile
 
 _FULL = "full_attention"
 _LINEAR = "linear_attention"
@@ -248,10 +250,9 @@ def _falcon_h1(file: GGUFFile, common: Settings) -> Settings:
 
 def _nemotron_h(file: GGUFFile, common: Settings) -> Settings:
     kinds = (("ssm_a", _LINEAR), ("attn_q.weight", _FULL), ("ffn_up.weight", "mlp"), ("ffn_gate_inp.weight", "moe"))
-    types = [
-        next(kind for tensor, kind in kinds if f"blk.{i}.{tensor}" in file.tensors)
-        for i in range(common["num_hidden_layers"])
-    ]
+    types = []
+    for i in range(common["num_hidden_layers"]):
+        types.append(next(kind for tensor, kind in kinds if f"blk.{i}.{tensor}" in file.tensors))
     settings: Settings = {"layers_block_type": types, **_mamba2_head(file, "mamba_head_dim")}
     settings["time_step_min"] = _NO_CLAMP
     if "mlp" in types:

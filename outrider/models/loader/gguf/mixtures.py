@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outrider.models.loader.gguf.dense import HUNYUAN, SCALES, attention_scale, biases, has, windows
-from outrider.models.loader.gguf.file import GGUFFile
 from outrider.models.loader.gguf.schema import (
     ATTENTION,
     LAYER,
@@ -24,6 +23,9 @@ from outrider.models.loader.gguf.schema import (
     renamed,
     stacked,
 )
+
+if TYPE_CHECKING:
+    from outrider.models.loader.gguf.file import GGUFFile
 
 _SIGMOID = 2  # a gating function
 _GATE_UP = (experts("ffn_gate_exps", "ffn_up_exps"), experts("ffn_gate_up_exps"))

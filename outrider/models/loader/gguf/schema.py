@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from outrider.models.loader.gguf.file import GGUFFile
+if TYPE_CHECKING:
+    from outrider.models.loader.gguf.file import GGUFFile
+
 
 Settings = dict[str, Any]
 FOLDER = "use the folder of the Hugging Face model"

@@ -67,7 +67,7 @@ def weight_files(name: HubName, folder: Path, files: Collection[str]) -> list[st
             return []  # the loader says what to do with an adapter
         raise _no_model(name, files)
     if _INDEX in top:
-        shards = {str(file) for file in dict(_read(folder / _INDEX).get("weight_map") or {}).values()}
+        shards = set(map(str, dict(_read(folder / _INDEX).get("weight_map") or {}).values()))
         return sorted(shards | ({_WEIGHTS} & set(top)))
     if _WEIGHTS in top:
         return [_WEIGHTS]
@@ -92,7 +92,7 @@ def gguf_files(name: HubName, files: Collection[str]) -> list[str]:
     for pattern in (rf"(.*/)?{wanted}(-\d{{5}}-of-\d{{5}})?\.gguf", rf".*(?<![a-z\d]){wanted}(?![a-z\d_]).*"):
         found = found or [model for model in models if re.fullmatch(pattern, model, re.IGNORECASE)]
     if len(found) == 1:
-        return [str(part) for part in parts_of(Path(found[0]))]
+        return list(map(str, parts_of(Path(found[0]))))
     if found:
         raise OutriderError(
             f"{name.repo} has several GGUF files of {name.gguf}: {', '.join(found)}; name one of them in full, such as"

@@ -32,7 +32,7 @@ inline double total(const float* mass, int size) {
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-// The sampling parameters of a request: `DrawParams` of core/types.py.
+// The sampling parameters of a request: `DrawParams` of core/draws.py.
 struct SamplingParams {
   float temperature;  // 0: the likeliest id
   float top_k;        // the vocabulary size or more: off

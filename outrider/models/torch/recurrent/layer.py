@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +12,10 @@ import torch
 from outrider.models.torch.recurrent.rows import CHUNK, Chunk, PassRows, Rows, chain_rows
 
 Tensors = dict[str, torch.Tensor]
+
+
+def _each(function: Callable[[torch.Tensor], torch.Tensor], tensors: Tensors) -> Tensors:
+    return {name: function(tensor) for name, tensor in tensors.items()}
 
 
 class StateReader(Protocol):
@@ -70,14 +74,11 @@ class RecurrentLayer(ABC):
             base = self._states.base(self.layer, self.fresh(inputs))
             for chunk in rows.chunks:
                 self._fold(chunk, base, inputs, mixed)
-            staged = tuple(
-                Staged(base={name: part.select(value) for name, value in base.items()}) for part in rows.parts
-            )
+            staged = tuple(Staged(base=_each(part.select, base)) for part in rows.parts)
         for part, kept in zip(rows.parts, staged, strict=True):
             if not part.rows.num_new:
                 continue
-            new = {name: part.gather(value) for name, value in inputs.items()}
-            part.scatter(self.advance(kept, new, part.rows), mixed)
+            part.scatter(self.advance(kept, _each(part.gather, inputs), part.rows), mixed)
         self._states.stage(self.layer, staged)
         return self.wrap(self.finish(mixed, inputs)[None])
 

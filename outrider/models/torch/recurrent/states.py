@@ -108,7 +108,7 @@ class RecurrentStates:
         """Bytes of the states that no pass has made yet, as if all layers had states of equal sizes."""
         if not self._states:
             return 0
-        made = sum(_bytes(states) for states in self._states.values())
+        made = sum(map(_bytes, self._states.values()))
         return made * (len(self.layers) - len(self._states)) // len(self._states)
 
     def _check_memory(self, fresh: Tensors) -> None:

@@ -1,0 +1,17 @@
+"""Collect items in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+
+def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return the items of each key, in the order in which the keys first occur."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
