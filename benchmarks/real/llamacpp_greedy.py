@@ -7,8 +7,9 @@ that of the token that llama.cpp chose.
 python benchmarks/real/llamacpp_greedy.py MODEL.gguf --server LLAMA_SERVER
 python benchmarks/real/llamacpp_greedy.py MODEL.gguf --server LLAMA_SERVER --quantize LLAMA_QUANTIZE
 
-With --quantize, llama.cpp's own program writes the file, whose weights have 16 or 32 bits, in every K-quant and IQ4
-type, and each of these files is compared.
+With --quantize, llama.cpp's own program writes the file, whose weights have 16 or 32 bits, in each type that the native
+kernels multiply, and each of these files is compared. Where rows are no multiple of 256, most have another type; the
+output names the types of each file.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ from outrider import LLM, SamplingParams
 from outrider.core import tree
 from outrider.core.prompts import Prompt, read_prompts
 from outrider.core.types import Batch, DraftBudget, SequenceState
+from outrider.models.loader.gguf.file import read_gguf
 
 sys.path.append(str(Path(__file__).parents[1] / "peers"))
 from llama_server import LlamaServer, greedy_request
 
-TYPES = "Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ4_NL IQ4_XS"
+TYPES = (
+    "F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K IQ4_NL IQ4_XS MXFP4"
+)
+_BY_TENSOR = ("MXFP4", "NVFP4")  # types without a name of their own: of all layers in a file of Q8_0
 _NEAR_TIE = 0.2  # standard deviations of the logits; a smaller margin is explained by rounding
 
 
@@ -57,7 +62,9 @@ def main(
         for found in result["differences"]:
             print("  prompt {prompt}, token {position}: margin {margin:.3f}, {sigmas:.2f} deviations".format(**found))
         print(
-            "{file}: {equal} of {prompts} texts equal, {ties} near-ties, {beyond} beyond".format(**result), flush=True
+            "{file}: {equal} of {prompts} texts equal, {ties} near-ties, {beyond} beyond, largest margin {largest:.2f}"
+            " deviations, {types}".format(**result),
+            flush=True,
         )
     print(json.dumps({"benchmark": "greedy texts of llama.cpp", "results": results}))
 
@@ -70,7 +77,11 @@ def _files(file: Path, quantize: str | None, types: Sequence[str]) -> Iterator[P
     for type in types:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / f"{file.stem}-{type}.gguf"
-            subprocess.run([quantize, file, out, type], check=True, capture_output=True)
+            options = [file, out, type]
+            if type in _BY_TENSOR:
+                attention, mlp = (f"{part}={type.lower()}" for part in ("attn_", "ffn_"))
+                options = ["--tensor-type", attention, "--tensor-type", mlp, file, out, "Q8_0"]
+            subprocess.run([quantize, *options], check=True, capture_output=True)
             yield out
 
 
@@ -101,6 +112,8 @@ def _compare(file: Path, server: str, chosen: Sequence[Prompt], max_tokens: int,
         "equal": len(ids) - len(differences),
         "ties": ties,
         "beyond": len(differences) - ties,
+        "largest": max((found["sigmas"] for found in differences), default=0.0),
+        "types": ", ".join(read_gguf(file).types),
         "tokenized_differently": other_ids,
         "differences": differences,
         "kernels": llm.parts.target.kernels,

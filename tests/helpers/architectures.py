@@ -28,6 +28,7 @@ from tests.helpers.configs import (
 )
 from tests.helpers.further_architectures import FURTHER
 from tests.helpers.multimodal_architectures import LFM2_VL, MULTIMODAL
+from tests.helpers.shrunk_architectures import SHRUNK, SHRUNK_RECURRENT
 
 
 def gemma3(dim: int = 8) -> PreTrainedConfig:
@@ -190,7 +191,7 @@ _ATTENTION: dict[str, Callable[[], PreTrainedConfig]] = {
 if transformers.GPTJForCausalLM._supports_attention_backend:  # not before transformers 5.24
     _ATTENTION["gptj"] = gpt_config_of("GPTJConfig", rotary_dim=4)
 
-ATTENTION: Mapping[str, Callable[[], PreTrainedConfig]] = {**_ATTENTION, **FURTHER, **MULTIMODAL}
+ATTENTION: Mapping[str, Callable[[], PreTrainedConfig]] = {**_ATTENTION, **FURTHER, **MULTIMODAL, **SHRUNK}
 
 RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside attention layers
     "mamba": config_of("MambaConfig", state_size=8, time_step_rank=4, **_NO_ATTENTION, intermediate_size=64),
@@ -321,6 +322,7 @@ RECURRENT: Mapping[str, Callable[[], PreTrainedConfig]] = {  # alone, or beside 
     ),
     "lfm2": config_of("Lfm2Config", layer_types=["conv", "full_attention"] * (LAYERS // 2), conv_L_cache=3),
     "lfm2_vl": LFM2_VL,
+    **SHRUNK_RECURRENT,
     "lfm2_moe": config_of(
         "Lfm2MoeConfig",
         layer_types=["conv", "full_attention"] * (LAYERS // 2),
@@ -419,6 +421,7 @@ ENCODER_DECODER: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "mbart": _seq2seq("MBartConfig", **_BART),
     "plbart": _seq2seq("PLBartConfig", **_BART),
     "marian": _seq2seq("MarianConfig", **_BART),
+    "m2m_100": _seq2seq("M2M100Config", pad_token_id=1, **_BART),  # 0 begins texts
     "pegasus": _seq2seq("PegasusConfig", **_BART),
     "blenderbot": _seq2seq("BlenderbotConfig", **_BART),
     "blenderbot-small": _seq2seq("BlenderbotSmallConfig", **_BART),
@@ -448,6 +451,7 @@ _ONLY_LM_HEAD = frozenset({"gpt2"})  # its other layers are no linear layers of 
 _WITHOUT_EXPERTS = frozenset(
     {
         "afmoe",
+        "aria",
         "aria_text",
         "axk1",
         "axk2",
@@ -490,7 +494,9 @@ _WITHOUT_EXPERTS = frozenset(
         "mimo_v2_flash",
         "minimax",
         "minimax_m2",
+        "minimax_m3_vl",
         "minimax_m3_vl_text",
+        "mistral_large4",
         "mixtral",
         "nemotron_h",
         "olmoe",
@@ -525,9 +531,11 @@ _NO_GRAPHS = frozenset(
         "falcon with alibi",
         "falcon with alibi and one key head",
         "falcon with grouped queries",
+        "gpt_neo",
         "glm_moe_dsa",
         "hy_v4",
         "llama4_text",
+        "mistral_large4",
         "mpt",
         "nemotron",
         "stablelm",
@@ -560,6 +568,7 @@ FAST = frozenset(
         "doge",
         "falcon",
         "falcon with alibi",
+        "gpt_neo",
         "llama4_text",
         "mpt",
         "nemotron",
@@ -632,7 +641,7 @@ NOT_IN_TRANSFORMERS = ("baichuan", "chatglm", "internlm2", "minicpm", "openelm",
 
 _UNREPLACED, _LAYERS = "cannot replace its attention", "layers of type .* are not supported yet"
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and the reason
-    "gpt_neo": ({}, _UNREPLACED),
+    "xglm": ({}, _UNREPLACED),
     "qwen4_exp_text": ({}, _LAYERS),
     "moshi": ({}, "use different windows"),
     "led": ({}, "of encoder-decoder models only bart, .* are supported"),

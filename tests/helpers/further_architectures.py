@@ -240,5 +240,27 @@ FURTHER: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "dots3_note_text": config_of("Dots3NoteTextConfig", **_INDEXED),
     "glm_moe_dsa": config_of("GlmMoeDsaConfig", **_DENSE_FIRST, **_INDEXED, **_SHARED_INDEX),
     "hy_v4": config_of("HYV4Config", **_DENSE_FIRST, **_INDEXED, **_SHARED_INDEX),
+    "gpt_neo": config_of(
+        "GPTNeoConfig",
+        num_layers=LAYERS,
+        num_heads=4,
+        attention_types=[[["global", "local"], LAYERS // 2]],
+        window_size=WINDOW,
+        num_hidden_layers=...,
+        num_attention_heads=...,
+        num_key_value_heads=...,
+    ),
+    "mistral_large4": text_within(
+        "MistralLarge4Config",
+        config_of(
+            "MistralLarge4TextConfig",
+            kv_source_layers=[0, 0, 2, 2],
+            no_rope_layers=[1] * LAYERS,
+            rope_parameters=_ROPE,
+            **_DENSE_FIRST,
+            **_INDEXED | {"q_lora_rank": ...},
+        ),
+        vision_config={**_TOWER, "num_hidden_layers": 2, "image_size": 28, "patch_size": 14},
+    ),
     "youtu": config_of("YoutuConfig", **_LATENT_HEADS),
 }

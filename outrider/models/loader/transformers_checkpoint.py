@@ -82,6 +82,7 @@ _ENCODER_DECODER = (
     "bart",
     "blenderbot",
     "blenderbot-small",
+    "m2m_100",
     "marian",
     "mbart",
     "mt5",
@@ -94,7 +95,7 @@ _ENCODER_DECODER = (
 )
 _WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv"})
 # The attention modules of these models do not use the attention registry of transformers. Outrider replaces them.
-_OWN_ATTENTION = frozenset({"bloom", "falcon", "mpt"})
+_OWN_ATTENTION = frozenset({"bloom", "falcon", "gpt_neo", "mpt"})
 _REPLACED = _OWN_ATTENTION | {"stablelm"}
 _INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers differ
 # Layer types with a KV cache.
@@ -391,8 +392,10 @@ def _moved(model: Any, device: torch.device) -> Any:
 
 
 def _vocab(model: Any) -> int:
-    """Return the number of ids that have logits."""
+    """Return the number of ids that have logits. Raise UnsupportedModel if the LM head is not known."""
     head = model.get_output_embeddings()
+    if head is None:
+        raise _unsupported(model.config.model_type, "transformers does not name its LM head")
     return int((head.blocks if isinstance(head, BlockLinear) else head.weight).shape[0])
 
 

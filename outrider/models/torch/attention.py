@@ -22,7 +22,8 @@ NAME = "outrider"  # in the attention and mask registries of transformers
 _ALIGNED = 64  # number of keys that every kernel takes
 _SPLIT_QUERIES = 16  # most tokens of a sequence that are faster as sequences of one token, measured on an H100
 _REUSED = 1 << 16  # added to the layer index for each earlier call of a module in the same pass
-_REPLACED = frozenset({"position_ids", "cache_position"})  # tensor inputs that the layout replaces
+# Tensor inputs that the layout replaces, or that only select columns of the logits.
+_REPLACED = frozenset({"position_ids", "cache_position", "logits_to_keep"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

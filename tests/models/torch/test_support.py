@@ -115,7 +115,7 @@ def quantized_part(model):
         return "LM head only"
     plain = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     # Their shapes do not fit the operators.
-    known = ("vision_tower", "img_processor", "gate", "router")
+    known = ("vision_tower", "img_processor", "gate", "router", "cross_attn", "patch_embedding", "vision_embed_tokens")
     assert all(any(part in name for part in known) for name in plain), plain
     return "without experts" if any(".experts." in name for name, _ in model.named_parameters()) else "yes"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+from transformers.masking_utils import sliding_window_causal_mask_function
 
-from outrider.models.torch.attention import CacheReader
+from outrider.models.torch.attention import CacheReader, MaskRule
 from outrider.models.torch.attention_layers.layer import AttentionLayer
 
 
@@ -23,6 +25,24 @@ class NumberedLayer(AttentionLayer):
     def run(self, reader: CacheReader, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.module.layer_idx = kwargs["layer_idx"]
         return self.original(hidden_states, *args, **kwargs)
+
+
+class GptNeoLayer(AttentionLayer):
+    """GPT-Neo, whose scores have no scale. Every second layer has a window."""
+
+    def run(self, reader: CacheReader, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        module.layer_idx = module.layer_id
+        projections = (module.q_proj, module.k_proj, module.v_proj)
+        query, key, value = (linear(hidden_states).unflatten(-1, (-1, module.head_dim)) for linear in projections)
+        mask = _window(module.config.window_size) if module.attention_type == "local" else None
+        return module.out_proj(self.attend(reader, query, key, value, scale=1.0, mask=mask)), None
+
+
+@cache
+def _window(size: int) -> MaskRule:
+    """Return the rule of a window, which is one object for all layers, so that they share its masks."""
+    return MaskRule(sliding_window_causal_mask_function(size), size)
 
 
 class Llama4Layer(AttentionLayer):

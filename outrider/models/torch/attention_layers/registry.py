@@ -8,7 +8,7 @@ from outrider.models.torch.attention_layers.alibi import BloomLayer, FalconLayer
 from outrider.models.torch.attention_layers.doge import DogeLayer
 from outrider.models.torch.attention_layers.indexer import IndexerLayer
 from outrider.models.torch.attention_layers.layer import AttentionLayer, RunningPass
-from outrider.models.torch.attention_layers.others import KeywordLayer, Llama4Layer, NumberedLayer
+from outrider.models.torch.attention_layers.others import GptNeoLayer, KeywordLayer, Llama4Layer, NumberedLayer
 
 LAYERS: dict[str, type[AttentionLayer]] = {
     "AXK2Indexer": IndexerLayer,
@@ -17,9 +17,11 @@ LAYERS: dict[str, type[AttentionLayer]] = {
     "DogeAttention": DogeLayer,
     "Dots3NoteTextIndexer": IndexerLayer,
     "FalconAttention": FalconLayer,
+    "GPTNeoSelfAttention": GptNeoLayer,
     "GlmMoeDsaIndexer": IndexerLayer,
     "HYV4Indexer": IndexerLayer,
     "Llama4TextAttention": Llama4Layer,
+    "MistralLarge4TextIndexer": IndexerLayer,
     "MptAttention": MptLayer,
     "NemotronAttention": KeywordLayer,
     "StableLmAttention": KeywordLayer,

@@ -175,7 +175,7 @@ def replace_attention(layers: torch.nn.ModuleList, current: DecoderPass, model_t
 
 
 def replace_positions(decoder: Any, current: DecoderPass) -> None:
-    """Give a learned position embedding the positions of the pass, if the decoder has one."""
+    """Give the position embedding of a decoder the positions of the pass, if it has one."""
     module = getattr(decoder, "embed_positions", None)
     if module is None:
         return
@@ -184,7 +184,11 @@ def replace_positions(decoder: Any, current: DecoderPass) -> None:
     def forward(tokens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if current.reader is None:
             return original(tokens, *args, **kwargs)
-        return original(tokens, position_ids=current.reader.layout.positions)
+        positions = current.reader.layout.positions
+        if hasattr(module, "make_weights"):  # of M2M-100, where padding has the place before the first position
+            padding: int = module.padding_idx
+            return module.weights[torch.where(tokens == padding, padding, positions + padding + 1)]
+        return original(tokens, position_ids=positions)
 
     module.forward = forward
 
