@@ -184,8 +184,12 @@ class Batch:
     @property
     def emits(self) -> tuple[bool, ...]:
         """[B] whether the feed reaches the end of the committed tokens, so that the sequence emits in this round."""
-        columns = zip(self.seqs, self.start, self.feed, strict=True)
-        return tuple(start + len(feed) == len(seq.token_ids) for seq, start, feed in columns)
+        return tuple(end == len(seq.token_ids) for end, seq in zip(self.ends, self.seqs, strict=True))
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """[B] cached length with the feed."""
+        return tuple(start + len(feed) for start, feed in zip(self.start, self.feed, strict=True))
 
     @property
     def alternatives(self) -> tuple[int, ...]:

@@ -173,7 +173,7 @@ def _rebuild(draft: Draft, trees: Sequence[Sequence[_Node]], changed: Collection
 
     def padded(field: str, filler: int) -> torch.Tensor:
         rows = [list(map(attrgetter(field), nodes)) for nodes in trees]
-        return tree.upload([row + [filler] * (size - len(row)) for row in rows], device)
+        return tree.upload_rows(rows, size, device, filler)
 
     if draft.chain:
         parent = tree.upload([list(range(-1, size - 1))] * len(width), device)

@@ -341,5 +341,4 @@ class Engine:
 
 def _feed_ends(batch: Batch) -> dict[int, int]:
     """Return the cached length after the feed, by slot."""
-    columns = zip(batch.seqs, batch.start, batch.feed, strict=True)
-    return {seq.slot: start + len(feed) for seq, start, feed in columns}
+    return {seq.slot: end for seq, end in zip(batch.seqs, batch.ends, strict=True)}

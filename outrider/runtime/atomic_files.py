@@ -35,7 +35,7 @@ def check_folder(path: str | Path, option: str) -> None:
     if not str(path):  # which is the current folder for pathlib
         raise OutriderError(f"{option} is empty; name a folder")
     folder = Path(path).expanduser()
-    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
+    existing = next(filter(os.path.exists, (folder, *folder.parents)))
     if not existing.is_dir():
         problem = "is a file" if existing == folder else f"is inside {existing}, which is a file"
         raise OutriderError(f"{option} {path} {problem}; name a folder; it is created if it does not exist")

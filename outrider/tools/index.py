@@ -185,7 +185,7 @@ def _read(
         raise OutriderError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
     texts = _lines(path, content, field, tokenizer) if _is_lines(path) else [_decode(path, content)]
     before = len(documents)
-    documents += (document for document in encode(tokenizer, texts, advance) if len(document))
+    documents += filter(len, encode(tokenizer, texts, advance))
     return Source(
         name=str(path),
         sha256=hashlib.sha256(content).hexdigest(),

@@ -135,7 +135,7 @@ class LayerSearch:
     def best_exit(self) -> Figures:
         """Return the best number of first layers (`exit:N`)."""
         prefixes = [tuple(range(count)) for count in range(1, self.layers)]
-        results = [figures for kept in prefixes if (figures := self._try(kept))]
+        results = list(filter(None, map(self._try, prefixes)))
         return max(results, key=_objective)
 
     def best_skip(self) -> Figures | None:
@@ -146,7 +146,7 @@ class LayerSearch:
         everything = tuple(range(self.layers))
         single = {layer: self._try(_without(everything, layer)) for layer in everything}
         order = sorted(everything, key=lambda layer: -_objective(single[layer]))
-        results = [figures for figures in single.values() if figures]
+        results = list(filter(None, single.values()))
         if not results:
             return None
         current = max(results, key=_objective)
@@ -155,7 +155,7 @@ class LayerSearch:
         while steps_without_gain < _PATIENCE and len(current.layers) > 1:
             removable = [layer for layer in order if layer in current.layers][:_BREADTH]
             candidates = [_without(current.layers, layer) for layer in removable]
-            results = [figures for kept in candidates if (figures := self._try(kept))]
+            results = list(filter(None, map(self._try, candidates)))
             if not results:
                 break
             current = max(results, key=_objective)

@@ -44,7 +44,7 @@ def run_layers(settings: LayersSettings) -> dict[str, Any]:
         if not search_texts or not held_out_texts:
             raise OutriderError("the target generates no tokens after these prompts; give other prompts")
         search = LayerSearch(target, search_texts, max_trials=settings.max_trials, on_progress=search_stage.describe)
-        best = [figures for figures in (search.best_exit(), search.best_skip()) if figures]
+        best = list(filter(None, (search.best_exit(), search.best_skip())))
         searched = {figures.expression: figures for figures in best}
         held_out = [search.report(figures, held_out_texts) for figures in searched.values()]
         timings = [measure(target, figures, held_out_texts[0]) for figures in held_out]

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.core import tree
 from outrider.drafting.propose.lookup.suffix_history import History
 from outrider.drafting.propose.lookup.suffix_text import SuffixIndex, suffix_index_factory
 from outrider.drafting.propose.lookup.suffix_tree import ShareCalibration, SuffixDraft
-from outrider.drafting.propose.tree_builder import TreeBuilder
 from outrider.errors import OutriderError
 
 _HISTORY = "outrider_suffix_history"  # key of vLLM's --additional-config
@@ -136,11 +136,5 @@ def likeliest_chain(draft: SuffixDraft, most: int) -> SuffixDraft:
         if parent == last and len(path) < most:
             path.append(node)
             last = node
-    builder = TreeBuilder(
-        [draft.builder.tokens[node] for node in path],
-        list(range(-1, len(path) - 1)),
-        [draft.builder.accept_prob[node] for node in path],
-    )
-    kinds = [draft.kinds[node] for node in path]
-    masks = [draft.masks[node] for node in path]
-    return SuffixDraft(builder, kinds, masks, draft.continuations)
+    kinds = tree.pick(draft.kinds, path)
+    return SuffixDraft(draft.builder.select(path), kinds, tree.pick(draft.masks, path), draft.continuations)

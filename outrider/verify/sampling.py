@@ -61,32 +61,36 @@ class SamplingTensors:
     def of(cls, seqs: Sequence[SequenceState], vocab: int, device: torch.device) -> SamplingTensors:
         """Build the tensors for sequences [B] whose logits have `vocab` ids."""
         params = [seq.request.params for seq in seqs]
+        draw_params = [draw_params_of(seq, vocab) for seq in seqs]
+        temperature, top_k, top_p, min_p = zip(*draw_params, strict=True)
+        penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+        repetition, presence, frequency = zip(*penalties, strict=True)
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
         return cls(
             seqs=tuple(seqs),
-            draw_params=torch.tensor([draw_params_of(seq, vocab) for seq in seqs], device=device)[:, None],
-            temperature=column([p.temperature or 1.0 for p in params]),
-            greedy=column([p.temperature == 0 for p in params], torch.bool),
-            top_k=column([min(p.top_k or vocab, vocab) for p in params], torch.int64),
-            top_p=column([p.top_p for p in params]),
-            min_p=column([p.min_p for p in params]),
-            repetition=column([p.repetition_penalty for p in params]),
-            presence=column([p.presence_penalty for p in params]),
-            frequency=column([p.frequency_penalty for p in params]),
+            draw_params=torch.tensor(draw_params, device=device)[:, None],
+            temperature=column([each or 1.0 for each in temperature]),
+            greedy=column([each == 0 for each in temperature], torch.bool),
+            top_k=column(top_k, torch.int64),
+            top_p=column(top_p),
+            min_p=column(min_p),
+            repetition=column(repetition),
+            presence=column(presence),
+            frequency=column(frequency),
             bias=_bias(seqs, vocab, device),
             seed=torch.tensor([seq.request.seed for seq in seqs], device=device),
-            all_greedy=all(p.temperature == 0 for p in params),
-            any_temperature=any(p.temperature not in (0, 1) for p in params),
+            all_greedy=not any(temperature),
+            any_temperature=not {0, 1}.issuperset(temperature),
             max_top_k=max([min(p.top_k, vocab) for p in params if p.top_k], default=1),
-            any_top_k=any(0 < p.top_k < vocab for p in params),
-            any_top_p=any(p.top_p < 1 for p in params),
-            any_min_p=any(p.min_p > 0 for p in params),
-            any_penalty=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
+            any_top_k=min(top_k) < vocab,
+            any_top_p=min(top_p) < 1,
+            any_min_p=max(min_p) > 0,
+            any_penalty=not {1}.issuperset(repetition) or any(presence) or any(frequency),
             any_minimum=any(p.min_tokens for p in params),
-            sampled=tuple(p.temperature > 0 for p in params),
+            sampled=tuple(each > 0 for each in temperature),
         )
 
 

@@ -262,8 +262,7 @@ def _draft(chains: list[tuple[int, ...]], device: torch.device) -> Draft:
     widths = tuple(map(len, chains))
     if not max(widths):
         return tree.empty(len(chains), device)
-    tokens = [chain + (0,) * (max(widths) - len(chain)) for chain in chains]
-    return tree.chain(torch.tensor(tokens, dtype=torch.int64, device=device), widths)
+    return tree.chain(tree.upload_rows(chains, max(widths), device), widths)
 
 
 def _sequence(target: Target, slot: int) -> SequenceState:

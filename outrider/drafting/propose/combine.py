@@ -273,9 +273,9 @@ class _Union:
         accept_prob = list(accumulate(selected.accept_prob, min))
         return _Union(
             TreeBuilder(selected.tokens, selected.parent, accept_prob),
-            [self.kinds[node] for node in order],
-            [self.origin[node] for node in order],
-            [self.source[node] for node in order],
+            tree.pick(self.kinds, order),
+            tree.pick(self.origin, order),
+            tree.pick(self.source, order),
         )
 
 
@@ -286,24 +286,23 @@ def _to_draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.d
     if not size:
         return tree.empty(len(unions), device)
 
-    def padded(rows: Sequence[Sequence[int]], padding: int) -> torch.Tensor:
-        return tree.upload([[*row, *[padding] * (size - len(row))] for row in rows], device)
-
+    builders = [union.builder for union in unions]
+    parents = [builder.parent for builder in builders]
     q = None
     kinds = [union.kinds for union in unions]
     sampled = any(map(any, kinds))
     if sampled:
         q, kinds = _distributions(unions, drafts, size)
     return Draft(
-        tokens=padded([union.builder.tokens for union in unions], 0),
-        parent=padded([union.builder.parent for union in unions], -1),
+        tokens=tree.upload_rows([builder.tokens for builder in builders], size, device),
+        parent=tree.upload_rows(parents, size, device, -1),
         count=tree.upload(width, device),
-        kind=padded(kinds, DraftKind.ONE_HOT),
+        kind=tree.upload_rows(kinds, size, device, DraftKind.ONE_HOT),
         q=q,
         width=width,
-        depth=tuple(max(depths(union.builder.parent), default=0) for union in unions),
+        depth=tuple(max(depths(parent), default=0) for parent in parents),
         chain=False,
-        accept_prob=None if sampled else tuple(tuple(union.builder.accept_prob) for union in unions),
+        accept_prob=None if sampled else tuple(tuple(builder.accept_prob) for builder in builders),
         source=tuple(tuple(union.source) for union in unions),
     )
 

@@ -18,7 +18,7 @@ def show(document: Document, console: Console) -> None:
     for name in ("memory of the draft", "verdict"):
         table.add_column(name)
     rates = [plain["tokens_per_s"] for plain in document["plain"]]
-    for option in (Option.from_dict(each) for each in document["fit"]["options"]):
+    for option in map(Option.from_dict, document["fit"]["options"]):
         taus = ", ".join(f"{speed.tau:.2f}" for speed in option.by_temperature)
         if option.proposer == "none":
             speeds = [f"1.00, {rate:.0f} tokens/s" if rate else "1.00" for rate in rates]

@@ -93,8 +93,8 @@ def make_document(settings: Settings, measured: Measured, *, every_temperature: 
         "advice": _advice(advice, measured.memory),
         "complete": measured.complete,
         "summary": [*_interrupted(measured), *summary(advice, measured.memory)],
-        "plain": [_plain(plain) for plain in plains],
-        "cases": [case_dict(case) for case in cases],
+        "plain": list(map(_plain, plains)),
+        "cases": list(map(case_dict, cases)),
         "memory": {proposer: use.as_dict() for proposer, use in measured.memory.items()},
         "arguments": as_json(settings),
         "budget": measured.budget._asdict(),
@@ -143,7 +143,7 @@ def _advice(advice: Advice, memory: Mapping[str, MemoryUse]) -> dict[str, Any]:
         "by_batch": {str(batch): speedup for batch, speedup in advice.batches.speedups},
         "draft_in_sequences": memory[best.variant.label].draft_in_sequences,
         "runner_up": runner_up,
-        "other_engines": [asdict(each) for each in other_engines(advice.proposer, advice.fixed_k, stops=stops)],
+        "other_engines": list(map(asdict, other_engines(advice.proposer, advice.fixed_k, stops=stops))),
     }
 
 

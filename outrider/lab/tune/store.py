@@ -61,7 +61,7 @@ class TrialStore:
             OutriderError: the file cannot be written.
         """
         self.groups[key] = list(trials)
-        self._append({"key": list(key), "trials": [asdict(trial) for trial in trials]}, mode="a")
+        self._append({"key": list(key), "trials": list(map(asdict, trials))}, mode="a")
 
     def remove(self) -> None:
         """Remove the file, because the measurement is finished."""
@@ -85,7 +85,7 @@ class TrialStore:
             return
         self.facts = header["facts"]
         for entry in entries:
-            self.groups[GroupKey(*entry["key"])] = [_trial(each) for each in entry["trials"]]
+            self.groups[GroupKey(*entry["key"])] = list(map(_trial, entry["trials"]))
 
 
 def _entries(file: Path) -> Iterator[dict[str, Any]]:

@@ -180,7 +180,7 @@ class Pair:
             return self.best(seqs, context, ks).k > 0
 
         powers = (1 << i for i in range(_MAX_BATCH.bit_length()))
-        paying = [seqs for seqs in powers if pays(seqs)]
+        paying = list(filter(pays, powers))
         if not paying:
             return 1
         if paying[-1] == _MAX_BATCH:

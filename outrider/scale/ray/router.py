@@ -35,7 +35,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         longest = max(known.values(), default=0)
         first = [replica for replica in replicas if longest and known.get(replica.replica_id) == longest]
         others = [replica for replica in replicas if replica not in first]
-        return [rank for rank in (first, others) if rank]
+        return list(filter(None, (first, others)))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._table.add(_blocks(pending_request), replica_id)

@@ -65,7 +65,7 @@ def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
         path=str(written), target=named.name, target_gguf=named.gguf, converts_target=named.converts, k=length.k
     )
     command = recipe.command(draft)
-    labels = [_label(recipe), *(note for note in (length.note, tokenizer_note(named, recipe)) if note)]
+    labels = [_label(recipe), *(filter(None, (length.note, tokenizer_note(named, recipe))))]
     comments = "".join(f"# {label}\n" for label in labels)
     files = {_SCRIPT: f"#!/bin/sh\n{comments}{command}\n", **recipe.files(draft)}
     models: dict[Path, Callable[[], None]] = {}

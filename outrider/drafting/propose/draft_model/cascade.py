@@ -55,7 +55,7 @@ class Cascade(WrappedTarget):
                 logits[b] += pass_logits[b, begin : begin + num_new]
             _update_builder(builder, chains, logits)
         size = max(map(len, chains))
-        tokens = tree.upload([chain + [0] * (size - len(chain)) for chain in chains], self.device)
+        tokens = tree.upload_rows(chains, size, self.device)
         return DraftChains(
             tokens=tokens, count=tuple(builder.count), margin=builder.margins, accept_prob=builder.accept_probs
         )
@@ -65,7 +65,7 @@ class Cascade(WrappedTarget):
     ) -> tuple[list[list[int]], torch.Tensor]:
         """Score the nodes of the chains from `first` on. Return the likeliest ids [B][M] and the logits [B, M, V]."""
         size = max(map(len, chains))
-        tokens = tree.upload([chain + [0] * (size - len(chain)) for chain in chains], self.device)
+        tokens = tree.upload_rows(chains, size, self.device)
         draft = tree.chain(tokens, tuple(map(len, chains))) if size else tree.empty(len(chains), self.device)
         scores = self.inner.score(batch, draft, first)
         logits = scores.logits[..., :vocab]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from outrider.core import tree
 from outrider.core.proposer import ProposerSetup, parse_count
 from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
 from outrider.drafting.propose.acceptance import AcceptanceEstimator
@@ -202,7 +203,7 @@ class LookaheadProposer:
             num_new = _add_path(builder, ngram, accept_prob)
             kinds += [(depth, age) for depth in range(len(ngram) - num_new, len(ngram))]
         ordered, order = _likeliest_first(builder)
-        return ordered, [kinds[node] for node in order]
+        return ordered, tree.pick(kinds, order)
 
     def _with_window(self, pool_tree: TreeBuilder, paths: Sequence[Ngram]) -> TreeBuilder:
         """Return the tree with the window tokens added."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
+from outrider.core import tree
 from outrider.core.proposer import ProposerSetup, parse_count
 from outrider.core.types import Batch, Draft, Needs, Request, Round
 from outrider.drafting.propose.acceptance import AcceptanceEstimator
@@ -113,7 +114,7 @@ class _TreeGrowth:
         accept_prob = self._builder.accept_prob
         # A parent is never less likely than its children and was added before them, and the sort is stable.
         order = sorted(range(len(self._kinds)), key=lambda node: -accept_prob[node])[:count]
-        return self._builder.select(order), [self._kinds[node] for node in order]
+        return self._builder.select(order), tree.pick(self._kinds, order)
 
 
 class NgramProposer:

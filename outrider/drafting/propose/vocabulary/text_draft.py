@@ -77,7 +77,7 @@ class TextProposer:
 
     def propose(self, batch: Batch) -> Draft:
         planned = [self._plan_pass(batch, b) for b in range(len(batch.seqs))]
-        passes = self._fitting([draft_pass for draft_pass in planned if draft_pass])
+        passes = self._fitting(list(filter(None, planned)))
         self._prefill([draft_pass for draft_pass in passes if not draft_pass.steps])
         self._passes = [draft_pass for draft_pass in passes if draft_pass.steps]
         builders = [TreeBuilder() for _ in batch.seqs]
@@ -214,15 +214,19 @@ def _batch(passes: Sequence[_DraftPass]) -> Batch:
         seqs=tuple(draft_pass.seq for draft_pass in passes),
         start=tuple(draft_pass.start for draft_pass in passes),
         feed=tuple(draft_pass.feed for draft_pass in passes),
-        budget=DraftBudget(tuple(draft_pass.steps for draft_pass in passes)),
+        budget=DraftBudget(_steps(passes)),
     )
 
 
 def _chain(passes: Sequence[_DraftPass], model: Target) -> Draft:
     """Return the draft in the draft model's ids."""
-    size = max(draft_pass.steps for draft_pass in passes)
-    tokens = [draft_pass.drafted + [0] * (size - draft_pass.steps) for draft_pass in passes]
-    return tree.chain(tree.upload(tokens, model.device), tuple(draft_pass.steps for draft_pass in passes))
+    steps = _steps(passes)
+    drafted = [draft_pass.drafted for draft_pass in passes]
+    return tree.chain(tree.upload_rows(drafted, max(steps), model.device), steps)
+
+
+def _steps(passes: Sequence[_DraftPass]) -> tuple[int, ...]:
+    return tuple(draft_pass.steps for draft_pass in passes)
 
 
 def _decode_characters(text: bytes) -> str:

@@ -82,6 +82,11 @@ class Format(Protocol):
         """
 
 
+def stored(weights: Tensors, names: Mapping[str, str], *, optional: bool = False) -> dict[str, torch.Tensor]:
+    """Return weights by their names in a format. The arguments are those of `Source.take_all`."""
+    return {stored: weights[name] for name, stored in names.items() if not optional or name in weights}
+
+
 class Source:
     """A checkpoint that is being imported. Each tensor must be taken or ignored; `close` checks this."""
 
@@ -117,6 +122,10 @@ class Source:
                 f"{name} is stored as {tensor.dtype}; quantized draft heads are not supported, use an unquantized one"
             )
         return tensor
+
+    def take_all(self, names: Mapping[str, str], *, optional: bool = False) -> dict[str, torch.Tensor]:
+        """Take the tensors of a format: `names` maps ours to those of the format. `optional`: only those it has."""
+        return {name: self.take(stored) for name, stored in names.items() if not optional or stored in self}
 
     def ignore(self, names: Iterable[str], why: str) -> None:
         """Ignore those of these tensors that were not taken. The reason `why` is shown to users."""

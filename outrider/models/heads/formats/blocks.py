@@ -30,6 +30,7 @@ from outrider.models.heads.formats.base import (
     same,
     shared_embedding,
     shared_lm_head,
+    stored,
 )
 from outrider.models.heads.formats.eagle3 import read_ids, to_output_layers, write_ids
 from outrider.models.heads.formats.llama import LLAMAS, layer_tensors, read_body, take_layer, unlike, write_body
@@ -126,9 +127,9 @@ class Blocks:
         vocab = layer.size("vocab_size")
         mask_token = block_config.at("mask_token_id").integer("mask_token_id")
         weights = _take_tables(source, vocab, mask_token)
-        weights |= {name: source.take(stored) for name, stored in _REQUIRED.items()}
-        weights |= {name: source.take(stored) for name, stored in _MARKOV.items() if stored in source}
-        weights |= {name: source.take(stored) for name, stored in self._refiner_names.items()}
+        weights |= source.take_all(_REQUIRED)
+        weights |= source.take_all(_MARKOV, optional=True)
+        weights |= source.take_all(self._refiner_names)
         for i in range(body.layers):
             weights |= take_layer(source, f"layers.{i}.", f"layers.{i}.")
         rank = weights["markov_in.weight"].shape[-1] if "markov_in.weight" in weights else 0
@@ -208,7 +209,7 @@ class Blocks:
     ) -> Tensors:
         """Return all tensors except for the confidence head."""
         stored_names = {**_REQUIRED, **_MARKOV, **_TABLES, **self._refiner_names}
-        tensors = {stored: weights[name] for name, stored in stored_names.items() if name in weights}
+        tensors = stored(weights, stored_names, optional=True)
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"layers.{i}.")
         if self.nested:
@@ -340,7 +341,7 @@ class _BlockConfig:
 
 def _take_tables(source: Source, vocab: int, mask_token: int) -> Tensors:
     """Return the mask, the ids of the draft vocabulary, and the tables that differ from the target's."""
-    tables = {name: source.take(stored) for name, stored in _TABLES.items() if stored in source}
+    tables = source.take_all(_TABLES, optional=True)
     ids = read_ids(source, vocab, tables.get("head.weight"))
     target = source.target
     embedding = tables["embedding.weight"] if "embedding.weight" in tables else shared_embedding(target)

@@ -27,7 +27,7 @@ from outrider.models.heads.description import (
     InputFusion,
     Kind,
 )
-from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse, shared_lm_head
+from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse, shared_lm_head, stored
 from outrider.models.heads.formats.llama import layer_tensors, read_body, take_layer, unlike, write_body
 from outrider.models.heads.formats.speculators import speculators
 
@@ -190,7 +190,7 @@ def _read(source: Source, layer: ConfigReader, choices: _Choices) -> tuple[HeadD
     for i in range(1, body.layers):
         weights |= take_layer(source, f"layers.{i}.", f"layers.{i}.")
     optional = {"head.weight": "lm_head.weight", "embedding.weight": "embed_tokens.weight"}
-    weights |= {name: source.take(stored) for name, stored in optional.items() if stored in source}
+    weights |= source.take_all(optional, optional=True)
     if layer.boolean("tie_word_embeddings", False) and "embedding.weight" in weights:
         weights.setdefault("head.weight", weights["embedding.weight"])
     if choices.final_norm:
@@ -345,7 +345,7 @@ def _tensors(description: HeadDescription, weights: Tensors, first: str) -> Tens
             each = description.aux_states.norm is FuseNorm.EACH
             tensors[f"fc_norm.{norm[1]}.weight" if each else "input_norm.weight"] = value
     optional = {"norm.weight": "norm.weight", "embedding.weight": "embed_tokens.weight"}
-    return tensors | {stored: weights[name] for name, stored in optional.items() if name in weights}
+    return tensors | stored(weights, optional, optional=True)
 
 
 def _lm_head(description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> torch.Tensor:

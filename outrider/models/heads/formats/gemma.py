@@ -25,7 +25,7 @@ from outrider.models.heads.description import (
     Scaling,
     SharedKV,
 )
-from outrider.models.heads.formats.base import Config, Source, TargetInfo, TargetRequired, Tensors, refuse
+from outrider.models.heads.formats.base import Config, Source, TargetInfo, TargetRequired, Tensors, refuse, stored
 from outrider.models.heads.formats.llama import layer_tensors, rope_of, take_layer
 from outrider.models.heads.modules.centroids import TOKEN_ORDER
 
@@ -70,13 +70,13 @@ class Gemma4Assistant:
         text = config.object("text_config")
         layer_types = _read_layer_types(text)
         num_layers = len(layer_types)
-        weights = {name: source.take(stored) for name, stored in _NAMES.items()}
+        weights = source.take_all(_NAMES)
         weights["head.weight"] = source.take("lm_head.weight" if "lm_head.weight" in source else _LM_HEAD)
         source.ignore([_LM_HEAD], "a copy of the LM head")
         centroids = None
         if config.boolean("use_ordered_embeddings", False):
             centroids = Centroids(count=config.size("num_centroids"), top_k=config.size("centroid_intermediate_top_k"))
-            weights |= {name: source.take(stored) for name, stored in _CENTROIDS.items()}
+            weights |= source.take_all(_CENTROIDS)
             weights[TOKEN_ORDER] = _clusters(weights[TOKEN_ORDER], centroids)
         for i in range(num_layers):
             weights |= take_layer(source, f"model.layers.{i}.", f"layers.{i}.")
@@ -106,7 +106,7 @@ class Gemma4Assistant:
         refuse(self.name, {f"is of kind {description.kind}": not description.shared_kv})
         assert body is not None
         refuse(self.name, _reasons(description, body, target))
-        tensors = {stored: weights[name] for name, stored in _NAMES.items()} | {_LM_HEAD: weights["head.weight"]}
+        tensors = stored(weights, _NAMES) | {_LM_HEAD: weights["head.weight"]}
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"model.layers.{i}.")
         config: Config = {
@@ -119,7 +119,7 @@ class Gemma4Assistant:
             "text_config": _text_config(description, body, target),
         }
         if centroids := description.centroids:
-            tensors |= {stored: weights[name] for name, stored in _CENTROIDS.items()}
+            tensors |= stored(weights, _CENTROIDS)
             tensors[_CENTROIDS[TOKEN_ORDER]] = weights[TOKEN_ORDER].flatten()
             config |= {"num_centroids": centroids.count, "centroid_intermediate_top_k": centroids.top_k}
         return config, tensors

@@ -200,7 +200,7 @@ def count_blocks(source: Source, pattern: re.Pattern[str]) -> tuple[int, int]:
 
     `pattern` matches the names of blocks and has the groups `head` and `layer`.
     """
-    matches = [match for name in source.names if (match := pattern.fullmatch(name))]
+    matches = list(filter(None, map(pattern.fullmatch, source.names)))
     if not matches:
         raise OutriderError("the checkpoint has no heads; copy the draft head again")
     heads = 1 + max(int(match["head"]) for match in matches)

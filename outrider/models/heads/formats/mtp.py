@@ -76,14 +76,14 @@ class Mtp:
 
     def module(self, names: Collection[str]) -> str | None:
         pattern = self._project_pattern()
-        matches = [match for name in names if (match := pattern.fullmatch(name))]
+        matches = list(filter(None, map(pattern.fullmatch, names)))
         first = min(matches, key=lambda match: int(match["number"] or 0), default=None)
         return first["prefix"] if first else None
 
     def missing_projection(self, names: Collection[str]) -> str | None:
         """Return the name of the first module's projection if the checkpoint has other tensors of it, but not this."""
         pattern = re.compile(self._place_pattern() + self._member_pattern())
-        matches = [match for name in names if (match := pattern.match(name))]
+        matches = list(filter(None, map(pattern.match, names)))
         first = min(matches, key=lambda match: int(match["number"] or 0), default=None)
         projection = first["prefix"] + self.outer[_PROJECT] if first else None
         return None if projection in names else projection

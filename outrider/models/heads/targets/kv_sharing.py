@@ -38,13 +38,13 @@ class KVSharingTarget(HeadRunner):
         self.cache = NoCache(self._hidden_states)
         # These belong to the current round.
         self._slots: list[int] = []
-        self._lengths: list[int] = []  # committed tokens of each sequence
+        self._lengths: tuple[int, ...] = ()  # committed tokens of each sequence
         self._states = torch.empty(0)  # [B, 1 + nodes, H] after the last committed token and after each node
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         if first < 0:
             self._slots = [seq.slot for seq in batch.seqs]
-            self._lengths = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
+            self._lengths = batch.ends
             ends = zip(self._slots, self._lengths, strict=True)
             target_states = torch.cat([self._hidden_states.read(slot, end - 2, end - 1) for slot, end in ends])
             tokens = tree.upload([feed[-1:] for feed in batch.feed], self.device)

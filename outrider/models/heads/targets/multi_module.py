@@ -47,7 +47,7 @@ class MultiModuleTarget(HeadRunner):
 
     def _run_feed(self, batch: Batch) -> torch.Tensor:
         """Run the feed through all modules. Return the logits [B, 1, Vd] of the first module at the last tokens."""
-        ends = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
+        ends = batch.ends
         slots = [seq.slot for seq in batch.seqs]
         target_states = [
             self._hidden_states.read(slot, max(start, 1) - 1, end - 1)

@@ -65,7 +65,7 @@ def integer_bits(config: Any) -> int:
     groups = (settings.get("config_groups") or {}).values()
     weights = [each["weights"] for each in groups if (each.get("weights") or {}).get("type") == "int"]
     bits = [settings.get("bits"), settings.get("w_bit"), *(each.get("num_bits") for each in weights)]
-    return min((each for each in bits if each), default=8 if settings.get("load_in_8bit") else 16)
+    return min(filter(None, bits), default=8 if settings.get("load_in_8bit") else 16)
 
 
 def find_format(settings: Settings) -> Format:
