@@ -66,18 +66,20 @@ class StageBar:
         if not self._console.is_terminal:
             self._lines[stage] = perf_counter() + _LINE_SECONDS, 0
             if stage.announcement:
-                self._timers[stage] = Timer(_LINE_SECONDS, self._log, [stage.announcement])
+                self._timers[stage] = Timer(_LINE_SECONDS, self._log, [stage.announcement + stage.hint])
                 self._timers[stage].start()
             return
         if self._bar is None:
             self._bar = _Bar(self._console)
             self._bar.start()
         self._show(None)
-        self._tasks[stage] = self._bar.add_task(stage.title, total=stage.total, counts_bytes=stage.counts_bytes)
+        self._tasks[stage] = self._bar.add_task(
+            stage.title + stage.hint, total=stage.total, counts_bytes=stage.counts_bytes
+        )
 
     def update(self, stage: Stage, line: str) -> None:
         if self._bar is not None:
-            self._bar.update(self._tasks[stage], completed=stage.done, description=stage.title)
+            self._bar.update(self._tasks[stage], completed=stage.done, description=stage.title + stage.hint)
         elif line:
             self._log(line)
         elif stage.counts_bytes and stage.total:

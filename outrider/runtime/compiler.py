@@ -19,8 +19,7 @@ _LINUX: Mapping[str, str] = MappingProxyType(
         "apk": "apk add g++",
     }
 )
-# Apple's own clang++ has no OpenMP.
-_MACOS = "brew install llvm && export CXX=$(brew --prefix llvm)/bin/clang++"
+_MACOS = "xcode-select --install"
 
 
 def install_command() -> str | None:

@@ -24,6 +24,7 @@ class Stage:
     _: KW_ONLY
     counts_bytes: bool = False
     announcement: str = ""  # a line for a place without bars, if the stage takes long
+    hint: str = ""  # what the person at the console can do about it
     done: float = 0
     display: Display | None = None
 
@@ -80,14 +81,14 @@ def is_shown() -> bool:
 
 @contextmanager
 def stage(
-    title: str, total: float | None = None, *, counts_bytes: bool = False, announcement: str = ""
+    title: str, total: float | None = None, *, counts_bytes: bool = False, announcement: str = "", hint: str = ""
 ) -> Iterator[Stage]:
     """Open a stage for the body. The arguments are the fields of `Stage`."""
     display = _display.get()
-    opened = Stage(title, total, counts_bytes=counts_bytes, announcement=announcement, display=display)
+    opened = Stage(title, total, counts_bytes=counts_bytes, announcement=announcement, hint=hint, display=display)
     if display is None:
         if announcement:
-            _log.info("%s", announcement)
+            _log.info("%s%s", announcement, hint)
         yield opened
         return
     display.begin(opened)

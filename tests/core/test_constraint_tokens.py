@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 
 import numpy as np
 import pytest
@@ -60,6 +61,12 @@ TOKENIZERS = {"byte level": byte_level(), "sentencepiece": sentencepiece()}
 UNUSED = 5  # ids of the model beyond those of the tokenizer
 
 
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+# How byte-level tokenizers write each byte.
+LETTERS = [chr(byte if byte in PRINTABLE else 256 + OTHERS.index(byte)) for byte in range(256)]
+
+
 def ids_of(bits):
     return set(np.unpackbits(bits, bitorder="little").nonzero()[0].tolist())
 
@@ -72,15 +79,9 @@ def decoded(tokenizer, id):
     if byte := re.fullmatch("<0x(..)>", token):
         return bytes([int(byte[1], 16)])
     if tokenizer is TOKENIZERS["byte level"] and len(token) == 1:
-        return bytes([next(b for b in range(256) if letter_of(b) == token)])
+        return bytes([LETTERS.index(token)])
     anchor = tokenizer.convert_tokens_to_ids("x")
     return tokenizer.decode([anchor, id])[1:].encode()
-
-
-def letter_of(byte):
-    """How byte-level tokenizers write a byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    return chr(byte) if byte in printable else chr(256 + [b for b in range(256) if b not in printable].index(byte))
 
 
 @pytest.fixture(scope="module", params=TOKENIZERS)
@@ -225,11 +226,11 @@ def test_drafts_with_added_tokens(temperature):
     params = [SamplingParams(seed=seed, temperature=temperature, constraint=constraint) for seed in range(4)]
 
     def draft(setup):
-        return DraftModelProposer(setup, ToyTarget(vocab=vocab, slots=setup.slots, seed=1, context=640))
+        return DraftModelProposer(setup, make_toy(vocab, seed=1))
 
     outputs = []
     for proposer, k in ((NoProposer, 0), (NoProposer, 4), (NgramProposer, 4), (draft, 4)):
-        engine = make_engine(ToyTarget(vocab=vocab, seed=2, context=640), proposer, k=k)
+        engine = make_engine(make_toy(vocab, seed=2), proposer, k=k)
         seqs = complete(engine, grammars, end, params)
         texts = [tokenizer.decode(seq.token_ids[2:], skip_special_tokens=True) for seq in seqs]
         assert all(re.fullmatch(constraint.source, text) for text in texts)
@@ -237,6 +238,19 @@ def test_drafts_with_added_tokens(temperature):
         assert k == 0 or engine.stats.tau > 1.2
     assert outputs[1:] == outputs[:1] * 3
     assert tokenizer.convert_tokens_to_ids("<think>") in outputs[0][0]
+
+
+@cache
+def random_table(vocab, seed):
+    """The logits of a toy. Making them takes longer than the rest of a test."""
+    return ToyTarget(vocab=vocab, seed=seed).table
+
+
+def make_toy(vocab, seed):
+    toy = ToyTarget(vocab=2, context=640)
+    toy.vocab = vocab
+    toy.table = random_table(vocab, seed)
+    return toy
 
 
 def complete(engine, grammars, end, params):

@@ -126,9 +126,10 @@ def test_times_of_a_round_follow_the_device(monkeypatch):
 
 
 def test_sequence_that_runs_alone_is_measured(monkeypatch):
-    engine = run(AlwaysFour(COSTS), EventStopwatch, monkeypatch, rounds=3)
+    planner = AlwaysFour(COSTS)
+    engine = run(planner, EventStopwatch, monkeypatch, rounds=3)
     before = engine.stats
-    monkeypatch.setattr(engine._planner, "trim", lambda batch, draft: 1 / 0)
+    monkeypatch.setattr(planner, "trim", lambda batch, draft: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
     engine.recover(ZeroDivisionError())

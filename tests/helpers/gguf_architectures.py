@@ -363,6 +363,7 @@ WRITTEN: dict[str, Written] = {
     "hunyuan_v1_dense": Written(name="hunyuan-dense"),
     "seed_oss": Written(name="seed_oss"),
     "arcee": Written(name="arcee", permuted=True),
+    "apertus": Written(name="apertus"),
     "ernie4_5": Written(name="ernie4_5"),
     "qwen3_next": Written(name="qwen3next", changes=_LINEAR, **_NEXT),
     "qwen3_5_text": Written(name="qwen35", changes=_TILED, **_NEXT),
@@ -407,6 +408,12 @@ WRITTEN: dict[str, Written] = {
 WRITTEN["lfm2_moe"] = Written(name="lfm2moe", fields=WRITTEN["lfm2"].fields, changes=WRITTEN["lfm2"].changes)
 
 
+_STACKS = {
+    r"altup_projections\.\d": "altup_proj",
+    r"altup_unembed_projections\.\d": "altup_unembd_proj",
+    r"layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms": r"blk.\1.attn_\2_norm",
+    r"act_fn\.(\w+)": r"xielu.\1",
+}
 # Settings that files do not store: those of the published models, or none.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "mixtral": {"sliding_window": None},
@@ -463,18 +470,18 @@ def write_architecture(
     for key, weight in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if (stack := re.search(r"altup_(projections|unembed_projections)\.\d", key)) is not None:
-            stacks.setdefault({"p": "altup_proj", "u": "altup_unembd_proj"}[stack[1][0]], []).append(weight)
-            continue
-        if (stack := re.search(r"layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms", key)) is not None:
-            stacks.setdefault("blk.{}.attn_{}_norm".format(*stack.groups()), []).append(weight)
+        if (stack := _stack(key)) is not None:
+            stacks.setdefault(stack, []).append(weight)
             continue
         for name, values in _tensors(config, written, names, key, weight.float()):
             add_values(writer, name, values.contiguous().numpy(), kind if _blocked(name, values) else "F32")
     for name, weight in (module or {}).items():
         writer.add_tensor(f"blk.{config.num_hidden_layers}.{name}", weight.numpy())
-    for name, matrices in stacks.items():
-        writer.add_tensor(f"{name}.weight", torch.stack(matrices).numpy())
+    for name, parts in stacks.items():
+        if name.startswith("xielu"):
+            writer.add_array(f"{written.name}.{name}", [float(part) for part in parts])
+        else:
+            writer.add_tensor(f"{name}.weight", torch.stack(parts).numpy())
     if written.name == "gemma4":
         size = _full_layer(config)["head_dim"] // 2
         turned = int(size * config.rope_parameters["full_attention"]["partial_rotary_factor"])
@@ -482,6 +489,12 @@ def write_architecture(
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
     return path
+
+
+def _stack(key: str) -> str | None:
+    """The name of the tensor or field that a weight is a part of."""
+    matches = ((re.search(pattern, key), name) for pattern, name in _STACKS.items())
+    return next((match.expand(name) for match, name in matches if match), None)
 
 
 def _blocked(name: str, values: torch.Tensor) -> bool:

@@ -26,7 +26,9 @@ def system(tmp_path, monkeypatch):
             path = tmp_path / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{text}\n")
-        monkeypatch.setattr(machine, "_cpus", lambda: set(range(len(siblings)) if cpus is None else cpus))
+        usable = set(range(len(siblings)) if cpus is None else cpus)
+        monkeypatch.setattr(sys, "platform", "linux")
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: usable, raising=False)
         return tmp_path
 
     return make
@@ -87,7 +89,7 @@ def test_default_threads_without_system_files(system):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has CPU affinity")
 def test_usable_cpus_follow_the_affinity():
-    assert machine._cpus() == os.sched_getaffinity(0)
+    assert hardware("cpu")["cores"] == len(os.sched_getaffinity(0))
 
 
 def test_precedence_of_thread_settings(monkeypatch):

@@ -39,7 +39,7 @@ def test_health_says_how_far_the_load_is():
                 reading.advance(40)
                 states.append(httpx.get(f"{url}/health"))
                 refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
-            with stage("checking"):
+            with stage("checking", hint="; a hint to the operator"):
                 states.append(httpx.get(f"{url}/health"))
         assert listening.fileno() != -1  # the server that has the models goes on with it
     unknown = {"done_bytes": None, "total_bytes": None}

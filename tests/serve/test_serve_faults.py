@@ -17,6 +17,7 @@ from outrider.drafting.propose.lookup.ngram import NgramProposer
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.serve.async_llm import AsyncLLM
+from outrider.serve.monitoring.drift import Drift
 from outrider.serve.stream.request_stream import StreamContent
 from tests.helpers.serving import (
     BODY,
@@ -36,7 +37,7 @@ def test_failed_round_ends_running_request_only(monkeypatch):
     with serving() as (url, async_llm):
         body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0}
         expected = httpx.post(url + "/v1/completions", json=body).json()["choices"][0]["text"]
-        step = async_llm._llm.engine.step
+        step = async_llm.engine.step
         calls = []
 
         def fail_third_step():
@@ -45,7 +46,7 @@ def test_failed_round_ends_running_request_only(monkeypatch):
                 raise RuntimeError("injected failure")
             return step()
 
-        monkeypatch.setattr(async_llm._llm.engine, "step", fail_third_step)
+        monkeypatch.setattr(async_llm.engine, "step", fail_third_step)
         failed = httpx.post(url + "/v1/completions", json=body)
         assert failed.status_code == 500
         assert "injected failure" in failed.json()["error"]["message"]
@@ -66,7 +67,7 @@ def test_unexpected_exception_is_status_500(switching_server, monkeypatch):
 @contextmanager
 def changed_scores(async_llm, monkeypatch, change):
     """Replace the scores of the target by `change(batch, scores)`."""
-    target = async_llm.engine._target
+    target = async_llm.parts.target
     score = target.score
 
     def score_and_change(batch, draft, first=-1):
@@ -114,15 +115,15 @@ def test_failing_request_does_not_affect_others(switching_server, reference_llm,
 
 
 def test_decoding_error_does_not_affect_other_requests(switching_server, reference_llm, monkeypatch):
-    url, async_llm = switching_server
-    make_chunk = async_llm._make_chunk
+    url = switching_server[0]
+    complete = LLM.completion
 
-    def fail_for_user(seq, stream):
-        if seq.request.params.scope and seq.num_output_tokens > 3:
+    def fail_for_user(llm, seq):
+        if seq.request.params.scope:
             raise UnicodeError("injected failure")
-        return make_chunk(seq, stream)
+        return complete(llm, seq)
 
-    monkeypatch.setattr(async_llm, "_make_chunk", fail_for_user)
+    monkeypatch.setattr(LLM, "completion", fail_for_user)
     bodies = [{**BODY, "prompt": prompt} for prompt in OTHER_PROMPTS]
     *responses, failed = post_concurrently(url, [*bodies, {**BODY, "user": "faulty"}])
     assert failed.status_code == 500
@@ -153,12 +154,12 @@ def test_requests_end_when_engine_thread_fails(monkeypatch, failure):
         clients[0].start()
         assert started.wait(60)
         if failure == "publish":
-            monkeypatch.setattr(async_llm, "_publish_all", fail)
+            monkeypatch.setattr(Drift, "update", fail)
         elif failure == "engine":
             monkeypatch.setattr(async_llm.engine, "abort", fail)
             monkeypatch.setattr(async_llm.engine, "busy", fail)
         else:
-            async_llm._commands.put(fail)
+            async_llm.cancel(map(fail, [None]))
         clients[1].start()
         for client in clients:
             client.join(60)

@@ -20,8 +20,8 @@ def test_full_queue_is_status_429(monkeypatch):
     with serving(max_num_seqs=1, max_queued_requests=1) as (url, async_llm):
         body = {"prompt": PROMPT, "max_tokens": 50, "n": 2, "stream": True}
         gate = threading.Event()
-        step = async_llm._llm.engine.step
-        monkeypatch.setattr(async_llm._llm.engine, "step", lambda: gate.wait(20) and step())
+        step = async_llm.engine.step
+        monkeypatch.setattr(async_llm.engine, "step", lambda: gate.wait(20) and step())
         with httpx.stream("POST", url + "/v1/completions", json=body) as response:
             rejected = httpx.post(url + "/v1/completions", json={"prompt": "x"})
             assert rejected.status_code == 429

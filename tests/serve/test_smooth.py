@@ -15,7 +15,7 @@ from outrider.core.types import Completion, FinishReason
 from outrider.engine.codec import EncodedPrompt
 from outrider.llm import LLM
 from outrider.serve.async_llm import AsyncLLM
-from outrider.serve.stream.request_stream import StreamChunk, StreamContent
+from outrider.serve.stream.request_stream import PUBLISH_INTERVAL, StreamChunk, StreamContent, Wakeup
 from outrider.serve.stream.smoothing import smooth_chunks
 from outrider.serve.stream.text import StreamText
 from tests.helpers.serving import OPTIONS
@@ -157,14 +157,14 @@ def test_first_and_last_token_are_published_at_once(content, interval, expected,
     monkeypatch.setattr("outrider.serve.async_llm.PUBLISH_INTERVAL", interval)
     llm = LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1)
     async_llm = AsyncLLM(llm, max_queued_requests=1, max_num_seqs=1)
-    wake = async_llm._wake
+    wake = Wakeup.notify
     published = []  # number of published tokens at each wakeup of the reader
 
-    def record_and_wake(streams):
+    def record_and_wake(wakeup, streams):
         published.extend(stream.num_published for stream in streams)
-        wake(streams)
+        wake(wakeup, streams)
 
-    monkeypatch.setattr(async_llm, "_wake", record_and_wake)
+    monkeypatch.setattr(Wakeup, "notify", record_and_wake)
 
     chunks = collect_chunks(async_llm, content)
     assert published == expected
@@ -176,26 +176,40 @@ def test_first_and_last_token_are_published_at_once(content, interval, expected,
 
 
 def test_tokens_are_published_before_round_with_prefill(monkeypatch):
-    monkeypatch.setattr("outrider.serve.async_llm.PUBLISH_INTERVAL", 1e9)
+    now = 0.0
+    monkeypatch.setattr("outrider.serve.async_llm.perf_counter", lambda: now)
     llm = LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=2)
-    async_llm = AsyncLLM(llm, max_queued_requests=2, max_num_seqs=2)  # its thread is not started
-    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    async_llm = AsyncLLM(llm, max_queued_requests=2, max_num_seqs=2)
+    step = llm.engine.step
+    published = []  # number of published tokens before each round
+
+    async def submit(prompt):
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        return async_llm.submit(EncodedPrompt(async_llm.codec.encode(prompt)), params, StreamContent.TEXT)[0]
 
     async def run():
-        (stream,) = async_llm.submit(EncodedPrompt(async_llm.codec.encode("a = 1")), params, StreamContent.TEXT)
-        for _ in range(9):
-            async_llm._run_round()
-        num_tokens = stream.num_tokens
-        published_by_first_round = stream.num_published
-        monkeypatch.setattr("outrider.serve.async_llm.PUBLISH_INTERVAL", 0.0)
-        monkeypatch.setattr(async_llm, "_step", lambda: None)
-        async_llm._run_round()  # a round without a prefill
-        published_without_prefill = stream.num_published
-        async_llm.submit(EncodedPrompt(async_llm.codec.encode("b = 2")), params, StreamContent.TEXT)
-        async_llm._run_round()
-        return num_tokens, published_by_first_round, published_without_prefill, stream.num_published
+        loop = asyncio.get_running_loop()
+        stream = await submit("a = 1")
 
-    assert asyncio.run(run()) == (9, 1, 1, 9)
+        def step_and_submit():
+            nonlocal now
+            published.append(stream.num_published)
+            if len(published) == 10:
+                now = 0.6 * PUBLISH_INTERVAL
+            if len(published) == 11:
+                asyncio.run_coroutine_threadsafe(submit("b = 2"), loop).result(30)
+            return step()
+
+        monkeypatch.setattr(llm.engine, "step", step_and_submit)
+        async_llm.start()
+        async for _ in stream.chunks():
+            pass
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), 30))
+    finally:
+        async_llm.stop()
+    assert published[1:12] == [1] * 10 + [11]  # round 11 has no prefill, round 12 has one
 
 
 @pytest.mark.parametrize("content", [StreamContent.TEXT, StreamContent.ROUNDS])
@@ -203,14 +217,16 @@ def test_decoding_error_ends_stream_without_further_round(content, monkeypatch):
     monkeypatch.setattr("outrider.serve.async_llm.PUBLISH_INTERVAL", 1e9)
     llm = LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1)
     async_llm = AsyncLLM(llm, max_queued_requests=1, max_num_seqs=1)
-    make_chunk = async_llm._make_chunk
+    num_tokens = 0
 
-    def fail_after_40_tokens(seq, stream):
-        if seq.num_output_tokens > 40:
+    def fail_after_40_tokens(**fields):
+        nonlocal num_tokens
+        num_tokens += len(fields.get("tokens", ()))
+        if num_tokens > 40 and "tokens" in fields:
             raise RuntimeError("injected failure")
-        return make_chunk(seq, stream)
+        return StreamChunk(**fields)
 
-    monkeypatch.setattr(async_llm, "_make_chunk", fail_after_40_tokens)
+    monkeypatch.setattr("outrider.serve.async_llm.StreamChunk", fail_after_40_tokens)
 
     chunks = collect_chunks(async_llm, content)
     assert "injected failure" in chunks[-1].error

@@ -6,6 +6,7 @@ import io
 import sys
 import threading
 import time
+from functools import partial
 
 import httpx
 import openai
@@ -316,14 +317,14 @@ def test_the_calibration_of_the_folder_is_the_default(tmp_path):
 
 
 @pytest.mark.slow
-def test_drift_of_the_accepted_share_is_logged_once(tmp_path, caplog):
+def test_drift_of_the_accepted_share_is_logged_once(tmp_path, caplog, monkeypatch):
     folder = write_models(tmp_path / "shapes")
     interval = Interval(value=0.98, low=0.97, high=0.99)
     measured = {"quality": interval, "held_out": interval, "speedup": 1.5, "accepted_share": 0.5, "drafts": 400}
     calibration = Calibration(wanted=0.98, threshold=0.0, aggregate="min", reached=True, **measured)
     calibration.write(folder / "calibration.json")
+    monkeypatch.setattr("outrider.serve.videos.service.DriftWatch", partial(DriftWatch, window=20))
     service = load_videos(Settings(media=str(folder)))
-    service._watch = DriftWatch(calibration, window=20)
     app = FastAPI()
     add_video_routes(app, service)
     service.start()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.core.option import as_json
 from outrider.core.stats import Stats
-from outrider.errors import OutriderError
 from outrider.lab.common.clock import DecodeSpeed
 from outrider.lab.tune.settings import Settings
 from outrider.lab.tune.trial import Trial, Variant
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.fingerprint import model_fingerprint
+from outrider.runtime.atomic_files import write_whole
 
 _COUNTS = ("offered", "reached", "accepted")  # fields of `Stats` that are tuples
 
@@ -31,7 +31,7 @@ class GroupKey(NamedTuple):
 
 
 class TrialStore:
-    """Groups of runs by key. Each finished group is appended to the file at once."""
+    """Groups of runs by key. The file has all finished groups at any time, and is never half written."""
 
     def __init__(self, file: Path | None, settings: Settings) -> None:
         """Read the groups of an earlier command with the same settings, models and prompts.
@@ -44,15 +44,16 @@ class TrialStore:
         self._identity = {} if file is None else _identity(settings)
         self.facts: dict[str, Any] = {}  # what was decided before the first group
         self.groups: dict[GroupKey, list[Trial]] = {}
+        self._lines: list[str] = []  # of the file
         if file is not None:
             self._read(file)
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Store what was decided before the first group, unless it is known."""
+        """Store what was decided before the first group, unless it is known. Errors are those of `add`."""
         if self.facts:
             return
         self.facts = dict(facts)
-        self._append({"identity": self._identity, "facts": self.facts}, mode="w")
+        self._append({"identity": self._identity, "facts": self.facts})
 
     def add(self, key: GroupKey, trials: Sequence[Trial]) -> None:
         """Store the runs of a group.
@@ -61,43 +62,31 @@ class TrialStore:
             OutriderError: the file cannot be written.
         """
         self.groups[key] = list(trials)
-        self._append({"key": list(key), "trials": list(map(asdict, trials))}, mode="a")
+        self._append({"key": list(key), "trials": list(map(asdict, trials))})
 
     def remove(self) -> None:
         """Remove the file, because the measurement is finished."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def _append(self, entry: Mapping[str, Any], *, mode: str) -> None:
+    def _append(self, entry: Mapping[str, Any]) -> None:
         if self._file is None:
             return
-        try:
-            with self._file.open(mode, encoding="utf-8") as lines:
-                lines.write(json.dumps(entry) + "\n")
-        except OSError as error:
-            raise OutriderError(f"{self._file} cannot be written ({error.strerror}); free some space") from None
+        self._lines.append(json.dumps(entry) + "\n")
+        write_whole(self._file, "".join(self._lines))
 
     def _read(self, file: Path) -> None:
-        """Read the groups, up to a line that was cut off."""
-        entries = _entries(file)
-        header = next(entries, {})
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+            header, *entries = map(json.loads, lines)
+        except (OSError, ValueError):
+            return
         if header.get("identity") != json.loads(json.dumps(self._identity)):
             return
+        self._lines = lines
         self.facts = header["facts"]
         for entry in entries:
             self.groups[GroupKey(*entry["key"])] = list(map(_trial, entry["trials"]))
-
-
-def _entries(file: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return
-    for line in text.splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return
 
 
 def _identity(settings: Settings) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from outrider.models.cache.huge_pages import zeros
 from outrider.models.cache.pool import CPool
 from outrider.models.cache.prefix_tree import BLOCK, CachedBlock, PrefixTree
 
-_LANES = 16  # entries whose keys are interleaved; kLanes of models/native/csrc/simd.h
+_LANES = 16  # entries whose keys are interleaved; kLanes of models/native/csrc/vectors.h
 
 
 class CacheFull(RuntimeError):

@@ -82,12 +82,13 @@ def _passed(target: Target, checkpoint: Checkpoint, bits: int, check: str) -> Ch
     """Return the kept result of an earlier check, or check the target."""
     name = Path(checkpoint.folder).name or "the model"
     reference = f"transformers {version('transformers')}"
-    how, skip = (", once per checkpoint", "; --check never skips this") if check == ONCE else ("", "")
+    how, hint = (", once per checkpoint", "; --check never skips this") if check == ONCE else ("", "")
 
     def check_now() -> CheckResult:
         with stage(
-            f"checking {name} against {reference}{skip}",
-            announcement=f"checking the logits of {name} against {reference}{how}{skip}",
+            f"checking {name} against {reference}",
+            announcement=f"checking the logits of {name} against {reference}{how}",
+            hint=hint,
         ):
             return check_target(target, checkpoint)
 

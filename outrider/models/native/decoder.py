@@ -31,6 +31,7 @@ from outrider.models.native.pack import (
     interleave,
     pack,
     pack_parts,
+    quantize,
     separate,
 )
 from outrider.models.native.rows import can_pack_rows, pack_rows
@@ -93,6 +94,8 @@ def _expand(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
 
 def _requantized(packed: Packed, bits: int, arena: Arena | Refill) -> PackedWeight:
     """Return a packed weight with fewer bits."""
+    if bits not in FLOAT_DTYPES:
+        return quantize(packed.c(), packed.shape, packed.bias, bits=bits, arena=arena)
     return pack_parts(_parts(packed), packed.shape, packed.bias, bits=bits, arena=arena)
 
 

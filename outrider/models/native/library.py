@@ -23,14 +23,25 @@ import torch
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.native.abi import check_layout
+from outrider.models.native.processor import march
 from outrider.runtime.compiler import install_command
 from outrider.runtime.progress import stage
 
 _log = logging.getLogger("outrider")
 _SOURCE_FOLDER = Path(__file__).parent / "csrc"
 # Translation units, the longest first, as they are compiled at the same time.
-_UNITS = ("decoder.cpp", "tiles_codes.cpp", "tiles_integers.cpp", "rules.cpp", "blocks.cpp", "suffix.cpp")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+_UNITS = (
+    "decoder.cpp",
+    "tiles_codes.cpp",
+    "tiles_integers.cpp",
+    "rules.cpp",
+    "blocks.cpp",
+    "quantize.cpp",
+    "suffix.cpp",
+)
+# Apple's clang has no OpenMP. The kernels have threads of their own then.
+_THREADS = () if sys.platform == "darwin" else ("-fopenmp",)
+_FLAGS = ("-O3", f"-march={march()}", "-std=c++17", "-fPIC", *_THREADS)
 _TIMEOUT = 600  # seconds for one call of the compiler
 
 
@@ -97,6 +108,8 @@ def _declare_functions(code: ctypes.CDLL) -> None:
     code.outrider_dequantize.restype = None
     code.outrider_unpack.argtypes = (pointer, ctypes.c_int32, ctypes.c_int32, pointer)
     code.outrider_unpack.restype = None
+    code.outrider_quantize.argtypes = (pointer, pointer, ctypes.c_int32)
+    code.outrider_quantize.restype = None
     code.outrider_suffix_open.argtypes = ()
     code.outrider_suffix_open.restype = pointer
     code.outrider_suffix_close.argtypes = (pointer,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
 
@@ -112,6 +112,14 @@ class PackedWeight:
             return _from_panels(self.words).view(FLOAT_DTYPES[self.bits])[:outputs, :inputs]
         return unpack(self.c(), self.shape)
 
+    def panels(self, at: slice) -> PackedWeight:
+        """Return some of the panels, in the same memory."""
+        scale = None if self.scale is None else self.scale[at]
+        minimum = None if self.minimum is None else self.minimum[at]
+        rows = min(PANEL * at.stop, self.shape[0]) - PANEL * at.start
+        words = self.words[at]
+        return replace(self, words=words, scale=scale, minimum=minimum, shape=(rows, self.shape[1]))
+
     @property
     def _offset(self) -> int:
         return 0 if self.scale is None or self.minimum is not None else 1 << (self.bits - 1)
@@ -145,35 +153,55 @@ def pack_parts(
 
     All parts but the last one have whole panels.
     """
-    outputs, inputs = shape
-    panels = -(-outputs // PANEL)
-    padded = _round_up(inputs, GROUP)
-    groups = (panels, padded // GROUP, PANEL)
-    words = arena.zeros((panels, padded * bits // 32, PANEL), torch.int32)
-    scale = None if bits in FLOAT_DTYPES else arena.zeros(groups, torch.bfloat16)
-    minimum = arena.zeros(groups, torch.bfloat16) if bits == 4 else None
+    packed = _empty(shape, bias, bits=bits, arena=arena)
     first = 0
     for part in parts:
-        padding = (0, padded - inputs, 0, -len(part) % PANEL)
-        rows = functional.pad(part, padding) if any(padding) else part
-        at = slice(first, first + len(rows) // PANEL)
+        at = slice(first, first - (-len(part) // PANEL))
         first = at.stop
-        if scale is None:
-            values = rows.to(FLOAT_DTYPES[bits])
-        else:
-            values, scales, minima = _quantize(rows, bits)
-            scale[at] = to_panels(scales)
-            if minimum is not None and minima is not None:
-                minimum[at] = to_panels(minima)
-        words[at] = to_panels(to_words(values, bits))
+        if bits in FLOAT_DTYPES:
+            packed.words[at] = _float_panels(part, FLOAT_DTYPES[bits])
+            continue
+        dtype = torch.bfloat16 if part.dtype == torch.bfloat16 else torch.float32
+        words = _float_panels(part, dtype).contiguous()
+        floats = replace(packed, words=words, scale=None, minimum=None, bits=8 * dtype.itemsize)
+        _quantize(floats.c(), packed.panels(at), shape[1])
+    return packed
+
+
+def quantize(
+    source: CLinear, shape: tuple[int, int], bias: torch.Tensor | None, *, bits: int, arena: Arena | Refill
+) -> PackedWeight:
+    """Pack a weight that is packed already, with 8 or 4 bits. `shape` is without padding."""
+    packed = _empty(shape, bias, bits=bits, arena=arena)
+    _quantize(source, packed, shape[1])
+    return packed
+
+
+def _empty(shape: Sequence[int], bias: torch.Tensor | None, *, bits: int, arena: Arena | Refill) -> PackedWeight:
+    """Return the memory of a packed weight."""
+    outputs, inputs = shape
+    panels, padded = -(-outputs // PANEL), _round_up(inputs, GROUP)
+    groups = (panels, padded // GROUP, PANEL)
     return PackedWeight(
-        words=words,
-        scale=scale,
-        minimum=minimum,
+        words=arena.zeros((panels, padded * bits // 32, PANEL), torch.int32),
+        scale=None if bits in FLOAT_DTYPES else arena.zeros(groups, torch.bfloat16),
+        minimum=arena.zeros(groups, torch.bfloat16) if bits == 4 else None,
         bias=None if bias is None else bias.float().contiguous(),
         shape=(outputs, inputs),
         bits=bits,
     )
+
+
+def _float_panels(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a view [outputs / 32, words, 32] int32 of the words of rows [outputs, inputs], which are padded."""
+    padding = (0, -rows.shape[1] % GROUP, 0, -len(rows) % PANEL)
+    padded = functional.pad(rows, padding) if any(padding) else rows
+    return to_panels(padded.to(dtype).contiguous().view(torch.int32))
+
+
+def _quantize(source: CLinear, packed: PackedWeight, columns: int) -> None:
+    """Write a weight in panels, of any format, with the bits of `packed`."""
+    load_library().code.outrider_quantize(ctypes.byref(source), ctypes.byref(packed.c()), columns)
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -186,36 +214,6 @@ def separate(interleaved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return gate and up weights [F, H] from the result of `interleave`."""
     gate, up = interleaved.view(-1, 2, _HALF, interleaved.shape[1]).unbind(1)
     return gate.flatten(0, 1), up.flatten(0, 1)
-
-
-def _quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return values [outputs, inputs] uint8, scales [outputs, inputs / 64], and with 4 bits minima of that shape."""
-    groups = weight.float().view(len(weight), -1, GROUP)
-    low, high = torch.aminmax(groups, dim=-1)
-    if bits == 4:
-        minimum = low.to(torch.bfloat16)
-        max_value = (1 << bits) - 1
-        scale = ((high - minimum.float()) / max_value).to(torch.bfloat16)
-        values = _rounded(groups - minimum.float()[..., None], scale, 0, max_value)
-        return values.to(torch.uint8).flatten(1), scale, minimum
-    max_value = (1 << (bits - 1)) - 1
-    scale = (torch.maximum(high, -low) / max_value).to(torch.bfloat16)
-    values = _rounded(groups, scale, -max_value, max_value).add_(max_value + 1)
-    return values.to(torch.uint8).flatten(1), scale, None
-
-
-def _rounded(groups: torch.Tensor, scale: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Return the nearest multiples of the scales. The scales are rounded already, which adds no error."""
-    scaled = groups / scale.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]
-    return scaled.round_().clamp_(low, high)
-
-
-def to_words(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack values [outputs, inputs] into words [outputs, words] int32."""
-    if bits == 4:
-        eights = values.view(len(values), -1, 2, 4)
-        values = (eights[:, :, 0] | (eights[:, :, 1] << 4)).flatten(1)
-    return values.contiguous().view(torch.int32)
 
 
 def to_panels(rows: torch.Tensor) -> torch.Tensor:

@@ -78,11 +78,14 @@ class LazyModel:
             self._model = model
         return self._model
 
+    @property
+    def may_differ(self) -> bool:
+        """Whether the model may differ from its files: it has been made, or a change of it waits."""
+        return bool(self._changes) or self._model is not None
+
     def reference(self) -> Any:
         """Return a model to compare the target with."""
-        if self._make_reference is None or self._changes or self._model is not None:  # it may have been changed
-            return self.get()
-        return self._make_reference()
+        return self.get() if self._make_reference is None or self.may_differ else self._make_reference()
 
     def change(self, change: Callable[[Any], None]) -> None:
         """Apply a function to the model, now or when it is made."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.errors import OutriderError
-from outrider.runtime.atomic_files import check_writable
+from outrider.runtime.atomic_files import check_writable, write_whole
 
 if TYPE_CHECKING:  # matplotlib is an optional dependency
     from outrider.runtime.report.svg import Plot
@@ -40,10 +40,7 @@ def write_report(text: str, file: str | Path) -> None:
     Raises:
         OutriderError: the file cannot be written.
     """
-    try:
-        Path(file).expanduser().write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutriderError(f"{file} cannot be written ({error.strerror}); give --report another file") from error
+    write_whole(Path(file).expanduser(), text)
 
 
 def html_page(title: str, header: str, plots: Iterable[Plot], rest: str) -> str:

@@ -29,7 +29,7 @@ from outrider.lab.audit.run import run_audit
 from outrider.lab.audit.settings import Settings
 from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
-from outrider.models.native import rules
+from outrider.models.native.rules import fastest_verifier
 from outrider.models.torch.checkpoint import Precision, WeightFormat
 from outrider.verify.rules import EXACT
 from tests.helpers import source, tiny
@@ -435,13 +435,17 @@ def test_errors_of_invalid_options(change, message):
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
 def test_wrong_native_rule_fails(monkeypatch):
     """The audit runs the native rules, as `run` and `serve` do."""
-    verify = rules._verify
 
-    def wrong_verify(library, rule, draft, p, noise):
-        verdict = verify(library, rule, draft, p, noise)
-        return replace(verdict, bonus=verdict.bonus ^ 1) if draft.size else verdict
+    def wrong_verifier(verifier, device):
+        native = fastest_verifier(verifier, device)
 
-    monkeypatch.setattr(rules, "_verify", wrong_verify)
+        def packed(draft, p, noise):
+            verdict = native.packed(draft, p, noise)
+            return replace(verdict, bonus=verdict.bonus ^ 1) if draft.size else verdict
+
+        return replace(native, packed=packed)
+
+    monkeypatch.setattr("outrider.engine.build.fastest_verifier", wrong_verifier)
     report = run_audit(asked(target=str(embedded("nano")), proposer="ngram"), console=None)
     assert not report["passed"]
 

@@ -331,7 +331,7 @@ def test_results_are_printed_if_files_cannot_be_written(prompts, tmp_path, monke
     result = CliRunner().invoke(app, [*arguments, *files])
     assert result.exit_code == 2
     assert "the plan was not saved" in result.stderr
-    assert "give --report another file. The results are not lost" in result.stderr
+    assert "name a file in a writable folder. The results are not lost" in result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["benchmark"] == "outrider bench"
 
 

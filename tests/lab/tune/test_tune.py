@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from outrider.lab.tune.figures import figures
 from outrider.lab.tune.measure import measure
 from outrider.lab.tune.run import default_proposers
 from outrider.lab.tune.settings import Settings, parse_ks, parse_proposers
+from outrider.lab.tune.store import TrialStore
 from outrider.models.loader.embedded import embedded
 from outrider.runtime.bar import StageBar
 from outrider.runtime.progress import shown_on
@@ -232,6 +235,21 @@ def test_interrupted_measurement_has_whole_groups_and_resumes(tmp_path, monkeypa
     assert resumed.trials[:2] == measured.trials
     assert [trial.batch_number for trial in resumed.trials] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert not file.exists()
+
+
+def test_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
+    file = tmp_path / "advice.json.runs"
+    store = TrialStore(file, four_prompts(tmp_path))
+    before = list(tmp_path.iterdir())
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        with pytest.raises(OutriderError, match=r"advice\.json\.runs cannot be written .*; free some space"):
+            store.begin({"a": 1})
+    assert list(tmp_path.iterdir()) == before
 
 
 def test_runs_of_other_settings_are_not_resumed(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.errors import UnsupportedModel
+from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.heads.files import read_target_info
 from outrider.models.heads.formats.base import TargetInfo
 from outrider.models.heads.formats.registry import format_of
@@ -35,6 +35,11 @@ _LAYER = {
     "post_attention_layernorm": "ffn_norm",
 }
 _TOP = {"norm": "output_norm", "lm_head": "output", "input_norm": "enc.output_norm", "hidden_norm": "enc.output_norm"}
+_TOP |= (
+    {"embed_tokens": "token_embd"}
+    | {f"markov_head.{part}": part for part in ("markov_w1", "markov_w2")}
+    | {"confidence_head.proj": "conf_proj"}
+)
 
 
 def _target(vocab=96):
@@ -55,7 +60,7 @@ def _interleaved(weight, heads):
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def _write(path, name, kind, *, factors=None):
+def _write(path, name, kind, *, factors=None, fields=()):
     """Write a head as llama.cpp's converter does. Return the file and what was written."""
     format, description = cases()[name]
     draft = random_draft(description)
@@ -75,6 +80,10 @@ def _write(path, name, kind, *, factors=None):
     writer.add_array(f"{kind}.target_layers", [layer + 1 for layer in description.aux_states.layers])
     writer.add_uint32(f"{kind}.block_size", config.get("block_size", 0))
     writer.add_uint32("tokenizer.ggml.mask_token_id", MASK)
+    if "sample_from_anchor" in config:
+        writer.add_bool(f"{kind}.sample_from_anchor", config["sample_from_anchor"])
+    for field, value in dict(fields).items():
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{kind}.{field}", value)
     for key, weight in tensors.items():
         layer, _, part = key.replace("midlayer", "layers.0").removeprefix("layers.").partition(".")
         module, _, suffix = part.rpartition(".")
@@ -85,8 +94,8 @@ def _write(path, name, kind, *, factors=None):
             values = _interleaved(weight, 4 if "q_proj" in module else 2) if permuted else weight
             writer.add_tensor(f"blk.{layer}.{_LAYER[module]}.{suffix}", values.float().contiguous().numpy())
         elif key != "t2d":
-            stem = key.removesuffix(".weight")
-            writer.add_tensor(f"{_TOP.get(stem, stem)}.weight", weight.float().numpy())
+            stem, _, suffix = key.rpartition(".")
+            writer.add_tensor(f"{_TOP.get(stem, stem)}.{suffix}", weight.float().numpy())
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.numpy())
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
@@ -107,6 +116,8 @@ def _llama3_factors():
         ("eagle3", "eagle3", None),
         ("eagle3 without a norm", "eagle3", _llama3_factors()),
         ("dflash", "dflash", None),
+        ("dspark", "dflash", None),
+        ("dspark with tables", "dflash", None),
     ],
 )
 def test_a_head_is_that_of_the_folder_that_was_converted(tmp_path, name, kind, factors):
@@ -150,6 +161,22 @@ def test_a_file_has_a_module_for_further_tokens(tmp_path):
     llm = LLM(path, proposer="mtp", max_model_len=64, max_num_seqs=1, check="never")
     texts = [llm.generate([[5, 6, 7]], SamplingParams(k=k, max_tokens=8, ignore_eos=True))[0].token_ids for k in (3, 0)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention.sliding_window": 8}, "a sliding window, which draft heads do not support"),
+        ({"final_logit_softcapping": 30.0}, "capped logits"),
+        ({"logit_scale": 2.0}, "scaled logits"),
+        ({"embedding_scale": 2.0}, "is a draft head with scaled embeddings or values"),
+    ],
+)
+def test_what_draft_heads_do_not_support_is_refused(tmp_path, fields, message):
+    path = tmp_path / "head.gguf"
+    _write(path, "dflash", "dflash", fields=fields)
+    with pytest.raises(OutriderError, match=message):
+        import_head(path, _target())
 
 
 def test_an_unknown_scaling_of_a_head_is_refused(tmp_path):

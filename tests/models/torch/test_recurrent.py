@@ -145,7 +145,7 @@ def test_both_ways_give_the_same_states(name, is_chain, shelf, monkeypatch):
     logits = {}
     for by_states in (False, True):
         for rule in (delta_rule, state_space):
-            monkeypatch.setattr(rule, "_keeps_states", lambda *_, choice=by_states: choice)
+            monkeypatch.setattr(rule, "keeps_states", lambda *_, choice=by_states: choice)
         rng = random.Random(2)
         target = shelf.target(name)
         seqs = [tiny.admit(target, slot, tiny.text(rng, 4 + 5 * slot)) for slot in range(3)]

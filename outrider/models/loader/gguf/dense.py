@@ -495,6 +495,22 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
             },
         ),
         "arcee": Architecture(model_type="arcee", layer={**_PLAIN_MLP, **PERMUTED}),
+        "apertus": Architecture(
+            model_type="apertus",
+            layer=renamed(
+                _PLAIN_MLP,
+                input_layernorm=None,
+                post_attention_layernorm=None,
+                attention_layernorm="attn_norm",
+                feedforward_layernorm="ffn_norm",
+            ),
+            values={
+                "mlp.act_fn.alpha_n": ("xielu.alpha_n", (1,)),
+                "mlp.act_fn.alpha_p": ("xielu.alpha_p", (1,)),
+                "mlp.act_fn.beta": ("xielu.beta", ()),
+                "mlp.act_fn.eps": ("xielu.eps", ()),
+            },
+        ),
         "ernie4_5": Architecture(
             model_type="ernie4_5", settings=lambda file, common: {"use_bias": has(file, "attn_q.bias")}
         ),

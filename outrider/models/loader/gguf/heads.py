@@ -1,4 +1,4 @@
-"""Draft heads in GGUF files, as the folders of their published formats: EAGLE-3, DFlash, and modules of a target."""
+"""Draft heads in GGUF files, as the folders of their published formats: block heads, and modules of a target."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ _TABLES: Layout = {
     "embed_tokens": module("token_embd"),
 }
 _LOW, _HIGH = 1.0, 4.0  # of the rotary scaling of Llama 3
+_ABSENT = object()
 _log = logging.getLogger("outrider")
 
 
@@ -55,8 +56,17 @@ _HEADS: Mapping[str, Architecture] = MappingProxyType(
             layer={**LAYER, **PERMUTED, "hidden_norm": module("attn_norm_2")},
             top={**_TABLES, "input_norm": module("enc.output_norm"), "d2t": Source(("d2t",), _offsets)},
         ),
-        "dflash": Architecture(
-            model_type="qwen3", layers="layers", top={**_TABLES, "hidden_norm": module("enc.output_norm")}
+        "dflash": Architecture(  # and DSpark
+            model_type="qwen3",
+            layers="layers",
+            top={
+                **_TABLES,
+                "hidden_norm": module("enc.output_norm"),
+                "markov_head.markov_w1": module("markov_w1"),
+                "markov_head.markov_w2": module("markov_w2"),
+                "confidence_head.proj": module("conf_proj"),
+                "d2t": Source(("d2t",), _offsets),
+            },
         ),
     }
 )
@@ -150,32 +160,42 @@ def _head(file: GGUFFile, architecture: Architecture) -> Unpacked:
     }
     if (factors := file.tensors.get(ROTARY_FACTORS)) is not None:
         config["rope_scaling"] = _scaling(file, config, file.floats(factors.name))
-    if file.architecture == "eagle3":
-        config |= {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "eagle_aux_hidden_state_layer_ids": layers,
-            "target_hidden_size": file.size("target_hidden_size", hidden),
-            "norm_before_residual": bool(file.size("norm_before_residual", False)),
-            "norm_before_fc": bool(file.size("norm_before_fc", False)),
-            "norm_output": "output_norm.weight" in file.tensors,
-            "draft_vocab_size": file.tensors["output.weight"].shape[0] if "output.weight" in file.tensors else None,
-        }
-    else:
-        config |= {
-            "architectures": ["DFlashDraftModel"],
-            "block_size": file.size("block_size"),
-            "dflash_config": {
-                "mask_token_id": file.field("tokenizer.ggml.mask_token_id"),
-                "target_layer_ids": [layer - 1 for layer in layers],
-            },
-        }
-        if file.size("attention.sliding_window", 0) or file.size("final_logit_softcapping", 0.0):
-            raise UnsupportedModel(f"{file.path} is a DFlash head with windows or capped logits; {FOLDER}")
+    config |= _eagle3(file, hidden, layers) if file.architecture == "eagle3" else _block(file, layers)
     weights = GGUFWeights(
         file, SimpleNamespace(**config), torch.float32, architecture=architecture, layers=config["num_hidden_layers"]
     )
     names = {name: name for name in weights if name != "lm_head.weight" or "output.weight" in file.tensors}
     return {key: value for key, value in config.items() if value is not None}, _Dense(weights, names)
+
+
+def _eagle3(file: GGUFFile, hidden: int, layers: list[int]) -> Settings:
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_aux_hidden_state_layer_ids": layers,
+        "target_hidden_size": file.size("target_hidden_size", hidden),
+        "norm_before_residual": bool(file.size("norm_before_residual", False)),
+        "norm_before_fc": bool(file.size("norm_before_fc", False)),
+        "norm_output": "output_norm.weight" in file.tensors,
+        "draft_vocab_size": file.tensors["output.weight"].shape[0] if "output.weight" in file.tensors else None,
+    }
+
+
+def _block(file: GGUFFile, layers: list[int]) -> Settings:
+    """Return the settings of DFlash and DSpark. The format refuses those that draft heads do not support."""
+    from_anchor = file.size("sample_from_anchor", _ABSENT)  # only DSpark has it
+    if any(file.size(scale, 1.0) != 1.0 for scale in ("embedding_scale", "attention.value_scale")):
+        raise UnsupportedModel(f"{file.path} is a draft head with scaled embeddings or values; {FOLDER}")
+    return {
+        "architectures": ["DFlashDraftModel" if from_anchor is _ABSENT else "Qwen3DSparkModel"],
+        "block_size": file.size("block_size"),
+        "mask_token_id": file.field("tokenizer.ggml.mask_token_id"),
+        "target_layer_ids": [layer - 1 for layer in layers],
+        "sample_from_anchor": from_anchor is not _ABSENT and from_anchor,
+        "causal": file.size("attention.causal", False),
+        "use_sliding_window": file.size("attention.sliding_window", 0) > 0,
+        "logit_scale": file.size("logit_scale", 1.0),
+        "final_logit_softcapping": file.size("final_logit_softcapping", 0.0) or None,
+    }
 
 
 def _scaling(file: GGUFFile, config: Settings, factors: list[float]) -> Settings:

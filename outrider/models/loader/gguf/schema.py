@@ -42,6 +42,10 @@ def stacked(_config: Any, *parts: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def _filled(shape: tuple[int, ...], value: float, _config: Any) -> torch.Tensor:
+    return torch.full(shape, value)
+
+
 def _modules(names: Mapping[str, str]) -> Layout:
     return MappingProxyType({name: module(tensor) for name, tensor in names.items()})
 
@@ -96,6 +100,8 @@ class Architecture:
     layers: str = "model.layers"  # the module with the layers
     norms_plus_one: bool = False  # whether the weights of the norms are those of transformers plus one
     partial_rotary: bool = False  # whether a part of each head may be rotated
+    # Weights of layers that are fields with a value for each layer, and their shapes.
+    values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     spare: tuple[str, ...] = ()  # modules of layers that files have and some layers of the model have not
 
     def sources(self, file: GGUFFile, layers: int) -> Iterator[tuple[str, Source]]:
@@ -110,6 +116,8 @@ class Architecture:
         for i in range(layers):
             for name, choice in self.layer.items():
                 yield from _present(file, f"{self.layers}.{i}.{name}", choice, f"blk.{i}.")
+            for name, (key, shape) in self.values.items():
+                yield f"{self.layers}.{i}.{name}", Source((), partial(_filled, shape, file.size(key)[i]))
 
     def tensor_of(self, name: str) -> str:
         """Return the name of the tensor, or the first one, of a weight of transformers."""

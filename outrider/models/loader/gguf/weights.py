@@ -120,7 +120,7 @@ class GGUFWeights(Weights):
             return torch.Size(tensors[0].shape)
         parts = [torch.empty(tensor.shape[source.experts :], device="meta") for tensor in tensors]
         made = source.make(self._config, *parts).shape
-        return torch.Size([*tensors[0].shape[: source.experts], *made])
+        return torch.Size([tensors[0].shape[0], *made]) if source.experts else made
 
     def nbytes(self, name: str) -> int:
         return sum(self._file.tensors[tensor].data.nbytes for tensor in self._sources[name].tensors)

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "layout.h"
+#include "parallel.h"
 #include "weights.h"
 
 namespace outrider {
@@ -363,7 +364,7 @@ void dequantize_row(const BlockMatrix& matrix, int output) {
         minimum *= uint8_t(block.sub_scale[g]) >> 4;
       } else if constexpr (Kind::two_levels) {
         scale *= block.sub_scale[g];
-        minimum *= block.sub_minimum[g];
+        if constexpr (Kind::has_minimum) minimum *= block.sub_minimum[g];
       }
       dequantize_group(block.code + g * Kind::group, Kind::group, Kind::offset, scale, minimum, out + g * Kind::group);
     }
@@ -404,8 +405,7 @@ constexpr int kWordTile = 32;  // words of a row that are packed at a time
 // Pack rows of integers of 8 or 4 bits. A row is words, which have the integers from the lowest bits on.
 void pack_integers(const BlockMatrix& matrix, int bits) {
   const int words = padded(matrix.inputs) * bits / 32, filled = (matrix.inputs * bits + 31) / 32;
-#pragma omp parallel for schedule(dynamic)
-  for (int panel = 0; panel < panels(matrix.outputs); panel++) {
+  parallel_for(panels(matrix.outputs), [&](int panel) {
     int32_t* to = matrix.words + size_t(panel) * words * kPanel;
     const int rows = std::min(kPanel, matrix.outputs - panel * kPanel);
     for (int begin = 0; begin < filled; begin += kWordTile) {  // a tile of all rows fits into the first-level cache
@@ -419,7 +419,7 @@ void pack_integers(const BlockMatrix& matrix, int bits) {
         }
       }
     }
-  }
+  });
 }
 
 constexpr int kColumns = 16;  // words of a row that are transposed together
@@ -443,8 +443,8 @@ inline void transpose_eight(uint32_t (&rows)[8][kColumns]) {
 // in the order 0 2 4 6 1 3 5 7.
 void transpose_integers(const uint32_t* from, uint32_t* to, int inputs, int words) {
   constexpr int place[] = {0, 4, 1, 5, 2, 6, 3, 7};  // of each output
-#pragma omp parallel for schedule(static)
-  for (int begin = 0; begin < words; begin += kColumns) {
+  parallel_for((words + kColumns - 1) / kColumns, [&](int part) {
+    const int begin = part * kColumns;
     const int count = std::min(kColumns, words - begin);
     for (int i = 0; i < inputs; i += 8) {
       uint32_t rows[8][kColumns] = {};
@@ -455,7 +455,7 @@ void transpose_integers(const uint32_t* from, uint32_t* to, int inputs, int word
         for (int o = 0; o < 8; o++) out[size_t(8 * c + o) * (inputs / 8)] = rows[place[o]][c];
       }
     }
-  }
+  });
 }
 
 struct Reader {
@@ -490,8 +490,7 @@ OUTRIDER_LAYOUT(BlockMatrix, row, words, scale, minimum, sub_scale, sub_minimum,
 
 extern "C" void outrider_pack_blocks(const char* name, const BlockMatrix* matrix) {
   const Reader& reader = find_reader(name);
-#pragma omp parallel for schedule(dynamic)
-  for (int panel = 0; panel < panels(matrix->outputs); panel++) reader.pack_panel(*matrix, panel);
+  parallel_for(panels(matrix->outputs), [&](int panel) { reader.pack_panel(*matrix, panel); });
 }
 
 extern "C" void outrider_transpose_integers(const uint32_t* from, uint32_t* to, int inputs, int words) {
@@ -502,12 +501,10 @@ extern "C" void outrider_pack_integers(const BlockMatrix* matrix, int bits) { pa
 
 extern "C" void outrider_dequantize(const char* name, const BlockMatrix* matrix) {
   const Reader& reader = find_reader(name);
-#pragma omp parallel for schedule(dynamic, kPanel)
-  for (int output = 0; output < matrix->outputs; output++) reader.dequantize_row(*matrix, output);
+  parallel_for(matrix->outputs, [&](int output) { reader.dequantize_row(*matrix, output); });
 }
 
 // Write the first rows and columns of a layer as floats [rows][columns].
 extern "C" void outrider_unpack(const Linear* layer, int32_t rows, int32_t columns, float* out) {
-#pragma omp parallel for schedule(dynamic, kPanel)
-  for (int row = 0; row < rows; row++) read_row(*layer, row, columns, out + size_t(row) * columns);
+  parallel_for(rows, [&](int row) { read_row(*layer, row, columns, out + size_t(row) * columns); });
 }

@@ -3,8 +3,6 @@
 // The residual stream is float32. Inputs of a linear layer are rounded to bfloat16, to bytes if its weights are bytes,
 // and not at all if its weights are float32. Keys, values and queries are bfloat16, or float32 in a float32 model. The
 // result at a column does not depend, in any bit, on the other columns of the pass.
-#include <omp.h>
-
 #include <chrono>
 
 #include "attention.h"
@@ -12,6 +10,7 @@
 #include "layout.h"
 #include "sampling.h"
 #include "linear.h"
+#include "parallel.h"
 #include "team_size.h"
 #include "threads.h"
 
@@ -154,9 +153,8 @@ class Decoder final : public Runner {
     make_tiles(pass);
     const auto start = std::chrono::steady_clock::now();
     const uint32_t phase = phases_.current();
-#pragma omp parallel num_threads(team_size_.threads())
-    {
-      Team team{phases_, omp_get_thread_num(), omp_get_num_threads(), phase};
+    run_team(team_size_.threads(), [&](int thread, int threads) {
+      Team team{phases_, thread, threads, phase};
       if (pass.needs_fusion) fuse(team, pass);
       embed(team, pass);
       if (model_.entry && model_.entry->project.outputs) {
@@ -170,7 +168,7 @@ class Decoder final : public Runner {
       }
       lm_head(team, pass);
       team.join();
-    }
+    });
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
     team_size_.record(pass.num_columns, seconds.count(), phases_.take_sleeps());
   }
@@ -198,12 +196,12 @@ class Decoder final : public Runner {
       const int num_active = int(active.size());
       for (int b : active)
         if (chain.params && chain.params[b].temperature > 0) chain.q_index[b * chain.depth + depth] = sampled++;
-#pragma omp parallel for num_threads(model_.threads) if (chain.params && num_active > 1)
-      for (int i = 0; i < num_active; i++) {
+      const auto extend = [&](int i) {
         const float* logits = &logits_[size_t(i) * model_.head.outputs];
         stopped[active[i]] =
             add_draft_token(chain, active[i], depth, best_[i], logits, chain.min_draft_prob[num_active - 1]);
-      }
+      };
+      parallel_for(num_active, extend, chain.params ? model_.threads : 1);
       const auto done = [&](int b) { return chain.budget[b] <= depth + 1 || stopped[b]; };
       std::vector<int32_t> previous_columns;  // of the sequences that draft further
       for (size_t i = 0; i < active.size(); i++)

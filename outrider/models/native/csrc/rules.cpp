@@ -1,6 +1,7 @@
 // Sampling parameters and exact verification rules on the CPU. Each function computes what the Python function of the
 // same name in verify/sampling.py or verify/rules.py does, in one call.
 #include "layout.h"
+#include "parallel.h"
 #include "sampling.h"
 
 namespace outrider {
@@ -259,20 +260,25 @@ class SequenceVerifier {
 
 }  // namespace
 
+// Return on how many threads some sequences or distributions are processed. Few take less time than waking a team.
+static int threads_for(int count) { return count > 3 ? max_threads() : 1; }
+
 extern "C" void outrider_target_probs(const Distributions* d) {
-#pragma omp parallel for if (d->count > 3)
-  for (int i = 0; i < d->count; i++) apply_sampling(d->probs + size_t(i) * d->vocab, d->vocab, d->params[i / d->nodes]);
+  const auto transform = [&](int i) {
+    apply_sampling(d->probs + size_t(i) * d->vocab, d->vocab, d->params[i / d->nodes]);
+  };
+  parallel_for(d->count, transform, threads_for(d->count));
 }
 
 extern "C" void outrider_verify(const Verification* verification) {
-#pragma omp parallel for if (verification->batch_size > 3)
-  for (int b = 0; b < verification->batch_size; b++) {
+  const auto verify = [&](int b) {
     SequenceVerifier verifier(*verification, b);
     if (verification->rule == 0) verifier.walk();
     if (verification->rule == 1) verifier.block();
     if (verification->rule == 2) verifier.traversal();
     if (verification->rule == 3) verifier.coupled();
-  }
+  };
+  parallel_for(verification->batch_size, verify, threads_for(verification->batch_size));
 }
 
 }  // namespace outrider

@@ -7,9 +7,6 @@
 #include <thread>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -182,9 +179,12 @@ class Phases {
     return current() != phase;
   }
 
+  // Wait for a moment and leave the core to its other thread. On ARM, `yield` does nothing on most cores; `isb` waits.
   static void pause() {
 #if defined(__x86_64__)
-    _mm_pause();
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");
 #endif
   }
 

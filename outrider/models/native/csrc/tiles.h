@@ -99,12 +99,18 @@ inline IntReg codes_at(const int32_t* w, int step) {
   return codes;
 }
 
-// Return the values of a step, one byte each.
+// What is subtracted from the values of a format before they are multiplied.
+template <class Format>
+constexpr int kSubtracted = kSignedBytes && Format::value_bits == 8 ? 128 : 0;
+
+// Return the values of a step less `kSubtracted`, one byte each.
 template <class Format>
 inline IntReg values_at(const int32_t* w, int step) {
+  constexpr int32_t flipped = int32_t(kSubtracted<Format> * 0x01010101u);
   const IntReg codes = codes_at<Format::bits>(w, step);
-  if constexpr (Format::table == Values::kPlain) return codes;
-  return look_up(table_entries<Format::table>(), codes);
+  if constexpr (Format::table != Values::kPlain) return look_up(table_entries<Format::table>(), codes) ^ flipped;
+  if constexpr (flipped) return codes ^ flipped;
+  return codes;
 }
 
 // Return the numbers from index `at` on for the outputs of one register.
@@ -193,7 +199,8 @@ inline void add_group(FloatReg (&sums)[M][Regs], const Linear& panel, int g, con
   const size_t first = size_t(r) * x.groups + g;
   IntReg group_sum[M][Regs];
   for (int m = 0; m < M; m++)
-    for (int p = 0; p < Regs; p++) group_sum[m][p] = IntReg{} - panel.offset * x.total[first + size_t(m) * x.groups];
+    for (int p = 0; p < Regs; p++)
+      group_sum[m][p] = IntReg{} - (panel.offset - kSubtracted<Format>) * x.total[first + size_t(m) * x.groups];
   if constexpr (Format::any_scales)
     for (int p = 0; panel.zero && p < Regs; p++) {
       const IntReg zeros = byte_to_int_reg(panel.zero + size_t(g) * kPanel + lane + p * kRegLanes);
