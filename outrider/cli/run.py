@@ -55,8 +55,8 @@ def converse(
     Args:
         llm: the models.
         params: the sampling parameters.
-        prompts: the prompt, and whether to use the chat template, with all messages so far. No prompt: read standard
-            input, or begin as the model does if there is a source.
+        prompts: the prompt, and whether to use the chat template, with all messages so far. No
+            prompt: read standard input, or begin as the model does if there is a source.
         options: the options of speech targets.
         given: what the encoder of an encoder-decoder target reads.
         output: prints the completions.
@@ -65,7 +65,8 @@ def converse(
         Whether all completions succeeded. Errors are printed.
 
     Raises:
-        OutriderError: the options do not fit the target; or not on a terminal, a prompt cannot be completed.
+        OutriderError: the options do not fit the target; or not on a terminal, a prompt cannot be
+            completed.
     """
     prompt = prompts.prompt
     source = _source_for(llm, given)

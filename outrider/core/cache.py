@@ -86,16 +86,16 @@ class CacheUsage:
 class Cache(Protocol):
     """The KV cache or recurrent state of each slot.
 
-    Contract: after `commit`, scoring equals scoring after a fresh prefill of the committed tokens, whatever was cached
-    before. A cache keeps what is committed, and nothing is ever rolled back. So recurrent states, which cannot be
-    trimmed, satisfy the same contract.
+    Contract: after `commit`, scoring equals scoring after a fresh prefill of the committed tokens,
+    whatever was cached before. A cache keeps what is committed, and nothing is ever rolled back. So
+    recurrent states, which cannot be trimmed, satisfy the same contract.
     """
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         """Start a sequence in `slot`. Return how many leading `tokens` are cached already.
 
-        The result is always less than `len(tokens)`: the last token must be fed to get its logits. With prefix caching,
-        prefixes are shared within a `scope` only; None shares nothing.
+        The result is always less than `len(tokens)`: the last token must be fed to get its logits.
+        With prefix caching, prefixes are shared within a `scope` only; None shares nothing.
         """
 
     def set_prefix_caching(self, on: bool) -> None:
@@ -113,8 +113,9 @@ class Cache(Protocol):
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         """Reserve entries behind the committed tokens for the feed and the draft tokens of each sequence.
 
-        With `first` >= 0 the feed and the nodes before `first` are staged already, and only the nodes from `first` on
-        are added: a draft model drafts its own chain this way. Staged entries are lost unless they are committed.
+        With `first` >= 0 the feed and the nodes before `first` are staged already, and only the
+        nodes from `first` on are added: a draft model drafts its own chain this way. Staged entries
+        are lost unless they are committed.
         """
 
     def commit(self, round: Round) -> None:

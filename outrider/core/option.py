@@ -1,8 +1,8 @@
 """How the fields of a settings record are options of the command line.
 
-A settings record is a dataclass. The name, type and default of an option are those of a field, and its help is the
-docstring below the field. `Option` in `Annotated` adds what they cannot say. A field that is a record itself has its
-own options; `Shown` chooses some of them.
+A settings record is a dataclass. The name, type and default of an option are those of a field, and
+its help is the docstring below the field. `Option` in `Annotated` adds what they cannot say. A
+field that is a record itself has its own options; `Shown` chooses some of them.
 """
 
 from __future__ import annotations

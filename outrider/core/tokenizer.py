@@ -14,8 +14,8 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 class FastTokenizer:
     """Encodes and decodes texts, and renders conversations.
 
-    Attributes that it lacks come from a tokenizer of transformers, which is made on first use. Threads may share
-    it, since encoding does not change it.
+    Attributes that it lacks come from a tokenizer of transformers, which is made on first use.
+    Threads may share it, since encoding does not change it.
     """
 
     def __init__(

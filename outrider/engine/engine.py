@@ -59,9 +59,9 @@ class Engine:
     ) -> None:
         """Connect the parts.
 
-        `probs_function` computes target probabilities from logits. `ranks` are the processes that run the same rounds,
-        each with a part of the target; None: this process has the whole target. `stopwatch` measures the rounds; None:
-        that of the target's device.
+        `probs_function` computes target probabilities from logits. `ranks` are the processes that
+        run the same rounds, each with a part of the target; None: this process has the whole
+        target. `stopwatch` measures the rounds; None: that of the target's device.
         """
         self._target = target
         self._stopwatch = stopwatch or find_stopwatch(target.device)
@@ -131,8 +131,8 @@ class Engine:
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Load new weights into the target, between two rounds.
 
-        Unfinished requests go on with the new weights. Their KV cache is computed again from their tokens so far.
-        `SequenceState.weight_versions` tells which tokens come from which version.
+        Unfinished requests go on with the new weights. Their KV cache is computed again from their
+        tokens so far. `SequenceState.weight_versions` tells which tokens come from which version.
 
         Raises:
             OutriderError: a weight does not fit. The old ones stay in use.
@@ -195,7 +195,8 @@ class Engine:
         constrained = apply_constraints(batch, draft, self._target.vocab)
         round = self._verify(batch, constrained, timer)
         if round.draft.size and any(round.failed):
-            # A draft token may be the cause, which plain decoding would not score. Run the round without drafts.
+            # A draft token may be the cause, which plain decoding would not score. Run the round
+            # without drafts.
             empty = tree.empty(len(batch.seqs), self._target.device)
             without = replace(batch, budget=DraftBudget((0,) * len(batch.seqs)))
             constrained = apply_constraints(without, empty, self._target.vocab)
@@ -257,15 +258,16 @@ class Engine:
     def recover(self, error: Exception) -> tuple[SequenceState, ...]:
         """Continue after `step` raised `error`. Only the sequence that causes the error ends with it.
 
-        Each sequence runs the round again, alone and without draft tokens. A sequence that raises again ends with that
-        error. If the round had begun to commit, all its sequences end with `error`.
+        Each sequence runs the round again, alone and without draft tokens. A sequence that raises
+        again ends with that error. If the round had begun to commit, all its sequences end with
+        `error`.
 
         Returns:
             The sequences that took part, as `step` does.
 
         Raises:
-            Exception: `error`, if no round had begun, or if other ranks run the same rounds: whether they have failed,
-                too, is unknown.
+            Exception: `error`, if no round had begun, or if other ranks run the same rounds:
+                whether they have failed, too, is unknown.
         """
         if self.ranks:
             raise error

@@ -1,6 +1,7 @@
 """Replace the weights of a running engine, and free its memory for some time.
 
-Training frameworks call this a weight update, a refit or a weight sync. The target and the draft have a version each.
+Training frameworks call this a weight update, a refit or a weight sync. The target and the draft
+have a version each.
 """
 
 from __future__ import annotations
@@ -55,21 +56,24 @@ class EngineWeights:
     def update(self, weights: NewWeights, version: int | None = None) -> int:
         """Load new values for some or all weights of the target, between two rounds.
 
-        Unfinished requests go on with the new weights, and their KV cache is computed again. Cached prefixes of the old
-        weights are dropped. Drafts that share weights with the target use the new ones. If the tables of a relaxed
-        verifier come from the target's embedding, they are made again. If a weight does not fit, nothing changes.
+        Unfinished requests go on with the new weights, and their KV cache is computed again. Cached
+        prefixes of the old weights are dropped. Drafts that share weights with the target use the
+        new ones. If the tables of a relaxed verifier come from the target's embedding, they are
+        made again. If a weight does not fit, nothing changes.
 
         Args:
-            weights: tensors by the names of the model's `state_dict`, pairs of names and tensors, or the folder of a
-                Hugging Face model. Float tensors of any dtype and device; they are converted to the target's.
+            weights: tensors by the names of the model's `state_dict`, pairs of names and tensors,
+                or the folder of a Hugging Face model. Float tensors of any dtype and device; they
+                are converted to the target's.
             version: a number above the current version. None: the next one.
 
         Returns:
             The new version.
 
         Raises:
-            OutriderError: a name is unknown, a value has another shape, no float dtype, NaN or infinite values, or the
-                version is not above the current one. The old weights stay in use.
+            OutriderError: a name is unknown, a value has another shape, no float dtype, NaN or
+                infinite values, or the version is not above the current one. The old weights stay
+                in use.
         """
         new_version = _next_version(version, self.version)
         new = self._read(weights)
@@ -92,8 +96,8 @@ class EngineWeights:
     def update_draft(self, weights: NewWeights, version: int | None = None) -> int:
         """Load new values for some or all weights of the draft model or draft head, between two rounds.
 
-        The output of the target does not change, only how many draft tokens are accepted. The arguments and errors are
-        those of `update`.
+        The output of the target does not change, only how many draft tokens are accepted. The
+        arguments and errors are those of `update`.
         """
         new_version = _next_version(version, self._draft_version)
         new = self._read(weights)
@@ -114,8 +118,8 @@ class EngineWeights:
         Unfinished requests wait and go on after `wake`. The draft keeps its weights.
 
         Args:
-            level: 1 frees the KV caches of target and draft. 2 also frees the weights of the target; the first call
-                after `wake` must then be `update` with all weights.
+            level: 1 frees the KV caches of target and draft. 2 also frees the weights of the
+                target; the first call after `wake` must then be `update` with all weights.
 
         Raises:
             OutriderError: the target cannot free this memory, or the engine sleeps already.
@@ -167,7 +171,8 @@ class EngineWeights:
     def checksum(self) -> str:
         """Return a SHA-256 of the target's weights as they are stored.
 
-        Engines with the same backend and dtype have the same checksum exactly if their weights are equal.
+        Engines with the same backend and dtype have the same checksum exactly if their weights are
+        equal.
 
         Raises:
             OutriderError: the target does not show its weights.

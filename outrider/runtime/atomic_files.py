@@ -29,8 +29,8 @@ def check_folder(path: str | Path, option: str) -> None:
     """Check that a folder can be created or written to. A leading ~ is the home folder.
 
     Raises:
-        OutriderError: the path is empty, or it cannot be created or written to. The message starts with the name of the
-            `option`.
+        OutriderError: the path is empty, or it cannot be created or written to. The message starts
+            with the name of the `option`.
     """
     if not str(path):  # which is the current folder for pathlib
         raise OutriderError(f"{option} is empty; name a folder")

@@ -52,8 +52,8 @@ def _fail(future: asyncio.Future[T], error: Exception) -> None:
 class AsyncLLM:
     """Steps the engine in a thread while there are requests.
 
-    Only this thread uses the engine. Other threads send it commands. The methods for clients never block the event
-    loop.
+    Only this thread uses the engine. Other threads send it commands. The methods for clients never
+    block the event loop.
     """
 
     def __init__(self, llm: LLM, *, max_queued_requests: int, max_num_seqs: int) -> None:
@@ -160,7 +160,8 @@ class AsyncLLM:
     ) -> list[RequestStream]:
         """Queue a prompt that `prompt_encoder` or `codec` has encoded.
 
-        `speech_output` is for speech models. Return a stream with this content for each of its `n` completions.
+        `speech_output` is for speech models. Return a stream with this content for each of its `n`
+        completions.
 
         Raises:
             QueueFull: the queue is full, or the server stops.
@@ -229,7 +230,8 @@ class AsyncLLM:
         """Stop generating. New requests wait until `resume`.
 
         Args:
-            mode: keep: running requests go on after `resume`. abort: they end with an error. wait: they end first.
+            mode: keep: running requests go on after `resume`. abort: they end with an error. wait:
+                they end first.
         """
         if mode == "wait":
             self._holds = True
@@ -308,7 +310,8 @@ class AsyncLLM:
     def _run_round(self) -> None:
         """Handle commands, and run a round if there are requests.
 
-        `drive` does not fit: requests come and go between two rounds, rounds pause, and a round that fails is repeated.
+        `drive` does not fit: requests come and go between two rounds, rounds pause, and a round
+        that fails is repeated.
         """
         engine = self._llm.engine
         self._handle_commands(wait=not self._runs())

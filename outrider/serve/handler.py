@@ -181,7 +181,8 @@ class RequestHandler:
         if content is StreamContent.TEXT and self._settings.smooth:
             content = StreamContent.TOKENS
         streams = self._submit(inputs, params, content)
-        # In OpenAI's API a token that ends the text has no entry. With token ids, there is one entry for each id.
+        # In OpenAI's API a token that ends the text has no entry. With token ids, there is one
+        # entry for each id.
         omitted = frozenset() if body.return_token_ids else streams[0].request.end_ids
         is_chat = isinstance(body, ChatRequest)
         tokens = self._async_llm.single_tokens

@@ -35,7 +35,8 @@ class PromptEncoder:
         """Return the tokens of a prompt and of the source of an encoder-decoder model that reads text.
 
         Raises:
-            InvalidParam: the model reads speech. `TextCodec.encode_source` would take a text as the path of a file.
+            InvalidParam: the model reads speech. `TextCodec.encode_source` would take a text as the
+                path of a file.
             OutriderError: as `TextCodec.encode_with_source` does.
         """
         if source is not None and self._codec.speech_rules is not None:

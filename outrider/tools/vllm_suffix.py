@@ -49,15 +49,15 @@ class _Text:
 class VllmSuffix:
     """Drafts what followed the longest known suffix of a request, in it and in outputs that have ended.
 
-    Drafts are chains: vLLM verifies no trees. A draft token of low estimated acceptance is left out, so a draft may
-    have fewer tokens than `num_speculative_tokens`, or none.
+    Drafts are chains: vLLM verifies no trees. A draft token of low estimated acceptance is left
+    out, so a draft may have fewer tokens than `num_speculative_tokens`, or none.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         """Read k and the context from vLLM's configuration.
 
-        `--additional-config '{"outrider_suffix_history": 100000}'` keeps so many tokens of ended outputs. They are
-        shared by all requests.
+        `--additional-config '{"outrider_suffix_history": 100000}'` keeps so many tokens of ended
+        outputs. They are shared by all requests.
 
         Raises:
             OutriderError: the history is no number of tokens.
@@ -78,7 +78,8 @@ class VllmSuffix:
         """Return a chain of draft tokens for each row of the batch.
 
         Args:
-            sampled_token_ids: [B][...] the tokens that this step has added to each row; none: the row still prefills.
+            sampled_token_ids: [B][...] the tokens that this step has added to each row; none: the
+                row still prefills.
             num_tokens: [B or more] tokens of each row, with the sampled ones.
             token_ids: [B or more, context] the tokens of each row.
         """
@@ -132,7 +133,8 @@ def likeliest_chain(draft: SuffixDraft, most: int) -> SuffixDraft:
     path: list[int] = []
     last = -1
     for node, parent in enumerate(draft.builder.parent):
-        # Siblings are in order of their acceptance, so the first child of a node is its likeliest one.
+        # Siblings are in order of their acceptance, so the first child of a node is its likeliest
+        # one.
         if parent == last and len(path) < most:
             path.append(node)
             last = node

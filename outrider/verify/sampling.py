@@ -1,7 +1,7 @@
 """Compute the target distribution p from logits: apply bias, penalties, temperature, then filters.
 
-Each step gives the result of the logits processor of the same name in transformers. The penalties of a draft token
-count the tokens on its path. Greedy decoding is a one-hot p.
+Each step gives the result of the logits processor of the same name in transformers. The penalties
+of a draft token count the tokens on its path. Greedy decoding is a one-hot p.
 """
 
 from __future__ import annotations
@@ -257,8 +257,8 @@ def _token_counts(
     """Count tokens for the penalties.
 
     Returns:
-        The counts in the output up to each node, [T, V] at indices `at` [B, 1 + N], and the tokens of each prompt,
-        [B, 1, V] bool.
+        The counts in the output up to each node, [T, V] at indices `at` [B, 1 + N], and the tokens
+        of each prompt, [B, 1, V] bool.
     """
     vocab = size[1]
     output = torch.zeros(size, device=at.device)

@@ -1,8 +1,9 @@
 """Measure what passes of a model cost.
 
-The tokens of a measured pass are random. In a mixture of experts each token reads the weights of its own experts. A
-pass over one token many times reads only the experts of one token, so the difference is the time of the other experts.
-The experts that a pass used are counted. The rounds count those that texts use (see `ExpertUse`).
+The tokens of a measured pass are random. In a mixture of experts each token reads the weights of
+its own experts. A pass over one token many times reads only the experts of one token, so the
+difference is the time of the other experts. The experts that a pass used are counted. The rounds
+count those that texts use (see `ExpertUse`).
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class PassTimes:
     def measure(self, seconds: float) -> None:
         """Measure passes for about this time: the shapes with the fewest passes first, the most important one of them.
 
-        The first two shapes are always measured, and one that would take longer than the rest of the time is left out.
-        The contents of the cache are lost.
+        The first two shapes are always measured, and one that would take longer than the rest of
+        the time is left out. The contents of the cache are lost.
         """
         left = seconds
         while (shape := self._next(left)) is not None:

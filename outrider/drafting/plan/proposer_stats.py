@@ -11,7 +11,8 @@ from outrider.core.types import Batch, Draft
 from outrider.drafting.plan.draft_cost import DraftCost
 from outrider.drafting.plan.pass_cost import Clock, CostModel
 
-# Prior acceptance, and its weight in draft tokens. Position 0 is measured soon, so its prior weighs less.
+# Prior acceptance, and its weight in draft tokens. Position 0 is measured soon, so its prior weighs
+# less.
 _FIRST_PRIOR = 0.6
 _FIRST_PRIOR_WEIGHT = 1.0
 _PRIOR = 0.8
@@ -159,10 +160,11 @@ class ProposerStats:
     def best_length(self, seqs: int, cached: float, clock: Clock) -> tuple[int, float]:
         """Return the best limit of the draft length, and the expected speedup over plain decoding.
 
-        If the proposer estimates acceptance, its drafts are trimmed, and the limit is `max_draft_tokens`. The speedup
-        is the lower one of the long-term mean and the mean since the last trial, so that neither a lucky trial nor an
-        easy earlier text is enough. Estimates that are not trained yet may be too high, so a new proposer may also get
-        the limit of one that estimates nothing.
+        If the proposer estimates acceptance, its drafts are trimmed, and the limit is
+        `max_draft_tokens`. The speedup is the lower one of the long-term mean and the mean since
+        the last trial, so that neither a lucky trial nor an easy earlier text is enough. Estimates
+        that are not trained yet may be too high, so a new proposer may also get the limit of one
+        that estimates nothing.
 
         `clock` knows the pass times of the target.
         """
@@ -219,7 +221,8 @@ class ProposerStats:
     def learn(self, outcome: Outcome, cached: float, *, at_start: bool = False) -> None:
         """Learn from rounds in which this alternative drafted.
 
-        The beginning of a text is often harder to draft than the rest, so its rounds (`at_start`) weigh less.
+        The beginning of a text is often harder to draft than the rest, so its rounds (`at_start`)
+        weigh less.
         """
         weight = _START_WEIGHT if at_start and self.has_estimate else 1.0
         self._tried += outcome.seqs
@@ -232,7 +235,8 @@ class ProposerStats:
             for means in (self._means, self._recent):
                 means.learn(outcome, means.drafted, weight)
             return
-        # A draft token takes a pass of the draft model. Bound the time, since a round may include a prefill.
+        # A draft token takes a pass of the draft model. Bound the time, since a round may include a
+        # prefill.
         low, high = (depth, 1 + 2 * max(self._draft_cost.of(depth), depth)) if self.costs.draft else (0.0, inf)
         unit = self._draft_unit(max(round(outcome.seqs / outcome.rounds), 1), cached)
         drafted = min(max(outcome.draft_seconds / outcome.rounds / unit, low), high)

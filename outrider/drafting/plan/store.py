@@ -26,8 +26,9 @@ _VERSION = 3
 class PlanFile:
     """One plan file, for one target and one proposer.
 
-    Acceptance rates belong to a pair of models. Times belong to a machine, but the planner corrects them with the times
-    of real rounds. So a file may move to another machine, but not to another model.
+    Acceptance rates belong to a pair of models. Times belong to a machine, but the planner corrects
+    them with the times of real rounds. So a file may move to another machine, but not to another
+    model.
     """
 
     def __init__(

@@ -35,7 +35,8 @@ class Argument(Enum):
 class ProposerType:
     """A proposer that can be named in an expression.
 
-    Its module is imported when it is first used. Functions are named as in `core.proposer:NoProposer`.
+    Its module is imported when it is first used. Functions are named as in
+    `core.proposer:NoProposer`.
     """
 
     syntax: str  # for messages
@@ -102,8 +103,8 @@ def check_proposer(spec: str | Maker) -> None:
     """Check the names, numbers and folders of an expression before any model is loaded.
 
     Raises:
-        OutriderError: the expression is not valid, a name is unknown (the message suggests the most similar name), or
-            the argument of a proposer is wrong.
+        OutriderError: the expression is not valid, a name is unknown (the message suggests the most
+            similar name), or the argument of a proposer is wrong.
     """
     if isinstance(spec, str):
         _check(parse(spec))
@@ -164,7 +165,8 @@ class Expression:
 def alternatives(spec: str) -> tuple[str, ...]:
     """Return short names of the alternatives: the parts of a switch, or else the whole expression.
 
-    A name contains the last part of a folder only if two alternatives would otherwise have the same name.
+    A name contains the last part of a folder only if two alternatives would otherwise have the same
+    name.
     """
     expression = parse(spec)
     parts = expression.parts if expression.name == "switch" else (expression,)
@@ -180,8 +182,8 @@ def alternatives(spec: str) -> tuple[str, ...]:
 def parse(spec: str) -> Expression:
     """Parse an expression.
 
-    An argument that contains a comma or a bracket must be in double quotes. `@NAME` is the folder of a model that comes
-    with Outrider.
+    An argument that contains a comma or a bracket must be in double quotes. `@NAME` is the folder
+    of a model that comes with Outrider.
 
     Raises:
         OutriderError: the expression is not valid.
@@ -363,14 +365,16 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
             argument=Argument.TEXT,
             checker="drafting.propose.lookup.ngram:parse_ngram_range",
         ),
-        # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of past outputs.
+        # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of
+        # past outputs.
         "suffix": ProposerType(
             syntax="suffix[:TOKENS]",
             maker="drafting.propose.lookup.suffix:suffix_proposer",
             argument=Argument.TEXT,
             checker="drafting.propose.lookup.suffix:parse_history_size",
         ),
-        # The same in other outputs for the same prompt, running and finished ones, of the last VERSIONS weights.
+        # The same in other outputs for the same prompt, running and finished ones, of the last
+        # VERSIONS weights.
         "group": ProposerType(
             syntax="group[:TOKENS[:VERSIONS]]",
             maker="drafting.propose.lookup.group:group_proposer",
@@ -437,7 +441,8 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
             chain=True,
             reads_text=True,
         ),
-        # The tokens that followed the longest suffix of the text in a datastore; see `outrider index`.
+        # The tokens that followed the longest suffix of the text in a datastore; see `outrider
+        # index`.
         "retrieval": ProposerType(
             syntax="retrieval:DIR[:MIN]",
             maker="drafting.propose.lookup.retrieval:retrieval_proposer",

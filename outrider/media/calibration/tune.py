@@ -40,9 +40,9 @@ def tune(
 ) -> Tuned:
     """Return the threshold that lets the target make the fewest blocks and keeps the wanted quality.
 
-    A second search between the best candidate and the next lower one makes the choice finer. Half of the prompts are
-    used for the search. The figures of the calibration are from the other half. If no candidate has the wanted quality,
-    the best one is taken, and `reached` says so.
+    A second search between the best candidate and the next lower one makes the choice finer. Half
+    of the prompts are used for the search. The figures of the calibration are from the other half.
+    If no candidate has the wanted quality, the best one is taken, and `reached` says so.
 
     Args:
         engine: makes the outputs.

@@ -37,7 +37,8 @@ def _read_full(path: Path) -> Any:
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             tokenizer._tokenizer = _with_text_markers(backend)
     except Exception as error:  # the tokenizers library raises bare Exceptions
-        # The message of transformers about a missing file has several lines, and names packages that would not help.
+        # The message of transformers about a missing file has several lines, and names packages
+        # that would not help.
         missing = not (path / "tokenizer.json").exists()
         reason = "there is no tokenizer.json" if missing else " ".join(str(error).split())
         raise OutriderError(f"{path} has no working tokenizer ({reason}); copy its tokenizer.json there") from error
@@ -128,8 +129,8 @@ def _post_processor(backend: Tokenizer, settings: Mapping[str, Any], named: Mapp
 def _with_text_markers(backend: Tokenizer) -> Tokenizer:
     """Return a tokenizer in which the markers of function calls are text.
 
-    Special tokens are left out of decoded text, and constraints cannot spell them. So calls could neither be found nor
-    forced.
+    Special tokens are left out of decoded text, and constraints cannot spell them. So calls could
+    neither be found nor forced.
     """
     added = backend.get_added_tokens_decoder().values()
     if not any(token.special and token.content in (CALL_START, CALL_END) for token in added):
@@ -143,8 +144,9 @@ def _with_text_markers(backend: Tokenizer) -> Tokenizer:
 def _restore_rules(tokenizer: Any, file: Path) -> None:
     """Let a tokenizer use the rules of its tokenizer.json.
 
-    Classes such as `LlamaTokenizer` and `GPT2Tokenizer` of transformers 5 replace these rules by fixed ones. If a
-    checkpoint names such a class and has other rules, its text would be split into tokens that the model never saw.
+    Classes such as `LlamaTokenizer` and `GPT2Tokenizer` of transformers 5 replace these rules by
+    fixed ones. If a checkpoint names such a class and has other rules, its text would be split into
+    tokens that the model never saw.
     """
     from transformers import PreTrainedTokenizerFast
 

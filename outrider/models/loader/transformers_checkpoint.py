@@ -93,7 +93,8 @@ _ENCODER_DECODER = (
     *SPEECH,
 )
 _WITHOUT_ATTENTION = frozenset({"falcon_mamba", "mamba", "mamba2", "rwkv"})
-# The attention modules of these models do not use the attention registry of transformers. Outrider replaces them.
+# The attention modules of these models do not use the attention registry of transformers. Outrider
+# replaces them.
 _OWN_ATTENTION = frozenset({"bloom", "falcon", "mpt"})
 _REPLACED = _OWN_ATTENTION | {"stablelm"}
 _INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers differ
@@ -318,7 +319,8 @@ def _check_family(config: Any) -> bool:
 def _hide_image_blocks(config: Any) -> None:
     """Let a model whose image tokens see each other use the causal mask, because texts have no image tokens.
 
-    Otherwise Gemma 4 Unified makes a mask from the tokens of one pass, and not of the whole sequence.
+    Otherwise Gemma 4 Unified makes a mask from the tokens of one pass, and not of the whole
+    sequence.
     """
     text = config.get_text_config(decoder=True)
     if getattr(text, "use_bidirectional_attention", None) == "vision":

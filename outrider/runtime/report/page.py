@@ -22,7 +22,8 @@ def check_report(file: str | Path) -> None:
     """Check before a measurement that its report can be written.
 
     Raises:
-        OutriderError: matplotlib is missing, or the file cannot be written or has another suffix than .html.
+        OutriderError: matplotlib is missing, or the file cannot be written or has another suffix
+            than .html.
     """
     if find_spec("matplotlib") is None:
         raise OutriderError('--report needs matplotlib, which is missing; run pip install "outrider[report]"')

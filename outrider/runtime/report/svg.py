@@ -13,7 +13,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Placeholder colors. `_to_svg` replaces them by CSS variables, which differ between light and dark mode.
+# Placeholder colors. `_to_svg` replaces them by CSS variables, which differ between light and dark
+# mode.
 INK, MUTED, GRID, TRACK = "#000101", "#000102", "#000103", "#000104"
 PLAIN, FAST, LIMIT = "#000105", "#000106", "#000107"
 DRAFT, TARGET, HOST = "#000108", "#000109", "#000110"

@@ -49,7 +49,8 @@ def read_bench(file: str, *, category: str | None = None) -> Measured:
         category: a category of the prompts; None: all prompts.
 
     Raises:
-        OutriderError: the file cannot be read, is not the output of a benchmark, or does not have the category.
+        OutriderError: the file cannot be read, is not the output of a benchmark, or does not have
+            the category.
     """
     document = _document(file)
     results = document["results"]
@@ -103,9 +104,9 @@ def _document(file: str) -> dict[str, Any]:
 def _acceptance(figures: Mapping[str, Any]) -> Acceptance:
     """Return rates that give the measured tau.
 
-    The measured rates cover only passes with draft tokens. A pass without a draft emits one token, which lowers tau but
-    not the rates. A completion that ends within an accepted path lowers tau as well. Both are included in the first
-    rate.
+    The measured rates cover only passes with draft tokens. A pass without a draft emits one token,
+    which lowers tau but not the rates. A completion that ends within an accepted path lowers tau as
+    well. Both are included in the first rate.
     """
     rates = list(map(float, figures["acceptance_by_position"]))
     accepted = expected_tau(rates) - 1

@@ -13,8 +13,8 @@ from outrider.scale.ray.prefixes import PrefixTable
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Ranks the replicas: first those with the longest known prefix of the prompt, then all others.
 
-    A replica that has many more requests than the one with the fewest loses its preference. Among replicas of one
-    rank, Ray Serve chooses the one with the shortest queue.
+    A replica that has many more requests than the one with the fewest loses its preference. Among
+    replicas of one rank, Ray Serve chooses the one with the shortest queue.
     """
 
     def initialize_state(self, max_imbalance: int = 4, **_: Any) -> None:

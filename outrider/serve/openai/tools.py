@@ -1,7 +1,7 @@
 """The tools of a request, and the grammar that enforces their schemas.
 
-Calls have the format of Hermes and Qwen models: {"name": ..., "arguments": ...} on a line between <tool_call> and
-</tool_call>.
+Calls have the format of Hermes and Qwen models: {"name": ..., "arguments": ...} on a line between
+<tool_call> and </tool_call>.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Tools:
     def constraint(self) -> Constraint:
         """Return the constraint of the output: text or calls, or only calls if one is required.
 
-        Text before a call is free: any token may be part of it, also special tokens and bytes that are no characters.
+        Text before a call is free: any token may be part of it, also special tokens and bytes that
+        are no characters.
         """
         rules = ["%llguidance {}"]
         more_calls = f' ("\\n{CALL_START}" call)*' if self.parallel else ""

@@ -61,8 +61,8 @@ def write_in_target(source: Path, target: Path, written: Path) -> None:
         written: the folder to write.
 
     Raises:
-        OutriderError: the module does not belong to the target, modules of its family are different, or a file cannot
-            be read or written.
+        OutriderError: the module does not belong to the target, modules of its family are
+            different, or a file cannot be read or written.
     """
     family = FAMILIES[architecture_of(target)]
     info = read_target_info(target)

@@ -42,8 +42,8 @@ class Collator:
             layers: the layers whose states samples have. The last one is the target's last layer.
             tables: the target's weights.
             ids: [Vd] token ids of the draft vocabulary.
-            views: the keys and values that the draft attends to. Samples have those of each layer once, in ascending
-                order.
+            views: the keys and values that the draft attends to. Samples have those of each layer
+                once, in ascending order.
         """
         self._aux_states = aux_states
         self._views = sorted({view.layer: view for view in views}.items())

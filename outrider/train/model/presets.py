@@ -49,8 +49,8 @@ class Sizes:
     width: int = 0  # of decoder layers; 0: that of the target, half of it for slim
     draft_tokens: int = 0  # draft tokens of the kinds that draft all tokens in one pass; 0: 7
     modules: int = 1  # of mtp
-    # The target's keys and values, for kv-sharing: of its last layer with full attention, and of the last one with a
-    # window.
+    # The target's keys and values, for kv-sharing: of its last layer with full attention, and of
+    # the last one with a window.
     view: SharedKV | None = None
     sliding_view: SharedKV | None = None
     centroids: Centroids | None = None  # of the LM head, for kv-sharing
@@ -148,7 +148,8 @@ def _peagle(sizes: Sizes) -> HeadDescription:
 
 
 def _mtp(sizes: Sizes) -> HeadDescription:
-    # Several modules work as in DeepSeek-V3, whose checkpoint format is the only one that can hold them.
+    # Several modules work as in DeepSeek-V3, whose checkpoint format is the only one that can hold
+    # them.
     several = sizes.modules > 1
     return _head(
         sizes,
@@ -168,7 +169,8 @@ def _kv_sharing(sizes: Sizes) -> HeadDescription:
             "kv-sharing reads the keys and values of the target, and this target does not export them; use mtp"
         )
     _check_centroids(sizes)
-    # As in Gemma 4's assistants, all layers but the last one attend to a window if the target has such layers.
+    # As in Gemma 4's assistants, all layers but the last one attend to a window if the target has
+    # such layers.
     shared_kv = (*((sizes.sliding_view or view,) * (sizes.depth - 1)), view)
     # As many query heads as fit into the width, in equal groups for the key heads.
     key_heads = math.lcm(*(shared.key_heads for shared in shared_kv))
@@ -222,7 +224,8 @@ def _block(kind: Kind) -> Callable[[Sizes], HeadDescription]:
     def describe_kind(sizes: Sizes) -> HeadDescription:
         is_dspark = kind is Kind.DSPARK
         draft_tokens = sizes.draft_tokens or _DRAFT_TOKENS
-        # At most a quarter of the width, because the two tables of a correction have a row for every token.
+        # At most a quarter of the width, because the two tables of a correction have a row for
+        # every token.
         rank = max(min(_MAX_RANK, sizes.hidden // 4), 1)
         refiner = Refiner(rank=rank, ffn=_REFINER_RATIO * rank, passes=_JACOBI_PASSES, candidates=_CANDIDATES)
         return _head(

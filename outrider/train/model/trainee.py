@@ -34,8 +34,8 @@ from outrider.train.settings import DRAFT, Settings
 class DraftTrainee(Protocol):
     """A draft in training.
 
-    Contract: step s of `unroll` predicts, at each column, what `proposer` would draft there after s accepted tokens.
-    `proposer` and `save` return copies that later training does not change.
+    Contract: step s of `unroll` predicts, at each column, what `proposer` would draft there after s
+    accepted tokens. `proposer` and `save` return copies that later training does not change.
     """
 
     module: nn.Module  # its parameters are trained, in float32
@@ -224,7 +224,8 @@ def _load_head(settings: Settings, wanted: HeadDescription, setup: ProposerSetup
         setup: the engine with the target.
 
     Raises:
-        OutriderError: the head is of another kind or for another target, or an option would change its shape.
+        OutriderError: the head is of another kind or for another target, or an option would change
+            its shape.
     """
     assert settings.init_from is not None
     module = read_head(model_folder(settings.init_from), dtype=torch.float32, device=setup.device).requires_grad_(True)

@@ -24,9 +24,10 @@ _MIN_TOKENS = 3  # with fewer looked-up tokens at the start, the chain is drafte
 class Cascade(WrappedTarget):
     """A draft model whose greedy chains take fewer passes.
 
-    The draft model looks up what followed the last occurrence of the end of text and chain. It scores these tokens in
-    the same pass and keeps those that equal its own choice. The chain equals the one that the model drafts token by
-    token. Each pass synchronizes with the host, so this is meant for the CPU.
+    The draft model looks up what followed the last occurrence of the end of text and chain. It
+    scores these tokens in the same pass and keeps those that equal its own choice. The chain equals
+    the one that the model drafts token by token. Each pass synchronizes with the host, so this is
+    meant for the CPU.
     """
 
     def __init__(self, inner: Target) -> None:

@@ -37,7 +37,8 @@ from outrider.models.native.support import may_run
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.runtime.ranks import Ranks, all_ranks, current
 
-# Share of the target's tokens that a draft model must have, so that drafting by tokens is as good as by text.
+# Share of the target's tokens that a draft model must have, so that drafting by tokens is as good
+# as by text.
 _GOOD_SHARE = 0.9
 _MIN_SHARE = 0.1  # smallest share for drafting by tokens
 _CHECKED_CONTEXT = 64  # tokens of the check of a sharded draft
@@ -47,7 +48,8 @@ _log = logging.getLogger("outrider")
 def draft_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """Make `draft:DIR` of a draft head or a draft model.
 
-    A model with another vocabulary drafts by tokens if it has most of the target's tokens, and by text otherwise.
+    A model with another vocabulary drafts by tokens if it has most of the target's tokens, and by
+    text otherwise.
     """
     if is_head(folder, lambda: _head_partner(setup)):
         return HeadProposer(setup, _open_head(folder, setup))
@@ -72,7 +74,8 @@ def mtp_proposer(setup: ProposerSetup) -> Proposer:
     """Make `mtp`, the module for multi-token prediction in the target's own checkpoint.
 
     Raises:
-        OutriderError: the checkpoint has no such module, or it is damaged, or its kind is not supported.
+        OutriderError: the checkpoint has no such module, or it is damaged, or its kind is not
+            supported.
     """
     folder = setup.target_folder
     if not (folder and is_head(folder, lambda: _head_partner(setup))):
@@ -122,8 +125,8 @@ class _OpenedModel:
     def model(self, tokens_per_token: int = 1) -> Target:
         """Make the draft model.
 
-        Its context has `tokens_per_token` tokens per token of the target's context. If the checkpoint allows fewer, or
-        the setup asks for it, the draft model reads a window.
+        Its context has `tokens_per_token` tokens per token of the target's context. If the
+        checkpoint allows fewer, or the setup asks for it, the draft model reads a window.
         """
         context = tokens_per_token * self.setup.context
         size = min(context, self._window_size())
@@ -211,7 +214,8 @@ def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
     """Make the target that runs a draft head.
 
     Raises:
-        OutriderError: the target does not export hidden states, or the head belongs to another target.
+        OutriderError: the target does not export hidden states, or the head belongs to another
+            target.
     """
     if not isinstance(setup.target, WeightSharer):
         raise OutriderError(
@@ -349,7 +353,8 @@ def _load_sharded(folder: str, setup: ProposerSetup, dtype: str) -> Checkpoint |
     """Load this rank's part of a draft model; None: each rank loads the whole draft. Notes the choice in the setup.
 
     Raises:
-        UnsupportedModel: the setup asks for a sharded draft, which does not load or fails the check.
+        UnsupportedModel: the setup asks for a sharded draft, which does not load or fails the
+            check.
         OutriderError: the setup asks for a sharded draft, and this draft cannot be split.
     """
     ranks = current()
@@ -398,7 +403,8 @@ def _check_source(opened: _OpenedModel) -> None:
     """Check that a draft model reads what the target reads.
 
     Raises:
-        OutriderError: only one of them is an encoder-decoder model, or the draft cannot read all sources.
+        OutriderError: only one of them is an encoder-decoder model, or the draft cannot read all
+            sources.
     """
     target, draft = opened.setup.source_rules, opened.checkpoint.source
     if target is None and draft is None:

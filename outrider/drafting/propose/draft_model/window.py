@@ -1,12 +1,13 @@
 """Let a draft model read only the last tokens of a sequence.
 
-A draft model whose positions end before the target's could not draft beyond them. It reads a window instead: the last
-tokens of the sequence, at positions from 0 on. When the window is full, it moves on by half of its size, and the draft
-model reads the tokens that remain in it again. So each output token costs one prefilled token of the draft model, and
-the draft model never sees positions that it was not trained for (Xiao et al. 2024, "sliding window with
-re-computation").
+A draft model whose positions end before the target's could not draft beyond them. It reads a window
+instead: the last tokens of the sequence, at positions from 0 on. When the window is full, it moves
+on by half of its size, and the draft model reads the tokens that remain in it again. So each output
+token costs one prefilled token of the draft model, and the draft model never sees positions that it
+was not trained for (Xiao et al. 2024, "sliding window with re-computation").
 
-A smaller window also makes drafts cheaper, because the draft model reads fewer keys and values for each token.
+A smaller window also makes drafts cheaper, because the draft model reads fewer keys and values for
+each token.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _MAX_RESERVE = 64  # tokens that a window reserves for a draft; a window below 2
 class WindowedTarget(WrappedTarget):
     """A draft model as a `Target` with the context of the engine, which reads a window of each sequence.
 
-    Where a window begins depends on the length of the sequence only, so a draft does not depend on the rounds before.
-    Windows begin at multiples of the stride. Sequences with a common prefix therefore share its keys and values, as
-    long as their windows begin at the same token.
+    Where a window begins depends on the length of the sequence only, so a draft does not depend on
+    the rounds before. Windows begin at multiples of the stride. Sequences with a common prefix
+    therefore share its keys and values, as long as their windows begin at the same token.
     """
 
     def __init__(self, inner: Target, *, context: int) -> None:

@@ -23,8 +23,8 @@ _CHUNK = 16  # tokens of a running sequence that its siblings see at once
 class GroupProposer(SuffixProposer):
     """Drafts what followed the longest known suffix in the sequence and in the outputs of its group.
 
-    A group is `Request.group`, or the prompt if there is none. Each group has suffix trees of its own. A running
-    sequence adds its tokens in chunks; its whole output replaces them when it ends.
+    A group is `Request.group`, or the prompt if there is none. Each group has suffix trees of its
+    own. A running sequence adds its tokens in chunks; its whole output replaces them when it ends.
     """
 
     def __init__(self, setup: ProposerSetup, *, history: int = _HISTORY, versions: int | None = None) -> None:

@@ -112,7 +112,8 @@ class _TreeGrowth:
     def best(self, count: int) -> tuple[TreeBuilder, list[Hashable]]:
         """Return the likeliest `count` nodes and their kinds. Parents stay before their children."""
         accept_prob = self._builder.accept_prob
-        # A parent is never less likely than its children and was added before them, and the sort is stable.
+        # A parent is never less likely than its children and was added before them, and the sort is
+        # stable.
         order = sorted(range(len(self._kinds)), key=lambda node: -accept_prob[node])[:count]
         return self._builder.select(order), tree.pick(self._kinds, order)
 
@@ -120,9 +121,9 @@ class _TreeGrowth:
 class NgramProposer:
     """Copies what followed earlier occurrences of the last n-gram, longest n-gram and latest occurrence first.
 
-    The text is the source of an encoder-decoder target, if there is one, and then the sequence. Up to three
-    continuations form a tree. A prompt is indexed in the rounds in which the target prefills it, so that a long prompt
-    does not delay sequences that decode.
+    The text is the source of an encoder-decoder target, if there is one, and then the sequence. Up
+    to three continuations form a tree. A prompt is indexed in the rounds in which the target
+    prefills it, so that a long prompt does not delay sequences that decode.
     """
 
     needs = Needs()

@@ -24,8 +24,8 @@ class SuffixProposer:
 
     The source of an encoder-decoder target counts as text before the sequence.
 
-    A prompt is indexed in the rounds in which the target prefills it, so that a long prompt does not delay sequences
-    that decode.
+    A prompt is indexed in the rounds in which the target prefills it, so that a long prompt does
+    not delay sequences that decode.
     """
 
     needs = Needs()

@@ -1,8 +1,8 @@
 """The `Format` protocol, and helpers that all formats use.
 
-Formats are pure functions: reading maps a config and tensors to a description and weights, and writing does the
-inverse. Weights have the names of the module's state_dict. Some formats leave out values that their target determines,
-so the target may be given as `TargetInfo`.
+Formats are pure functions: reading maps a config and tensors to a description and weights, and
+writing does the inverse. Weights have the names of the module's state_dict. Some formats leave out
+values that their target determines, so the target may be given as `TargetInfo`.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def refuse(name: str, reasons: Mapping[str, bool]) -> None:
 
     Args:
         name: a format that cannot represent the draft head.
-        reasons: what the format cannot represent, as in "it <reason>", and whether this applies. A reason may end with
-            advice after a semicolon.
+        reasons: what the format cannot represent, as in "it <reason>", and whether this applies. A
+            reason may end with advice after a semicolon.
     """
     for reason, applies in reasons.items():
         if applies:

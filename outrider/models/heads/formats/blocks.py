@@ -1,9 +1,9 @@
 """DFlash, DSpark and XPress in the formats of z-lab, DeepSpec, SpecForge and vLLM, and in that of speculators.
 
-The layers are the same in all formats. The formats differ in two ways that tensors do not show. Speculators counts the
-target's layers by inputs, the others by outputs. And the column of the last committed token predicts a draft token
-(`sample_from_anchor`) by default in DSpark, but not in DFlash and XPress. If this is misread, each draft token is
-shifted by one position.
+The layers are the same in all formats. The formats differ in two ways that tensors do not show.
+Speculators counts the target's layers by inputs, the others by outputs. And the column of the last
+committed token predicts a draft token (`sample_from_anchor`) by default in DSpark, but not in
+DFlash and XPress. If this is misread, each draft token is shifted by one position.
 
 The mask is a row of the embedding, which is the target's if the draft head has none.
 """
@@ -52,7 +52,8 @@ _MARKOV: Mapping[str, str] = MappingProxyType(
         "markov_out.weight": "markov_head.markov_w2.weight",
     }
 )
-# The refiner of XPress as it is stored for vLLM, and by speculators. The weight `mix` is stored as it is trained.
+# The refiner of XPress as it is stored for vLLM, and by speculators. The weight `mix` is stored as
+# it is trained.
 _REFINER: Mapping[str, str] = MappingProxyType(
     {
         "refiner.token_in.weight": "xpress_head.w1.weight",
@@ -406,7 +407,8 @@ def _written_confidence(weights: Tensors, hidden: int) -> _WrittenConfidence:
 def _mask_row(name: str, mask: torch.Tensor, tensors: Tensors, target: TargetInfo | None) -> int:
     """Return the row of the embedding that equals the mask.
 
-    If there is none, and `tensors` has an embedding, the mask is written to a row that no token uses.
+    If there is none, and `tensors` has an embedding, the mask is written to a row that no token
+    uses.
     """
     stored = tensors.get("embed_tokens.weight")
     embedding = shared_embedding(target) if stored is None else stored

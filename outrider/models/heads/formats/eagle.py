@@ -19,8 +19,8 @@ _OPTIONAL: Mapping[str, str] = MappingProxyType(
 class Eagle:
     """A Llama config with the number of layers of the draft head.
 
-    The target's LM head gets the output of the last layer without a norm. The first layer has no norm before its
-    attention.
+    The target's LM head gets the output of the last layer without a norm. The first layer has no
+    norm before its attention.
     """
 
     name = "eagle"

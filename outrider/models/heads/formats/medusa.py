@@ -218,7 +218,8 @@ def describe_heads(
 ) -> HeadDescription:
     """Return a description of heads that take the target's last hidden state after its final norm.
 
-    `target_layers` is the number of layers of the target, if it follows from the config; 0: unknown.
+    `target_layers` is the number of layers of the target, if it follows from the config; 0:
+    unknown.
     """
     layers = source.target_layers(target_layers)
     return HeadDescription(

@@ -39,8 +39,8 @@ class AutoregressiveTarget(HeadRunner):
     ) -> None:
         """Prepare for `slots` sequences of up to `context` tokens.
 
-        With `window`, each token attends only to the latest `window` tokens. Rotary positions are relative, so the
-        head never sees a distance that it was not trained for.
+        With `window`, each token attends only to the latest `window` tokens. Rotary positions are
+        relative, so the head never sees a distance that it was not trained for.
         """
         super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=context)
         self._mask_rule = window_rule(window)
@@ -167,8 +167,8 @@ class NativeHead(AutoregressiveTarget):
 class NativeAutoregressiveTarget(NativeHead):
     """Runs an `AutoregressiveHead` on the native kernels, a whole chain of draft tokens per call.
 
-    The kernels also fuse the target's hidden states. For a few columns, the calls of torch would take longer than the
-    draft tokens.
+    The kernels also fuse the target's hidden states. For a few columns, the calls of torch would
+    take longer than the draft tokens.
     """
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:

@@ -16,8 +16,8 @@ from outrider.models.heads.targets.base import HeadRunner
 class KVSharingTarget(HeadRunner):
     """Runs a `KVSharingHead`, which reads the KV cache of its target.
 
-    Queries attend to whatever the target has cached for a sequence at that time. So the head must draft before the
-    target runs its next pass.
+    Queries attend to whatever the target has cached for a sequence at that time. So the head must
+    draft before the target runs its next pass.
     """
 
     module: KVSharingHead

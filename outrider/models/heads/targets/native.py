@@ -25,8 +25,8 @@ from outrider.models.native.pack import Arena, PackedWeight, interleave, pack
 class HeadDecoder(Passes):
     """The packed weights of a draft head.
 
-    It uses the target's embedding without a copy. It uses its LM head too if the target runs on the native kernels and
-    the LM head has no more bits than the weights of the draft head.
+    It uses the target's embedding without a copy. It uses its LM head too if the target runs on the
+    native kernels and the LM head has no more bits than the weights of the draft head.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class HeadDecoder(Passes):
     ) -> None:
         """Pack a module that shares `tables` and writes to `kv_cache`. All must have the same dtype.
 
-        With `window`, each token attends only to the latest `window` tokens. With `bits` below 16 the linear layers and
-        the LM head are quantized.
+        With `window`, each token attends only to the latest `window` tokens. With `bits` below 16
+        the linear layers and the LM head are quantized.
 
         Raises:
             UnsupportedModel: the kernels cannot run this head.

@@ -87,8 +87,9 @@ def find_format(settings: Settings) -> Format:
 class QuantizedWeights(Weights):
     """The weights of a folder. A value is made when it is accessed.
 
-    Matrices of integers that the native kernels multiply without loss are a `GroupWeight` if `blocks` is set. Other
-    quantized weights are tensors of the type `dtype`. Those that are not quantized are as they are stored.
+    Matrices of integers that the native kernels multiply without loss are a `GroupWeight` if
+    `blocks` is set. Other quantized weights are tensors of the type `dtype`. Those that are not
+    quantized are as they are stored.
     """
 
     def __init__(self, folder: Path, settings: Settings, dtype: torch.dtype, *, blocks: bool = False) -> None:

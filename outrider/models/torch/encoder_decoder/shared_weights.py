@@ -15,8 +15,8 @@ _FINAL_NORMS = ("final_layer_norm", "layer_norm", "norm")  # names in a decoder 
 def shared_weights(model: Any, layers: torch.nn.ModuleList) -> SharedWeights:
     """Return the embedding, the factors of the final norm and the LM head of a decoder with these layers.
 
-    The states that heads read are the outputs of the whole decoder, after its final norm if it has one. The factor
-    between them and the LM head, which T5 has, is in the LM head.
+    The states that heads read are the outputs of the whole decoder, after its final norm if it has
+    one. The factor between them and the LM head, which T5 has, is in the LM head.
 
     Raises:
         OutriderError: the LM head has a bias.

@@ -33,8 +33,9 @@ class Chunk(NamedTuple):
 class Rows:
     """The staged entries of B sequences: the tokens of their feeds, followed by their draft tokens.
 
-    There are E entries, of which the last L are new in this pass. An entry depends on the state of its sequence and on
-    the entries before it on its path. Padding depends on nothing, and nothing depends on it.
+    There are E entries, of which the last L are new in this pass. An entry depends on the state of
+    its sequence and on the entries before it on its path. Padding depends on nothing, and nothing
+    depends on it.
     """
 
     ancestors: torch.Tensor  # [B, E, E] bool: whether an entry is on the path of another, or is the entry itself
@@ -124,8 +125,8 @@ class Part:
 class PassRows:
     """All tokens of one pass: chunks of prompts, which come first, and the staged entries of all sequences.
 
-    If few sequences have much longer drafts than the others, they are a part of their own. The others then need no
-    padding to that length.
+    If few sequences have much longer drafts than the others, they are a part of their own. The
+    others then need no padding to that length.
     """
 
     slots: tuple[int, ...]  # [B]

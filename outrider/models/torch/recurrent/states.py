@@ -1,8 +1,8 @@
 """The states of recurrent layers: one per slot and layer.
 
-A recurrent state cannot be trimmed, so rejected draft tokens cannot be removed from it. The committed state is never
-advanced by draft tokens. A pass stages what the layers need to compute the state after any of its tokens, and a commit
-computes the state after the last accepted one.
+A recurrent state cannot be trimmed, so rejected draft tokens cannot be removed from it. The
+committed state is never advanced by draft tokens. A pass stages what the layers need to compute the
+state after any of its tokens, and a commit computes the state after the last accepted one.
 """
 
 from __future__ import annotations

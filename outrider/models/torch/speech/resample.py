@@ -16,8 +16,8 @@ def at_rate(recording: Recording, rate: int) -> Recording:
     """Return the mean of the channels of a recording, with `rate` samples per second.
 
     Raises:
-        OutriderError: it is empty, has too many channels or values that are no numbers, or the package that resamples
-            is missing.
+        OutriderError: it is empty, has too many channels or values that are no numbers, or the
+            package that resamples is missing.
     """
     samples = recording.samples
     if samples.ndim not in (1, 2) or not samples.size:

@@ -23,8 +23,8 @@ def audio_features(source: object, rules: SpeechRules) -> AudioFeatures:
     """Return the features of a source that fits into one pass of the encoder, padded with silence.
 
     Args:
-        source: the path of a WAV file, a `Recording`, samples [n] or [n, channels] in [-1, 1] at the rate of the model
-            as a numpy array, a tensor or a list, or features.
+        source: the path of a WAV file, a `Recording`, samples [n] or [n, channels] in [-1, 1] at
+            the rate of the model as a numpy array, a tensor or a list, or features.
         rules: what the model takes.
 
     Raises:
