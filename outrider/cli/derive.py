@@ -19,8 +19,8 @@ from outrider.core.option import MODEL, Option, Shown, field_help, option_name
 _CONFIG = "config"
 _DEFAULT = " Default: "  # begins the last sentence of a help text
 _CONFIG_HELP = (
-    "Read settings from a JSON file: fields of EngineConfig, or what `outrider tune --out` or `outrider fit` wrote."
-    " Options on the command line take precedence."
+    "Read settings from a JSON file: fields of EngineConfig, or what `outrider tune --out` or"
+    " `outrider fit` wrote. Options on the command line take precedence."
 )
 
 

@@ -132,8 +132,8 @@ def _check_transcript(prompt: str | None, reason: str) -> None:
     """Refuse a prompt where a transcript is needed for this reason."""
     if prompt is not None:
         raise OutriderError(
-            f"a prompt begins one completion, and {reason} needs a transcript; leave the prompt out, or use"
-            " --previous-text"
+            f"a prompt begins one completion, and {reason} needs a transcript; leave the prompt"
+            " out, or use --previous-text"
         )
 
 

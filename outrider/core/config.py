@@ -122,8 +122,8 @@ class EngineConfig:
             self._check_tensor_parallel()
         elif self.draft_placement != AUTO:
             raise OutriderError(
-                f"draft_placement is {self.draft_placement}, which needs several ranks, and tp is 1; leave it out, or"
-                " set tp"
+                f"draft_placement is {self.draft_placement}, which needs several ranks, and tp is"
+                " 1; leave it out, or set tp"
             )
         self._check_limits()
         for name in ("prefix_caching", "isolate_faults"):
@@ -179,8 +179,8 @@ class EngineConfig:
             )
         if self.quantize is not None:
             raise OutriderError(
-                f"weights that are quantized when they are loaded cannot be split over ranks, and tp is {self.tp};"
-                " leave quantize out, or use tp 1"
+                "weights that are quantized when they are loaded cannot be split over ranks, and tp"
+                f" is {self.tp}; leave quantize out, or use tp 1"
             )
 
 
@@ -210,8 +210,8 @@ def draft_weight_bits(draft_quantize: str | None, *, kernels: str, device: str) 
         )
     if bits < FULL_BITS and device not in (AUTO, "cpu"):
         raise OutriderError(
-            f"draft_quantize is {draft_quantize}, and the native kernels do not run on {device}; use device cpu, or"
-            " leave draft_quantize out"
+            f"draft_quantize is {draft_quantize}, and the native kernels do not run on {device};"
+            " use device cpu, or leave draft_quantize out"
         )
     return bits
 

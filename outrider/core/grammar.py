@@ -221,13 +221,14 @@ def _failure(reason: str) -> OutriderError:
     """Return the error of a matcher that has failed during a text, for llguidance's reason."""
     if _DEAD_END in reason:
         return OutriderError(
-            f"the grammar allows no token at this position ({reason}); let the text go on or end here, and use"
-            " characters for which the model has tokens"
+            f"the grammar allows no token at this position ({reason}); let the text go on or end"
+            " here, and use characters for which the model has tokens"
         )
     if _REFUSED in reason:
         return Fault(
-            f"the constraint refused a token that it had allowed ({reason}), which is a fault of Outrider; report it"
-            " with the constraint and the tokenizer.json of the model, and leave the constraint out until then"
+            f"the constraint refused a token that it had allowed ({reason}), which is a fault of"
+            " Outrider; report it with the constraint and the tokenizer.json of the model, and"
+            " leave the constraint out until then"
         )
     return OutriderError(f"the grammar is too complex at this position; simplify it ({reason})")
 

@@ -56,8 +56,8 @@ def read_prompts(
         raise OutriderError(f"limit is {limit}; use at least 1")
     if with_sources and file is None:
         raise OutriderError(
-            f"the embedded prompts have no sources, which this encoder-decoder target reads; give --prompts FILE with"
-            f" lines like {SOURCE_FORM}"
+            "the embedded prompts have no sources, which this encoder-decoder target reads; give"
+            f" --prompts FILE with lines like {SOURCE_FORM}"
         )
     parse, form = (parse_sourced_prompt, SOURCE_FORM) if with_sources else (parse_prompt, _FORM)
     prompts = list(map(parse, read_lines(file or EMBEDDED, form=form)))

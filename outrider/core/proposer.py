@@ -100,8 +100,8 @@ def check_budget(batch: Batch, draft: Draft) -> None:
     """
     if len(draft.width) != len(batch.seqs) or any(w > b for w, b in zip(draft.width, batch.draft_budget, strict=True)):
         raise OutriderError(
-            f"the proposer made {draft.width} draft tokens, but the budget is {batch.draft_budget}; return at most"
-            " batch.draft_budget[b] draft tokens for sequence b"
+            f"the proposer made {draft.width} draft tokens, but the budget is {batch.draft_budget};"
+            " return at most batch.draft_budget[b] draft tokens for sequence b"
         )
 
 

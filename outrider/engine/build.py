@@ -374,8 +374,8 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> No
     has_target = bool(uses) and uses[0][0] is caches[0]
     if gigabytes is not None and not has_target:
         raise OutriderError(
-            "cache_gb can be set for the native kernels on a CPU; here each sequence has memory for a whole context,"
-            " so set max_num_seqs and max_model_len"
+            "cache_gb can be set for the native kernels on a CPU; here each sequence has memory for"
+            " a whole context, so set max_num_seqs and max_model_len"
         )
     if not uses:
         return
@@ -405,9 +405,10 @@ def _check_enough(blocks: int, context: int, uses: Sequence[CacheUsage], *, can_
         return
     block_bytes = sum(use.token_bytes * use.block_tokens for use in uses)
     raise OutriderError(
-        f"the KV caches have {blocks * block_bytes / 1e9:.3g} GB, and one sequence of {longest} tokens needs"
-        f" {needed * block_bytes / 1e9:.3g} GB ({block_bytes // uses[0].block_tokens} bytes per token);"
-        f" {'raise cache_gb, ' if can_be_set else ''}free memory, or lower max_model_len"
+        f"the KV caches have {blocks * block_bytes / 1e9:.3g} GB, and one sequence of {longest}"
+        f" tokens needs {needed * block_bytes / 1e9:.3g} GB ({block_bytes // uses[0].block_tokens}"
+        f" bytes per token); {'raise cache_gb, ' if can_be_set else ''}free memory, or lower"
+        " max_model_len"
     )
 
 

@@ -147,8 +147,8 @@ class TextCodec:
             return start
         if not rules.start:
             raise OutriderError(
-                "the target's checkpoint has no decoder_start_token_id; set it in its config.json, or give a prompt of"
-                " token ids"
+                "the target's checkpoint has no decoder_start_token_id; set it in its config.json,"
+                " or give a prompt of token ids"
             )
         return rules.start
 
@@ -259,8 +259,8 @@ class TextCodec:
             return text_tokens(self.tokenizer, text)
         if not isinstance(text, Sequence) or isinstance(text, bytes | bytearray | memoryview):
             raise OutriderError(
-                f"{what} has the type {type(text).__name__}; give a string, or a list of token ids (of an array its"
-                " tolist())"
+                f"{what} has the type {type(text).__name__}; give a string, or a list of token ids"
+                " (of an array its tolist())"
             )
         return _whole_ids(what, text)
 

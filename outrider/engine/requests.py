@@ -135,8 +135,8 @@ class RequestMaker:
                 remedy = f" ({checkpoint.context_reason or 'the model takes no more'})"
             raise InvalidParam(
                 "prompt",
-                f"the prompt is {len(tokens)} tokens long and the context holds {parts.context}; shorten the prompt"
-                f"{remedy}",
+                f"the prompt is {len(tokens)} tokens long and the context holds {parts.context};"
+                f" shorten the prompt{remedy}",
             )
         for param, ids in (
             ("prompt", tokens),
@@ -148,8 +148,8 @@ class RequestMaker:
         if params.min_tokens > room:
             raise InvalidParam(
                 "min_tokens",
-                f"min_tokens is {params.min_tokens}, and after the prompt the context has room for {room} tokens; lower"
-                " min_tokens, or shorten the prompt",
+                f"min_tokens is {params.min_tokens}, and after the prompt the context has room for"
+                f" {room} tokens; lower min_tokens, or shorten the prompt",
             )
 
     def _grammar_of(self, params: SamplingParams) -> Grammar | None:

@@ -58,8 +58,8 @@ class Scheduler:
         """
         if len(request.prompt_token_ids) >= self._context:
             raise OutriderError(
-                f"the prompt has {len(request.prompt_token_ids)} tokens and the context holds {self._context};"
-                " shorten the prompt"
+                f"the prompt has {len(request.prompt_token_ids)} tokens and the context holds"
+                f" {self._context}; shorten the prompt"
             )
         self._arrivals += 1
         rank = _AGING_ROUNDS * request.params.priority + self._rounds, self._arrivals

@@ -104,8 +104,8 @@ class EngineWeights:
         drafts = [model for model in draft_models(self._parts.proposer) if not isinstance(model.cache, SharedCache)]
         if len(drafts) != 1:
             raise OutriderError(
-                f"the proposer has {len(drafts)} draft models with weights of their own, and update_draft needs one;"
-                " use proposer draft:DIR or tree:DIR"
+                f"the proposer has {len(drafts)} draft models with weights of their own, and"
+                " update_draft needs one; use proposer draft:DIR or tree:DIR"
             )
         drafts[0].update_weights(new, new_version)
         self._draft_version = new_version

@@ -103,8 +103,8 @@ class Ranks:
         expected, *shared = self.share((digest, *values))
         if digest != expected:
             raise RankError(
-                f"rank {self.rank} has other tokens than rank 0, so its hardware or libraries compute differently; use"
-                " equal machines"
+                f"rank {self.rank} has other tokens than rank 0, so its hardware or libraries"
+                " compute differently; use equal machines"
             )
         return tuple(shared)
 
@@ -207,8 +207,8 @@ def join(size: int, device: str = "auto") -> Ranks | None:
         raise OutriderError(f"tp {size} needs {size} processes; run {torchrun_command(size)}")
     if world_size() != size:
         raise OutriderError(
-            f"torchrun has started {world_size()} processes, and tp is {size}; use --nproc-per-node {size}, or tp"
-            f" {world_size()}"
+            f"torchrun has started {world_size()} processes, and tp is {size}; use --nproc-per-node"
+            f" {size}, or tp {world_size()}"
         )
     if distributed.is_initialized():
         raise OutriderError("a process group exists already; let Outrider make it, so load the model before others do")

@@ -76,8 +76,8 @@ class ApiKey:
         if self.quota is None or not (seconds := self.quota.wait_seconds()):
             return ""
         return (
-            f"the key {self.name!r} has used its {self.quota.tokens_per_minute:g} tokens per minute; try again in"
-            f" {ceil(seconds)} seconds"
+            f"the key {self.name!r} has used its {self.quota.tokens_per_minute:g} tokens per"
+            f" minute; try again in {ceil(seconds)} seconds"
         )
 
 

@@ -128,8 +128,8 @@ class AsyncLLM:
         if num_failed < _DEGRADED_FAILURES:
             return reasons
         failures = (
-            f"{num_failed} of the last {_RECENT_ROUNDS} rounds failed and were repeated without draft tokens:"
-            f" {self._last_error}"
+            f"{num_failed} of the last {_RECENT_ROUNDS} rounds failed and were repeated without"
+            f" draft tokens: {self._last_error}"
         )
         return (*reasons, failures)
 

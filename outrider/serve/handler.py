@@ -148,8 +148,8 @@ class RequestHandler:
         if num_completions > self._settings.max_n:
             raise InvalidParam(
                 "n" if params.n > 1 else "prompt",
-                f"prompts times n is {num_prompts} x {params.n} = {num_completions} completions; ask for at most"
-                f" {self._settings.max_n} at once",
+                f"prompts times n is {num_prompts} x {params.n} = {num_completions} completions;"
+                f" ask for at most {self._settings.max_n} at once",
             )
         if params.constraint:
             # Compile the grammar in a thread, because it may take seconds. Compile one at a time.

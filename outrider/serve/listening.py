@@ -89,8 +89,8 @@ def check_tls(certificate: str | None, key: str | None) -> None:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
     except (OSError, ValueError) as error:  # SSLError is an OSError
         raise OutriderError(
-            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({error}); give a PEM certificate and its"
-            " key without a passphrase"
+            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({error}); give a PEM"
+            " certificate and its key without a passphrase"
         ) from None
 
 

@@ -260,8 +260,8 @@ class Training:
         self._num_repeated = count_repeated(train_prompts, eval_prompts)
         if self._num_repeated and not rank():
             _log.warning(
-                "%d of the %d evaluation prompts are also training prompts, so tau will be too high; give other"
-                " prompts with --eval-data",
+                "%d of the %d evaluation prompts are also training prompts, so tau will be too"
+                " high; give other prompts with --eval-data",
                 self._num_repeated,
                 len(eval_prompts),
             )
@@ -281,8 +281,8 @@ class Training:
         most_per_process = -(-len(prompts) // world_size())
         if not numbers:
             raise OutriderError(
-                f"{len(prompts)} prompts are too few for {world_size()} processes; give more prompts, or start fewer"
-                " processes"
+                f"{len(prompts)} prompts are too few for {world_size()} processes; give more"
+                " prompts, or start fewer processes"
             )
         collator = Collator(
             trainee.aux_states, recorder.layers, self._setup.tables, trainee.ids, views=trainee.shared_kv

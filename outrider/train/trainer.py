@@ -108,8 +108,8 @@ class Trainer:
         if not math.isfinite(stats.loss) or not math.isfinite(norm):
             self._optimizer.zero_grad()
             raise OutriderError(
-                f"the loss at step {self.step} is {stats.loss} and the norm of its gradient is {norm};"
-                " use a smaller --lr"
+                f"the loss at step {self.step} is {stats.loss} and the norm of its gradient is"
+                f" {norm}; use a smaller --lr"
             )
         if stats.columns:
             self._optimizer.step(self._lr * lr_factor(progress))
@@ -181,8 +181,8 @@ class Trainer:
             replace_tensors(state, folder / STATE)
         except (OSError, RuntimeError) as error:
             raise OutriderError(
-                f"{folder / STATE} cannot be written ({error}); the state that was saved before is intact. Free some"
-                " space and run the same command again"
+                f"{folder / STATE} cannot be written ({error}); the state that was saved before is"
+                " intact. Free some space and run the same command again"
             ) from error
 
     def optimizer_state(self) -> list[dict[str, Any]]:

@@ -89,13 +89,13 @@ class PlanFile:
             raise OutriderError(f"{self._path} is not a plan file; name another file")
         if document.get("version") != _VERSION:
             raise OutriderError(
-                f"plan {self._path} has version {document.get('version')}, and this program reads version {_VERSION};"
-                " delete it, and the planner learns again"
+                f"plan {self._path} has version {document.get('version')}, and this program reads"
+                f" version {_VERSION}; delete it, and the planner learns again"
             )
         if document.get("proposer") != self._proposer:
             raise OutriderError(
-                f"plan {self._path} belongs to proposer {document.get('proposer')}, not {self._proposer}; use another"
-                " plan file for each proposer"
+                f"plan {self._path} belongs to proposer {document.get('proposer')}, not"
+                f" {self._proposer}; use another plan file for each proposer"
             )
         if document.get("models") != self._models:
             raise OutriderError(

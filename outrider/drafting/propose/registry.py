@@ -125,8 +125,8 @@ def own_proposer(maker: Maker, setup: ProposerSetup) -> Proposer:
         proposer = maker(setup)
     except TypeError as error:
         raise OutriderError(
-            f"{name} cannot make a proposer from a ProposerSetup ({error}); it must take a ProposerSetup as its only"
-            " required argument"
+            f"{name} cannot make a proposer from a ProposerSetup ({error}); it must take a"
+            " ProposerSetup as its only required argument"
         ) from error
     methods = ("admit", "propose", "commit", "release")
     missing = [method for method in methods if not callable(getattr(proposer, method, None))]
@@ -135,7 +135,8 @@ def own_proposer(maker: Maker, setup: ProposerSetup) -> Proposer:
     if missing:
         raise OutriderError(
             f"{name} does not make a proposer: the result lacks {', '.join(missing)}; see"
-            " outrider.core.proposer.Proposer for what they do, and test with outrider.testing.check_proposer"
+            " outrider.core.proposer.Proposer for what they do, and test with"
+            " outrider.testing.check_proposer"
         )
     return proposer
 
@@ -329,8 +330,8 @@ def _import_maker(expression: Expression) -> Maker:
     if not all(part.isidentifier() for part in module.split(".")):
         stem = Path(module.lstrip(".")).name.removesuffix(".py")
         raise OutriderError(
-            f"proposer {module}:{name} names no module; use a dotted path that can be imported from the current folder."
-            f" For a file of yours, go there and write {stem}:{name}"
+            f"proposer {module}:{name} names no module; use a dotted path that can be imported from"
+            f" the current folder. For a file of yours, go there and write {stem}:{name}"
         )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # find modules in the current folder, as `python -m` does

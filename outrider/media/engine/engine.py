@@ -46,8 +46,8 @@ class MediaEngine:
         shapes = tuple(target.latent_shape), tuple(drafter.latent_shape)
         if shapes[0] != shapes[1]:
             raise OutriderError(
-                f"the target has latents of shape {shapes[0]} and the drafter of shape {shapes[1]}; use a drafter of"
-                " the same latent space"
+                f"the target has latents of shape {shapes[0]} and the drafter of shape {shapes[1]};"
+                " use a drafter of the same latent space"
             )
         self.target = target
         self.drafter = drafter
@@ -111,8 +111,8 @@ class MediaEngine:
         low, high = limits
         if not low <= router.threshold <= high:
             raise OutriderError(
-                f"threshold is {router.threshold:g}, but this scorer's scores lie from {low:g} to {high:g}; use one of"
-                " them"
+                f"threshold is {router.threshold:g}, but this scorer's scores lie from {low:g} to"
+                f" {high:g}; use one of them"
             )
 
 

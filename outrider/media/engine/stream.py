@@ -54,7 +54,7 @@ class BlockStream:
         if tuple(latent.shape) != tuple(self._generator.latent_shape):
             shape, expected = tuple(latent.shape), tuple(self._generator.latent_shape)
             raise OutriderError(
-                f"the {self._role} made a latent of shape {shape} for block {block}; return the shape of its"
-                f" latent_shape, {expected}"
+                f"the {self._role} made a latent of shape {shape} for block {block}; return the"
+                f" shape of its latent_shape, {expected}"
             )
         return latent

@@ -318,8 +318,8 @@ def _check(description: HeadDescription) -> None:
     for problem, exists in problems.items():
         if exists:
             raise OutriderError(
-                f"this draft head of kind {description.kind} is invalid: {problem}; its checkpoint is damaged or of"
-                " another format"
+                f"this draft head of kind {description.kind} is invalid: {problem}; its checkpoint"
+                " is damaged or of another format"
             )
 
 

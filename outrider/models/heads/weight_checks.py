@@ -67,8 +67,8 @@ def _check_names(
         )
     if unexpected := sorted(weights.keys() - expected.keys()):
         raise OutriderError(
-            f"{names.where} has {names.stored(unexpected[0])!r}, which a draft head of kind {description.kind} does not"
-            " have; copy it again"
+            f"{names.where} has {names.stored(unexpected[0])!r}, which a draft head of kind"
+            f" {description.kind} does not have; copy it again"
         )
 
 
@@ -87,8 +87,8 @@ def _check_weight(name: str, weight: torch.Tensor, expected_shape: tuple[int, ..
         )
     if weight.is_floating_point() and not bool(weight.isfinite().all()):
         raise OutriderError(
-            f"{names.where}: {names.label(name)} has values that are NaN or infinite; copy it again, or train it again"
-            " if the training diverged"
+            f"{names.where}: {names.label(name)} has values that are NaN or infinite; copy it"
+            " again, or train it again if the training diverged"
         )
 
 

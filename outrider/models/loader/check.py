@@ -129,8 +129,8 @@ def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:
     except MODEL_ERRORS as reason:
         raise UnsupportedModel(f"{model_type}: its forward pass fails ({reason}); {_FIX}") from reason
     raise UnsupportedModel(
-        f"{model_type}: the logits of a draft tree differ from the model's own by {errors.max():.1%} of their norm;"
-        f" {_FIX}"
+        f"{model_type}: the logits of a draft tree differ from the model's own by"
+        f" {errors.max():.1%} of their norm; {_FIX}"
     )
 
 

@@ -253,8 +253,8 @@ def refuse_sources(target: str | Path | None, command: str) -> None:
     """
     if reads_sources(target):
         raise OutriderError(
-            f"{command} does not support encoder-decoder targets; use a decoder-only target here, and run, bench, tune,"
-            " serve or LLM with this one"
+            f"{command} does not support encoder-decoder targets; use a decoder-only target here,"
+            " and run, bench, tune, serve or LLM with this one"
         )
 
 

@@ -221,8 +221,9 @@ def _compare_layout(structure: type[ctypes.Structure], code: ctypes.CDLL) -> Non
     differing = (pair for pair in zip_longest(layout, c_layout, fillvalue="no further field") if pair[0] != pair[1])
     in_python, in_c = next(differing, (f"{ctypes.sizeof(structure)} bytes", f"{numbers[0]} bytes"))
     raise RuntimeError(
-        f"the structure {name} differs between Python and C++: {structure.__name__} in {structure.__module__} has"
-        f" {in_python}, and the compiled kernels have {in_c}; make both equal"
+        f"the structure {name} differs between Python and C++: {structure.__name__} in"
+        f" {structure.__module__} has {in_python}, and the compiled kernels have {in_c}; make both"
+        " equal"
     )
 
 

@@ -233,8 +233,8 @@ class Decoder(Passes):
             raise OutriderError("a draft model with a reduced vocabulary takes no new weights; load it again")
         if self.types:
             raise OutriderError(
-                f"this target keeps its {', '.join(self.types)} weights and takes no new ones; use the folder of the"
-                " unquantized model"
+                f"this target keeps its {', '.join(self.types)} weights and takes no new ones; use"
+                " the folder of the unquantized model"
             )
         check_weights(weights, self._shapes)
         new = {name: value.detach() for name, value in weights.items()}

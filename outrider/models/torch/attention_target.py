@@ -244,8 +244,8 @@ class AttentionTarget:
             out = self._run(layout, reader)
         if skipped := self._hooks.keys() - self._outputs.keys():
             raise UnsupportedModel(
-                f"the model skips layer {min(skipped)} in a pass over text, and a proposer needs its hidden states; use"
-                " another proposer"
+                f"the model skips layer {min(skipped)} in a pass over text, and a proposer needs"
+                " its hidden states; use another proposer"
             )
         logits = out.logits[0] if out.logits.shape[1] == len(layout.keep) else out.logits[0, layout.keep]
         return logits.float()  # type: ignore[no-any-return]

@@ -322,8 +322,9 @@ class Graphs:
         remedy = "; to leave memory for graphs, lower max_num_seqs or max_model_len" if failure.no_memory else ""
         _log.log(
             logging.WARNING if len(self._failed) == 1 else logging.INFO,
-            "%s cannot be recorded as a CUDA graph (%s). This shape, and each further one that cannot be recorded,"
-            " runs without a graph and takes longer; other shapes are not affected%s",
+            "%s cannot be recorded as a CUDA graph (%s). This shape, and each further one that"
+            " cannot be recorded, runs without a graph and takes longer; other shapes are not"
+            " affected%s",
             describe(bucket),
             failure.reason,
             remedy,

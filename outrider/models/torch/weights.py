@@ -51,8 +51,8 @@ class Weights(Mapping[str, Weight]):
         for name, shape in shapes.items():
             if tuple(found := self.shape(name)) != tuple(shape):
                 raise OutriderError(
-                    f"{name} in {self.path} is {tuple(found)} and should be {tuple(shape)}; download or convert it"
-                    " again"
+                    f"{name} in {self.path} is {tuple(found)} and should be {tuple(shape)};"
+                    " download or convert it again"
                 )
 
     @property
@@ -119,8 +119,9 @@ def finite_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> d
         # all values.
         if value.numel() and not all(map(torch.isfinite, torch.aminmax(converted[name]))):
             raise OutriderError(
-                f"{name} has values that are NaN or infinite in {str(dtype).removeprefix('torch.')}; the old weights"
-                " stay in use. Check the last step of the training"
+                f"{name} has values that are NaN or infinite in"
+                f" {str(dtype).removeprefix('torch.')}; the old weights stay in use. Check the last"
+                " step of the training"
             )
     return converted
 

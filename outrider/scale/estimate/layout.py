@@ -52,8 +52,8 @@ class Layout:
             )
         if self.expert > 1 and model.experts and self.expert > model.experts.count:
             raise OutriderError(
-                f"--expert-parallel {self.expert} has more groups than {model.name} has experts; use at most"
-                f" {model.experts.count}"
+                f"--expert-parallel {self.expert} has more groups than {model.name} has experts;"
+                f" use at most {model.experts.count}"
             )
         if self.expert > 1 and self.pipeline > 1:
             raise OutriderError("--pipeline and --expert-parallel are not estimated together; give one of them")

@@ -206,8 +206,8 @@ def _three(name: str, values: Sequence[float]) -> tuple[float, ...]:
     """Return one figure per case."""
     if len(values) not in (1, 3):
         raise OutriderError(
-            f"{len(values)} figures are given for {name.replace('_', ' in ')}; give one, or three: pessimistic, middle,"
-            " optimistic"
+            f"{len(values)} figures are given for {name.replace('_', ' in ')}; give one, or three:"
+            " pessimistic, middle, optimistic"
         )
     return tuple(values) * (3 // len(values))
 

@@ -35,8 +35,8 @@ class Measured:
         if uses_model != (proposer != "ngram"):
             fitting = "draft:DIR, draft:SIZE, head:SHARE or block:SHARE" if uses_model else "ngram"
             return (
-                f"the acceptance was measured with {self.proposer}, and the cost is that of {proposer}; use"
-                f" --proposer {fitting} for the measured proposer"
+                f"the acceptance was measured with {self.proposer}, and the cost is that of"
+                f" {proposer}; use --proposer {fitting} for the measured proposer"
             )
         return None
 

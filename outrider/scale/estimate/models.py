@@ -48,8 +48,8 @@ def find_model(name: str, bits: Bits) -> Model:
     folder = model_folder(name, weights=False)
     if not (folder / "config.json").is_file():
         raise OutriderError(
-            f"{name} is neither a folder with a config.json nor a size; use a folder, a size such as 8B or 1.5B, or one"
-            f" of {', '.join(SIZES)}"
+            f"{name} is neither a folder with a config.json nor a size; use a folder, a size such"
+            f" as 8B or 1.5B, or one of {', '.join(SIZES)}"
         )
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -35,8 +35,8 @@ class Arrival:
                 raise OutriderError(f"a request has {count} {name} tokens; use 1 to {_MAX_TOKENS}")
         if not 0 <= self.prefix_tokens < self.prompt:
             raise OutriderError(
-                f"a request has {self.prefix_tokens} tokens of prefix and a prompt of {self.prompt}; the prefix is"
-                " shorter than the prompt"
+                f"a request has {self.prefix_tokens} tokens of prefix and a prompt of"
+                f" {self.prompt}; the prefix is shorter than the prompt"
             )
 
 
@@ -112,8 +112,8 @@ def read_trace(file: str) -> list[Arrival]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise OutriderError(
-            f"the trace {file} cannot be read ({reason}); give a file of JSON lines, or poisson:RATE or"
-            " bursts:RATE:PEAK:PERIOD"
+            f"the trace {file} cannot be read ({reason}); give a file of JSON lines, or"
+            " poisson:RATE or bursts:RATE:PEAK:PERIOD"
         ) from None
     arrivals = [_parse(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not arrivals:

@@ -51,8 +51,8 @@ def read_costs(file: str) -> ServerCosts:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else repr(error)
         raise OutriderError(
-            f"{file} has no cost model ({reason}); give a file that benchmarks/server/fleet.py --out wrote, or"
-            " --target and --machine"
+            f"{file} has no cost model ({reason}); give a file that benchmarks/server/fleet.py"
+            " --out wrote, or --target and --machine"
         ) from None
 
 

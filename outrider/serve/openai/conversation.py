@@ -99,8 +99,8 @@ def _check_call_ids(messages: Sequence[Message]) -> None:
             field = f"messages.{i}.tool_call_id"
             raise InvalidParam(
                 field,
-                f"{field}: no message of the assistant before it has a call with the id {message.tool_call_id!r};"
-                " send the message with the call as well",
+                f"{field}: no message of the assistant before it has a call with the id"
+                f" {message.tool_call_id!r}; send the message with the call as well",
             )
 
 
@@ -176,12 +176,12 @@ def _parse_call(call: FunctionCall, index: int) -> dict[str, Any]:
         arguments = json.loads(call.arguments or "{}")
     except (json.JSONDecodeError, RecursionError) as error:
         raise OutriderError(
-            f"messages.{index}: the arguments of a tool call are not JSON ({error}); send them as the server returned"
-            " them"
+            f"messages.{index}: the arguments of a tool call are not JSON ({error}); send them as"
+            " the server returned them"
         ) from error
     if not isinstance(arguments, dict):
         raise OutriderError(
-            f"messages.{index}: the arguments of a tool call are not a JSON object; send them as the server returned"
-            " them"
+            f"messages.{index}: the arguments of a tool call are not a JSON object; send them as"
+            " the server returned them"
         )
     return {"name": call.name, "arguments": arguments}

@@ -330,8 +330,8 @@ class ChatRequest(ForeignChatFields, SamplingFields):
         if last.role != "assistant" or last.tool_calls or not last.text().strip():
             raise InvalidParam(
                 "continue_final_message",
-                "continue_final_message needs a last message of the assistant with a text and without tool_calls;"
-                " add one, or leave continue_final_message out",
+                "continue_final_message needs a last message of the assistant with a text and"
+                " without tool_calls; add one, or leave continue_final_message out",
             )
 
     def num_logprobs(self) -> int | None:

@@ -180,8 +180,9 @@ def _previous_token(codec: TextCodec, rules: SpeechRules) -> int:
     if token is None:
         raise InvalidParam(
             "prompt",
-            "the target's checkpoint has no prev_sot_token_id, so its transcripts follow no other text; set it in its"
-            " generation_config.json, or leave prompt and condition_on_previous_text out",
+            "the target's checkpoint has no prev_sot_token_id, so its transcripts follow no other"
+            " text; set it in its generation_config.json, or leave prompt and"
+            " condition_on_previous_text out",
         )
     return int(token)
 

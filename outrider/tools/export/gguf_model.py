@@ -50,8 +50,8 @@ def write_gguf(folder: Path, file: Path) -> None:
     kind = str(config.get("model_type"))
     if kind not in _ARCHITECTURES:
         raise OutriderError(
-            f"{folder} is a {kind} model, and only {', '.join(_ARCHITECTURES)} are written as GGUF here; use"
-            " convert_hf_to_gguf.py of llama.cpp"
+            f"{folder} is a {kind} model, and only {', '.join(_ARCHITECTURES)} are written as GGUF"
+            " here; use convert_hf_to_gguf.py of llama.cpp"
         )
     writer = gguf.GGUFWriter(file, _ARCHITECTURES[kind])
     _add_sizes(writer, config)
@@ -148,8 +148,8 @@ def find_rule(tokenizer: Any, folder: Path) -> str:
     finally:
         backend.normalizer, backend.pre_tokenizer = own
     raise OutriderError(
-        f"the tokenizer of {folder} splits text by a rule that is not known here; use convert_hf_to_gguf.py of"
-        " llama.cpp"
+        f"the tokenizer of {folder} splits text by a rule that is not known here; use"
+        " convert_hf_to_gguf.py of llama.cpp"
     )
 
 

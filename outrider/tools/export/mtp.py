@@ -89,8 +89,8 @@ def write_in_target(source: Path, target: Path, written: Path) -> None:
     if read_back != head.description:
         differences = "; ".join(changes(head.description, read_back))
         raise OutriderError(
-            f"{source} was trained for a different layer configuration ({differences}), and other engines would load it"
-            f" wrongly; train it for {target}"
+            f"{source} was trained for a different layer configuration ({differences}), and other"
+            f" engines would load it wrongly; train it for {target}"
         )
 
 

@@ -146,8 +146,8 @@ def _check(engine: str, head: ImportedHead) -> None:
     description = head.description
     if engine == "vllm" and description.kind is Kind.MEDUSA and description.draft_vocab:
         raise OutriderError(
-            "vLLM 0.32 loads no Medusa heads with a reduced draft vocabulary (it takes token_map for a missing weight);"
-            " train with --draft-vocab-size 0"
+            "vLLM 0.32 loads no Medusa heads with a reduced draft vocabulary (it takes token_map"
+            " for a missing weight); train with --draft-vocab-size 0"
         )
     if description.kind is not Kind.EAGLE3:
         return
@@ -155,13 +155,13 @@ def _check(engine: str, head: ImportedHead) -> None:
     normed = aux.norm is not FuseNorm.NONE or description.feedback is Feedback.NORMED
     if normed and engine != "vllm":
         raise OutriderError(
-            f"{engine} drops the norms of EAGLE-3.1 without a message, and then accepts almost nothing; train an"
-            " eagle3 head, or use --for vllm"
+            f"{engine} drops the norms of EAGLE-3.1 without a message, and then accepts almost"
+            " nothing; train an eagle3 head, or use --for vllm"
         )
     if engine == "llama.cpp" and len(aux.layers) != _LLAMACPP_LAYERS:
         raise OutriderError(
-            f"llama.cpp gives an EAGLE-3 head the states of {_LLAMACPP_LAYERS} layers, and this one reads"
-            f" {len(aux.layers)}; train one with {_LLAMACPP_LAYERS}"
+            f"llama.cpp gives an EAGLE-3 head the states of {_LLAMACPP_LAYERS} layers, and this one"
+            f" reads {len(aux.layers)}; train one with {_LLAMACPP_LAYERS}"
         )
 
 
@@ -176,8 +176,9 @@ def _check_family(title: str, recipe: Recipe, target: str | None) -> None:
     architecture = architecture_of(model_folder(target, weights=False))
     if architecture not in recipe.families:
         raise OutriderError(
-            f"{title} is not known to run MTP modules of {architecture or 'a target without architectures'}; use a"
-            f" target of {', '.join(recipe.families)}, or another kind of draft"
+            f"{title} is not known to run MTP modules of"
+            f" {architecture or 'a target without architectures'}; use a target of"
+            f" {', '.join(recipe.families)}, or another kind of draft"
         )
 
 

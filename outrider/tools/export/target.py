@@ -60,6 +60,6 @@ def tokenizer_note(target: ExportedTarget, recipe: Recipe) -> str:
     if not recipe.converts_head or target.source is None:
         return ""
     return (
-        "the converter stops at the tokenizer of an included model: add it to get_vocab_base_pre of the converter, with"
-        " the result llama-bpe"
+        "the converter stops at the tokenizer of an included model: add it to get_vocab_base_pre of"
+        " the converter, with the result llama-bpe"
     )

@@ -33,8 +33,8 @@ def tuned_k(file: str, draft: str | Path | None, batch: int) -> int:
     if not cases:
         spec = f"draft:{draft}" if draft else SUFFIX
         raise OutriderError(
-            f"{file} has no fixed draft length of {draft or SUFFIX}; measure it with: outrider tune --proposers {spec}"
-            " --k 2,4,8, or give --k"
+            f"{file} has no fixed draft length of {draft or SUFFIX}; measure it with: outrider tune"
+            f" --proposers {spec} --k 2,4,8, or give --k"
         )
     batches = sorted({case["batch"] for case in cases})
     nearest = max((each for each in batches if each <= batch), default=batches[0])

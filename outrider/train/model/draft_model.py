@@ -62,8 +62,8 @@ class DraftModelTrainee:
             raise OutriderError(f"{folder} is a recurrent model, which cannot be trained yet; use another draft model")
         if self._checkpoint.tokenizer.get_vocab() != setup.tokenizer.get_vocab():
             raise OutriderError(
-                f"the draft in {folder} has another vocabulary than the target, so their distributions cannot be"
-                " compared; use a model of the target's family"
+                f"the draft in {folder} has another vocabulary than the target, so their"
+                " distributions cannot be compared; use a model of the target's family"
             )
         assert isinstance(setup.target, WeightSharer)
         vocab = min(self._checkpoint.vocab, setup.vocab)
@@ -192,8 +192,8 @@ def _draft_folder(settings: Settings) -> Path:
         raise OutriderError(f"{given[0]} shapes a new draft, and a draft model already has its shape; leave it out")
     if settings.init_target:
         raise OutriderError(
-            "a draft model does not read the hidden states of a target, so it works with any target;"
-            " leave --init-target out"
+            "a draft model does not read the hidden states of a target, so it works with any"
+            " target; leave --init-target out"
         )
     if settings.multi_step_share != 1:
         raise OutriderError("a draft model trains all draft tokens at every position; leave --multi-step-share out")

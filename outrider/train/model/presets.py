@@ -113,8 +113,8 @@ def _eagle3(sizes: Sizes) -> HeadDescription:
     has_own_width = sizes.width not in (0, sizes.hidden)  # then the target's tables do not fit
     if has_own_width and sizes.own_lm_head is False:
         raise OutriderError(
-            f"a draft of width {sizes.width} cannot share the LM head of a target of width {sizes.hidden};"
-            " leave --shared-lm-head out, or --hidden-size"
+            f"a draft of width {sizes.width} cannot share the LM head of a target of width"
+            f" {sizes.hidden}; leave --shared-lm-head out, or --hidden-size"
         )
     return _head(
         sizes,
@@ -195,8 +195,8 @@ def _check_centroids(sizes: Sizes) -> None:
     if vocab % count:
         divisor = next(number for number in range(min(count, vocab), 0, -1) if vocab % number == 0)
         raise OutriderError(
-            f"--centroids is {count}, and {vocab} tokens do not divide into so many clusters of equal size; use"
-            f" {divisor}, or another divisor of {vocab}"
+            f"--centroids is {count}, and {vocab} tokens do not divide into so many clusters of"
+            f" equal size; use {divisor}, or another divisor of {vocab}"
         )
     if top_k > count:
         raise OutriderError(f"--centroid-top-k is {top_k}, and there are {count} clusters; use {count} at most")

@@ -196,8 +196,9 @@ class _OpenedModel:
         vocabulary_map = self.vocabulary_map()
         if vocabulary_map.shared_fraction < _MIN_SHARE:
             raise OutriderError(
-                f"the draft in {self.folder} has {vocabulary_map.shared_fraction:.1%} of the target's"
-                f" {vocabulary_map.tokens} tokens, too few to draft by tokens; use draft-text:{self.folder}"
+                f"the draft in {self.folder} has {vocabulary_map.shared_fraction:.1%} of the"
+                f" target's {vocabulary_map.tokens} tokens, too few to draft by tokens; use"
+                f" draft-text:{self.folder}"
             )
         return SharedVocabulary(self.model(), vocabulary_map)
 
@@ -230,9 +231,10 @@ def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
     trained_on = (description.vocab, description.target_hidden, description.target_layers)
     if trained_on != (info.vocab, info.hidden, info.layers):
         raise OutriderError(
-            f"{folder} was trained on a target with vocabulary {description.vocab}, width {description.target_hidden}"
-            f" and {description.target_layers} layers; this target has {info.vocab}, {info.hidden} and {info.layers},"
-            " so use the target that the head was trained on"
+            f"{folder} was trained on a target with vocabulary {description.vocab}, width"
+            f" {description.target_hidden} and {description.target_layers} layers; this target has"
+            f" {info.vocab}, {info.hidden} and {info.layers}, so use the target that the head was"
+            " trained on"
         )
     bits = _bits(setup)
     window = _head_window(folder, module, setup)
@@ -264,8 +266,8 @@ def _bits(setup: ProposerSetup) -> int:
 def _not_quantized(folder: str, setup: ProposerSetup, reason: UnsupportedModel) -> OutriderError:
     """Return the error of a draft that cannot be quantized, because it cannot run on the native kernels."""
     return OutriderError(
-        f"draft_quantize is {setup.draft_quantize}, and the draft in {folder} cannot have it: {reason}; leave"
-        " draft_quantize out"
+        f"draft_quantize is {setup.draft_quantize}, and the draft in {folder} cannot have it:"
+        f" {reason}; leave draft_quantize out"
     )
 
 
@@ -280,8 +282,8 @@ def _head_window(folder: str, module: HeadModule, setup: ProposerSetup) -> int |
         if asked is None:
             return None
         raise OutriderError(
-            f"draft_window is {asked}, and the head in {folder} supports none: only autoregressive heads of one module"
-            " do; leave draft_window out"
+            f"draft_window is {asked}, and the head in {folder} supports none: only autoregressive"
+            " heads of one module do; leave draft_window out"
         )
     if asked is not None and asked < MIN_WINDOW:
         raise OutriderError(f"draft_window is {asked}; use at least {MIN_WINDOW} tokens")
@@ -412,28 +414,30 @@ def _check_source(opened: _OpenedModel) -> None:
     if target is None or draft is None:
         kinds = ("a decoder-only model", "an encoder-decoder model")
         raise OutriderError(
-            f"the draft in {opened.folder} is {kinds[draft is not None]} and the target {kinds[target is not None]};"
-            " use a draft of the target's kind"
+            f"the draft in {opened.folder} is {kinds[draft is not None]} and the target"
+            f" {kinds[target is not None]}; use a draft of the target's kind"
         )
     if not opened.same_vocabulary:
         raise OutriderError(
-            f"the draft in {opened.folder} has another vocabulary, with which it cannot read the target's sources; use"
-            " a draft with the target's tokenizer"
+            f"the draft in {opened.folder} has another vocabulary, with which it cannot read the"
+            " target's sources; use a draft with the target's tokenizer"
         )
     if (target.speech is None) != (draft.speech is None):
         raise OutriderError(
-            f"the draft in {opened.folder} reads {'text' if draft.speech is None else 'speech'} and the target"
-            f" {'text' if target.speech is None else 'speech'}; use a draft that reads what the target reads"
+            f"the draft in {opened.folder} reads {'text' if draft.speech is None else 'speech'} and"
+            f" the target {'text' if target.speech is None else 'speech'}; use a draft that reads"
+            " what the target reads"
         )
     if target.speech is not None and draft.speech is not None:
         taken = [(rules.frames, rules.bins) for rules in (target.speech, draft.speech)]
         if taken[0] != taken[1]:
             raise OutriderError(
-                f"the draft in {opened.folder} takes {taken[1][0]} frames of {taken[1][1]} bins and the target"
-                f" {taken[0][0]} of {taken[0][1]}; use a draft with the target's features"
+                f"the draft in {opened.folder} takes {taken[1][0]} frames of {taken[1][1]} bins and"
+                f" the target {taken[0][0]} of {taken[0][1]}; use a draft with the target's"
+                " features"
             )
     if draft.context < target.context:
         raise OutriderError(
-            f"the encoder of the draft in {opened.folder} takes {draft.context} tokens and the target's"
-            f" {target.context}; use a draft that takes as many"
+            f"the encoder of the draft in {opened.folder} takes {draft.context} tokens and the"
+            f" target's {target.context}; use a draft that takes as many"
         )

@@ -41,8 +41,8 @@ def exit_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
     count = exit_layers(argument)
     if count > target.layers:
         raise OutriderError(
-            f"exit:{argument} asks for more layers than the {target.layers} of this target; write for example"
-            f" exit:{max(target.layers // 4, 1)}"
+            f"exit:{argument} asks for more layers than the {target.layers} of this target; write"
+            f" for example exit:{max(target.layers // 4, 1)}"
         )
     return SharedCacheProposer(setup, _test_pass(target.make_submodel(range(count)), setup))
 

@@ -257,8 +257,8 @@ def read_header(folder: Path) -> Header:
         raise _damaged(folder / HEADER, f"its format is not {_FORMAT!r}")
     if entries.get("version") != VERSION:
         raise OutriderError(
-            f"{folder} is a datastore of version {entries.get('version')}, but this program reads version {VERSION};"
-            " build it again with outrider index --force"
+            f"{folder} is a datastore of version {entries.get('version')}, but this program reads"
+            f" version {VERSION}; build it again with outrider index --force"
         )
     try:
         header = Header(**entries | {"files": tuple(Source(**file) for file in entries["files"])})

@@ -94,7 +94,7 @@ def _sizes(argument: str) -> tuple[int, int | None]:
     window = parse_count(versions)
     if colon and not window:
         raise OutriderError(
-            f"group:{argument} has no valid number of versions; write group:{tokens or _HISTORY}:8 to keep the"
-            " outputs of the last 8 versions of the weights"
+            f"group:{argument} has no valid number of versions; write group:{tokens or _HISTORY}:8"
+            " to keep the outputs of the last 8 versions of the weights"
         )
     return parse_history_size(tokens) or _HISTORY, window

@@ -121,9 +121,9 @@ def parse_lookahead_size(argument: str) -> Sizes:
     too_large = any(size > most for size, most in zip(sizes, _MAX_SIZES, strict=False))
     if len(sizes) != 3 or min(sizes) < 1 or sizes[1] < 2 or too_large:
         raise OutriderError(
-            f"lookahead:{argument} does not name valid sizes; write lookahead:10x3x8 for a window of 10 columns,"
-            " n-grams of 3 tokens (2 at least), and 8 n-grams kept for a first token;"
-            f" {'x'.join(map(str, _MAX_SIZES))} at most"
+            f"lookahead:{argument} does not name valid sizes; write lookahead:10x3x8 for a window"
+            " of 10 columns, n-grams of 3 tokens (2 at least), and 8 n-grams kept for a first"
+            f" token; {'x'.join(map(str, _MAX_SIZES))} at most"
         )
     return Sizes(window=sizes[0], size=sizes[1], guesses=sizes[2])
 

@@ -302,8 +302,8 @@ class _BlockConfig:
         layers = self.at("target_layer_ids").integers("target_layer_ids")
         if layers and min(layers) < 0:
             raise OutriderError(
-                "target_layer_ids has -1, the target's embeddings, which are not supported; use a draft head that takes"
-                " outputs of layers only"
+                "target_layer_ids has -1, the target's embeddings, which are not supported; use a"
+                " draft head that takes outputs of layers only"
             )
         if layers:
             return layers

@@ -72,8 +72,8 @@ class Eagle3:
         eagle = config.object("eagle_config")
         if not eagle.boolean("use_aux_hidden_state", True):
             raise OutriderError(
-                "use_aux_hidden_state is false, which is not supported for EAGLE-3; use a draft head that takes the"
-                " states of several layers"
+                "use_aux_hidden_state is false, which is not supported for EAGLE-3; use a draft"
+                " head that takes the states of several layers"
             )
         if "layer_ids" in eagle:
             raise OutriderError(
@@ -221,14 +221,14 @@ def _take_fusion(source: Source, hidden: int, choices: _Choices) -> tuple[tuple[
     fuse = source.take("fc.weight")
     if fuse.dim() != 2 or fuse.shape[1] % hidden:
         raise OutriderError(
-            f"fc.weight has shape {tuple(fuse.shape)}, but its inputs must be states of size {hidden}; correct"
-            " target_hidden_size"
+            f"fc.weight has shape {tuple(fuse.shape)}, but its inputs must be states of size"
+            f" {hidden}; correct target_hidden_size"
         )
     aux_layers = choices.layers or _usual_layers(source, fuse.shape[1] // hidden)
     if len(aux_layers) * hidden != fuse.shape[1]:
         raise OutriderError(
-            f"the states of {len(aux_layers)} layers with size {hidden} do not fit fc.weight with {fuse.shape[1]}"
-            f" inputs; correct {_IDS} or target_hidden_size"
+            f"the states of {len(aux_layers)} layers with size {hidden} do not fit fc.weight with"
+            f" {fuse.shape[1]} inputs; correct {_IDS} or target_hidden_size"
         )
     weights = {"fuse.weight": fuse}
     if choices.norm is FuseNorm.EACH:
@@ -254,8 +254,8 @@ def to_output_layers(by_inputs: tuple[int, ...]) -> tuple[int, ...]:
     """Convert layer numbers that count inputs to numbers that count outputs."""
     if min(by_inputs) < 1:
         raise OutriderError(
-            f"it takes the input of layer {min(by_inputs)}, which is not the output of a layer; use a draft head that"
-            " takes outputs of layers"
+            f"it takes the input of layer {min(by_inputs)}, which is not the output of a layer; use"
+            " a draft head that takes outputs of layers"
         )
     return tuple(layer - 1 for layer in by_inputs)
 
@@ -293,8 +293,8 @@ def read_ids(source: Source, vocab: int, head: torch.Tensor | None) -> Tensors:
     if "d2t" not in source:
         if num_ids != vocab:
             raise OutriderError(
-                f"the draft vocabulary has {num_ids} of {vocab} tokens, but d2t, which maps them, is missing; copy the"
-                " draft head again"
+                f"the draft vocabulary has {num_ids} of {vocab} tokens, but d2t, which maps them,"
+                " is missing; copy the draft head again"
             )
         source.ignore(["t2d"], "all tokens can be drafted")
         return {}

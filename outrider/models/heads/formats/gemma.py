@@ -140,15 +140,15 @@ def _read_layer_types(text: ConfigReader) -> tuple[str, ...]:
     )
     if has_other_layers:
         raise OutriderError(
-            "these layers are not those of Gemma 4's assistants; use a draft head without MoE, double-wide MLP,"
-            f" attention bias and per-layer inputs, and with {_ACTIVATION}"
+            "these layers are not those of Gemma 4's assistants; use a draft head without MoE,"
+            f" double-wide MLP, attention bias and per-layer inputs, and with {_ACTIVATION}"
         )
     num_layers = text.size("num_hidden_layers")
     layer_types = text.strings("layer_types")
     if len(layer_types) != num_layers or not set(layer_types) <= {_FULL, _SLIDING}:
         raise OutriderError(
-            f"layer_types is {', '.join(layer_types)}, but there are {num_layers} layers of type {_FULL} or"
-            f" {_SLIDING}; correct config.json"
+            f"layer_types is {', '.join(layer_types)}, but there are {num_layers} layers of type"
+            f" {_FULL} or {_SLIDING}; correct config.json"
         )
     return layer_types
 
@@ -176,8 +176,8 @@ def _clusters(order: torch.Tensor, centroids: Centroids) -> torch.Tensor:
     """
     if order.numel() % centroids.count:
         raise OutriderError(
-            f"its {order.numel()} tokens do not divide into {centroids.count} clusters of equal size; copy the draft"
-            " head again"
+            f"its {order.numel()} tokens do not divide into {centroids.count} clusters of equal"
+            " size; copy the draft head again"
         )
     return order.long().view(centroids.count, -1)
 

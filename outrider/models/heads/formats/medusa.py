@@ -207,8 +207,8 @@ def count_blocks(source: Source, pattern: re.Pattern[str]) -> tuple[int, int]:
     layers = 1 + max(int(match["layer"]) for match in matches)
     if len(matches) != heads * layers:
         raise OutriderError(
-            f"the checkpoint has {len(matches)} blocks instead of {heads} heads with {layers} blocks each; copy the"
-            " draft head again"
+            f"the checkpoint has {len(matches)} blocks instead of {heads} heads with {layers}"
+            " blocks each; copy the draft head again"
         )
     return heads, layers
 

@@ -243,8 +243,8 @@ class Mtp:
             table = weights.pop(f"{name}.weight", None)
             if table is not None and not (f"{name}.weight" in first and torch.equal(table, first[f"{name}.weight"])):
                 raise OutriderError(
-                    f"{prefix} has a {name}.weight that differs from the first module's, which is not supported; use a"
-                    " draft head whose modules share it"
+                    f"{prefix} has a {name}.weight that differs from the first module's, which is"
+                    " not supported; use a draft head whose modules share it"
                 )
         return weights
 

@@ -43,8 +43,8 @@ class NemotronMtp(Mtp):
         has_bias = config.boolean("attention_bias", False)
         if pattern != "*-" or activation != "relu2" or has_bias or config.boolean("mlp_bias", False):
             raise OutriderError(
-                f"modules with the pattern {pattern!r} and activation {activation} are not supported; use a draft head"
-                " with '*-' (attention and MLP), relu2 and no bias"
+                f"modules with the pattern {pattern!r} and activation {activation} are not"
+                " supported; use a draft head with '*-' (attention and MLP), relu2 and no bias"
             )
         return Body(
             layers=1,

@@ -97,8 +97,8 @@ def find(folder: Path) -> Found | None:
         if format.fits(config, stored.keys()):
             if (folder / _MASK_FILE).exists():
                 raise OutriderError(
-                    f"{folder}: the mask in {_MASK_FILE} is not the embedding of a token, which is not supported; use a"
-                    " draft head with mask_token_id"
+                    f"{folder}: the mask in {_MASK_FILE} is not the embedding of a token, which is"
+                    " not supported; use a draft head with mask_token_id"
                 )
             return Found(format=format, config=config, stored=stored)
     return None
@@ -130,8 +130,8 @@ def check_projection(folder: Path, *, alone: bool = False) -> None:
     missing = _missing_projection(names)
     if missing and not (alone and _is_model(names)):
         raise OutriderError(
-            f"{folder}: its module for multi-token prediction has no tensor {missing!r}; copy the checkpoint again, or"
-            " use another proposer, such as ngram"
+            f"{folder}: its module for multi-token prediction has no tensor {missing!r}; copy the"
+            " checkpoint again, or use another proposer, such as ngram"
         )
 
 

@@ -102,8 +102,8 @@ class HeadRunner:
                 raise OutriderError(f"the draft head has no weight {name!r}; give weights of the same draft head")
             if state_dict[name].shape != value.shape:
                 raise OutriderError(
-                    f"the new weight {name!r} has shape {tuple(value.shape)}, but the draft head has"
-                    f" {tuple(state_dict[name].shape)}; give weights of the same draft head"
+                    f"the new weight {name!r} has shape {tuple(value.shape)}, but the draft head"
+                    f" has {tuple(state_dict[name].shape)}; give weights of the same draft head"
                 )
         self.module.load_state_dict({**state_dict, **weights})
         self.version = version

@@ -31,8 +31,8 @@ class KVSharingTarget(HeadRunner):
         super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=context)
         if tables.kv_view is None:
             raise OutriderError(
-                "this draft head needs the target's keys and values, which this target does not export; use another"
-                " draft head"
+                "this draft head needs the target's keys and values, which this target does not"
+                " export; use another draft head"
             )
         self._target_kv = tables.kv_view
         self.cache = NoCache(self._hidden_states)

@@ -191,16 +191,17 @@ def _check_support(body: Body, target_hidden: int) -> None:
     sizes = (target_hidden, body.hidden, body.dim, body.ffn)
     if any(size % 16 for size in sizes) or body.dim > MAX_HEAD_DIM:
         raise UnsupportedModel(
-            f"the native kernels need sizes that are multiples of 16 and attention heads of at most {MAX_HEAD_DIM}"
-            f" dimensions; this draft head has sizes {', '.join(map(str, sizes))} and heads of {body.dim}"
+            "the native kernels need sizes that are multiples of 16 and attention heads of at most"
+            f" {MAX_HEAD_DIM} dimensions; this draft head has sizes {', '.join(map(str, sizes))}"
+            f" and heads of {body.dim}"
         )
     if body.heads > MAX_QUERIES_PER_KEY_HEAD * body.key_heads:
         raise UnsupportedModel(
-            f"the native kernels support at most {MAX_QUERIES_PER_KEY_HEAD} query heads per key head; this draft head"
-            f" has {body.heads} for {body.key_heads}"
+            f"the native kernels support at most {MAX_QUERIES_PER_KEY_HEAD} query heads per key"
+            f" head; this draft head has {body.heads} for {body.key_heads}"
         )
     if body.attention_gate or not body.gated or body.rotary != 1:
         raise UnsupportedModel(
-            "the native kernels support only fully rotary attention without a gate, and a gated MLP; this draft head"
-            " has other layers"
+            "the native kernels support only fully rotary attention without a gate, and a gated"
+            " MLP; this draft head has other layers"
         )

@@ -97,8 +97,8 @@ def gguf_files(name: HubName, files: Collection[str]) -> list[str]:
         return list(map(str, parts_of(Path(found[0]))))
     if found:
         raise OutriderError(
-            f"{name.repo} has several GGUF files of {name.gguf}: {', '.join(found)}; name one of them in full, such as"
-            f" {name.repo}:{Path(found[0]).stem}"
+            f"{name.repo} has several GGUF files of {name.gguf}: {', '.join(found)}; name one of"
+            f" them in full, such as {name.repo}:{Path(found[0]).stem}"
         )
     raise OutriderError(f"{name.repo} has no GGUF file of {name.gguf}; it has {', '.join(models) or 'none at all'}")
 
@@ -114,8 +114,8 @@ def _no_model(name: HubName, files: Collection[str]) -> OutriderError:
     """Return the error of a repository without weights that are read."""
     if models := _gguf_models(files):
         return OutriderError(
-            f"{name.repo} has GGUF files only; add the type of one, such as {name.repo}:Q4_K_M. It has"
-            f" {', '.join(models)}"
+            f"{name.repo} has GGUF files only; add the type of one, such as {name.repo}:Q4_K_M. It"
+            f" has {', '.join(models)}"
         )
     if CONFIG not in files:
         return OutriderError(f"{name.repo} has no {CONFIG}, so it is no model that can be loaded; use another one")

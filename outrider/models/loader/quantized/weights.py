@@ -115,8 +115,9 @@ class QuantizedWeights(Weights):
                 self._layouts[name] = layout
         if not prefixes:
             raise OutriderError(
-                f"config.json in {folder} says that the weights are quantized ({form.name}), and none of them is;"
-                " remove quantization_config from it, or copy both from one checkpoint"
+                f"config.json in {folder} says that the weights are quantized ({form.name}), and"
+                " none of them is; remove quantization_config from it, or copy both from one"
+                " checkpoint"
             )
 
     @property
@@ -227,7 +228,7 @@ class QuantizedWeights(Weights):
             )  # fmt: skip
         if self.format.activations:
             _log.info(
-                "the checkpoint quantizes activations (%s) as well; Outrider runs its dequantized weights with"
-                " activations of its own precision",
+                "the checkpoint quantizes activations (%s) as well; Outrider runs its dequantized"
+                " weights with activations of its own precision",
                 self.format.activations,
             )

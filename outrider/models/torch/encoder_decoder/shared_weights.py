@@ -27,8 +27,8 @@ def shared_weights(model: Any, layers: torch.nn.ModuleList) -> SharedWeights:
     biases = (getattr(head, "bias", None), getattr(model, "final_logits_bias", None))
     if any(bias is not None and bool(bias.any()) for bias in biases):
         raise OutriderError(
-            f"draft heads do not support this {model.config.model_type} model: its LM head has a bias; use ngram,"
-            " suffix or draft:DIR"
+            f"draft heads do not support this {model.config.model_type} model: its LM head has a"
+            " bias; use ngram, suffix or draft:DIR"
         )
     embedding = decoder.get_input_embeddings()
     head_scale = config.d_model**-0.5 if getattr(config, "scale_decoder_outputs", False) else 1.0

@@ -26,8 +26,8 @@ def at_rate(recording: Recording, rate: int) -> Recording:
         )
     if samples.ndim == 2 and samples.shape[1] > _MAX_CHANNELS:
         raise OutriderError(
-            f"the audio is an array of shape {samples.shape}, which is [n, channels] with {samples.shape[1]} channels;"
-            f" transpose it, or give at most {_MAX_CHANNELS}"
+            f"the audio is an array of shape {samples.shape}, which is [n, channels] with"
+            f" {samples.shape[1]} channels; transpose it, or give at most {_MAX_CHANNELS}"
         )
     if not np.isfinite(samples).all():
         raise OutriderError("the audio holds NaN or infinite samples; give finite ones")

@@ -35,8 +35,8 @@ def audio_features(source: object, rules: SpeechRules) -> AudioFeatures:
     recording = recording_of(source, rules)
     if too_long(recording, rules):
         raise OutriderError(
-            f"the audio is {recording.samples.size / rules.rate:.1f} s long, and the encoder takes {rules.seconds} s;"
-            " use outrider.transcribe, or split it into shorter parts"
+            f"the audio is {recording.samples.size / rules.rate:.1f} s long, and the encoder takes"
+            f" {rules.seconds} s; use outrider.transcribe, or split it into shorter parts"
         )
     extracted = rules.extractor(recording.samples, sampling_rate=rules.rate, return_tensors="np")
     return AudioFeatures(_tensor(extracted))
