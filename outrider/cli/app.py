@@ -248,7 +248,7 @@ def project(*, asked: ProjectOptions, printing: Printing) -> None:
 @app.command()
 @partial(spread, environment=False)  # they describe other machines than this one
 def fleet(*, asked: FleetOptions, printing: Printing, given: set[str]) -> None:
-    """Simulate a fleet of servers: arrivals, routing, continuous batching, and speculation by load."""
+    """Simulate many servers: arrivals, routing, continuous batching, and speculation by load."""
     check_fleet_given(asked, given)
     from outrider.scale.fleet.command import run_fleet
     from outrider.scale.fleet.report import show

@@ -173,7 +173,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _help(text: str, note: str | None) -> str:
-    """Return the help of a field with a note before its default, or with the default of the note."""
+    """Return the help of a field with a note before its default, or the default of the note."""
     if note is None:
         return text
     before, marker, default = text.partition(_DEFAULT)
@@ -181,7 +181,7 @@ def _help(text: str, note: str | None) -> str:
 
 
 def _given(ctx: typer.Context) -> set[str]:
-    """Return the names of the options on the command line, without those of environment variables."""
+    """Return the names of the options on the command line, without environment variables."""
     names = set()
     for parameter in ctx.command.params:
         source = ctx.get_parameter_source(parameter.name or "")

@@ -265,7 +265,7 @@ def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Lay
 def _gather_columns(
     batch: Batch, draft: Draft, columns: list[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather tokens and positions [T]. `columns` has indices into all feeds followed by all nodes."""
+    """Gather tokens and positions [T]. `columns` indexes all feeds followed by all nodes."""
     ends = batch.ends
     tokens = tree.upload([token for feed in batch.feed for token in feed], device)
     feed_positions = [position for start, end in zip(batch.start, ends, strict=True) for position in range(start, end)]

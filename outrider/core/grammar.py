@@ -40,7 +40,7 @@ _LIMITS: dict[str, Any] = {
 
 
 def remove_time_limit() -> None:
-    """Remove the time limit of a token. Ranks must decide alike, and a time differs between them."""
+    """Remove the time limit of a token. Ranks must decide alike, and times differ."""
     global _time_limit
     _time_limit = False
 

@@ -34,7 +34,7 @@ class Option:
     min: float | None = None
     max: float | None = None
     parse: Callable[[str, str], Any] | None = None
-    """Makes the value of the field from the name of the option and its text. Default: by the type."""
+    """Makes the value of the field from the option's name and text. Default: by the type."""
     argument: bool = False
     """Whether it is an argument."""
 

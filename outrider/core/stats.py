@@ -92,7 +92,7 @@ class Stats:
 
     @property
     def tau(self) -> float:
-        """Mean number of tokens emitted per pass, including the bonus token. Plain decoding has 1."""
+        """Mean tokens emitted per pass, including the bonus token. Plain decoding has 1."""
         return self.output_tokens / self.passes if self.passes else 0.0
 
     @property

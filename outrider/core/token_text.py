@@ -28,7 +28,7 @@ class SingleTokens:
         self._texts: dict[int, str] = {}
 
     def piece(self, id: int) -> bytes:
-        """Return the bytes that a token is decoded to; b"" for special tokens and for unused ids."""
+        """Return the bytes of a decoded token; b"" for special tokens and for unused ids."""
         token = None if id in self.special else self._tokenizer.convert_ids_to_tokens(id)
         return b"" if token is None else self.spell(token)
 

@@ -147,7 +147,7 @@ class Engine:
         return self._verification.default
 
     def replace_verifier(self, verifier: Verifier) -> None:
-        """Use another implementation of the verifier, which has its name, from the next round on."""
+        """Use another implementation of the same verifier from the next round on."""
         self._verification.replace_default(verifier)
 
     @torch.inference_mode()
@@ -311,7 +311,7 @@ class Engine:
                 self._proposer.admit(seq.slot, replace(seq.request, prompt_token_ids=tuple(seq.token_ids)))
 
     def _next_batch(self) -> Batch:
-        """Return the batch of this round. Preempt sequences until the KV cache of the others fits."""
+        """Return the batch of this round. Preempt sequences until the cache of the others fits."""
         while True:
             batch = self._scheduler.next()
             if self._target.cache.fits(_feed_ends(batch)):

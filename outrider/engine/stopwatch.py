@@ -74,7 +74,7 @@ class Phase:
             self._spans.append(Span(self._begin, self._watch.mark()))
 
     def seconds(self) -> float:
-        """Return the seconds of the phase. The host has read a result of later work of the device."""
+        """Return the seconds of the phase. The host has read a later result of the device."""
         return sum(map(self._watch.seconds, self._spans))
 
 

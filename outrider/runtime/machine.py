@@ -87,7 +87,7 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout, with "+dirty" after changes; None outside of a checkout."""
+    """Return the commit of the checkout, with "+dirty" after changes; None: no checkout."""
     try:
         root, head = _git("rev-parse", "--show-toplevel", "HEAD").split("\n")
         if Path(root).resolve() != _PACKAGE.parent:  # installed in the checkout of another project

@@ -337,7 +337,7 @@ class AsyncLLM:
             pass
 
     def _step(self) -> None:
-        """Run a round. Publish first and last tokens at once, and other tokens when they are due."""
+        """Run a round. Publish first and last tokens at once, and others when they are due."""
         seqs = self._run_engine()
         now = perf_counter()
         publish_now: dict[RequestStream, SequenceState] = {}
@@ -397,7 +397,7 @@ class AsyncLLM:
                 return ()
 
     def _count_failure(self, error: Exception) -> None:
-        """Count a failed round. An error that repeats is logged at the 1st, 2nd, 4th, 8th... time."""
+        """Count a failed round. A repeated error is logged at the 1st, 2nd, 4th, 8th... time."""
         self.failed_rounds += 1
         self._consecutive_failures += 1
         self._recent_failures.append(True)

@@ -1,4 +1,4 @@
-"""What the server answers until its models are loaded: how far they are, and 503 to every request."""
+"""What the server answers until its models are loaded: its progress, and 503 to every request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encodes prompts. Long prompts are encoded in a thread, so that they do not block the event loop."""
+"""Encodes prompts. Long prompts are encoded in a thread, beside the event loop."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class PromptEncoder:
         return await self._encode(encode, length)
 
     async def _encode(self, encode: Callable[[TextCodec], _Encoded], length: int) -> _Encoded:
-        """Call `encode`, in a thread if the prompt is long. `length` is its number of characters."""
+        """Call `encode`, in a thread if the prompt is long. `length` counts its characters."""
         if length < _LONG_PROMPT:
             return encode(self._codec)
         async with self._thread_lock:

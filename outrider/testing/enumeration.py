@@ -397,7 +397,7 @@ def _number(tokens: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 def _paths(instance: Instance, tokens: torch.Tensor) -> torch.Tensor:
-    """Return [R, 1 + n], the path to the root and to each of n draft tokens, as a number in base V."""
+    """Return [R, 1 + n], the paths to the root and to n draft tokens, as numbers in base V."""
     paths = [torch.zeros(len(tokens), dtype=torch.int64)]
     for node in range(tokens.shape[1]):
         token = tokens[:, node].clamp(0, instance.vocab - 1)

@@ -1,4 +1,4 @@
-"""A tiny target for tests. The distribution of the next token is a table over the last two tokens."""
+"""A tiny target for tests. Its distribution is a table over the last two tokens."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class VllmSuffix:
         """Do nothing: there are no weights."""
 
     def _match(self, rows: Sequence[_Ids], sampled: Sequence[Sequence[int]]) -> list[_Text]:
-        """Return the text of each row. Rows move when others end; a text without a row has ended."""
+        """Return the text of each row. Rows move when others end; one that is gone has ended."""
         left = list(self._texts)
         texts = []
         for i, row in enumerate(rows):

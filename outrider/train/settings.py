@@ -225,5 +225,5 @@ class Settings:
             raise OutriderError(f"--train-target is {weight}; use a weight above 0, such as 0.3")
 
     def identity(self) -> dict[str, Any]:
-        """Return the options that a resumed training must have in common with the interrupted one."""
+        """Return the options that a resumed training must share with the interrupted one."""
         return {name: value for name, value in as_json(self).items() if name not in _NO_CHANGE | _PATHS}

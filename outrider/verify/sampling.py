@@ -23,7 +23,7 @@ _ALL = slice(None)  # logits [B, M, V] hold all sequences in order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingTensors:
-    """The sampling parameters of a batch as tensors. They are rebuilt only when the batch changes."""
+    """The sampling parameters of a batch as tensors. They are rebuilt when the batch changes."""
 
     seqs: tuple[SequenceState, ...]
     draw_params: torch.Tensor  # [B, 1, 4] float32: the fields of `DrawParams`
@@ -206,7 +206,7 @@ def _node_indices(nodes: torch.Tensor) -> torch.Tensor:
 
 
 def _sequence_of(packed: Packed) -> torch.Tensor:
-    """Return [T], the sequence of each packed node. Padding points to nodes of the same sequence."""
+    """Return [T], the sequence of each packed node. Padding points to its own sequence."""
     rows = torch.arange(len(packed.at), device=packed.at.device)[:, None].expand_as(packed.at)
     return rows.new_empty(len(packed.values)).scatter_(0, packed.at.flatten(), rows.flatten())
 
@@ -279,7 +279,7 @@ def _token_counts(
 def _forbid_ends(
     logits: torch.Tensor, sampling: SamplingTensors, depth: torch.Tensor, at: torch.Tensor
 ) -> torch.Tensor:
-    """Forbid end tokens before min_tokens output tokens. Logits are [T, V] at indices `at` [B, M]."""
+    """Forbid end tokens before min_tokens tokens. Logits are [T, V] at indices `at` [B, M]."""
     logits = functional.pad(logits, (0, 0, 0, 1))
     for b, seq in enumerate(sampling.seqs):
         ends = sorted(token for token in seq.request.end_ids if token < logits.shape[-1])

@@ -250,7 +250,7 @@ class CostPlanner:
     # The choice of an alternative.
 
     def _choose_alternative(self, batch: Batch, load: RoundLoad) -> int:
-        """Return the alternative with the highest gain, or one whose trial is due. -1 if none pays."""
+        """Return the alternative with the highest gain, or one whose trial is due; -1: none pays."""
         # After a trial the draft model has not prefilled the other sequences, so speculation starts
         # anew.
         after_trial = 0 < self._window.trial_seqs < load.seqs

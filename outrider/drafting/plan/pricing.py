@@ -1,4 +1,4 @@
-"""Weigh the time that draft tokens cost in a round against the time that their output tokens save."""
+"""Weigh the time that draft tokens cost in a round against the time that they save."""
 
 from __future__ import annotations
 

@@ -308,7 +308,7 @@ class ProposerStats:
         return 0.0 if self.costs.draft is None else self.costs.draft(seqs, seqs=seqs, cached=cached)
 
     def _draft_unit(self, seqs: int, cached: float) -> float:
-        """Return the unit of drafting time: a pass of the draft model, or one second per sequence."""
+        """Return the unit of drafting time: a pass of the draft model, or a second per sequence."""
         return self._pass_seconds(seqs, cached) or float(seqs)
 
 

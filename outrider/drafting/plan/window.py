@@ -143,7 +143,7 @@ class PlanWindow:
         return self.load.same_size(load) and self._is_valid(rounds)
 
     def _is_valid(self, rounds: int) -> bool:
-        """Return whether the window has not ended, and no rounds of another planner came between."""
+        """Return whether the window goes on, and no rounds of another planner came between."""
         return rounds == self.first_round + self.rounds < self.end_round
 
     def outcome(self, before: Stats, after: Stats) -> Outcome:

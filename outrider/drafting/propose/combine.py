@@ -254,7 +254,7 @@ class _Union:
         return [origin for origin, kind in pairs if kind == DraftKind.WITHOUT_REPLACEMENT]
 
     def earlier_siblings(self, node: int) -> list[int]:
-        """Return the tokens of earlier siblings that the same part has sampled without replacement."""
+        """Return the earlier siblings that the same part has sampled without replacement."""
         part, part_node = self.origin[node]
         siblings = []
         nodes = zip(self.origin, self.kinds, self.builder.parent, self.builder.tokens, strict=True)

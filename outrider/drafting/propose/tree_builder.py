@@ -30,7 +30,7 @@ class TreeBuilder:
         return len(self.tokens) - 1
 
     def select(self, nodes: Sequence[int]) -> TreeBuilder:
-        """Return the tree of these nodes, in this order. The parent of a node must come before it."""
+        """Return the tree of these nodes, in this order. Parents must come first."""
         new_nodes = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         return TreeBuilder(
             tree.pick(self.tokens, nodes),

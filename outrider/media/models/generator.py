@@ -11,7 +11,7 @@ from outrider.media.models.transformer import CLEAN, BlockTransformer, KeyValue,
 
 
 class TransformerCache(BlockCache):
-    """The cache of a `TransformerGenerator`: past blocks, and what the caption adds to each token."""
+    """The cache of a `TransformerGenerator`: past blocks, and what the caption adds."""
 
     def __init__(self, text: Text, window: int) -> None:
         super().__init__(text.layers, window)

@@ -81,7 +81,7 @@ class AuxStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFusion:
-    """How a token's embedding and the hidden state before it become the input of a decoder layer."""
+    """How an embedding and the hidden state before it become the input of a decoder layer."""
 
     at: FusionPoint
     embedding_first: bool = True
@@ -152,7 +152,7 @@ class Centroids:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelHeads:
-    """Heads that share one input state. Each predicts one position further than the head before it."""
+    """Heads that share one input state. Each predicts one position further than the one before."""
 
     heads: int
     layers: int = 1  # residual blocks in each head

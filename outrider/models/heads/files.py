@@ -135,7 +135,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model, which a multimodal model has inside its own config."""
+    """Return the config of the language model, which may be inside another config."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 

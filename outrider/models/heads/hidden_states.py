@@ -112,7 +112,7 @@ class HiddenStates:
 
 
 class StateCache(WrappedCache):
-    """The KV cache of a draft head, and the target's hidden states that it has not processed yet."""
+    """The KV cache of a draft head, and the target's hidden states that it still needs."""
 
     def __init__(
         self,

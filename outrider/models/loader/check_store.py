@@ -1,4 +1,4 @@
-"""Keeps the results of load checks, so that an unchanged checkpoint is checked once on a machine."""
+"""Keeps the results of load checks, so that a checkpoint is checked once on a machine."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class _Filler:
 
 
 def _clear(model: Any) -> None:
-    """Set all parameters to zeros that take no memory. Those of the parts that read images stay so."""
+    """Set all parameters to zeros that take no memory. Those that read images stay so."""
     for module in model.modules():
         for key, weight in module._parameters.items():
             if weight is not None:

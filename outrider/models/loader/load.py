@@ -116,7 +116,7 @@ def _native_dtype(dtype: str, config: ModelConfig) -> DtypeChoice:
 
 
 def _memory_of(path: Path, config: ModelConfig, stored: Weights | None, dtype: torch.dtype) -> int:
-    """Return the bytes that the weights of a folder take. `stored` has them if they are quantized."""
+    """Return the bytes of the weights of a folder. `stored` has them if quantized."""
     if isinstance(stored, QuantizedWeights):
         return stored.total_bytes()
     return weight_bytes(path, stored_dtype(config), dtype)

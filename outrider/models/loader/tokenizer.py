@@ -91,7 +91,7 @@ def _template(path: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _is_plain(settings: Mapping[str, Any], backend: Tokenizer, named: Mapping[str, str]) -> bool:
-    """Return whether tokenizer.json says everything, so that transformers would add nothing to it."""
+    """Return whether tokenizer.json says everything, and transformers adds nothing."""
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     extra = [*_extra_tokens(settings), *(str(each["content"]) for each in _listed(settings))]
     known = all(token in added for token in (*named.values(), *extra))

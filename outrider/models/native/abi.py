@@ -1,7 +1,7 @@
 """The structures that the kernels take, as declared in the C++ sources.
 
-`check_layout` compares every field with the compiled kernels. A field that one side lacks would let the kernels read
-and write wrong memory.
+`check_layout` compares every field with the compiled kernels. A field that one side lacks would let
+the kernels read and write wrong memory.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def check_layout(code: ctypes.CDLL) -> None:
     """Compare the names, offsets and sizes of the fields of all structures with those of the compiled kernels.
 
     Raises:
-        RuntimeError: they differ. The message names the structure, and the first field that differs.
+        RuntimeError: they differ. The message names the structure, and the first field that
+            differs.
     """
     for structure in _STRUCTURES:
         _compare_layout(structure, code)

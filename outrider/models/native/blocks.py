@@ -1,9 +1,10 @@
 """Pack quantized weights for the kernels, without loss: the blocks of GGUF files, and integers with scales of groups.
 
-Each type keeps its codes of 2 to 8 bits, with a scale, and for some types a minimum, for each group of 32 or 16
-inputs: weight = (value - offset) * scale + minimum. The value is the code or the entry of a table. In types of two
-levels, scale and minimum are a half float of 256 inputs times a small integer of the group. The kernels read the blocks
-where they are, in the mapped file (blocks.cpp). Integers of 8 or 4 bits may have a zero point for each group as well.
+Each type keeps its codes of 2 to 8 bits, with a scale, and for some types a minimum, for each group
+of 32 or 16 inputs: weight = (value - offset) * scale + minimum. The value is the code or the entry
+of a table. In types of two levels, scale and minimum are a half float of 256 inputs times a small
+integer of the group. The kernels read the blocks where they are, in the mapped file (blocks.cpp).
+Integers of 8 or 4 bits may have a zero point for each group as well.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ def pack_experts(
 
     Args:
         weight: [experts, outputs, inputs] of any float dtype, or in a file.
-        gated: whether the first half of the outputs are gates of the second half. The halves are then interleaved.
+        gated: whether the first half of the outputs are gates of the second half. The halves are
+            then interleaved.
         bits: bits per weight of those that are in no blocks, as in `pack`.
         arena: the memory of the result.
 

@@ -81,7 +81,7 @@ class LazyModel:
 
     @property
     def may_differ(self) -> bool:
-        """Whether the model may differ from its files: it has been made, or a change of it waits."""
+        """Whether the model may differ from its files: it was made, or a change of it waits."""
         return bool(self._changes) or self._model is not None
 
     def reference(self) -> Any:

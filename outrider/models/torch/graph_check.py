@@ -73,7 +73,7 @@ def compare(
 
 
 def _differing_rows(scores: Scores, expected: Scores, tolerance: float) -> torch.Tensor:
-    """Return [B, 1 + N], whether the logits of a node differ by more than rounding. NaN may differ."""
+    """Return [B, 1 + N], whether a node's logits differ by more than rounding. NaN may differ."""
     finite = expected.logits.amax(-1).isfinite()
     error = (scores.logits - expected.logits).norm(dim=-1)
     differs: torch.Tensor = error > tolerance * expected.logits.norm(dim=-1)

@@ -40,7 +40,7 @@ class ExpertRecorder:
         return list(self.experts)
 
     def touched(self) -> float | None:
-        """Return the distinct experts since `clear`, the mean over layers; None: no router has run."""
+        """Return the distinct experts since `clear`, a mean over layers; None: no router has run."""
         counts = [len(torch.unique(experts)) for experts in self.experts]
         return sum(counts) / len(counts) if counts else None
 

@@ -66,7 +66,7 @@ class MappedTensor:
         return torch.frombuffer(data, dtype=dtype).view(self.shape)
 
     def release(self) -> None:
-        """Give the pages of the data back to the system, which reads them again when they are used."""
+        """Give the pages of the data back to the system, which reads them again when used."""
         if hasattr(mmap, "MADV_DONTNEED") and len(self.data):
             begin = self.begin // mmap.PAGESIZE * mmap.PAGESIZE
             self.file.madvise(mmap.MADV_DONTNEED, begin, self.begin + len(self.data) - begin)

@@ -90,7 +90,7 @@ def pairs_table(items: Iterable[tuple[str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: bool = False) -> str:
-    """Return a table. The head is text, and the cells are HTML. `marked` highlights the last row."""
+    """Return a table. The head is text, the cells HTML. `marked` highlights the last row."""
     body = [_row(map(escape, head), "th"), *map(_row, rows)]
     if marked:
         body[-1] = body[-1].replace("<tr>", '<tr class="overall">', 1)

@@ -1,4 +1,4 @@
-"""The options of several devices: from words and numbers to a layout and a machine for the draft."""
+"""The options of several devices: from text to a layout and a machine for the draft."""
 
 from __future__ import annotations
 

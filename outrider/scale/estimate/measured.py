@@ -79,7 +79,7 @@ def read_bench(file: str, *, category: str | None = None) -> Measured:
 
 
 def _leaves(proposer: str) -> list[str]:
-    """Return the names of the proposers in an expression, without combinations such as merge(...)."""
+    """Return the proposers in an expression, without combinations such as merge(...)."""
     return [part.partition(":")[0].strip() for part in re.split(r"\w+\(|[,)]", proposer) if part.strip()]
 
 

@@ -1,4 +1,4 @@
-"""The cost model of a simulated replica: from a file, or from the equations of `outrider project`."""
+"""The cost model of a simulated replica: from a file, or that of `outrider project`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carry HTTP requests to an ASGI application in another process, and its response back as a stream."""
+"""Carry HTTP requests to an ASGI application in another process, and stream the response."""
 
 from __future__ import annotations
 

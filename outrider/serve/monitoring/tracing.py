@@ -126,7 +126,7 @@ class Tracer:
 
 
 class TraceMiddleware:
-    """ASGI middleware that makes a span of each completion request. It runs inside of `RequestLog`."""
+    """ASGI middleware: a span for each completion request. It runs inside of `RequestLog`."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app = app

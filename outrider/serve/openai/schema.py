@@ -335,7 +335,7 @@ class ChatRequest(ForeignChatFields, SamplingFields):
             )
 
     def num_logprobs(self) -> int | None:
-        """Return the number of likeliest tokens with log-probabilities; None: no log-probabilities."""
+        """Return how many likeliest tokens have log-probabilities; None: no log-probabilities."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParam("top_logprobs", "top_logprobs needs logprobs true; set it, or remove top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -103,7 +103,7 @@ def _write_config(folder: Path, family: Family) -> None:
 
 
 def _write_shard(shard: Path, written: Path, family: Family, added: Tensors) -> None:
-    """Copy a file of tensors without the target's own module, and with the tensors that are added."""
+    """Copy a file of tensors without the target's own module, and with added tensors."""
     with safe_open(shard, "pt") as tensors:
         has_module = any(name.startswith(family.prefix) for name in tensors.keys())  # noqa: SIM118
     if not has_module and not added:

@@ -92,7 +92,7 @@ def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
 
 
 def _write_all(path: Path, models: Mapping[Path, Callable[[], None]], files: Mapping[str, str]) -> None:
-    """Write models and files of text into a folder. If a model cannot be written, nothing remains."""
+    """Write models and files of text into a folder. If one cannot be written, nothing remains."""
     is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     try:

@@ -1,4 +1,4 @@
-"""Caches answers and hidden states on disk, so that later trainings need not generate them again."""
+"""Caches answers and hidden states on disk, so that later trainings read them."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Distributions:
 
     @cached_property
     def alpha(self) -> torch.Tensor:
-        """[*] acceptance probability of a token sampled from q: Leviathan et al. 2023, theorem 3.5."""
+        """[*] acceptance probability of a sampled token: Leviathan et al. 2023, theorem 3.5."""
         return torch.minimum(self.p, self.log_q.exp()).sum(-1)
 
     @property
@@ -41,7 +41,7 @@ class Distributions:
 
 
 def cross_entropy(dist: Distributions) -> torch.Tensor:
-    """Return -sum p log q, with p renormalized. Its gradient is that of the forward KL divergence."""
+    """Return -sum p log q, with p renormalized. It has the gradient of the forward KL divergence."""
     return -(dist.p * dist.log_q).sum(-1) / dist.p.sum(-1).clamp(min=_TINY)
 
 

@@ -15,7 +15,7 @@ ExtraLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingBatch:
-    """A batch of B sequences with the target's hidden states and distributions, padded at the end."""
+    """A batch of B padded sequences with the target's hidden states and distributions."""
 
     tokens: torch.Tensor  # [B, L + 1] int64
     aux_states: torch.Tensor  # [B, L, layers, H] hidden states of the target, of all tokens but the last

@@ -177,7 +177,7 @@ def _draft_ids(settings: Settings, folder: Path, vocab: int) -> torch.Tensor:
 
 
 def _draft_folder(settings: Settings) -> Path:
-    """Return the folder of the draft model to train, after a check that no option would be ignored."""
+    """Return the folder of the draft model to train. An option that it ignores is an error."""
     shape_options = {
         "--depth": settings.depth,
         "--intermediate-size": settings.intermediate_size,

@@ -119,7 +119,7 @@ class DatasetCollator:
     """Makes batches of samples without hidden states."""
 
     def __init__(self, ids: torch.Tensor, vocab: int) -> None:
-        """`ids` [Vd] are the tokens of the draft vocabulary, out of a vocabulary of `vocab` tokens."""
+        """`ids` [Vd] are the draft vocabulary, out of a vocabulary of `vocab` tokens."""
         self._ids = ids
         self._vocab = vocab
 

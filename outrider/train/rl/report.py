@@ -71,7 +71,7 @@ def by_version(rollouts: Sequence[Rollout]) -> dict[str, Speculation]:
 
 
 def by_draft_age(rollouts: Sequence[Rollout]) -> dict[int, Speculation]:
-    """Return the speculation by the age of the draft: the policy's last version minus the draft's."""
+    """Return the speculation by the age of the draft: the policy's version minus the draft's."""
     groups = group_by(rollouts, _draft_age)
     return {age: Speculation.of(groups[age]) for age in sorted(groups)}
 

@@ -132,7 +132,7 @@ class RolloutEngine:
         )
 
     def update_weights(self, weights: NewWeights, version: int | None = None) -> int:
-        """Swap the policy in place, between rollouts or inside of them. See `EngineWeights.update`."""
+        """Swap the policy in place, between or inside of rollouts. See `EngineWeights.update`."""
         return self.llm.weights.update(weights, version)
 
     def update_draft(self, weights: NewWeights, version: int | None = None) -> int:

@@ -94,7 +94,7 @@ class PolicyUpdater:
         return UpdateFigures(loss, kl, norm, max(batch.logprob_error for batch in batches))
 
     def _backward(self, batch: MicroBatch, tokens: int) -> tuple[float, float]:
-        """Add the gradient of a batch. Return its loss and KL estimate, each divided by `tokens`."""
+        """Add the gradient of a batch. Return its loss and KL estimate, divided by `tokens`."""
         settings = self._settings
         answers = batch.answers
         # No weight changes before all passes of the first update are done, so they are passes of

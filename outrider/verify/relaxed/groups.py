@@ -56,7 +56,7 @@ class OverlappingGroups:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int]], vocab: int, device: torch.device) -> OverlappingGroups:
-        """Make groups from lists of distinct tokens. A token without a group gets one of its own."""
+        """Make groups from lists of distinct tokens. Any other token gets one of its own."""
         grouped = {token for group in groups for token in group}
         every = [*groups, *([token] for token in range(vocab) if token not in grouped)]
         token = torch.tensor([token for group in every for token in group], device=device)

@@ -157,7 +157,7 @@ class DraftModelProposer:
         return draft_batch, indices
 
     def _room(self, slot: int, end: int) -> int:
-        """Return how many draft tokens fit behind the first `end` tokens of the sequence in a slot."""
+        """Return how many draft tokens fit behind the first `end` tokens of a slot."""
         return self._window.room(slot, end) if self._window else self._model.context - end
 
     def _warn_of_room(self, room: int) -> None:

@@ -119,7 +119,7 @@ class _OpenedModel:
 
     @property
     def same_vocabulary(self) -> bool:
-        """Whether both tokenizers give the same ids. Padding of the vocabularies does not matter."""
+        """Whether both tokenizers give the same ids, whatever the padding of the vocabularies."""
         return bool(self.setup.tokenizer.get_vocab() == self.checkpoint.tokenizer.get_vocab())
 
     def model(self, tokens_per_token: int = 1) -> Target:

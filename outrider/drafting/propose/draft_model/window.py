@@ -66,7 +66,7 @@ class WindowedTarget(WrappedTarget):
         self._windows.slide(seq, end)
 
     def room(self, slot: int, end: int) -> int:
-        """Return how many draft tokens fit behind the first `end` tokens of the sequence in a slot."""
+        """Return how many draft tokens fit behind the first `end` tokens of a slot."""
         return min(self.size - (end - self._windows.offset(slot)), self.context - end)
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
@@ -91,7 +91,7 @@ def windowed(model: Target, *, context: int) -> WindowedTarget:
 
 
 def find_window(model: Target | None) -> WindowedTarget | None:
-    """Return the window of a draft model, also of a wrapped one; None if it reads whole sequences."""
+    """Return the window of a draft model, also of a wrapped one; None: it has none."""
     while isinstance(model, WrappedTarget) and not isinstance(model, WindowedTarget):
         model = model.inner
     return model if isinstance(model, WindowedTarget) else None
@@ -129,7 +129,7 @@ class _WindowCache(WrappedCache):
         return self._windows[slot].offset if slot in self._windows else 0
 
     def slide(self, seq: SequenceState, end: int) -> None:
-        """Move the window of a sequence of `end` tokens. If it has to move, its tokens are dropped."""
+        """Move the window of a sequence of `end` tokens. If it moves, its tokens are dropped."""
         window = self._windows[seq.slot]
         if self._owner.begin(end) > window.offset:
             self.admit(seq.slot, seq.token_ids[:end], window.scope)

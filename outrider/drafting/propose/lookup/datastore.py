@@ -234,7 +234,7 @@ def vocabulary(tokenizer: Any) -> int:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Return a hash of a tokenizer's vocabulary. With equal hashes, equal ids have the same text."""
+    """Return a hash of a tokenizer's vocabulary. Equal hashes: equal ids have the same text."""
     entries = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 

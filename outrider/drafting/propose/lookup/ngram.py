@@ -110,7 +110,7 @@ class _TreeGrowth:
         return self._num_branches < _MAX_BRANCHES
 
     def best(self, count: int) -> tuple[TreeBuilder, list[Hashable]]:
-        """Return the likeliest `count` nodes and their kinds. Parents stay before their children."""
+        """Return the likeliest `count` nodes and their kinds, parents before children."""
         accept_prob = self._builder.accept_prob
         # A parent is never less likely than its children and was added before them, and the sort is
         # stable.

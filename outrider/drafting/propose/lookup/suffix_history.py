@@ -194,7 +194,7 @@ class _SortedLeaves:
             del self._bounds[index]
 
     def around(self, key: bytes, most: int) -> tuple[list[bytes], list[bytes]]:
-        """Return up to `most` leaves below a key and up to `most` leaves from it on, nearest first."""
+        """Return up to `most` leaves below a key and as many from it on, nearest first."""
         index = bisect_right(self._bounds, key) - 1
         position = bisect_left(self._blocks[index], key)
         before = self._blocks[index][max(position - most, 0) : position]

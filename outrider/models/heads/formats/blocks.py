@@ -94,7 +94,7 @@ _NUM_ANCHORS = 512  # blocks of a sequence in training; DeepSpec's model require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """One of the formats: a flat config, or that of speculators with a nested config of the layers."""
+    """One of the formats: a flat config, or that of speculators with nested layers."""
 
     name: str
     title: str

@@ -53,7 +53,7 @@ class _Choices:
 
 
 class Eagle3:
-    """A flat config. The first layer is named `midlayer`, or `layers.0` in checkpoints of ModelOpt."""
+    """A flat config. The first layer is `midlayer`, or `layers.0` in checkpoints of ModelOpt."""
 
     name = "eagle3"
     title = "EAGLE-3 (SafeAILab, SpecForge, SGLang)"

@@ -1,4 +1,4 @@
-"""Hydra heads with the architecture `mlp`, which also take the embeddings of earlier draft tokens."""
+"""Hydra heads with the architecture `mlp`, which also read the earlier draft tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Import and export of Llama decoder layers, with the config keys and tensor names of transformers."""
+"""Import and export of Llama decoder layers, with the names of transformers."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class Mtp:
         return {**common, self.nested: config, "num_nextn_predict_layers": 1}, tensors
 
     def _project_pattern(self) -> re.Pattern[str]:
-        """Return a pattern for the name of the projection, with the groups `prefix` and `number`."""
+        """Return a pattern of the projection's name, with the groups `prefix` and `number`."""
         return re.compile(self._place_pattern() + re.escape(self.outer[_PROJECT]))
 
     def _place_pattern(self) -> str:

@@ -14,7 +14,7 @@ from outrider.models.heads.modules.base import HeadBase
 
 
 class ResidualBlock(nn.Module):
-    """x + silu(W x + b). If the input is wider than the output, a linear layer maps the residual."""
+    """x + silu(W x + b). A wider input has a linear layer for the residual."""
 
     def __init__(self, inputs: int, size: int, *, bias: bool) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ class AutoregressiveTarget(HeadRunner):
         return self.module.fuse_states(self._hidden_states.read(slot, begin, end).to(self._dtype))
 
     def _store_states(self, states: torch.Tensor, batch: Batch, draft: Draft, first: int) -> None:
-        """Store the state after the last committed token or after each new node, for its children."""
+        """Store the state after the last committed token or each new node, for its children."""
         if first < 0:
             ends = accumulate(map(len, batch.feed))
             self._node_states = [{-1: states[end - 1]} for end in ends]

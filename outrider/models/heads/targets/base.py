@@ -117,7 +117,7 @@ class HeadRunner:
         return sum(weight.nbytes for weight in self.module.parameters())
 
     def _scores(self, logits: torch.Tensor) -> Scores:
-        """Expand logits [B, M, Vd] of the draft vocabulary to the target's. Other tokens get -inf."""
+        """Expand logits [B, M, Vd] to the target's vocabulary. Other tokens get -inf."""
         if logits.shape[-1] == self.vocab:
             return Scores(logits=logits)
         return Scores(logits=expand_logits(logits, self.module.ids, self.vocab))

@@ -1,4 +1,4 @@
-"""Keys and values of the encoded sources, by slot. The cross-attention of the decoder reads them."""
+"""Keys and values of the encoded sources, by slot. The cross-attention reads them."""
 
 from __future__ import annotations
 

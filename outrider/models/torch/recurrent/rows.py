@@ -143,7 +143,7 @@ class PassRows:
 
 
 def arrange(layout: Layout, draft: Draft) -> PassRows:
-    """Arrange the columns of a pass that has the feed of each sequence, and then its draft tokens."""
+    """Arrange the columns of a pass: the feed of each sequence, then its draft tokens."""
     device = layout.positions.device
     chunks: list[Chunk] = []
     begins = []  # first staged column, by sequence

@@ -49,7 +49,7 @@ class RecurrentStates:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the layers run over the prepared pass, instead of running as those of transformers."""
+        """Let the layers run over the prepared pass, unlike those of transformers."""
         self.rows = self._pass
         try:
             yield
@@ -87,7 +87,7 @@ class RecurrentStates:
         self._snapshots = [{} for _ in range(self._slots)]
 
     def positions(self, slot: int) -> list[int]:
-        """Return the numbers of tokens after which snapshots of a slot were kept, in rising order."""
+        """Return after how many tokens snapshots of a slot were kept, in rising order."""
         return sorted(self._snapshots[slot])
 
     def copy(self, source: int, position: int | None, slot: int) -> None:

@@ -56,12 +56,12 @@ def recording_of(source: object, rules: SpeechRules) -> Recording:
 
 
 def too_long(recording: Recording, rules: SpeechRules) -> bool:
-    """Return whether a recording at the rate of the model is longer than one pass of the encoder."""
+    """Return whether a recording at the model's rate is longer than a pass of the encoder."""
     return recording.samples.size > rules.seconds * rules.rate
 
 
 def spectrum(recording: Recording, rules: SpeechRules) -> torch.Tensor:
-    """Return the features [bins, F] of a whole recording at the rate of the model, without padding."""
+    """Return the features [bins, F] of a recording at the model's rate, without padding."""
     extractor = rules.extractor
     samples = recording.samples
     if samples.size < extractor.n_fft:  # the least that has a frame

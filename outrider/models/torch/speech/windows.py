@@ -57,7 +57,7 @@ class Windows:
         return (self._previous.token, *text[-self._previous.limit :], *start)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Take the output of the window, without the end of the text, and move on to the next one."""
+        """Take the output of the window, without the end of the text, and go to the next one."""
         output = cut_window(
             tokens,
             self._rules.check_timestamps(),
