@@ -179,7 +179,7 @@ def _of_first_rank(texts: Iterator[str | None]) -> Iterator[str | None]:
 def _complete(
     llm: LLM, encoded: EncodedPrompt, params: SamplingParams, output: Output, interrupts: list[int]
 ) -> Outcome | str:
-    """Complete a prompt and print the completions. After an interrupt, return the first text so far."""
+    """Complete a prompt and print the completions. After an interrupt, return the text so far."""
     # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
     seeded = params if params.seed is not None else replace(params, seed=of_first_rank(secrets.randbits(63)))
     requests = llm.request_maker.make(encoded, seeded)
@@ -216,7 +216,7 @@ def _complete_one(llm: LLM, request: Request, output: Output, interrupts: list[i
 
 
 def _complete_several(llm: LLM, requests: Sequence[Request], output: Output, interrupts: list[int]) -> Outcome | str:
-    """Generate all completions in a batch, then print them. After an interrupt, return the first text so far."""
+    """Generate all completions in a batch, then print them. After an interrupt, return the text so far."""
     before = llm.stats
     began = perf_counter()
     seqs = list(map(llm.add, requests))

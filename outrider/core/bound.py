@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class TotalVariation:
-    """The emitted token has a distribution whose total variation distance from p is at most `value`."""
+    """The emitted token has a distribution with a total variation distance from p of at most `value`."""
 
     value: float
     kind: ClassVar[str] = "tvd"

@@ -319,7 +319,7 @@ class Engine:
             self._release(self._scheduler.preempt())
 
     def _fit_memory(self, batch: Batch) -> Batch:
-        """Drop draft tokens that do not fit into the KV cache. Speculation never preempts a request."""
+        """Drop draft tokens that do not fit into the cache. Speculation never preempts a request."""
         ends = _feed_ends(batch)
         wanted = {}
         for b, seq in enumerate(batch.seqs):

@@ -26,6 +26,7 @@ from outrider.models.heads.targets.base import HeadRunner
 from outrider.models.loader.load import read_weights
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.weights import finite_weights
+from outrider.runtime.grouping import instances
 from outrider.verify.relaxed.registry import reads_embedding
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class EngineWeights:
             self._missing = frozenset()
             self._parts.engine.block("")
         self._refresh_verifier()
-        heads = [model for model in draft_models(self._parts.proposer) if isinstance(model, HeadRunner)]
+        heads = instances(draft_models(self._parts.proposer), HeadRunner)
         if heads and isinstance(self._parts.target, WeightSharer):
             tables = self._parts.target.share_weights()
             for head in heads:

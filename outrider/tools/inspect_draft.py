@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -269,7 +269,7 @@ def _block_text(block: DraftBlock) -> str:
         "refined by all earlier draft tokens": block.refiner is not None,
     }
     text = f"{block.draft_tokens} draft tokens in {block.size} columns"
-    return text + "".join(f", {trait}" for trait, has in traits.items() if has)
+    return text + _listed(traits)
 
 
 def _fusion_text(description: HeadDescription) -> str:
@@ -290,7 +290,7 @@ def _layers_text(body: Body) -> str:
         "a feed-forward layer without a gate": not body.gated,
         "scaled rotary positions": body.rope is not None,
     }
-    rest = "".join(f", {trait}" for trait, has in traits.items() if has)
+    rest = _listed(traits)
     return (
         f"{body.layers}, {body.hidden} wide, {body.heads} heads of {body.dim} and {body.key_heads}"
         f" key heads, feed-forward size {body.ffn}{rest}"
@@ -299,3 +299,7 @@ def _layers_text(body: Body) -> str:
 
 def _final_norm(description: HeadDescription) -> str:
     return "and the draft has its own final norm" if description.final_norm else "and the draft has no final norm"
+
+
+def _listed(traits: Mapping[str, bool]) -> str:
+    return "".join(f", {trait}" for trait, has in traits.items() if has)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -155,7 +156,7 @@ class LayerSearch:
         steps_without_gain = 0
         while steps_without_gain < _PATIENCE and len(current.layers) > 1:
             removable = [layer for layer in order if layer in current.layers][:_BREADTH]
-            candidates = [_without(current.layers, layer) for layer in removable]
+            candidates = list(map(partial(_without, current.layers), removable))
             results = list(filter(None, map(self._try, candidates)))
             if not results:
                 break

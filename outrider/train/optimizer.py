@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from outrider.runtime.grouping import instances
+
 _WEIGHT_DECAY = 0.01  # of matrices; vectors have none
 
 
@@ -64,7 +66,7 @@ class Optimizer:
 def _layer_matrices(module: nn.Module, vocab: int) -> Iterator[nn.Parameter]:
     """Yield the weights of all linear layers except LM heads."""
     # The LM head of a whole model may have more rows than the draft vocabulary has tokens.
-    models = [child for child in module.modules() if isinstance(child, PreTrainedModel)]
+    models = instances(module.modules(), PreTrainedModel)
     lm_heads = [model.get_output_embeddings() for model in models]
     for layer in module.modules():
         if not isinstance(layer, nn.Linear) or layer in lm_heads:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from math import inf
 from time import perf_counter
@@ -74,7 +75,7 @@ class Measured:
 
 
 class PassTimes:
-    """The measured passes of a model. A measurement can be continued later, by another process, too."""
+    """The measured passes of a model. Another process can continue a measurement later."""
 
     def __init__(self, target: Target, known: Iterable[Measured] = ()) -> None:
         """Continue from the `known` measurements of a target."""
@@ -211,7 +212,7 @@ def _measure(target: Target, seqs: int, tokens: int, cached: int, equal: bool = 
     if equal:
         ids = tuple((row[0],) * len(row) for row in ids)
     batch = Batch(
-        seqs=tuple(_sequence(target, slot) for slot in range(seqs)),
+        seqs=tuple(map(partial(_sequence, target), range(seqs))),
         start=(cached,) * seqs,
         feed=tuple(row[:1] for row in ids),
         budget=DraftBudget(tuple(share - 1 for share in shares)),
@@ -229,7 +230,7 @@ def _measure_prefill(target: Target, tokens: int) -> float:
 def _measure_head(target: HeadTarget, shares: list[int], cached: int) -> float:
     """Return the seconds of a pass of a draft head, which needs hidden states of the committed tokens."""
     batch = Batch(
-        seqs=tuple(_sequence(target, slot) for slot in range(len(shares))),
+        seqs=tuple(map(partial(_sequence, target), range(len(shares)))),
         start=(cached + 1,) * len(shares),  # the first token has no hidden state before it
         feed=_random_ids(target, shares),
         budget=DraftBudget((1,) * len(shares)),

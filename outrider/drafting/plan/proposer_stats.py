@@ -84,7 +84,7 @@ class Outcome:
 
 
 class ProposerStats:
-    """Acceptance, output tokens, draft tokens and drafting time of recent rounds of one alternative."""
+    """Acceptance, tokens and drafting time of recent rounds of one alternative."""
 
     def __init__(self, costs: CostModel, *, max_draft_tokens: int) -> None:
         """Track a proposer with these pass costs and up to `max_draft_tokens` per sequence."""
@@ -131,7 +131,7 @@ class ProposerStats:
 
     @property
     def text_gain(self) -> float | None:
-        """The speedup over whole texts, with prefills of the draft model. None before enough passes."""
+        """The speedup over whole texts, with prefills of the draft model. None: too few passes."""
         return self._plain_seconds / self._spent_seconds if self._passes >= _TEXT_PASSES else None
 
     def note_draft(self, draft: Draft) -> None:

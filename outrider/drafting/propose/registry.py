@@ -206,7 +206,7 @@ def parse(spec: str) -> Expression:
 
 
 def has_draft(spec: str) -> bool:
-    """Return whether an expression has a draft model or a draft head, which has settings of its own."""
+    """Return whether an expression has a draft model or a draft head."""
     return any(NAMED[name].reads_text for name in parse(spec).names() if name in NAMED)
 
 

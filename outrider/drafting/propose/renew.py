@@ -1,4 +1,4 @@
-"""Make a proposer again without the outputs that it remembers, for measurements that repeat prompts."""
+"""Make a proposer again without the outputs that it remembers, to measure prompts again."""
 
 from __future__ import annotations
 

@@ -110,10 +110,10 @@ class _Bench:
             "commits": "eager" if self._settings.eager_commits else "when needed",
             "time": "processor" if self._settings.processor_time else "wall",
             "block_ms": self.passes,
-            "base": [each.to_json() for each in self.base],
-            "gates": [each.to_json() for each in self.gates],
+            "base": _json(self.base),
+            "gates": _json(self.gates),
             "chosen": self.chosen,
-            "controls": [each.to_json() for each in self.controls],
+            "controls": _json(self.controls),
             "first_block_share": self.first_block,
             "hardware": machine.hardware("cpu"),
             "versions": machine.versions(),
@@ -146,6 +146,10 @@ class _Bench:
             *((each.router, "D", False, [each]) for each in self.base),
         ]
         draw_plot(groups, file)
+
+
+def _json(summaries: list[Summary]) -> list[Document]:
+    return [each.to_json() for each in summaries]
 
 
 def _passes(trials: list[Trial], target: str) -> dict[str, float]:

@@ -42,7 +42,7 @@ def _unpacked(path: Path) -> Unpacked | None:
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint folder, by name. A file is opened when a tensor in it is accessed."""
+    """The tensors of a checkpoint folder, by name. A file is opened when it is needed."""
 
     def __init__(self, folder: Path) -> None:
         """List the tensors of a folder.
@@ -205,7 +205,7 @@ def _read_embedding(path: Path, text: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _unused_id(path: Path, vocab: int) -> int | None:
-    """Return the first id of the embedding after all ids of the tokenizer, or None if there is none."""
+    """Return the first id of the embedding after all ids of the tokenizer; None: there is none."""
     try:
         tokenizer = json.loads((path / "tokenizer.json").read_text("utf-8"))
         ids = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])]

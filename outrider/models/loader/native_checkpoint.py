@@ -20,6 +20,7 @@ from outrider.models.torch.gguf_made import SeparateExperts
 from outrider.models.torch.group_weight import GroupWeight, can_join
 from outrider.models.torch.tensor_files import TensorFiles
 from outrider.models.torch.weights import Weight, Weights, converted
+from outrider.runtime.grouping import instances
 
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
 # Names that a part of a multimodal model may have in its files, beside that in transformers.
@@ -226,6 +227,6 @@ def _expand_different_experts(stored: QuantizedWeights, sources: Mapping[str, _S
     for source in sources.values():
         names = [name for parts in source.names for name in parts]
         weights = [stored[name] for name in names] if source.whole is None else []
-        groups = [weight for weight in weights if isinstance(weight, GroupWeight)]
+        groups = instances(weights, GroupWeight)
         if groups and not (len(groups) == len(weights) and can_join(groups)):
             stored.expand(names)

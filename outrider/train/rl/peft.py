@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from outrider.errors import OutriderError
+from outrider.runtime.grouping import instances
 
 _LORA = "LORA"
 _MERGE = "give the state_dict of what merge_and_unload() returns for a copy of the model"
@@ -74,7 +75,7 @@ def _merged(module: nn.Module, prefix: str) -> Any:
         if not all(weight.is_floating_point() for weight in module.get_base_layer().parameters()):
             raise OutriderError(f"{name} is quantized; load the base model in float32 or bfloat16 without quantization")
         copy = deepcopy(module)
-        layers = [layer for layer in copy.modules() if isinstance(layer, LoraLayer)]
+        layers = instances(copy.modules(), LoraLayer)
         for layer in layers:  # several, if LoRA is on several parameters of one module
             if not layer.disable_adapters:
                 layer.merge()

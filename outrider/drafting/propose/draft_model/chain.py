@@ -81,7 +81,7 @@ class DraftModelProposer:
         self._model.cache.commit(replace(round, batch=self._batch, draft=self._draft, path=tuple(paths)))
 
     def _propose(self, batch: Batch, indices: Sequence[int], num_seqs: int) -> Draft:
-        """Draft for the sequences of `batch`, which have these `indices` among `num_seqs` sequences."""
+        """Draft for the sequences of `batch` with these `indices` among `num_seqs` sequences."""
         self._draft = self._draft_chains(batch)
         self._proposed = self._draft if len(indices) == num_seqs else _spread(self._draft, indices, num_seqs)
         return self._proposed

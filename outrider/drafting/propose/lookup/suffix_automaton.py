@@ -53,7 +53,7 @@ class Automaton:
         return state, self.length[state]
 
     def follow(self, state: int, token: int) -> int:
-        """Return the state that a token leads to; -1 if it never followed the strings of this state."""
+        """Return the state after a token; -1 if it never followed the strings of this state."""
         if self.first[state] == token:
             return self.next[state]
         others = self.more.get(state)

@@ -84,7 +84,7 @@ def reduce_vocabulary(model: Target, checkpoint: Checkpoint, ids: torch.Tensor, 
 
 
 class ReducedVocabulary(WrappedTarget):
-    """A draft model with some tokens, as a `Target` with all tokens. The others have the logit -inf."""
+    """A draft model with some tokens, as a `Target` with all. The others have the logit -inf."""
 
     def __init__(self, inner: Target, ids: torch.Tensor, vocab: int) -> None:
         """Wrap a model whose logits are those of the tokens `ids` [Vd] among `vocab` tokens."""

@@ -22,7 +22,7 @@ _SMALL = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The values of the last frame that the next block needs. The arrays are never written to again."""
+    """The values of the last frame that the next block needs. The arrays are not written to again."""
 
     phases: np.ndarray  # of each bin, in radians
     frequencies: np.ndarray  # of the peak that each bin belongs to, in radians per sample
