@@ -1,7 +1,7 @@
 """Outrider: exact speculative decoding.
 
-A cheap proposer drafts several tokens, and the target verifies them in one pass. The output has the distribution of the
-target alone.
+A cheap proposer drafts several tokens, and the target verifies them in one pass. The output has the
+distribution of the target alone.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from outrider._version import __version__
 from outrider.errors import OutriderError, UnsupportedModel
 
 if "OMP_WAIT_POLICY" not in os.environ:
-    # libgomp reads this when torch is imported. By default, its idle threads spin for many milliseconds, and on a busy
-    # machine they take processor time from the threads that work.
+    # libgomp reads this when torch is imported. By default, its idle threads spin for many
+    # milliseconds, and on a busy machine they take processor time from the threads that work.
     os.environ.setdefault("GOMP_SPINCOUNT", "60000")
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The public names for proposers and verification rules of your own.
 
-A proposer is a class with the members of `Proposer`. Its constructor takes a `ProposerSetup`. The guide "Write your own
-proposer" builds one step by step, and `outrider.testing` checks it.
+A proposer is a class with the members of `Proposer`. Its constructor takes a `ProposerSetup`. The
+guide "Write your own proposer" builds one step by step, and `outrider.testing` checks it.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ from outrider.scale.fleet.options import check_given as check_fleet_given
 from outrider.scale.ray.settings import ScaleSettings
 from outrider.serve.settings import Settings as ServeSettings
 
-# New objects before Python searches for cycles. Imports make a million objects that stay, and by default, Python would
-# search them many times.
+# New objects before Python searches for cycles. Imports make a million objects that stay, and by
+# default, Python would search them many times.
 _COLLECT_AFTER = 100_000
 _WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
 
@@ -103,8 +103,8 @@ def run(
 ) -> None:
     """Complete a prompt and report what speculation did.
 
-    The text goes to standard output, everything else to standard error. With --json the text goes to standard error,
-    too, and standard output has only the JSON document.
+    The text goes to standard output, everything else to standard error. With --json the text goes
+    to standard error, too, and standard output has only the JSON document.
     """
     params = replace(sampling.params(unlimited=prompts.chat), constraint=form.constraint())
     given = read_source(source)
@@ -128,7 +128,8 @@ def run(
 def bench(*, settings: BenchSettings, printing: Printing, given: set[str]) -> None:
     """Benchmark speculation against plain decoding, interleaved, beside the limits of this machine.
 
-    Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
+    Prints tables, then one JSON document as the last line if the output is not a terminal or with
+    --json.
     """
     if settings.calibrate:
         check_calibration(given)
@@ -191,8 +192,8 @@ def load(*, settings: LoadSettings, printing: Printing) -> None:
 def audit(*, settings: AuditSettings, server: ServerOptions, printing: Printing, given: set[str]) -> None:
     """Test that speculation leaves the text of this target and proposer unchanged.
 
-    With --server, test whether the output of a running server is that of the target. The exit code is 1 if a test
-    fails.
+    With --server, test whether the output of a running server is that of the target. The exit code
+    is 1 if a test fails.
     """
     from outrider.cli.ranks import joined
 
@@ -218,7 +219,8 @@ def audit(*, settings: AuditSettings, server: ServerOptions, printing: Printing,
 def project(*, asked: ProjectOptions, printing: Printing) -> None:
     """Estimate the speedup on a machine and for a model that you do not have, with a roofline model.
 
-    Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
+    Prints tables, then one JSON document as the last line if the output is not a terminal or with
+    --json.
     """
     from outrider.scale.estimate.run import run_project
     from outrider.scale.estimate.table import show
@@ -230,7 +232,7 @@ def project(*, asked: ProjectOptions, printing: Printing) -> None:
 @app.command()
 @partial(spread, environment=False)  # they describe other machines than this one
 def fleet(*, asked: FleetOptions, printing: Printing, given: set[str]) -> None:
-    """Simulate a fleet of servers: arrivals, routing, continuous batching, and speculation by load."""
+    """Simulate many servers: arrivals, routing, continuous batching, and speculation by load."""
     check_fleet_given(asked, given)
     from outrider.scale.fleet.command import run_fleet
     from outrider.scale.fleet.report import show
@@ -246,8 +248,9 @@ def tune(*, settings: TuneSettings, server: TuneServer, printing: Printing, give
 
     With --server, measure a running server and say what to set there.
 
-    Prints tables and a summary, then one JSON document as the last line if the output is not a terminal or
-    with --json. --out writes that document, for --config of `outrider run`, `serve` and `bench`.
+    Prints tables and a summary, then one JSON document as the last line if the output is not a
+    terminal or with --json. --out writes that document, for --config of `outrider run`, `serve` and
+    `bench`.
     """
     check_tune_given(server.server, given)
     from outrider.lab.tune import command

@@ -19,8 +19,8 @@ from outrider.core.option import MODEL, Option, Shown, field_help, option_name
 _CONFIG = "config"
 _DEFAULT = " Default: "  # begins the last sentence of a help text
 _CONFIG_HELP = (
-    "Read settings from a JSON file: fields of EngineConfig, or what `outrider tune --out` or `outrider fit` wrote."
-    " Options on the command line take precedence."
+    "Read settings from a JSON file: fields of EngineConfig, or what `outrider tune --out` or"
+    " `outrider fit` wrote. Options on the command line take precedence."
 )
 
 
@@ -28,7 +28,8 @@ def spread(command: Callable[..., None], *, environment: bool = True) -> Callabl
     """Let typer show each field of the dataclass parameters of a command as an option.
 
     Args:
-        command: the function of the command. It may have a parameter `given`: the options on the command line.
+        command: the function of the command. It may have a parameter `given`: the options on the
+            command line.
         environment: whether its options have environment variables.
     """
     hints = get_type_hints(command, include_extras=True)
@@ -172,7 +173,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _help(text: str, note: str | None) -> str:
-    """Return the help of a field with a note before its default, or with the default of the note."""
+    """Return the help of a field with a note before its default, or the default of the note."""
     if note is None:
         return text
     before, marker, default = text.partition(_DEFAULT)
@@ -180,7 +181,7 @@ def _help(text: str, note: str | None) -> str:
 
 
 def _given(ctx: typer.Context) -> set[str]:
-    """Return the names of the options on the command line, without those of environment variables."""
+    """Return the names of the options on the command line, without environment variables."""
     names = set()
     for parameter in ctx.command.params:
         source = ctx.get_parameter_source(parameter.name or "")

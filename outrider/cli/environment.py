@@ -6,8 +6,8 @@ from copy import copy
 from typing import Annotated, Any, get_args, get_origin
 
 PREFIX = "OUTRIDER_"
-# Options that say what runs and where, and mean the same in all commands. Options of a single measurement have no
-# variable, because a forgotten one would change its results.
+# Options that say what runs and where, and mean the same in all commands. Options of a single
+# measurement have no variable, because a forgotten one would change its results.
 _OPTIONS = frozenset(
     {
         "target",

@@ -20,8 +20,8 @@ media = typer.Typer(
 def demo(*, settings: DemoSettings, printing: Printing) -> None:
     """Write a video of one caption, made by the target, by the drafter, and by both.
 
-    The border of a frame has the color of who made its block. Prints a table, then one JSON document as the last line
-    if the output is not a terminal or with --json.
+    The border of a frame has the color of who made its block. Prints a table, then one JSON
+    document as the last line if the output is not a terminal or with --json.
     """
     from outrider.media.command import demo as command
 
@@ -33,7 +33,8 @@ def demo(*, settings: DemoSettings, printing: Printing) -> None:
 def bench(*, settings: BenchSettings, printing: Printing) -> None:
     """Measure speed against quality of gates, random routing, strides and fixed places, interleaved.
 
-    Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
+    Prints tables, then one JSON document as the last line if the output is not a terminal or with
+    --json.
     """
     from outrider.media.command import bench as command
 

@@ -55,8 +55,8 @@ def converse(
     Args:
         llm: the models.
         params: the sampling parameters.
-        prompts: the prompt, and whether to use the chat template, with all messages so far. No prompt: read standard
-            input, or begin as the model does if there is a source.
+        prompts: the prompt, and whether to use the chat template, with all messages so far. No
+            prompt: read standard input, or begin as the model does if there is a source.
         options: the options of speech targets.
         given: what the encoder of an encoder-decoder target reads.
         output: prints the completions.
@@ -65,7 +65,8 @@ def converse(
         Whether all completions succeeded. Errors are printed.
 
     Raises:
-        OutriderError: the options do not fit the target; or not on a terminal, a prompt cannot be completed.
+        OutriderError: the options do not fit the target; or not on a terminal, a prompt cannot be
+            completed.
     """
     prompt = prompts.prompt
     source = _source_for(llm, given)
@@ -131,8 +132,8 @@ def _check_transcript(prompt: str | None, reason: str) -> None:
     """Refuse a prompt where a transcript is needed for this reason."""
     if prompt is not None:
         raise OutriderError(
-            f"a prompt begins one completion, and {reason} needs a transcript; leave the prompt out, or use"
-            " --previous-text"
+            f"a prompt begins one completion, and {reason} needs a transcript; leave the prompt"
+            " out, or use --previous-text"
         )
 
 
@@ -178,7 +179,7 @@ def _of_first_rank(texts: Iterator[str | None]) -> Iterator[str | None]:
 def _complete(
     llm: LLM, encoded: EncodedPrompt, params: SamplingParams, output: Output, interrupts: list[int]
 ) -> Outcome | str:
-    """Complete a prompt and print the completions. After an interrupt, return the first text so far."""
+    """Complete a prompt and print the completions. After an interrupt, return the text so far."""
     # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
     seeded = params if params.seed is not None else replace(params, seed=of_first_rank(secrets.randbits(63)))
     requests = llm.request_maker.make(encoded, seeded)
@@ -215,7 +216,7 @@ def _complete_one(llm: LLM, request: Request, output: Output, interrupts: list[i
 
 
 def _complete_several(llm: LLM, requests: Sequence[Request], output: Output, interrupts: list[int]) -> Outcome | str:
-    """Generate all completions in a batch, then print them. After an interrupt, return the first text so far."""
+    """Generate all completions in a batch, then print them. After an interrupt, return the text so far."""
     before = llm.stats
     began = perf_counter()
     seqs = list(map(llm.add, requests))

@@ -43,8 +43,8 @@ class SamplingOptions:
     """Continue after end-of-text."""
     seed: Annotated[int | None, Option(panel=SAMPLING)] = None
     """The same seed gives the same text. If the text depends on the draft, as with --verifier block, --k auto uses 4
-    draft tokens for it. Trees and combinations need --verifier walk or coupled. Default: a random seed, which is
-    reported."""
+    draft tokens for it. Trees and combinations need --verifier walk or coupled. Default: a random
+    seed, which is reported."""
     n: Annotated[int, Option(panel=SAMPLING)] = 1
     """Completions of each prompt."""
     logprobs: Annotated[int | None, Option(panel=SAMPLING)] = None

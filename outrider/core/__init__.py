@@ -1,1 +1,1 @@
-"""Data types of requests and rounds, sampling parameters, constraints, noise, trees and statistics."""
+"""Data types of requests and rounds, sampling parameters, constraints, noise, trees, statistics."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, slots=True)
 class TotalVariation:
-    """The emitted token has a distribution whose total variation distance from p is at most `value`."""
+    """The emitted token has a distribution with a total variation distance from p of at most `value`."""
 
     value: float
     kind: ClassVar[str] = "tvd"
@@ -46,7 +46,8 @@ class BinDistance:
 class GroupExact:
     """The group of the emitted token has the probability of the group under p. `groups` says which groups.
 
-    A token of several groups counts for each of them in equal parts. Nothing is promised about the tokens of a group.
+    A token of several groups counts for each of them in equal parts. Nothing is promised about the
+    tokens of a group.
     """
 
     groups: str

@@ -86,16 +86,16 @@ class CacheUsage:
 class Cache(Protocol):
     """The KV cache or recurrent state of each slot.
 
-    Contract: after `commit`, scoring equals scoring after a fresh prefill of the committed tokens, whatever was cached
-    before. A cache keeps what is committed, and nothing is ever rolled back. So recurrent states, which cannot be
-    trimmed, satisfy the same contract.
+    Contract: after `commit`, scoring equals scoring after a fresh prefill of the committed tokens,
+    whatever was cached before. A cache keeps what is committed, and nothing is ever rolled back. So
+    recurrent states, which cannot be trimmed, satisfy the same contract.
     """
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         """Start a sequence in `slot`. Return how many leading `tokens` are cached already.
 
-        The result is always less than `len(tokens)`: the last token must be fed to get its logits. With prefix caching,
-        prefixes are shared within a `scope` only; None shares nothing.
+        The result is always less than `len(tokens)`: the last token must be fed to get its logits.
+        With prefix caching, prefixes are shared within a `scope` only; None shares nothing.
         """
 
     def set_prefix_caching(self, on: bool) -> None:
@@ -113,8 +113,9 @@ class Cache(Protocol):
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         """Reserve entries behind the committed tokens for the feed and the draft tokens of each sequence.
 
-        With `first` >= 0 the feed and the nodes before `first` are staged already, and only the nodes from `first` on
-        are added: a draft model drafts its own chain this way. Staged entries are lost unless they are committed.
+        With `first` >= 0 the feed and the nodes before `first` are staged already, and only the
+        nodes from `first` on are added: a draft model drafts its own chain this way. Staged entries
+        are lost unless they are committed.
         """
 
     def commit(self, round: Round) -> None:
@@ -264,8 +265,8 @@ def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Lay
 def _gather_columns(
     batch: Batch, draft: Draft, columns: list[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather tokens and positions [T]. `columns` has indices into all feeds followed by all nodes."""
-    ends = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
+    """Gather tokens and positions [T]. `columns` indexes all feeds followed by all nodes."""
+    ends = batch.ends
     tokens = tree.upload([token for feed in batch.feed for token in feed], device)
     feed_positions = [position for start, end in zip(batch.start, ends, strict=True) for position in range(start, end)]
     positions = tree.upload(feed_positions, device)

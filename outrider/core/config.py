@@ -18,7 +18,8 @@ PLACEMENTS = (AUTO, REPLICATED, SHARDED)
 QUANTIZE_BITS = {"int8": 8, "int4": 4}
 FULL_BITS = 16
 ONCE, ALWAYS, NEVER = "once", "always", "never"  # when the logits of a model are checked at load
-# Fields of `EngineConfig` that are options of commands. All commands that load a target have the first ones.
+# Fields of `EngineConfig` that are options of commands. All commands that load a target have the
+# first ones.
 TARGET_OPTIONS = ("target", "dtype", "device", "kernels", "check", "quantize", "threads")
 DRAFT_OPTIONS = ("draft_window", "draft_quantize")
 ENGINE_OPTIONS = (
@@ -43,20 +44,21 @@ class EngineConfig:
     org/name:Q4_K_M. Default: @mini, an embedded model."""
     proposer: Annotated[str | Callable[..., Any] | None, Option("NAME", MODEL)] = None
     """What drafts. Without a model: none, ngram[:MIN-MAX], suffix[:TOKENS], recycle, lookahead[:WxNxG], group[:TOKENS],
-    retrieval:DIR[:MIN], replay:FILE. A draft model or a trained head: draft:DIR, tree:DIR, cascade:DIR; with
-    another vocabulary: draft-tokens:DIR, draft-text:DIR. The target itself: mtp, quantized:int4, exit:LAYERS,
-    skip:A+B. Your own: pkg.module:Class, or in Python a callable that takes a setup and returns a proposer.
-    Combinations: best(A,B), merge(A,B), first(A,B), switch(A,B). See docs/how-to/choose-a-proposer.md. DIR may also
-    be a model of the Hugging Face Hub. Default: the embedded draft model for the embedded target; for any other,
-    the first of best(suffix:100000,mtp), best(suffix:100000,quantized:int4) and suffix:100000 that fits."""
+    retrieval:DIR[:MIN], replay:FILE. A draft model or a trained head: draft:DIR, tree:DIR,
+    cascade:DIR; with another vocabulary: draft-tokens:DIR, draft-text:DIR. The target itself: mtp,
+    quantized:int4, exit:LAYERS, skip:A+B. Your own: pkg.module:Class, or in Python a callable that
+    takes a setup and returns a proposer. Combinations: best(A,B), merge(A,B), first(A,B),
+    switch(A,B). See docs/how-to/choose-a-proposer.md. DIR may also be a model of the Hugging Face
+    Hub. Default: the embedded draft model for the embedded target; for any other, the first of
+    best(suffix:100000,mtp), best(suffix:100000,quantized:int4) and suffix:100000 that fits."""
     k: Annotated[int | str, Option("N", MODEL, parse=parse_draft_length)] = AUTO
     """Draft tokens per round, up to 256. 0: plain decoding. auto: chosen in each round from measured costs, and 4 for a
     request with a seed whose text depends on the draft."""
     verifier: Annotated[str | None, Option("NAME", MODEL)] = None
     """walk, coupled, rejection, block, siblings or traversal; typical and lenient are not exact. Relaxed rules are not
-    exact either, and declare a bound: lantern:delta=D, gsd:clusters=N, pcg:k=N, bins:distance=R and blend:share=S, with
-    more options after commas, such as table=FILE. Default: block for chains of a draft model, traversal for its trees
-    and for merges, walk for all other proposers."""
+    exact either, and declare a bound: lantern:delta=D, gsd:clusters=N, pcg:k=N, bins:distance=R and
+    blend:share=S, with more options after commas, such as table=FILE. Default: block for chains of
+    a draft model, traversal for its trees and for merges, walk for all other proposers."""
     dtype: Annotated[str, Option("NAME", MODEL)] = "auto"
     """auto, float32, bfloat16 or float16."""
     device: Annotated[str, Option("NAME", MODEL)] = "auto"
@@ -120,8 +122,8 @@ class EngineConfig:
             self._check_tensor_parallel()
         elif self.draft_placement != AUTO:
             raise OutriderError(
-                f"draft_placement is {self.draft_placement}, which needs several ranks, and tp is 1; leave it out, or"
-                " set tp"
+                f"draft_placement is {self.draft_placement}, which needs several ranks, and tp is"
+                " 1; leave it out, or set tp"
             )
         self._check_limits()
         for name in ("prefix_caching", "isolate_faults"):
@@ -177,8 +179,8 @@ class EngineConfig:
             )
         if self.quantize is not None:
             raise OutriderError(
-                f"weights that are quantized when they are loaded cannot be split over ranks, and tp is {self.tp};"
-                " leave quantize out, or use tp 1"
+                "weights that are quantized when they are loaded cannot be split over ranks, and tp"
+                f" is {self.tp}; leave quantize out, or use tp 1"
             )
 
 
@@ -208,8 +210,8 @@ def draft_weight_bits(draft_quantize: str | None, *, kernels: str, device: str) 
         )
     if bits < FULL_BITS and device not in (AUTO, "cpu"):
         raise OutriderError(
-            f"draft_quantize is {draft_quantize}, and the native kernels do not run on {device}; use device cpu, or"
-            " leave draft_quantize out"
+            f"draft_quantize is {draft_quantize}, and the native kernels do not run on {device};"
+            " use device cpu, or leave draft_quantize out"
         )
     return bits
 

@@ -14,7 +14,7 @@ class ChainBuilder:
     """Collects the margins of chains and decides where each sequence stops."""
 
     def __init__(self, budget: Sequence[int], stop_rule: StopRule | None) -> None:
-        """Start chains of up to `budget` [B] tokens. Without `stop_rule`, no chain stops earlier."""
+        """Start chains of up to `budget` [B] tokens. Without `stop_rule`, none stops earlier."""
         self.count = list(budget)  # [B] tokens of each chain
         self.depth = 0  # tokens that were processed
         self._stop_rule = stop_rule
@@ -27,7 +27,8 @@ class ChainBuilder:
         Args:
             logits: [B, V].
             tokens: [B] the draft tokens.
-            confidence: [B] log-odds of acceptance from a confidence head, which replace the margin of the logits.
+            confidence: [B] log-odds of acceptance from a confidence head, which replace the margin
+                of the logits.
         """
         if self._stop_rule is not None:
             min_prob = self._stop_rule.threshold(sum(count > self.depth for count in self.count))

@@ -21,7 +21,8 @@ _time_limit = True  # whether `_MAX_SECONDS` applies
 _MAX_REPEATS = 10_000  # most repetitions of a part of a regular expression or grammar
 _PROBED_TOKENS = 4  # forced tokens that `compile` consumes, to reject constraints that never end
 _CACHE_SIZE = 64  # compiled constraints in the cache
-# A string, a regular expression, a comment or the name of a token in a grammar. They cannot be parts of each other.
+# A string, a regular expression, a comment or the name of a token in a grammar. They cannot be
+# parts of each other.
 _GRAMMAR_PART = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?://|#)[^\n]*|/(?:[^/\\]|\\.)+/|<[^<>\s]+>')
 # Parts of llguidance's messages.
 _DEAD_END = "NoExtension"
@@ -39,7 +40,7 @@ _LIMITS: dict[str, Any] = {
 
 
 def remove_time_limit() -> None:
-    """Remove the time limit of a token. Ranks must decide alike, and a time differs between them."""
+    """Remove the time limit of a token. Ranks must decide alike, and times differ."""
     global _time_limit
     _time_limit = False
 
@@ -60,7 +61,8 @@ class Grammars:
         """Compile a constraint.
 
         Raises:
-            OutriderError: the constraint is invalid, too large or unsatisfiable, or llguidance is not installed.
+            OutriderError: the constraint is invalid, too large or unsatisfiable, or llguidance is
+                not installed.
         """
         if constraint in self._cache:
             self._cache.move_to_end(constraint)
@@ -120,7 +122,8 @@ class Grammar:
 class Matcher:
     """The state of one text in its grammar.
 
-    Forced tokens depend only on the text. So a run of forced tokens is computed once, where it begins.
+    Forced tokens depend only on the text. So a run of forced tokens is computed once, where it
+    begins.
     """
 
     def __init__(self, grammar: Grammar, end_ids: frozenset[int]) -> None:
@@ -218,13 +221,14 @@ def _failure(reason: str) -> OutriderError:
     """Return the error of a matcher that has failed during a text, for llguidance's reason."""
     if _DEAD_END in reason:
         return OutriderError(
-            f"the grammar allows no token at this position ({reason}); let the text go on or end here, and use"
-            " characters for which the model has tokens"
+            f"the grammar allows no token at this position ({reason}); let the text go on or end"
+            " here, and use characters for which the model has tokens"
         )
     if _REFUSED in reason:
         return Fault(
-            f"the constraint refused a token that it had allowed ({reason}), which is a fault of Outrider; report it"
-            " with the constraint and the tokenizer.json of the model, and leave the constraint out until then"
+            f"the constraint refused a token that it had allowed ({reason}), which is a fault of"
+            " Outrider; report it with the constraint and the tokenizer.json of the model, and"
+            " leave the constraint out until then"
         )
     return OutriderError(f"the grammar is too complex at this position; simplify it ({reason})")
 

@@ -1,8 +1,8 @@
 """How the fields of a settings record are options of the command line.
 
-A settings record is a dataclass. The name, type and default of an option are those of a field, and its help is the
-docstring below the field. `Option` in `Annotated` adds what they cannot say. A field that is a record itself has its
-own options; `Shown` chooses some of them.
+A settings record is a dataclass. The name, type and default of an option are those of a field, and
+its help is the docstring below the field. `Option` in `Annotated` adds what they cannot say. A
+field that is a record itself has its own options; `Shown` chooses some of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Option:
     min: float | None = None
     max: float | None = None
     parse: Callable[[str, str], Any] | None = None
-    """Makes the value of the field from the name of the option and its text. Default: by the type."""
+    """Makes the value of the field from the option's name and text. Default: by the type."""
     argument: bool = False
     """Whether it is an argument."""
 

@@ -13,8 +13,8 @@ AUTO = "auto"  # the value of k with which the planner decides in each round
 DEFAULT_MAX_TOKENS = 128  # output tokens of a completion
 MAX_DRAFT_LENGTH = 256  # draft tokens of a sequence per round
 _MAX_PRIORITY = 100  # in absolute value, so that no request waits forever
-# Limits of temperature and repetition penalty. Logits are float32. Beyond these limits, rounding decides between tokens
-# and logits overflow.
+# Limits of temperature and repetition penalty. Logits are float32. Beyond these limits, rounding
+# decides between tokens and logits overflow.
 _MIN_SCALE = 1e-6
 _MAX_SCALE = 1e4
 
@@ -31,37 +31,44 @@ class InvalidParam(OutriderError):
 class SamplingParams:
     """How to sample a completion. Every field holds exactly, with and without speculation.
 
-    The target distribution is computed in this order: constraint, logit_bias, repetition_penalty (prompt and output),
-    presence and frequency penalty (output), min_tokens, temperature, top_k, top_p, min_p.
+    The target distribution is computed in this order: constraint, logit_bias, repetition_penalty
+    (prompt and output), presence and frequency penalty (output), min_tokens, temperature, top_k,
+    top_p, min_p.
 
     Attributes:
         temperature: 0 is greedy; otherwise in [0.000001, 10000].
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens whose mass reaches top_p, in (0, 1].
         min_p: drop tokens below min_p times the likeliest one's probability, in [0, 1].
-        repetition_penalty: above 1 discourages tokens of prompt and output (Keskar et al. 2019); 1 is off; in
-            [0.000001, 10000].
+        repetition_penalty: above 1 discourages tokens of prompt and output (Keskar et al. 2019); 1
+            is off; in [0.000001, 10000].
         presence_penalty: subtracted once from the logit of a token in the output; in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output; in [-2, 2].
         logit_bias: added to the logits, by token id; in [-100, 100] or -inf to forbid.
         max_tokens: maximum number of output tokens; None: until the context is full.
-        min_tokens: minimum number of output tokens before end-of-text, a stop token or a stop string. A constraint
-            takes precedence: if no token can follow, the text ends.
+        min_tokens: minimum number of output tokens before end-of-text, a stop token or a stop
+            string. A constraint takes precedence: if no token can follow, the text ends.
         stop: strings that end the completion; they are not part of the text.
         stop_token_ids: tokens that end the completion; they are not part of the text.
         ignore_eos: continue after end-of-text.
-        seed: the same seed gives the same completion, alone or in a batch. None: a random seed, which is reported. If
-            the text depends on the draft, k="auto" uses a fixed draft length for a request with its own seed.
+        seed: the same seed gives the same completion, alone or in a batch. None: a random seed,
+            which is reported. If the text depends on the draft, k="auto" uses a fixed draft length
+            for a request with its own seed.
         n: number of independent completions of the prompt.
-        logprobs: report the log-probabilities of each output token and of this many likeliest tokens; None: no report.
-        k: maximum number of draft tokens per round, at most 256; 0: plain decoding; None: the planner decides.
-        proposer: the proposer of this request, one of `EngineParts.proposers`, with 4 draft tokens per round unless
-            `k` is given. None: the planner decides.
-        verifier: the exact rule of this request, one of `EngineParts.verifiers`. None: the engine's own.
+        logprobs: report the log-probabilities of each output token and of this many likeliest
+            tokens; None: no report.
+        k: maximum number of draft tokens per round, at most 256; 0: plain decoding; None: the
+            planner decides.
+        proposer: the proposer of this request, one of `EngineParts.proposers`, with 4 draft tokens
+            per round unless `k` is given. None: the planner decides.
+        verifier: the exact rule of this request, one of `EngineParts.verifiers`. None: the engine's
+            own.
         constraint: the form that the text must have.
-        scope: the tenant of the request. Prefix caching and proposers that learn from finished outputs work within one
-            scope only, so that the speed of a request does not reveal the text of another tenant.
-        priority: lower values are scheduled first. 64 rounds of waiting count as much as one step of priority.
+        scope: the tenant of the request. Prefix caching and proposers that learn from finished
+            outputs work within one scope only, so that the speed of a request does not reveal the
+            text of another tenant.
+        priority: lower values are scheduled first. 64 rounds of waiting count as much as one step
+            of priority.
     """
 
     temperature: float = 0.0

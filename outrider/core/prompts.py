@@ -44,19 +44,20 @@ def read_prompts(
 ) -> list[Prompt]:
     """Return the prompts of a JSON Lines file, by default of the embedded one: the first `limit` of each category.
 
-    A line has either `prompt` or `messages`. `category` and `id` are optional, and other fields are ignored. With
-    `with_sources`, for an encoder-decoder target, a line has `source` and maybe `prompt`.
+    A line has either `prompt` or `messages`. `category` and `id` are optional, and other fields are
+    ignored. With `with_sources`, for an encoder-decoder target, a line has `source` and maybe
+    `prompt`.
 
     Raises:
-        OutriderError: the file cannot be read, or a line is invalid; the message has the line number. Or sources are
-            wanted, and there is no file.
+        OutriderError: the file cannot be read, or a line is invalid; the message has the line
+            number. Or sources are wanted, and there is no file.
     """
     if limit is not None and limit < 1:
         raise OutriderError(f"limit is {limit}; use at least 1")
     if with_sources and file is None:
         raise OutriderError(
-            f"the embedded prompts have no sources, which this encoder-decoder target reads; give --prompts FILE with"
-            f" lines like {SOURCE_FORM}"
+            "the embedded prompts have no sources, which this encoder-decoder target reads; give"
+            f" --prompts FILE with lines like {SOURCE_FORM}"
         )
     parse, form = (parse_sourced_prompt, SOURCE_FORM) if with_sources else (parse_prompt, _FORM)
     prompts = list(map(parse, read_lines(file or EMBEDDED, form=form)))
@@ -71,12 +72,13 @@ def read_lines(file: str | Path, *, form: str) -> Iterator[Line]:
         form: an example of a valid line, for error messages.
 
     Raises:
-        OutriderError: the file cannot be read, or a line is not an object; the message has the line number.
+        OutriderError: the file cannot be read, or a line is not an object; the message has the line
+            number.
     """
     path = Path(file).expanduser()
     try:
-        # Some editors begin a file with a byte order mark. Only \n ends a line, because a string may contain other
-        # line separators of Unicode.
+        # Some editors begin a file with a byte order mark. Only \n ends a line, because a string
+        # may contain other line separators of Unicode.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise OutriderError(f"{path} cannot be read ({error.strerror}); give a file of JSON lines") from error
@@ -94,7 +96,8 @@ def read_json(line: str, where: str) -> Any:
     """Return the value of a line of JSON.
 
     Raises:
-        OutriderError: the line is not JSON, or a string in it is not valid Unicode; the message begins with `where`.
+        OutriderError: the line is not JSON, or a string in it is not valid Unicode; the message
+            begins with `where`.
     """
     try:
         value = json.loads(line)
@@ -113,7 +116,8 @@ def parse_prompt(line: Line) -> Prompt:
     """Return the prompt of a line.
 
     Raises:
-        OutriderError: the line has not exactly one of `prompt` and `messages`, or a field is invalid.
+        OutriderError: the line has not exactly one of `prompt` and `messages`, or a field is
+            invalid.
     """
     where = line.where
     category = line.fields.get("category", _DEFAULT_CATEGORY)
@@ -190,12 +194,15 @@ def chat_text(
     Args:
         tokenizer: the tokenizer with the chat template.
         messages: the conversation.
-        add_generation_prompt: whether to add the generation prompt, after which the assistant answers.
+        add_generation_prompt: whether to add the generation prompt, after which the assistant
+            answers.
         tools: descriptions of tools for the template.
-        continue_final_message: whether the text ends within the last message, without a generation prompt.
+        continue_final_message: whether the text ends within the last message, without a generation
+            prompt.
 
     Raises:
-        OutriderError: the template refuses or drops a message. Some templates reject a system message, for example.
+        OutriderError: the template refuses or drops a message. Some templates reject a system
+            message, for example.
     """
     template = ChatTemplate(
         tokenizer=tokenizer,
@@ -231,8 +238,9 @@ def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int
     Args:
         tokenizer: the tokenizer.
         text: the text.
-        special: whether the tokenizer adds its special tokens, such as a begin-of-text token. A text that begins with
-            this token, as the output of a chat template may, gets no second one.
+        special: whether the tokenizer adds its special tokens, such as a begin-of-text token. A
+            text that begins with this token, as the output of a chat template may, gets no second
+            one.
 
     Raises:
         OutriderError: the text has half of a surrogate pair, which is not valid Unicode.
@@ -243,7 +251,8 @@ def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int
         raise OutriderError(
             f"the text holds half of a surrogate pair, {text[error.start]!a} at character {error.start}; leave it out"
         ) from None
-    # verbose=False: the tokenizer would warn about a long text and predict errors that do not occur here.
+    # verbose=False: the tokenizer would warn about a long text and predict errors that do not occur
+    # here.
     tokens = tuple(tokenizer.encode(text, add_special_tokens=special, verbose=False))
     begin = tokenizer.bos_token_id
     if not special or begin is None or tokens[:2] != (begin, begin):

@@ -16,8 +16,8 @@ _BYTE_LEVEL_SPACE = "Ġ"  # how byte-level tokenizers write a space
 class SingleTokens:
     """The text of single tokens of a tokenizer, which is read when it is asked for.
 
-    An added token that is not special has a text like any other token. A special token is never part of a decoded
-    text, so it has no text.
+    An added token that is not special has a text like any other token. A special token is never
+    part of a decoded text, so it has no text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -28,7 +28,7 @@ class SingleTokens:
         self._texts: dict[int, str] = {}
 
     def piece(self, id: int) -> bytes:
-        """Return the bytes that a token is decoded to; b"" for special tokens and for unused ids."""
+        """Return the bytes of a decoded token; b"" for special tokens and for unused ids."""
         token = None if id in self.special else self._tokenizer.convert_ids_to_tokens(id)
         return b"" if token is None else self.spell(token)
 
@@ -121,7 +121,8 @@ def token_text(tokenizer: Any, *, cut: Callable[[Sequence[str]], list[list[int]]
     roles = {"eos": tokenizer.eos_token_id, "bos": tokenizer.bos_token_id}
     return TokenText(
         pieces=pieces,
-        # A byte token and an ordinary token can have the same piece. The tokenizer itself uses the later one.
+        # A byte token and an ordinary token can have the same piece. The tokenizer itself uses the
+        # later one.
         ids={piece: id for id, piece in enumerate(pieces) if piece},
         special=special,
         cut=cut or cut_by_tokenizer,

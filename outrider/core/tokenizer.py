@@ -14,8 +14,8 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 class FastTokenizer:
     """Encodes and decodes texts, and renders conversations.
 
-    Attributes that it lacks come from a tokenizer of transformers, which is made on first use. Threads may share
-    it, since encoding does not change it.
+    Attributes that it lacks come from a tokenizer of transformers, which is made on first use.
+    Threads may share it, since encoding does not change it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FastTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """Return the text of ids. Spaces are not cleaned up, since byte-pair encodings keep them."""
+        """Return the text of ids. Spaces are not cleaned up: byte-pair encodings keep them."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return str(self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
@@ -108,7 +108,7 @@ class FastTokenizer:
         return [self.backend_tokenizer.id_to_token(int(id)) for id in ids]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """Return the ids of tokens; those of unknown tokens are that of the unknown token, or None."""
+        """Return the ids of tokens; unknown tokens have that of the unknown token, or None."""
         if isinstance(tokens, str):
             id = self.backend_tokenizer.token_to_id(tokens)
             return self.unk_token_id if id is None else id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
@@ -29,6 +29,16 @@ def upload(
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def upload_rows(rows: Sequence[Sequence[int]], size: int, device: torch.device, filler: int = 0) -> torch.Tensor:
+    """Copy rows of at most `size` integers to the device, as `upload` does. `filler` follows shorter rows."""
+    return upload([[*row, *[filler] * (size - len(row))] for row in rows], device)
+
+
+def pick(values: Sequence[T], indices: Iterable[int]) -> list[T]:
+    """Return the values at these indices."""
+    return [values[index] for index in indices]
 
 
 @lru_cache(256)  # plain decoding asks for the same draft in every round

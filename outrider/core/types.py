@@ -1,12 +1,12 @@
 """Data types of requests, drafts and rounds.
 
-Shapes use these letters: B sequences, N draft nodes, V vocabulary size, H hidden size. p is the target distribution at
-a node, after bias, penalties, temperature and filters. q is the distribution that a draft token was sampled from
-(Leviathan et al. 2023). `accepted` does not count the bonus token: `emitted = accepted + 1`, or 0 while a sequence is
-still prefilling.
+Shapes use these letters: B sequences, N draft nodes, V vocabulary size, H hidden size. p is the
+target distribution at a node, after bias, penalties, temperature and filters. q is the distribution
+that a draft token was sampled from (Leviathan et al. 2023). `accepted` does not count the bonus
+token: `emitted = accepted + 1`, or 0 while a sequence is still prefilling.
 
-Tensors stay on the target's device. Tuples are on the host. The host knows all shapes of a round before it begins, so
-nothing between propose and commit waits for the device.
+Tensors stay on the target's device. Tuples are on the host. The host knows all shapes of a round
+before it begins, so nothing between propose and commit waits for the device.
 """
 
 from __future__ import annotations
@@ -137,13 +137,15 @@ class SequenceState:
 class DraftBudget:
     """How many tokens each sequence of a round may draft, and which draft tokens are worth their time.
 
-    The scheduler makes it: the most that each completion can use. The planner lowers it and sets the rest. The engine
-    sets it to 0 where memory is short. The proposer and the grammars stay within it.
+    The scheduler makes it: the most that each completion can use. The planner lowers it and sets
+    the rest. The engine sets it to 0 where memory is short. The proposer and the grammars stay
+    within it.
     """
 
     tokens: tuple[int, ...]  # [B] draft tokens the proposer may return; 0: do not speculate
     with_forced: tuple[int, ...] = ()  # [B] most draft tokens with those that a grammar forces; (): no forced ones
-    # The lowest acceptance probability at which a draft token is worth its time in the target's pass.
+    # The lowest acceptance probability at which a draft token is worth its time in the target's
+    # pass.
     min_path_prob: float = 0.0
     # The lowest probability at which drafting one more token pays, if 1, 2, ... sequences draft.
     min_draft_probs: tuple[float, ...] = ()
@@ -184,8 +186,12 @@ class Batch:
     @property
     def emits(self) -> tuple[bool, ...]:
         """[B] whether the feed reaches the end of the committed tokens, so that the sequence emits in this round."""
-        columns = zip(self.seqs, self.start, self.feed, strict=True)
-        return tuple(start + len(feed) == len(seq.token_ids) for seq, start, feed in columns)
+        return tuple(end == len(seq.token_ids) for end, seq in zip(self.ends, self.seqs, strict=True))
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """[B] cached length with the feed."""
+        return tuple(start + len(feed) for start, feed in zip(self.start, self.feed, strict=True))
 
     @property
     def alternatives(self) -> tuple[int, ...]:
@@ -207,8 +213,8 @@ class Batch:
 class Packed:
     """Logits or probabilities over the vocabulary, stored only for the nodes that have them.
 
-    In a large batch one sequence may have thirty draft tokens and the others none. A padded [B, M, V] tensor would be
-    mostly padding.
+    In a large batch one sequence may have thirty draft tokens and the others none. A padded [B, M,
+    V] tensor would be mostly padding.
     """
 
     values: torch.Tensor  # [T, V]
@@ -229,13 +235,15 @@ class Packed:
 class Draft:
     """A tree of draft tokens for each sequence. A chain is a tree whose parents are -1, 0, 1, ...
 
-    Parents come before children. Siblings are in the order in which they were sampled. Nodes from `count` on are
-    padding. `q` holds the distribution that a sampled node was drawn from, before earlier siblings are removed.
+    Parents come before children. Siblings are in the order in which they were sampled. Nodes from
+    `count` on are padding. `q` holds the distribution that a sampled node was drawn from, before
+    earlier siblings are removed.
 
-    A proposer may estimate the acceptance probability of its nodes in `accept_prob`. The values never rise from one
-    node to the next, so a planner shortens a draft by keeping its first nodes (`tree.cut`). An estimate may use the
-    committed text, past acceptance, and the distributions that a node and its ancestors were drawn from. It must not
-    use a token sampled at or below the node, or cutting would bias the output.
+    A proposer may estimate the acceptance probability of its nodes in `accept_prob`. The values
+    never rise from one node to the next, so a planner shortens a draft by keeping its first nodes
+    (`tree.cut`). An estimate may use the committed text, past acceptance, and the distributions
+    that a node and its ancestors were drawn from. It must not use a token sampled at or below the
+    node, or cutting would bias the output.
     """
 
     tokens: torch.Tensor  # [B, N] int64, ids of the target
@@ -268,9 +276,10 @@ class Draft:
 class StopRule:
     """When a draft model stops drafting.
 
-    The acceptance probability of a draft token, given that its parent is accepted, is sigmoid(weight * margin + bias).
-    The margin is the difference of the two largest logits. A draft token whose path has a probability below
-    `min_path_prob` is dropped. A sequence stops after a token below `min_draft_probs`, or after an end token.
+    The acceptance probability of a draft token, given that its parent is accepted, is
+    sigmoid(weight * margin + bias). The margin is the difference of the two largest logits. A draft
+    token whose path has a probability below `min_path_prob` is dropped. A sequence stops after a
+    token below `min_draft_probs`, or after an end token.
     """
 
     weight: tuple[float, ...]  # by position; the last value holds for all later positions
@@ -303,7 +312,8 @@ class Scores:
     """The output of one forward pass: at the last committed token (node 0) and at each draft token (node 1 + j)."""
 
     logits: torch.Tensor  # [B, 1 + N, V] float32
-    # Outputs of exported layers, by layer: at the nodes [B, 1 + N, H], and at the whole feed [B][F, H].
+    # Outputs of exported layers, by layer: at the nodes [B, 1 + N, H], and at the whole feed [B][F,
+    # H].
     hidden_states: Mapping[int, torch.Tensor] = field(default_factory=dict)
     feed_hidden_states: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     best: torch.Tensor | None = None  # [B, 1 + N] likeliest ids, -1 if logits are not finite; None: not computed
@@ -332,8 +342,9 @@ class Scores:
 class KVView:
     """Read access to a target's keys and values by token position, whatever their memory layout."""
 
-    # entries(layer, slots, begin, end) returns keys and values [slots, key heads, end - begin, D], possibly as views.
-    # Entries beyond what a slot holds are arbitrary finite numbers. None before the first pass.
+    # entries(layer, slots, begin, end) returns keys and values [slots, key heads, end - begin, D],
+    # possibly as views. Entries beyond what a slot holds are arbitrary finite numbers. None before
+    # the first pass.
     entries: Callable[[int, Sequence[int], int, int], tuple[torch.Tensor, torch.Tensor] | None]
     layer_config: Mapping[str, Any]  # the model's configuration of its layers
 
@@ -383,7 +394,8 @@ class Round:
     emitted: tuple[tuple[int, ...], ...]  # [B] tokens of the accepted nodes, then the bonus token; () during prefill
     sampled_logprob: tuple[tuple[float, ...], ...]  # [B] under p, for each emitted token
     failed: tuple[bool, ...]  # [B] whether the sequence fails
-    # Reasons of failures, by index in the batch. A failed sequence without a reason has logits that are not finite.
+    # Reasons of failures, by index in the batch. A failed sequence without a reason has logits that
+    # are not finite.
     reasons: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -409,7 +421,8 @@ class Completion:
     stats: Stats
     error: str = ""
     source_token_ids: tuple[int, ...] = ()  # what the encoder has read; (): the target reads no text
-    # The versions of the target's weights that sampled the output: (index of the first token, version), in order.
+    # The versions of the target's weights that sampled the output: (index of the first token,
+    # version), in order.
     weight_versions: tuple[tuple[int, int], ...] = ()
 
     @property

@@ -138,13 +138,15 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
         planner: sets the number of draft tokens in place of `config.k`.
 
     Raises:
-        OutriderError: a model cannot be loaded, or the parts do not fit together; the message names the fix.
+        OutriderError: a model cannot be loaded, or the parts do not fit together; the message names
+            the fix.
     """
     if planner is not None and not _is_planner(planner):
         raise OutriderError(f"planner is {planner!r}; use an object with the methods plan and trim, or None and a k")
     if join(config.tp, config.device) is not None:
         remove_time_limit()  # it may end a request in one rank only
-    # The default depends on the free memory, so it is chosen once, before the target takes its part.
+    # The default depends on the free memory, so it is chosen once, before the target takes its
+    # part.
     proposer = proposer_of(config)
     config = replace(config, proposer=proposer)
     find_verifier(config.verifier, proposer)
@@ -215,11 +217,12 @@ def build_engine(
         loaded: the target.
         config: the fields about models are not read again.
         planner: sets the number of draft tokens in place of `config.k`.
-        slots: the engine's own part of the target's slots, if engines share the target. None of them may run while
-            another one is made.
+        slots: the engine's own part of the target's slots, if engines share the target. None of
+            them may run while another one is made.
 
     Raises:
-        OutriderError: the proposer, the verifier or the planner cannot be made, or they do not fit together.
+        OutriderError: the proposer, the verifier or the planner cannot be made, or they do not fit
+            together.
     """
     model = loaded.model
     spec = proposer_of(config)
@@ -273,8 +276,8 @@ def assemble(
 ) -> Engine:
     """Connect the parts of an engine. Every engine of the package is made here.
 
-    The verification rule and the sampler run on the fastest kernels of the device. So what is audited, tuned or
-    benchmarked is what users run.
+    The verification rule and the sampler run on the fastest kernels of the device. So what is
+    audited, tuned or benchmarked is what users run.
     """
     model, checkpoint = loaded.model, loaded.checkpoint
     fitted = verifier_for(verifier, model, vocab=checkpoint.vocab, device=checkpoint.device)
@@ -357,11 +360,12 @@ def _is_planner(planner: object) -> bool:
 def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> None:
     """Divide memory among the cache of the target, which is the first, and the caches of its drafts.
 
-    All caches in blocks get the same number of blocks. Without `caching.gigabytes`, it is enough for a full context in
-    each slot, but takes at most `_CACHE_SHARE` of the free memory.
+    All caches in blocks get the same number of blocks. Without `caching.gigabytes`, it is enough
+    for a full context in each slot, but takes at most `_CACHE_SHARE` of the free memory.
 
     Raises:
-        OutriderError: the size of the target's cache cannot be set, or the memory is too small for one sequence.
+        OutriderError: the size of the target's cache cannot be set, or the memory is too small for
+            one sequence.
     """
     for cache in caches:
         cache.set_prefix_caching(caching.share)
@@ -370,8 +374,8 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> No
     has_target = bool(uses) and uses[0][0] is caches[0]
     if gigabytes is not None and not has_target:
         raise OutriderError(
-            "cache_gb can be set for the native kernels on a CPU; here each sequence has memory for a whole context,"
-            " so set max_num_seqs and max_model_len"
+            "cache_gb can be set for the native kernels on a CPU; here each sequence has memory for"
+            " a whole context, so set max_num_seqs and max_model_len"
         )
     if not uses:
         return
@@ -391,7 +395,8 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> No
 def _check_enough(blocks: int, context: int, uses: Sequence[CacheUsage], *, can_be_set: bool) -> None:
     """Check that one sequence with a full context fits into this number of blocks in each cache.
 
-    A draft that reads a window needs memory for the window only. `can_be_set` says whether `cache_gb` applies.
+    A draft that reads a window needs memory for the window only. `can_be_set` says whether
+    `cache_gb` applies.
     """
     longest = max(min(context, use.slot_tokens) for use in uses)
     # One more block, because a sequence briefly uses both a partly matching block and its copy.
@@ -400,9 +405,10 @@ def _check_enough(blocks: int, context: int, uses: Sequence[CacheUsage], *, can_
         return
     block_bytes = sum(use.token_bytes * use.block_tokens for use in uses)
     raise OutriderError(
-        f"the KV caches have {blocks * block_bytes / 1e9:.3g} GB, and one sequence of {longest} tokens needs"
-        f" {needed * block_bytes / 1e9:.3g} GB ({block_bytes // uses[0].block_tokens} bytes per token);"
-        f" {'raise cache_gb, ' if can_be_set else ''}free memory, or lower max_model_len"
+        f"the KV caches have {blocks * block_bytes / 1e9:.3g} GB, and one sequence of {longest}"
+        f" tokens needs {needed * block_bytes / 1e9:.3g} GB ({block_bytes // uses[0].block_tokens}"
+        f" bytes per token); {'raise cache_gb, ' if can_be_set else ''}free memory, or lower"
+        " max_model_len"
     )
 
 
@@ -434,8 +440,9 @@ def auto_planner(
 ) -> CostPlanner:
     """Return a planner that knows the costs of the target and of the draft model of each alternative.
 
-    With `replay`, the output of a request with a seed depends on its drafts, and must be reproducible (see
-    `CostPlanner`). `find_costs` returns the costs of a target and of its draft model; None: `known_costs`.
+    With `replay`, the output of a request with a seed depends on its drafts, and must be
+    reproducible (see `CostPlanner`). `find_costs` returns the costs of a target and of its draft
+    model; None: `known_costs`.
     """
     alternatives = proposer.parts if isinstance(proposer, Switch) else (proposer,)
     find = find_costs or known_costs

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def drive(engine: Engine, seqs: Sequence[SequenceState]) -> Generator[tuple[SequenceState, ...]]:
     """Run rounds until `seqs`, which the engine has queued, are done. Yield what `Engine.step` returns in each round.
 
-    The loop may append sequences to `seqs`. Other requests of the engine take part in its rounds. Leaving the loop
-    aborts the sequences that are not done.
+    The loop may append sequences to `seqs`. Other requests of the engine take part in its rounds.
+    Leaving the loop aborts the sequences that are not done.
     """
     first = 0  # all sequences before this one are done
     try:

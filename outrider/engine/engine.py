@@ -59,9 +59,9 @@ class Engine:
     ) -> None:
         """Connect the parts.
 
-        `probs_function` computes target probabilities from logits. `ranks` are the processes that run the same rounds,
-        each with a part of the target; None: this process has the whole target. `stopwatch` measures the rounds; None:
-        that of the target's device.
+        `probs_function` computes target probabilities from logits. `ranks` are the processes that
+        run the same rounds, each with a part of the target; None: this process has the whole
+        target. `stopwatch` measures the rounds; None: that of the target's device.
         """
         self._target = target
         self._stopwatch = stopwatch or find_stopwatch(target.device)
@@ -131,8 +131,8 @@ class Engine:
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Load new weights into the target, between two rounds.
 
-        Unfinished requests go on with the new weights. Their KV cache is computed again from their tokens so far.
-        `SequenceState.weight_versions` tells which tokens come from which version.
+        Unfinished requests go on with the new weights. Their KV cache is computed again from their
+        tokens so far. `SequenceState.weight_versions` tells which tokens come from which version.
 
         Raises:
             OutriderError: a weight does not fit. The old ones stay in use.
@@ -147,7 +147,7 @@ class Engine:
         return self._verification.default
 
     def replace_verifier(self, verifier: Verifier) -> None:
-        """Use another implementation of the verifier, which has its name, from the next round on."""
+        """Use another implementation of the same verifier from the next round on."""
         self._verification.replace_default(verifier)
 
     @torch.inference_mode()
@@ -195,7 +195,8 @@ class Engine:
         constrained = apply_constraints(batch, draft, self._target.vocab)
         round = self._verify(batch, constrained, timer)
         if round.draft.size and any(round.failed):
-            # A draft token may be the cause, which plain decoding would not score. Run the round without drafts.
+            # A draft token may be the cause, which plain decoding would not score. Run the round
+            # without drafts.
             empty = tree.empty(len(batch.seqs), self._target.device)
             without = replace(batch, budget=DraftBudget((0,) * len(batch.seqs)))
             constrained = apply_constraints(without, empty, self._target.vocab)
@@ -257,15 +258,16 @@ class Engine:
     def recover(self, error: Exception) -> tuple[SequenceState, ...]:
         """Continue after `step` raised `error`. Only the sequence that causes the error ends with it.
 
-        Each sequence runs the round again, alone and without draft tokens. A sequence that raises again ends with that
-        error. If the round had begun to commit, all its sequences end with `error`.
+        Each sequence runs the round again, alone and without draft tokens. A sequence that raises
+        again ends with that error. If the round had begun to commit, all its sequences end with
+        `error`.
 
         Returns:
             The sequences that took part, as `step` does.
 
         Raises:
-            Exception: `error`, if no round had begun, or if other ranks run the same rounds: whether they have failed,
-                too, is unknown.
+            Exception: `error`, if no round had begun, or if other ranks run the same rounds:
+                whether they have failed, too, is unknown.
         """
         if self.ranks:
             raise error
@@ -309,7 +311,7 @@ class Engine:
                 self._proposer.admit(seq.slot, replace(seq.request, prompt_token_ids=tuple(seq.token_ids)))
 
     def _next_batch(self) -> Batch:
-        """Return the batch of this round. Preempt sequences until the KV cache of the others fits."""
+        """Return the batch of this round. Preempt sequences until the cache of the others fits."""
         while True:
             batch = self._scheduler.next()
             if self._target.cache.fits(_feed_ends(batch)):
@@ -317,7 +319,7 @@ class Engine:
             self._release(self._scheduler.preempt())
 
     def _fit_memory(self, batch: Batch) -> Batch:
-        """Drop draft tokens that do not fit into the KV cache. Speculation never preempts a request."""
+        """Drop draft tokens that do not fit into the cache. Speculation never preempts a request."""
         ends = _feed_ends(batch)
         wanted = {}
         for b, seq in enumerate(batch.seqs):
@@ -341,5 +343,4 @@ class Engine:
 
 def _feed_ends(batch: Batch) -> dict[int, int]:
     """Return the cached length after the feed, by slot."""
-    columns = zip(batch.seqs, batch.start, batch.feed, strict=True)
-    return {seq.slot: start + len(feed) for seq, start, feed in columns}
+    return {seq.slot: end for seq, end in zip(batch.seqs, batch.ends, strict=True)}

@@ -53,7 +53,8 @@ def chunks_of(engine: Engine, seq: SequenceState) -> Iterator[Chunk]:
     finished = False
     try:
         while not finished:
-            # `drive` does not fit: another loop may have run rounds, so a chunk may be due before the next one.
+            # `drive` does not fit: another loop may have run rounds, so a chunk may be due before
+            # the next one.
             if seq.num_output_tokens == num_tokens and not seq.finish_reason:
                 engine.step()
                 continue

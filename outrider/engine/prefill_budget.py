@@ -13,8 +13,8 @@ _MIN_PROMPT_SHARE = 0.05  # share of the time of a round that is always attribut
 class PrefillBudget:
     """A limit on the prompt tokens of a round, and optionally on its time.
 
-    The model of the time is `base + per_token * prompt tokens`. Rounds without prompts determine the base, and rounds
-    with prompts determine the time per token.
+    The model of the time is `base + per_token * prompt tokens`. Rounds without prompts determine
+    the base, and rounds with prompts determine the time per token.
     """
 
     def __init__(self, max_tokens: int, *, seconds: float | None = None) -> None:

@@ -39,7 +39,8 @@ class RequestMaker:
     ) -> list[Request]:
         """Return the `n` requests of a prompt that a `TextCodec` of this model has encoded.
 
-        `seed` is for parameters without one; None: a random seed. `speech_output` is for speech models.
+        `seed` is for parameters without one; None: a random seed. `speech_output` is for speech
+        models.
 
         Raises:
             InvalidParam: the prompt or a parameter does not fit the model.
@@ -82,7 +83,8 @@ class RequestMaker:
         """Return the requests of prompts, `n` for each. The arguments are those of `LLM.generate`.
 
         Raises:
-            OutriderError: a prompt, a source or a parameter does not fit the model, or their numbers differ.
+            OutriderError: a prompt, a source or a parameter does not fit the model, or their
+                numbers differ.
         """
         prompt_list, source_list = _pair(prompts, sources)
         params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompt_list)
@@ -133,8 +135,8 @@ class RequestMaker:
                 remedy = f" ({checkpoint.context_reason or 'the model takes no more'})"
             raise InvalidParam(
                 "prompt",
-                f"the prompt is {len(tokens)} tokens long and the context holds {parts.context}; shorten the prompt"
-                f"{remedy}",
+                f"the prompt is {len(tokens)} tokens long and the context holds {parts.context};"
+                f" shorten the prompt{remedy}",
             )
         for param, ids in (
             ("prompt", tokens),
@@ -146,8 +148,8 @@ class RequestMaker:
         if params.min_tokens > room:
             raise InvalidParam(
                 "min_tokens",
-                f"min_tokens is {params.min_tokens}, and after the prompt the context has room for {room} tokens; lower"
-                " min_tokens, or shorten the prompt",
+                f"min_tokens is {params.min_tokens}, and after the prompt the context has room for"
+                f" {room} tokens; lower min_tokens, or shorten the prompt",
             )
 
     def _grammar_of(self, params: SamplingParams) -> Grammar | None:

@@ -1,8 +1,9 @@
 """Stopwatches: how long the parts of a round take, also on a device that runs behind the host.
 
-A call that starts work on a GPU returns before the work is done. The host's time around such a call is the time of the
-launch. The work itself is waited for where the host reads the result, and would count there. So a mark is a place in
-the queue of the device: the device notes the time when it gets there.
+A call that starts work on a GPU returns before the work is done. The host's time around such a call
+is the time of the launch. The work itself is waited for where the host reads the result, and would
+count there. So a mark is a place in the queue of the device: the device notes the time when it gets
+there.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Phase:
             self._spans.append(Span(self._begin, self._watch.mark()))
 
     def seconds(self) -> float:
-        """Return the seconds of the phase. The host has read a result of later work of the device."""
+        """Return the seconds of the phase. The host has read a later result of the device."""
         return sum(map(self._watch.seconds, self._spans))
 
 

@@ -31,7 +31,7 @@ class Verification:
         self._verifiers[verifier.name] = verifier
 
     def verify(self, batch: Batch, constrained: ConstrainedDraft, scores: Scores) -> Round:
-        """Verify a draft that the target has scored, and read the result. This waits for the device."""
+        """Verify a scored draft and read the result. This waits for the device."""
         draft = constrained.draft
         masks = constrained.masks
         sampling = self._sampling.of(batch.seqs)

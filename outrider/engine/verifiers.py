@@ -25,13 +25,13 @@ def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
     """Return a verifier by its name, or the default for a proposer.
 
     Args:
-        name: the name of an exact or lossy rule, or the expression of a relaxed one; None: the rule that accepts most
-            of the proposer's draft tokens.
+        name: the name of an exact or lossy rule, or the expression of a relaxed one; None: the rule
+            that accepts most of the proposer's draft tokens.
         proposer: the proposer.
 
     Raises:
-        OutriderError: the name or the proposer is unknown, a relaxed rule has invalid options, or the rule verifies
-            chains only and the proposer drafts trees.
+        OutriderError: the name or the proposer is unknown, a relaxed rule has invalid options, or
+            the rule verifies chains only and the proposer drafts trees.
     """
     check_proposer(proposer)
     known = {**EXACT, **LOSSY}
@@ -56,7 +56,8 @@ def verifier_for(verifier: Verifier, target: Target, *, vocab: int, device: torc
     """Return a verifier whose tables are made for a target of `vocab` token ids.
 
     Raises:
-        OutriderError: a table does not fit the target, or the target has no embedding to make one from.
+        OutriderError: a table does not fit the target, or the target has no embedding to make one
+            from.
     """
 
     def embedding() -> torch.Tensor:
@@ -76,9 +77,9 @@ def tree_makers(proposer: str | Maker) -> list[str]:
 def fitting_verifiers(proposer: str | Maker, draw: Draw) -> tuple[str, ...]:
     """Return the names of the exact rules that are valid for the drafts of a proposer.
 
-    Rules for chains need a proposer that drafts chains. Draft tokens of `Draw.RACE` need a rule that compares them with
-    the target's own sample: the race noise of a position is the same in the next round, so any other rule would
-    condition it on a rejection.
+    Rules for chains need a proposer that drafts chains. Draft tokens of `Draw.RACE` need a rule
+    that compares them with the target's own sample: the race noise of a position is the same in the
+    next round, so any other rule would condition it on a rejection.
 
     Args:
         proposer: the proposer.

@@ -1,6 +1,7 @@
 """Replace the weights of a running engine, and free its memory for some time.
 
-Training frameworks call this a weight update, a refit or a weight sync. The target and the draft have a version each.
+Training frameworks call this a weight update, a refit or a weight sync. The target and the draft
+have a version each.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from outrider.models.heads.targets.base import HeadRunner
 from outrider.models.loader.load import read_weights
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.weights import finite_weights
+from outrider.runtime.grouping import instances
 from outrider.verify.relaxed.registry import reads_embedding
 
 if TYPE_CHECKING:
@@ -55,21 +57,24 @@ class EngineWeights:
     def update(self, weights: NewWeights, version: int | None = None) -> int:
         """Load new values for some or all weights of the target, between two rounds.
 
-        Unfinished requests go on with the new weights, and their KV cache is computed again. Cached prefixes of the old
-        weights are dropped. Drafts that share weights with the target use the new ones. If the tables of a relaxed
-        verifier come from the target's embedding, they are made again. If a weight does not fit, nothing changes.
+        Unfinished requests go on with the new weights, and their KV cache is computed again. Cached
+        prefixes of the old weights are dropped. Drafts that share weights with the target use the
+        new ones. If the tables of a relaxed verifier come from the target's embedding, they are
+        made again. If a weight does not fit, nothing changes.
 
         Args:
-            weights: tensors by the names of the model's `state_dict`, pairs of names and tensors, or the folder of a
-                Hugging Face model. Float tensors of any dtype and device; they are converted to the target's.
+            weights: tensors by the names of the model's `state_dict`, pairs of names and tensors,
+                or the folder of a Hugging Face model. Float tensors of any dtype and device; they
+                are converted to the target's.
             version: a number above the current version. None: the next one.
 
         Returns:
             The new version.
 
         Raises:
-            OutriderError: a name is unknown, a value has another shape, no float dtype, NaN or infinite values, or the
-                version is not above the current one. The old weights stay in use.
+            OutriderError: a name is unknown, a value has another shape, no float dtype, NaN or
+                infinite values, or the version is not above the current one. The old weights stay
+                in use.
         """
         new_version = _next_version(version, self.version)
         new = self._read(weights)
@@ -79,7 +84,7 @@ class EngineWeights:
             self._missing = frozenset()
             self._parts.engine.block("")
         self._refresh_verifier()
-        heads = [model for model in draft_models(self._parts.proposer) if isinstance(model, HeadRunner)]
+        heads = instances(draft_models(self._parts.proposer), HeadRunner)
         if heads and isinstance(self._parts.target, WeightSharer):
             tables = self._parts.target.share_weights()
             for head in heads:
@@ -92,16 +97,16 @@ class EngineWeights:
     def update_draft(self, weights: NewWeights, version: int | None = None) -> int:
         """Load new values for some or all weights of the draft model or draft head, between two rounds.
 
-        The output of the target does not change, only how many draft tokens are accepted. The arguments and errors are
-        those of `update`.
+        The output of the target does not change, only how many draft tokens are accepted. The
+        arguments and errors are those of `update`.
         """
         new_version = _next_version(version, self._draft_version)
         new = self._read(weights)
         drafts = [model for model in draft_models(self._parts.proposer) if not isinstance(model.cache, SharedCache)]
         if len(drafts) != 1:
             raise OutriderError(
-                f"the proposer has {len(drafts)} draft models with weights of their own, and update_draft needs one;"
-                " use proposer draft:DIR or tree:DIR"
+                f"the proposer has {len(drafts)} draft models with weights of their own, and"
+                " update_draft needs one; use proposer draft:DIR or tree:DIR"
             )
         drafts[0].update_weights(new, new_version)
         self._draft_version = new_version
@@ -114,8 +119,8 @@ class EngineWeights:
         Unfinished requests wait and go on after `wake`. The draft keeps its weights.
 
         Args:
-            level: 1 frees the KV caches of target and draft. 2 also frees the weights of the target; the first call
-                after `wake` must then be `update` with all weights.
+            level: 1 frees the KV caches of target and draft. 2 also frees the weights of the
+                target; the first call after `wake` must then be `update` with all weights.
 
         Raises:
             OutriderError: the target cannot free this memory, or the engine sleeps already.
@@ -167,7 +172,8 @@ class EngineWeights:
     def checksum(self) -> str:
         """Return a SHA-256 of the target's weights as they are stored.
 
-        Engines with the same backend and dtype have the same checksum exactly if their weights are equal.
+        Engines with the same backend and dtype have the same checksum exactly if their weights are
+        equal.
 
         Raises:
             OutriderError: the target does not show its weights.

@@ -29,13 +29,13 @@ def check_folder(path: str | Path, option: str) -> None:
     """Check that a folder can be created or written to. A leading ~ is the home folder.
 
     Raises:
-        OutriderError: the path is empty, or it cannot be created or written to. The message starts with the name of the
-            `option`.
+        OutriderError: the path is empty, or it cannot be created or written to. The message starts
+            with the name of the `option`.
     """
     if not str(path):  # which is the current folder for pathlib
         raise OutriderError(f"{option} is empty; name a folder")
     folder = Path(path).expanduser()
-    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
+    existing = next(filter(os.path.exists, (folder, *folder.parents)))
     if not existing.is_dir():
         problem = "is a file" if existing == folder else f"is inside {existing}, which is a file"
         raise OutriderError(f"{option} {path} {problem}; name a folder; it is created if it does not exist")

@@ -26,7 +26,7 @@ def install_command() -> str | None:
     """Return the command that installs a C++ compiler here; None if the package manager is not a known one."""
     if sys.platform == "darwin":
         return _MACOS
-    program = next((program for program in _LINUX if shutil.which(program)), None)
+    program = next(filter(shutil.which, _LINUX), None)
     if program is None:
         return None
     needs_sudo = os.geteuid() != 0 and shutil.which("sudo") is not None

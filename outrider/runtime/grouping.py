@@ -15,3 +15,8 @@ def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, lis
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
+
+
+def instances(items: Iterable[object], kind: type[Item]) -> list[Item]:
+    """Return the items of a type."""
+    return [item for item in items if isinstance(item, kind)]

@@ -17,8 +17,8 @@ _GROWTH_BYTES = 1 << 31  # growth of the process after which `tidy` returns free
 class Heap:
     """Keeps memory that a training step frees for the next one.
 
-    By default, glibc maps large blocks again for each step, and clearing their pages takes a quarter of the step. It
-    never returns free memory between used blocks, so the process grows.
+    By default, glibc maps large blocks again for each step, and clearing their pages takes a
+    quarter of the step. It never returns free memory between used blocks, so the process grows.
     """
 
     def __init__(self) -> None:

@@ -22,8 +22,8 @@ _FIELDS = frozenset({"name", "key", "tokens_per_minute"})
 class Quota:
     """A token bucket. It holds the tokens of one minute, and fills evenly.
 
-    Prompt and output tokens are charged when a request ends, because they are not known before. The bucket may then be
-    below 0. New requests are rejected until it is above 0 again.
+    Prompt and output tokens are charged when a request ends, because they are not known before. The
+    bucket may then be below 0. New requests are rejected until it is above 0 again.
     """
 
     tokens_per_minute: float
@@ -76,8 +76,8 @@ class ApiKey:
         if self.quota is None or not (seconds := self.quota.wait_seconds()):
             return ""
         return (
-            f"the key {self.name!r} has used its {self.quota.tokens_per_minute:g} tokens per minute; try again in"
-            f" {ceil(seconds)} seconds"
+            f"the key {self.name!r} has used its {self.quota.tokens_per_minute:g} tokens per"
+            f" minute; try again in {ceil(seconds)} seconds"
         )
 
 
@@ -85,7 +85,8 @@ def find_key(keys: Sequence[ApiKey], authorization: bytes) -> ApiKey | None:
     """Return the key of an Authorization header; None: it is missing or wrong."""
     scheme, _, key = authorization.partition(b" ")
     digest = digest_of(key.strip())
-    # Compare with every key in constant time, so that the time of a response reveals nothing about the keys.
+    # Compare with every key in constant time, so that the time of a response reveals nothing about
+    # the keys.
     matches = [each for each in keys if hmac.compare_digest(digest, each.digest)]
     return matches[0] if matches and scheme.lower() == b"bearer" else None
 

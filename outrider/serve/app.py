@@ -58,7 +58,8 @@ def make_app(
         tracer: makes OpenTelemetry traces; None: there are none.
 
     Raises:
-        OutriderError: the video models have the same name, or a package that the target needs is missing.
+        OutriderError: the video models have the same name, or a package that the target needs is
+            missing.
     """
     if videos is not None and videos.served.name == name:
         raise OutriderError(f"target and video models are both named {name!r}; give another --served-model-name")

@@ -52,8 +52,8 @@ def _fail(future: asyncio.Future[T], error: Exception) -> None:
 class AsyncLLM:
     """Steps the engine in a thread while there are requests.
 
-    Only this thread uses the engine. Other threads send it commands. The methods for clients never block the event
-    loop.
+    Only this thread uses the engine. Other threads send it commands. The methods for clients never
+    block the event loop.
     """
 
     def __init__(self, llm: LLM, *, max_queued_requests: int, max_num_seqs: int) -> None:
@@ -128,8 +128,8 @@ class AsyncLLM:
         if num_failed < _DEGRADED_FAILURES:
             return reasons
         failures = (
-            f"{num_failed} of the last {_RECENT_ROUNDS} rounds failed and were repeated without draft tokens:"
-            f" {self._last_error}"
+            f"{num_failed} of the last {_RECENT_ROUNDS} rounds failed and were repeated without"
+            f" draft tokens: {self._last_error}"
         )
         return (*reasons, failures)
 
@@ -160,7 +160,8 @@ class AsyncLLM:
     ) -> list[RequestStream]:
         """Queue a prompt that `prompt_encoder` or `codec` has encoded.
 
-        `speech_output` is for speech models. Return a stream with this content for each of its `n` completions.
+        `speech_output` is for speech models. Return a stream with this content for each of its `n`
+        completions.
 
         Raises:
             QueueFull: the queue is full, or the server stops.
@@ -229,7 +230,8 @@ class AsyncLLM:
         """Stop generating. New requests wait until `resume`.
 
         Args:
-            mode: keep: running requests go on after `resume`. abort: they end with an error. wait: they end first.
+            mode: keep: running requests go on after `resume`. abort: they end with an error. wait:
+                they end first.
         """
         if mode == "wait":
             self._holds = True
@@ -308,7 +310,8 @@ class AsyncLLM:
     def _run_round(self) -> None:
         """Handle commands, and run a round if there are requests.
 
-        `drive` does not fit: requests come and go between two rounds, rounds pause, and a round that fails is repeated.
+        `drive` does not fit: requests come and go between two rounds, rounds pause, and a round
+        that fails is repeated.
         """
         engine = self._llm.engine
         self._handle_commands(wait=not self._runs())
@@ -334,7 +337,7 @@ class AsyncLLM:
             pass
 
     def _step(self) -> None:
-        """Run a round. Publish first and last tokens at once, and other tokens when they are due."""
+        """Run a round. Publish first and last tokens at once, and others when they are due."""
         seqs = self._run_engine()
         now = perf_counter()
         publish_now: dict[RequestStream, SequenceState] = {}
@@ -394,7 +397,7 @@ class AsyncLLM:
                 return ()
 
     def _count_failure(self, error: Exception) -> None:
-        """Count a failed round. An error that repeats is logged at the 1st, 2nd, 4th, 8th... time."""
+        """Count a failed round. A repeated error is logged at the 1st, 2nd, 4th, 8th... time."""
         self.failed_rounds += 1
         self._consecutive_failures += 1
         self._recent_failures.append(True)

@@ -151,8 +151,8 @@ class RequestHandler:
         if num_completions > self._settings.max_n:
             raise InvalidParam(
                 "n" if params.n > 1 else "prompt",
-                f"prompts times n is {num_prompts} x {params.n} = {num_completions} completions; ask for at most"
-                f" {self._settings.max_n} at once",
+                f"prompts times n is {num_prompts} x {params.n} = {num_completions} completions;"
+                f" ask for at most {self._settings.max_n} at once",
             )
         if params.constraint:
             # Compile the grammar in a thread, because it may take seconds. Compile one at a time.
@@ -184,7 +184,8 @@ class RequestHandler:
         if content is StreamContent.TEXT and self._settings.smooth:
             content = StreamContent.TOKENS
         streams = self._submit(inputs, params, content)
-        # In OpenAI's API a token that ends the text has no entry. With token ids, there is one entry for each id.
+        # In OpenAI's API a token that ends the text has no entry. With token ids, there is one
+        # entry for each id.
         omitted = frozenset() if body.return_token_ids else streams[0].request.end_ids
         is_chat = isinstance(body, ChatRequest)
         tokens = self._async_llm.single_tokens

@@ -51,8 +51,9 @@ def listen(sockets: Sequence[socket.socket], host: str) -> None:
 
 def _bind_socket(address: tuple[Any, ...], family: int) -> socket.socket:
     """Return a socket bound to an address, with the options of `socket.create_server`."""
-    # asyncio sets TCP_NODELAY only on connections of sockets with this protocol number. Without TCP_NODELAY, the first
-    # chunk of a stream waits up to 40 ms for the acknowledgement of the headers.
+    # asyncio sets TCP_NODELAY only on connections of sockets with this protocol number. Without
+    # TCP_NODELAY, the first chunk of a stream waits up to 40 ms for the acknowledgement of the
+    # headers.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,8 +89,8 @@ def check_tls(certificate: str | None, key: str | None) -> None:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
     except (OSError, ValueError) as error:  # SSLError is an OSError
         raise OutriderError(
-            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({error}); give a PEM certificate and its"
-            " key without a passphrase"
+            f"--tls-cert {certificate} and --tls-key {key} cannot be used ({error}); give a PEM"
+            " certificate and its key without a passphrase"
         ) from None
 
 

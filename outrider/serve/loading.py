@@ -1,4 +1,4 @@
-"""What the server answers until its models are loaded: how far they are, and 503 to every request."""
+"""What the server answers until its models are loaded: its progress, and 503 to every request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from outrider.runtime.bar import StageBar
 from outrider.serve.monitoring.request_log import RequestLog
 from outrider.serve.openai.responses import error_response
 
-# A connection ends with its response, so that the next request of a client reaches the server that has the models.
+# A connection ends with its response, so that the next request of a client reaches the server that
+# has the models.
 _HEADERS = {"Retry-After": "2", "Connection": "close"}
 
 

@@ -1,4 +1,4 @@
-"""Encodes prompts. Long prompts are encoded in a thread, so that they do not block the event loop."""
+"""Encodes prompts. Long prompts are encoded in a thread, beside the event loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class PromptEncoder:
         """Return the tokens of a prompt and of the source of an encoder-decoder model that reads text.
 
         Raises:
-            InvalidParam: the model reads speech. `TextCodec.encode_source` would take a text as the path of a file.
+            InvalidParam: the model reads speech. `TextCodec.encode_source` would take a text as the
+                path of a file.
             OutriderError: as `TextCodec.encode_with_source` does.
         """
         if source is not None and self._codec.speech_rules is not None:
@@ -75,7 +76,7 @@ class PromptEncoder:
         return await self._encode(encode, length)
 
     async def _encode(self, encode: Callable[[TextCodec], _Encoded], length: int) -> _Encoded:
-        """Call `encode`, in a thread if the prompt is long. `length` is its number of characters."""
+        """Call `encode`, in a thread if the prompt is long. `length` counts its characters."""
         if length < _LONG_PROMPT:
             return encode(self._codec)
         async with self._thread_lock:

@@ -21,7 +21,7 @@ class _Call(NamedTuple):
 
 
 class Leader:
-    """Sends the calls of the engine of rank 0 to the other ranks, at the beginning of each round."""
+    """Sends the calls of the engine of rank 0 to the other ranks, before each round."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

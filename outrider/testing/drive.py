@@ -65,7 +65,8 @@ class FuzzedRun:
         """Commit `text[:length]` in each slot, and return what the proposer then drafts there.
 
         Returns:
-            For each slot its nodes, as (token, parent, kind), and their q [N, V]; None if the draft has no q.
+            For each slot its nodes, as (token, parent, kind), and their q [N, V]; None if the draft
+            has no q.
         """
         seqs = self._admit(text, params, slots)
         self._commit_until(seqs, text, length)
@@ -182,7 +183,7 @@ def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
 
 
 def random_text(target: ToyTarget, length: int, rng: random.Random) -> list[int]:
-    """Return random tokens from the target's distribution, so that some draft tokens are accepted."""
+    """Return random tokens from the target's distribution: it accepts some draft tokens."""
     text = [rng.randrange(target.vocab) for _ in range(2)]
     while len(text) < length:
         text += rng.choices(range(target.vocab), target.table[text[-2], text[-1]].softmax(-1).tolist())

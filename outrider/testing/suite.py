@@ -1,7 +1,7 @@
 """The conformance suite: check that a proposer, a cache or a verifier satisfies its protocol.
 
-Each check runs an implementation with random requests and rounds. It raises `ConformanceError` with the violated
-requirement. An implementation that passes can be used in an engine.
+Each check runs an implementation with random requests and rounds. It raises `ConformanceError` with
+the violated requirement. An implementation that passes can be used in an engine.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def check_proposer(
 ) -> None:
     """Check that a proposer satisfies the protocol `Proposer`.
 
-    Its drafts must be well formed and within their budgets, and q must give every sampled token some probability. The
-    draft for a sequence must not depend on how its tokens were committed, on the other sequences of the batch, or on an
-    earlier sequence of the slot. A proposer that `learns` from rounds must draft the same tokens after the same rounds.
+    Its drafts must be well formed and within their budgets, and q must give every sampled token
+    some probability. The draft for a sequence must not depend on how its tokens were committed, on
+    the other sequences of the batch, or on an earlier sequence of the slot. A proposer that
+    `learns` from rounds must draft the same tokens after the same rounds.
 
     Args:
         make: makes a new proposer from the setup of a toy target with vocabulary 6 and context 256.
@@ -93,9 +94,10 @@ def check_cache(
 ) -> None:
     """Check that the cache of a target satisfies the protocol `Cache`.
 
-    It commits random paths of random trees in several slots. Then the logits must equal those of a fresh target that
-    prefills the committed tokens. Sequences share prefixes of random length. Some are preempted and admitted again, and
-    some are replaced by others. The test needs up to 120 tokens in each of four slots.
+    It commits random paths of random trees in several slots. Then the logits must equal those of a
+    fresh target that prefills the committed tokens. Sequences share prefixes of random length. Some
+    are preempted and admitted again, and some are replaced by others. The test needs up to 120
+    tokens in each of four slots.
 
     Args:
         make: makes a new target.
@@ -105,7 +107,8 @@ def check_cache(
         trees: whether the target supports trees.
 
     Raises:
-        ConformanceError: logits differ by more than `tolerance`, or a prefix is shared with another scope.
+        ConformanceError: logits differ by more than `tolerance`, or a prefix is shared with another
+            scope.
     """
     rng = random.Random(seed)
     for _ in range(trials):
@@ -131,9 +134,10 @@ def check_cache(
 def check_verifier(verifier: Verifier, *, trials: int = 3, seed: int = 0, tolerance: float = 1e-12) -> None:
     """Check that a verifier is exact, by enumeration in float64 (see `outrider.testing.enumeration`).
 
-    The drafts are chains of up to three draft tokens and, if the verifier supports them, trees. Draft tokens are chosen
-    without sampling, sampled, or both. The cases include zeros in p and q, equal p and q, disjoint p and q, drafts that
-    end early, and token ids that the target does not have.
+    The drafts are chains of up to three draft tokens and, if the verifier supports them, trees.
+    Draft tokens are chosen without sampling, sampled, or both. The cases include zeros in p and q,
+    equal p and q, disjoint p and q, drafts that end early, and token ids that the target does not
+    have.
 
     Args:
         verifier: the verifier.
@@ -142,8 +146,8 @@ def check_verifier(verifier: Verifier, *, trials: int = 3, seed: int = 0, tolera
         tolerance: largest difference of a probability.
 
     Raises:
-        ConformanceError: the joint distribution of the emitted tokens differs from the target's by more than
-            `tolerance`.
+        ConformanceError: the joint distribution of the emitted tokens differs from the target's by
+            more than `tolerance`.
     """
     generator = torch.Generator().manual_seed(seed)
     one_hot = DraftKind.ONE_HOT

@@ -1,4 +1,4 @@
-"""A tiny target for tests. The distribution of the next token is a table over the last two tokens."""
+"""A tiny target for tests. Its distribution is a table over the last two tokens."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class ToyCache(UnboundedCache):
 class ToyTarget:
     """A `Target` whose logits are a random table over the last two tokens.
 
-    It uses the tokens of its own cache, never those of the sequences. So a wrong feed or a wrong commit changes its
-    logits.
+    It uses the tokens of its own cache, never those of the sequences. So a wrong feed or a wrong
+    commit changes its logits.
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class ToyTarget:
 def joint_distribution(target: Target, prompt: Sequence[int], params: SamplingParams, length: int) -> torch.Tensor:
     """Return the exact joint distribution [V, ..., V] of the first `length` tokens after `prompt`, without speculation.
 
-    It scores the tree of all V + V^2 + ... prefixes in one pass and multiplies the probabilities along each path.
+    It scores the tree of all V + V^2 + ... prefixes in one pass and multiplies the probabilities
+    along each path.
     """
     seq = SequenceState.of(prompt, params=params)
     draft = _all_prefixes(target.vocab, length - 1, target.device)

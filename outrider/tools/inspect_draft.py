@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,16 +94,16 @@ def checklist(description: HeadDescription) -> tuple[str, ...]:
     """Return what may be wrong with a draft head of the right shape, most likely first."""
     layers = ", ".join(map(str, description.aux_states.layers))
     checks = [
-        f"layer index: the head uses the outputs of layers {layers}, counted from 0; formats differ by 1"
-        " (docs/reference/formats.md)"
+        f"layer index: the head uses the outputs of layers {layers}, counted from 0; formats differ"
+        " by 1 (docs/reference/formats.md)"
     ]
     norm = "after" if description.aux_states.final else "before"
     checks.append(f"norm: the last of these states is taken {norm} the target's final norm, {_final_norm(description)}")
     if body := description.body:
         scaled = f"scaled by {body.rope.scaling}" if body.rope else "not scaled"
         checks.append(
-            f"rotary: theta is {body.theta:g}, positions are {scaled}, and {body.rotary:.0%} of a head is rotated, in"
-            " halves rather than in adjacent pairs"
+            f"rotary: theta is {body.theta:g}, positions are {scaled}, and {body.rotary:.0%} of a"
+            " head is rotated, in halves rather than in adjacent pairs"
         )
     if description.input_fusion:
         first = "the embedding first" if description.input_fusion.embedding_first else "the state first"
@@ -207,8 +207,8 @@ def describe(description: HeadDescription) -> list[tuple[str, str]]:
     plural = "s" if len(description.aux_states.layers) > 1 else ""
     layers = ", ".join(map(str, description.aux_states.layers))
     target = (
-        f"a target with {description.target_layers} layers, hidden size {description.target_hidden} and"
-        f" {description.vocab} tokens"
+        f"a target with {description.target_layers} layers, hidden size {description.target_hidden}"
+        f" and {description.vocab} tokens"
     )
     lines = [
         ("draft", KIND_TEXTS[description.kind]),
@@ -269,7 +269,7 @@ def _block_text(block: DraftBlock) -> str:
         "refined by all earlier draft tokens": block.refiner is not None,
     }
     text = f"{block.draft_tokens} draft tokens in {block.size} columns"
-    return text + "".join(f", {trait}" for trait, has in traits.items() if has)
+    return text + _listed(traits)
 
 
 def _fusion_text(description: HeadDescription) -> str:
@@ -290,12 +290,16 @@ def _layers_text(body: Body) -> str:
         "a feed-forward layer without a gate": not body.gated,
         "scaled rotary positions": body.rope is not None,
     }
-    rest = "".join(f", {trait}" for trait, has in traits.items() if has)
+    rest = _listed(traits)
     return (
-        f"{body.layers}, {body.hidden} wide, {body.heads} heads of {body.dim} and {body.key_heads} key heads,"
-        f" feed-forward size {body.ffn}{rest}"
+        f"{body.layers}, {body.hidden} wide, {body.heads} heads of {body.dim} and {body.key_heads}"
+        f" key heads, feed-forward size {body.ffn}{rest}"
     )
 
 
 def _final_norm(description: HeadDescription) -> str:
     return "and the draft has its own final norm" if description.final_norm else "and the draft has no final norm"
+
+
+def _listed(traits: Mapping[str, bool]) -> str:
+    return "".join(f", {trait}" for trait, has in traits.items() if has)

@@ -1,9 +1,10 @@
 """Search for the layers that a target can skip when it drafts for itself.
 
-While all draft tokens are accepted, the draft has the same input as the target. So one pass of a subset of layers over
-an output of the target shows at each position whether the subset drafts the next token. This is enough to simulate all
-rounds with all draft lengths. Layers are removed greedily (Zhang et al. 2023 use Bayesian optimization). The reported
-figures are from prompts that the search does not use.
+While all draft tokens are accepted, the draft has the same input as the target. So one pass of a
+subset of layers over an output of the target shows at each position whether the subset drafts the
+next token. This is enough to simulate all rounds with all draft lengths. Layers are removed
+greedily (Zhang et al. 2023 use Bayesian optimization). The reported figures are from prompts that
+the search does not use.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -135,7 +137,7 @@ class LayerSearch:
     def best_exit(self) -> Figures:
         """Return the best number of first layers (`exit:N`)."""
         prefixes = [tuple(range(count)) for count in range(1, self.layers)]
-        results = [figures for kept in prefixes if (figures := self._try(kept))]
+        results = list(filter(None, map(self._try, prefixes)))
         return max(results, key=_objective)
 
     def best_skip(self) -> Figures | None:
@@ -146,7 +148,7 @@ class LayerSearch:
         everything = tuple(range(self.layers))
         single = {layer: self._try(_without(everything, layer)) for layer in everything}
         order = sorted(everything, key=lambda layer: -_objective(single[layer]))
-        results = [figures for figures in single.values() if figures]
+        results = list(filter(None, single.values()))
         if not results:
             return None
         current = max(results, key=_objective)
@@ -154,8 +156,8 @@ class LayerSearch:
         steps_without_gain = 0
         while steps_without_gain < _PATIENCE and len(current.layers) > 1:
             removable = [layer for layer in order if layer in current.layers][:_BREADTH]
-            candidates = [_without(current.layers, layer) for layer in removable]
-            results = [figures for kept in candidates if (figures := self._try(kept))]
+            candidates = list(map(partial(_without, current.layers), removable))
+            results = list(filter(None, map(self._try, candidates)))
             if not results:
                 break
             current = max(results, key=_objective)

@@ -44,7 +44,7 @@ def run_layers(settings: LayersSettings) -> dict[str, Any]:
         if not search_texts or not held_out_texts:
             raise OutriderError("the target generates no tokens after these prompts; give other prompts")
         search = LayerSearch(target, search_texts, max_trials=settings.max_trials, on_progress=search_stage.describe)
-        best = [figures for figures in (search.best_exit(), search.best_skip()) if figures]
+        best = list(filter(None, (search.best_exit(), search.best_skip())))
         searched = {figures.expression: figures for figures in best}
         held_out = [search.report(figures, held_out_texts) for figures in searched.values()]
         timings = [measure(target, figures, held_out_texts[0]) for figures in held_out]
@@ -100,10 +100,11 @@ def show_layers(document: dict[str, Any], console: Console) -> None:
     console.print(table)
     counts = document["prompts"]
     console.print(
-        f"{count_text(document['tried'], 'set')} of layers tried on {count_text(counts['searched'], 'prompt')}."
-        f" The figures are from {count_text(counts['held_out'], 'other')}, greedy. draft cost: of one draft token, in"
-        " passes of the target. speedup: expected if a pass takes the time to read its weights. by time: from measured"
-        " pass times.",
+        f"{count_text(document['tried'], 'set')} of layers tried on"
+        f" {count_text(counts['searched'], 'prompt')}. The figures are from"
+        f" {count_text(counts['held_out'], 'other')}, greedy. draft cost: of one draft token, in"
+        " passes of the target. speedup: expected if a pass takes the time to read its weights. by"
+        " time: from measured pass times.",
         highlight=False,
     )
     best = max(document["found"], key=lambda entry: entry["speedup"])

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.core import tree
 from outrider.drafting.propose.lookup.suffix_history import History
 from outrider.drafting.propose.lookup.suffix_text import SuffixIndex, suffix_index_factory
 from outrider.drafting.propose.lookup.suffix_tree import ShareCalibration, SuffixDraft
-from outrider.drafting.propose.tree_builder import TreeBuilder
 from outrider.errors import OutriderError
 
 _HISTORY = "outrider_suffix_history"  # key of vLLM's --additional-config
@@ -49,15 +49,15 @@ class _Text:
 class VllmSuffix:
     """Drafts what followed the longest known suffix of a request, in it and in outputs that have ended.
 
-    Drafts are chains: vLLM verifies no trees. A draft token of low estimated acceptance is left out, so a draft may
-    have fewer tokens than `num_speculative_tokens`, or none.
+    Drafts are chains: vLLM verifies no trees. A draft token of low estimated acceptance is left
+    out, so a draft may have fewer tokens than `num_speculative_tokens`, or none.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         """Read k and the context from vLLM's configuration.
 
-        `--additional-config '{"outrider_suffix_history": 100000}'` keeps so many tokens of ended outputs. They are
-        shared by all requests.
+        `--additional-config '{"outrider_suffix_history": 100000}'` keeps so many tokens of ended
+        outputs. They are shared by all requests.
 
         Raises:
             OutriderError: the history is no number of tokens.
@@ -78,7 +78,8 @@ class VllmSuffix:
         """Return a chain of draft tokens for each row of the batch.
 
         Args:
-            sampled_token_ids: [B][...] the tokens that this step has added to each row; none: the row still prefills.
+            sampled_token_ids: [B][...] the tokens that this step has added to each row; none: the
+                row still prefills.
             num_tokens: [B or more] tokens of each row, with the sampled ones.
             token_ids: [B or more, context] the tokens of each row.
         """
@@ -100,7 +101,7 @@ class VllmSuffix:
         """Do nothing: there are no weights."""
 
     def _match(self, rows: Sequence[_Ids], sampled: Sequence[Sequence[int]]) -> list[_Text]:
-        """Return the text of each row. Rows move when others end; a text without a row has ended."""
+        """Return the text of each row. Rows move when others end; one that is gone has ended."""
         left = list(self._texts)
         texts = []
         for i, row in enumerate(rows):
@@ -132,15 +133,10 @@ def likeliest_chain(draft: SuffixDraft, most: int) -> SuffixDraft:
     path: list[int] = []
     last = -1
     for node, parent in enumerate(draft.builder.parent):
-        # Siblings are in order of their acceptance, so the first child of a node is its likeliest one.
+        # Siblings are in order of their acceptance, so the first child of a node is its likeliest
+        # one.
         if parent == last and len(path) < most:
             path.append(node)
             last = node
-    builder = TreeBuilder(
-        [draft.builder.tokens[node] for node in path],
-        list(range(-1, len(path) - 1)),
-        [draft.builder.accept_prob[node] for node in path],
-    )
-    kinds = [draft.kinds[node] for node in path]
-    masks = [draft.masks[node] for node in path]
-    return SuffixDraft(builder, kinds, masks, draft.continuations)
+    kinds = tree.pick(draft.kinds, path)
+    return SuffixDraft(draft.builder.select(path), kinds, tree.pick(draft.masks, path), draft.continuations)

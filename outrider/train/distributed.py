@@ -9,9 +9,9 @@ from torch import distributed
 
 from outrider.runtime.processes import world_size
 
-# Only the process of rank 0 evaluates the draft and writes files. The others wait for it in their next all-reduce,
-# which can take longer than torch's default timeout of 10 to 30 minutes. If a process dies, torchrun or Ray Train ends
-# the others.
+# Only the process of rank 0 evaluates the draft and writes files. The others wait for it in their
+# next all-reduce, which can take longer than torch's default timeout of 10 to 30 minutes. If a
+# process dies, torchrun or Ray Train ends the others.
 TIMEOUT = timedelta(days=1)
 
 

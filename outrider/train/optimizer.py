@@ -9,14 +9,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from outrider.runtime.grouping import instances
+
 _WEIGHT_DECAY = 0.01  # of matrices; vectors have none
 
 
 class Optimizer:
     """Muon and AdamW with one learning rate.
 
-    Muon (Jordan et al. 2024) orthogonalizes the gradient of a matrix. Its updates are scaled to the size of AdamW's
-    (Liu et al. 2025, 2502.16982). It needs half as many steps as AdamW. Vectors, embeddings and LM heads use AdamW.
+    Muon (Jordan et al. 2024) orthogonalizes the gradient of a matrix. Its updates are scaled to the
+    size of AdamW's (Liu et al. 2025, 2502.16982). It needs half as many steps as AdamW. Vectors,
+    embeddings and LM heads use AdamW.
     """
 
     def __init__(self, module: nn.Module, *, lr: float, vocab: int) -> None:
@@ -25,7 +28,8 @@ class Optimizer:
         Args:
             module: the module to train.
             lr: learning rate of the first step.
-            vocab: rows of the draft's LM head. A linear layer with as many rows is an LM head, which uses AdamW.
+            vocab: rows of the draft's LM head. A linear layer with as many rows is an LM head,
+                which uses AdamW.
         """
         muon_ids = set(map(id, _layer_matrices(module, vocab)))
         parameters = list(module.parameters())
@@ -62,7 +66,7 @@ class Optimizer:
 def _layer_matrices(module: nn.Module, vocab: int) -> Iterator[nn.Parameter]:
     """Yield the weights of all linear layers except LM heads."""
     # The LM head of a whole model may have more rows than the draft vocabulary has tokens.
-    models = [child for child in module.modules() if isinstance(child, PreTrainedModel)]
+    models = instances(module.modules(), PreTrainedModel)
     lm_heads = [model.get_output_embeddings() for model in models]
     for layer in module.modules():
         if not isinstance(layer, nn.Linear) or layer in lm_heads:

@@ -8,8 +8,8 @@ import torch
 def matmul_dtype(device: torch.device) -> torch.dtype:
     """Return bfloat16 if the hardware has instructions for it, else float32.
 
-    oneDNN accepts bfloat16 on every CPU with AVX-512. Without bfloat16 instructions it runs at a third of the speed of
-    float32.
+    oneDNN accepts bfloat16 on every CPU with AVX-512. Without bfloat16 instructions it runs at a
+    third of the speed of float32.
     """
     if device.type != "cpu":
         return torch.bfloat16

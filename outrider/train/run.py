@@ -73,7 +73,8 @@ class Training:
             eval_tokens: most tokens of an answer in the evaluation; None: 128.
 
         Raises:
-            OutriderError: the data, the target or the options are not usable. The message says how to fix it.
+            OutriderError: the data, the target or the options are not usable. The message says how
+                to fix it.
         """
         self._start_time = perf_counter()
         self._settings = settings
@@ -135,13 +136,16 @@ class Training:
         """Train to the end.
 
         Args:
-            on_evaluation: is called after each evaluation, with its figures and the share of the training that is done.
+            on_evaluation: is called after each evaluation, with its figures and the share of the
+                training that is done.
 
         Returns:
-            The results as a JSON document, and the lines of the log. Only the process of rank 0 has log lines.
+            The results as a JSON document, and the lines of the log. Only the process of rank 0 has
+            log lines.
 
         Raises:
-            OutriderError: the disk is full, or the loss is not finite. The files of the last save are intact.
+            OutriderError: the disk is full, or the loss is not finite. The files of the last save
+                are intact.
         """
         if rank():
             while not self._is_finished():
@@ -225,7 +229,8 @@ class Training:
         """Run one generation cycle. Return the statistics of its steps, and the seconds of answers and steps."""
         settings = self._settings
         start = perf_counter()
-        # Each process seeds its generator anew in each cycle, because a saved state only has the generator of rank 0.
+        # Each process seeds its generator anew in each cycle, because a saved state only has the
+        # generator of rank 0.
         torch.manual_seed(derive_seed(derive_seed(settings.seed, self._cycle + 1), rank()))
         samples = self._schedule.samples(self._cycle)
         answered = perf_counter()
@@ -255,8 +260,8 @@ class Training:
         self._num_repeated = count_repeated(train_prompts, eval_prompts)
         if self._num_repeated and not rank():
             _log.warning(
-                "%d of the %d evaluation prompts are also training prompts, so tau will be too high; give other"
-                " prompts with --eval-data",
+                "%d of the %d evaluation prompts are also training prompts, so tau will be too"
+                " high; give other prompts with --eval-data",
                 self._num_repeated,
                 len(eval_prompts),
             )
@@ -276,8 +281,8 @@ class Training:
         most_per_process = -(-len(prompts) // world_size())
         if not numbers:
             raise OutriderError(
-                f"{len(prompts)} prompts are too few for {world_size()} processes; give more prompts, or start fewer"
-                " processes"
+                f"{len(prompts)} prompts are too few for {world_size()} processes; give more"
+                " prompts, or start fewer processes"
             )
         collator = Collator(
             trainee.aux_states, recorder.layers, self._setup.tables, trainee.ids, views=trainee.shared_kv
@@ -376,7 +381,8 @@ def _read_resumable(folder: Path, identity: str, *, overwrite: bool) -> dict[str
     """Return the state of an interrupted training in a folder. None for a new training.
 
     Raises:
-        OutriderError: the folder has the state of a training with other options, or a model without a state.
+        OutriderError: the folder has the state of a training with other options, or a model without
+            a state.
     """
     is_trained = (folder / FACTS).is_file()
     has_model = (folder / "config.json").is_file()

@@ -151,8 +151,8 @@ class Settings:
         self._check_sizes()
         if self.max_minutes is not None and (not 0 < self.max_minutes < math.inf or self.epochs != 1):
             raise OutriderError(
-                f"--max-minutes is {self.max_minutes}; use a number above 0, and leave --epochs out, because the time"
-                " decides how often prompts repeat"
+                f"--max-minutes is {self.max_minutes}; use a number above 0, and leave --epochs"
+                " out, because the time decides how often prompts repeat"
             )
         if self.init_target is not None and self.init_from is None:
             raise OutriderError(
@@ -216,12 +216,12 @@ class Settings:
             )
         if self.engine.quantize is not None:
             raise OutriderError(
-                "--train-target changes the weights of the target, and quantized ones stay as they are; leave"
-                " --quantize out"
+                "--train-target changes the weights of the target, and quantized ones stay as they"
+                " are; leave --quantize out"
             )
         if not 0 < weight < math.inf:
             raise OutriderError(f"--train-target is {weight}; use a weight above 0, such as 0.3")
 
     def identity(self) -> dict[str, Any]:
-        """Return the options that a resumed training must have in common with the interrupted one."""
+        """Return the options that a resumed training must share with the interrupted one."""
         return {name: value for name, value in as_json(self).items() if name not in _NO_CHANGE | _PATHS}

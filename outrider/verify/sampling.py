@@ -1,7 +1,7 @@
 """Compute the target distribution p from logits: apply bias, penalties, temperature, then filters.
 
-Each step gives the result of the logits processor of the same name in transformers. The penalties of a draft token
-count the tokens on its path. Greedy decoding is a one-hot p.
+Each step gives the result of the logits processor of the same name in transformers. The penalties
+of a draft token count the tokens on its path. Greedy decoding is a one-hot p.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ALL = slice(None)  # logits [B, M, V] hold all sequences in order
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingTensors:
-    """The sampling parameters of a batch as tensors. They are rebuilt only when the batch changes."""
+    """The sampling parameters of a batch as tensors. They are rebuilt when the batch changes."""
 
     seqs: tuple[SequenceState, ...]
     draw_params: torch.Tensor  # [B, 1, 4] float32: the fields of `DrawParams`
@@ -61,32 +61,36 @@ class SamplingTensors:
     def of(cls, seqs: Sequence[SequenceState], vocab: int, device: torch.device) -> SamplingTensors:
         """Build the tensors for sequences [B] whose logits have `vocab` ids."""
         params = [seq.request.params for seq in seqs]
+        draw_params = [draw_params_of(seq, vocab) for seq in seqs]
+        temperature, top_k, top_p, min_p = zip(*draw_params, strict=True)
+        penalties = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+        repetition, presence, frequency = zip(*penalties, strict=True)
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
         return cls(
             seqs=tuple(seqs),
-            draw_params=torch.tensor([draw_params_of(seq, vocab) for seq in seqs], device=device)[:, None],
-            temperature=column([p.temperature or 1.0 for p in params]),
-            greedy=column([p.temperature == 0 for p in params], torch.bool),
-            top_k=column([min(p.top_k or vocab, vocab) for p in params], torch.int64),
-            top_p=column([p.top_p for p in params]),
-            min_p=column([p.min_p for p in params]),
-            repetition=column([p.repetition_penalty for p in params]),
-            presence=column([p.presence_penalty for p in params]),
-            frequency=column([p.frequency_penalty for p in params]),
+            draw_params=torch.tensor(draw_params, device=device)[:, None],
+            temperature=column([each or 1.0 for each in temperature]),
+            greedy=column([each == 0 for each in temperature], torch.bool),
+            top_k=column(top_k, torch.int64),
+            top_p=column(top_p),
+            min_p=column(min_p),
+            repetition=column(repetition),
+            presence=column(presence),
+            frequency=column(frequency),
             bias=_bias(seqs, vocab, device),
             seed=torch.tensor([seq.request.seed for seq in seqs], device=device),
-            all_greedy=all(p.temperature == 0 for p in params),
-            any_temperature=any(p.temperature not in (0, 1) for p in params),
+            all_greedy=not any(temperature),
+            any_temperature=not {0, 1}.issuperset(temperature),
             max_top_k=max([min(p.top_k, vocab) for p in params if p.top_k], default=1),
-            any_top_k=any(0 < p.top_k < vocab for p in params),
-            any_top_p=any(p.top_p < 1 for p in params),
-            any_min_p=any(p.min_p > 0 for p in params),
-            any_penalty=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
+            any_top_k=min(top_k) < vocab,
+            any_top_p=min(top_p) < 1,
+            any_min_p=max(min_p) > 0,
+            any_penalty=not {1}.issuperset(repetition) or any(presence) or any(frequency),
             any_minimum=any(p.min_tokens for p in params),
-            sampled=tuple(p.temperature > 0 for p in params),
+            sampled=tuple(each > 0 for each in temperature),
         )
 
 
@@ -202,7 +206,7 @@ def _node_indices(nodes: torch.Tensor) -> torch.Tensor:
 
 
 def _sequence_of(packed: Packed) -> torch.Tensor:
-    """Return [T], the sequence of each packed node. Padding points to nodes of the same sequence."""
+    """Return [T], the sequence of each packed node. Padding points to its own sequence."""
     rows = torch.arange(len(packed.at), device=packed.at.device)[:, None].expand_as(packed.at)
     return rows.new_empty(len(packed.values)).scatter_(0, packed.at.flatten(), rows.flatten())
 
@@ -253,8 +257,8 @@ def _token_counts(
     """Count tokens for the penalties.
 
     Returns:
-        The counts in the output up to each node, [T, V] at indices `at` [B, 1 + N], and the tokens of each prompt,
-        [B, 1, V] bool.
+        The counts in the output up to each node, [T, V] at indices `at` [B, 1 + N], and the tokens
+        of each prompt, [B, 1, V] bool.
     """
     vocab = size[1]
     output = torch.zeros(size, device=at.device)
@@ -275,7 +279,7 @@ def _token_counts(
 def _forbid_ends(
     logits: torch.Tensor, sampling: SamplingTensors, depth: torch.Tensor, at: torch.Tensor
 ) -> torch.Tensor:
-    """Forbid end tokens before min_tokens output tokens. Logits are [T, V] at indices `at` [B, M]."""
+    """Forbid end tokens before min_tokens tokens. Logits are [T, V] at indices `at` [B, M]."""
     logits = functional.pad(logits, (0, 0, 0, 1))
     for b, seq in enumerate(sampling.seqs):
         ends = sorted(token for token in seq.request.end_ids if token < logits.shape[-1])

@@ -89,6 +89,15 @@ def test_public_definitions_have_docstrings():
         assert not [node.name for node in public if not ast.get_docstring(node)], path
 
 
+def test_comprehensions_are_not_nested():
+    kinds = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    for path in FILES:
+        comprehensions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+        for node in comprehensions:
+            inner = [other for other in ast.walk(node) if isinstance(other, kinds) and other is not node]
+            assert not inner, f"{path}:{node.lineno} nests comprehensions; use a loop or a function"
+
+
 def test_unknown_name():
     with pytest.raises(AttributeError, match="nothing"):
         outrider.nothing  # noqa: B018

@@ -1,8 +1,9 @@
 """Measure what passes of a model cost.
 
-The tokens of a measured pass are random. In a mixture of experts each token reads the weights of its own experts. A
-pass over one token many times reads only the experts of one token, so the difference is the time of the other experts.
-The experts that a pass used are counted. The rounds count those that texts use (see `ExpertUse`).
+The tokens of a measured pass are random. In a mixture of experts each token reads the weights of
+its own experts. A pass over one token many times reads only the experts of one token, so the
+difference is the time of the other experts. The experts that a pass used are counted. The rounds
+count those that texts use (see `ExpertUse`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from math import inf
 from time import perf_counter
@@ -73,7 +75,7 @@ class Measured:
 
 
 class PassTimes:
-    """The measured passes of a model. A measurement can be continued later, by another process, too."""
+    """The measured passes of a model. Another process can continue a measurement later."""
 
     def __init__(self, target: Target, known: Iterable[Measured] = ()) -> None:
         """Continue from the `known` measurements of a target."""
@@ -91,8 +93,8 @@ class PassTimes:
     def measure(self, seconds: float) -> None:
         """Measure passes for about this time: the shapes with the fewest passes first, the most important one of them.
 
-        The first two shapes are always measured, and one that would take longer than the rest of the time is left out.
-        The contents of the cache are lost.
+        The first two shapes are always measured, and one that would take longer than the rest of
+        the time is left out. The contents of the cache are lost.
         """
         left = seconds
         while (shape := self._next(left)) is not None:
@@ -210,7 +212,7 @@ def _measure(target: Target, seqs: int, tokens: int, cached: int, equal: bool = 
     if equal:
         ids = tuple((row[0],) * len(row) for row in ids)
     batch = Batch(
-        seqs=tuple(_sequence(target, slot) for slot in range(seqs)),
+        seqs=tuple(map(partial(_sequence, target), range(seqs))),
         start=(cached,) * seqs,
         feed=tuple(row[:1] for row in ids),
         budget=DraftBudget(tuple(share - 1 for share in shares)),
@@ -228,7 +230,7 @@ def _measure_prefill(target: Target, tokens: int) -> float:
 def _measure_head(target: HeadTarget, shares: list[int], cached: int) -> float:
     """Return the seconds of a pass of a draft head, which needs hidden states of the committed tokens."""
     batch = Batch(
-        seqs=tuple(_sequence(target, slot) for slot in range(len(shares))),
+        seqs=tuple(map(partial(_sequence, target), range(len(shares)))),
         start=(cached + 1,) * len(shares),  # the first token has no hidden state before it
         feed=_random_ids(target, shares),
         budget=DraftBudget((1,) * len(shares)),
@@ -262,8 +264,7 @@ def _draft(chains: list[tuple[int, ...]], device: torch.device) -> Draft:
     widths = tuple(map(len, chains))
     if not max(widths):
         return tree.empty(len(chains), device)
-    tokens = [chain + (0,) * (max(widths) - len(chain)) for chain in chains]
-    return tree.chain(torch.tensor(tokens, dtype=torch.int64, device=device), widths)
+    return tree.chain(tree.upload_rows(chains, max(widths), device), widths)
 
 
 def _sequence(target: Target, slot: int) -> SequenceState:

@@ -37,12 +37,12 @@ class _Choice(NamedTuple):
 class CostPlanner:
     """Chooses the draft length that promises the most tokens per second.
 
-    It uses measured costs of a round (`CostModel`), corrected by the times of real rounds, and the observed acceptance
-    of each alternative of the proposer (`ProposerStats`).
+    It uses measured costs of a round (`CostModel`), corrected by the times of real rounds, and the
+    observed acceptance of each alternative of the proposer (`ProposerStats`).
 
-    If a proposer estimates acceptance probabilities, its draft is trimmed where one more token would cost more time
-    than it saves, over all sequences together. Any other proposer gets one k for all sequences, from the acceptance at
-    each position.
+    If a proposer estimates acceptance probabilities, its draft is trimmed where one more token
+    would cost more time than it saves, over all sequences together. Any other proposer gets one k
+    for all sequences, from the acceptance at each position.
 
     The planner is a state machine. Each decision opens a `PlanWindow`, whose `Mode` is the state:
 
@@ -52,8 +52,8 @@ class CostPlanner:
       that fail.
     - PROBE: two rounds without draft tokens while speculating. The second one measures what plain decoding costs.
 
-    In the first round of a PLAIN window, a proposer without a draft model drafts for all sequences. The drafts are not
-    verified, but compared with the text that follows (`UnverifiedDrafts`).
+    In the first round of a PLAIN window, a proposer without a draft model drafts for all sequences.
+    The drafts are not verified, but compared with the text that follows (`UnverifiedDrafts`).
     """
 
     def __init__(
@@ -66,11 +66,12 @@ class CostPlanner:
     ) -> None:
         """Plan with the `costs` of each alternative of the proposer, up to `max_draft_tokens` per sequence.
 
-        `model_sources` are the bits of `Draft.source` that stand for draft models. The other bits stand for lookups.
+        `model_sources` are the bits of `Draft.source` that stand for draft models. The other bits
+        stand for lookups.
 
-        With `replay`, the same seed must give the same text although the text depends on the draft. A batch that has a
-        request with its own seed then always gets the same draft length. With `padded`, a pass of the target takes as
-        long as if all sequences had the longest draft.
+        With `replay`, the same seed must give the same text although the text depends on the draft.
+        A batch that has a request with its own seed then always gets the same draft length. With
+        `padded`, a pass of the target takes as long as if all sequences had the longest draft.
         """
         self._replay = replay
         self._model_sources = model_sources
@@ -133,8 +134,9 @@ class CostPlanner:
         window.prefilling_seqs += prefilling
         if window.alternative >= 0 and any(draft.width):
             self.proposers[window.alternative].note_draft(draft)
-        # Do not cut sampled tokens here: the cut would depend on tokens further down the path, which biases the output.
-        # Their draft was already limited by `min_draft_probs` while it grew.
+        # Do not cut sampled tokens here: the cut would depend on tokens further down the path,
+        # which biases the output. Their draft was already limited by `min_draft_probs` while it
+        # grew.
         draft = self._cut(draft)
         window.draft_tokens += sum(draft.width)
         return draft
@@ -248,8 +250,9 @@ class CostPlanner:
     # The choice of an alternative.
 
     def _choose_alternative(self, batch: Batch, load: RoundLoad) -> int:
-        """Return the alternative with the highest gain, or one whose trial is due. -1 if none pays."""
-        # After a trial the draft model has not prefilled the other sequences, so speculation starts anew.
+        """Return the alternative with the highest gain, or one whose trial is due; -1: none pays."""
+        # After a trial the draft model has not prefilled the other sequences, so speculation starts
+        # anew.
         after_trial = 0 < self._window.trial_seqs < load.seqs
         current = -1 if after_trial else self._window.alternative
         gains = [self._gains.expected(alternative, load) for alternative in range(len(self.proposers))]

@@ -12,8 +12,9 @@ class DraftCost:
     """drafted = per_round + per_token * depth, in passes of the draft model.
 
     A draft token takes one pass, whose time is measured. The model's other work in a round, such as
-    preparing inputs and the lookups of a combination, counts once per round. Both numbers are fitted by least squares
-    with forgetting. The prior of `per_token` is strong, because rounds of equal depth do not tell them apart.
+    preparing inputs and the lookups of a combination, counts once per round. Both numbers are
+    fitted by least squares with forgetting. The prior of `per_token` is strong, because rounds of
+    equal depth do not tell them apart.
     """
 
     def __init__(self, per_round: float = 0.0, per_token: float = 1.0) -> None:

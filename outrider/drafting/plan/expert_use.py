@@ -15,9 +15,9 @@ _FULL = 0.02  # share of the range; counts nearer to its ends say little about t
 class ExpertUse:
     """Predicts the distinct experts that a pass over text uses, from those that random tokens use.
 
-    t tokens of text use as many experts as t^p random tokens. p is fitted to the counts of real passes by least squares
-    with forgetting. It is below 1 where adjacent tokens choose the same experts. It is above 1 where a model is sure
-    about texts and routes all random tokens alike.
+    t tokens of text use as many experts as t^p random tokens. p is fitted to the counts of real
+    passes by least squares with forgetting. It is below 1 where adjacent tokens choose the same
+    experts. It is above 1 where a model is sure about texts and routes all random tokens alike.
     """
 
     def __init__(self, tokens: Sequence[int], experts: Sequence[float]) -> None:
@@ -25,7 +25,8 @@ class ExpertUse:
 
         Args:
             tokens: tokens of the measured passes, ascending from 1.
-            experts: distinct experts that each of them used. () means that experts were not counted.
+            experts: distinct experts that each of them used. () means that experts were not
+                counted.
         """
         self._tokens = tuple(tokens) if experts else ()
         # More tokens never use fewer experts.

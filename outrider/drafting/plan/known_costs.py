@@ -1,8 +1,8 @@
 """The costs of passes on this machine, kept in one file per model.
 
-A start measures for a second at most. Later starts check and continue the measurement in a tenth of it until it is
-whole, and the planner corrects the costs with the times of its rounds. `outrider bench --calibrate` measures everything
-at once.
+A start measures for a second at most. Later starts check and continue the measurement in a tenth of
+it until it is whole, and the planner corrects the costs with the times of its rounds. `outrider
+bench --calibrate` measures everything at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def known_costs(target: Target, drafts: Sequence[Target | None], *, whole: bool 
     Args:
         target: an idle target. The contents of its cache are lost.
         drafts: its draft models.
-        whole: measure all shapes again, which takes seconds or minutes, in place of what a start may take.
+        whole: measure all shapes again, which takes seconds or minutes, in place of what a start
+            may take.
     """
     models = [target, *(draft for draft in drafts if draft is not None)]
     with stage("measuring passes"):

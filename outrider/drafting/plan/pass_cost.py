@@ -18,8 +18,8 @@ from outrider.drafting.plan.expert_use import ExpertUse
 # The factors a, g, b and c of `Clock`.
 _DEFAULTS = (1.0, 0.0, 1.0, 1.0)
 _MINIMA = (0.1, 0.0, 0.1, 0.1)
-# Standard deviations: of the time of a round, of a common factor of a, b and c, and of each factor alone. Work outside
-# of passes differs most between models.
+# Standard deviations: of the time of a round, of a common factor of a, b and c, and of each factor
+# alone. Work outside of passes differs most between models.
 _NOISE, _COMMON, _SINGLE = 0.3, 0.3, (0.2, 0.4, 0.2, 0.2)
 # The prior: the inverse covariance of the factors, in rounds.
 _PRIOR = (_NOISE**2 * np.linalg.inv(np.diag(np.square(_SINGLE)) + _COMMON**2 * np.outer(_DEFAULTS, _DEFAULTS))).tolist()
@@ -43,12 +43,12 @@ class Sample:
 class PassCost:
     """t = base(tokens) + entry * cached entries + pair * (token, cached entry) pairs.
 
-    `base` is the time to read the weights and multiply, interpolated between measurements. Cached entries are read once
-    per sequence; attention multiplies each pair. A prompt token without logits takes `fed` seconds, because a small
-    model spends most of its time in the output layer.
+    `base` is the time to read the weights and multiply, interpolated between measurements. Cached
+    entries are read once per sequence; attention multiplies each pair. A prompt token without
+    logits takes `fed` seconds, because a small model spends most of its time in the output layer.
 
-    In a mixture of experts, `base` includes the experts that the measured tokens used. A pass that uses fewer of them
-    takes `expert` seconds less for each.
+    In a mixture of experts, `base` includes the experts that the measured tokens used. A pass that
+    uses fewer of them takes `expert` seconds less for each.
     """
 
     tokens: tuple[int, ...]  # ascending
@@ -154,9 +154,9 @@ class Clock:
     t = (a + g [draft tokens]) t(1) + b (text(tokens) - base(1)) + c deep(tokens)
     text(tokens) = base(tokens) - expert (experts of random tokens - experts of text)
 
-    The factors a, b and c change with the load of the machine, and g is the work outside of the pass in a round with
-    draft tokens. They are fitted by recursive least squares with forgetting. They stay near their defaults where the
-    rounds do not determine them.
+    The factors a, b and c change with the load of the machine, and g is the work outside of the
+    pass in a round with draft tokens. They are fitted by recursive least squares with forgetting.
+    They stay near their defaults where the rounds do not determine them.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -203,8 +203,8 @@ class Clock:
     ) -> None:
         """Learn from `rounds` alike, which took `took` seconds each.
 
-        Their passes used `experts` distinct ones (0: not counted). Outliers are clipped to half and twice the expected
-        time.
+        Their passes used `experts` distinct ones (0: not counted). Outliers are clipped to half and
+        twice the expected time.
         """
         self._known.clear()
         if tokens > self._costs.target.tokens[-1]:
@@ -263,7 +263,8 @@ def _pass_cost(fields: dict[str, Any]) -> PassCost:
 def _expert_seconds(random: Sequence[Sample], equal: Sequence[Sample]) -> float:
     """Return the seconds of one more distinct expert, from pairs of passes over random and over equal tokens.
 
-    It is the median over the passes, and at most the share of an expert in the time of a pass over one token.
+    It is the median over the passes, and at most the share of an expert in the time of a pass over
+    one token.
     """
     by_tokens = {sample.tokens: sample for sample in random}
     pairs = [(by_tokens[sample.tokens], sample) for sample in equal]

@@ -1,4 +1,4 @@
-"""Prefills of a draft model. It must process all tokens of a sequence before it can draft for it."""
+"""Prefills of a draft model. It must process all tokens of a sequence before it drafts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Prefills:
         return tuple(0 if seq.request.id in self.excluded else count for seq, count in pairs)
 
     def begin(self, proposer: ProposerStats, batch: Batch, budget: tuple[int, ...]) -> float:
-        """Record the prefills that a round with these budgets needs. Return their expected seconds."""
+        """Record the prefills of a round with these budgets. Return their expected seconds."""
         seconds = 0.0
         for seq, cached, count in zip(batch.seqs, batch.start, budget, strict=True):
             if count and seq.request.id not in self.prefilled:

@@ -1,4 +1,4 @@
-"""Weigh the time that draft tokens cost in a round against the time that their output tokens save."""
+"""Weigh the time that draft tokens cost in a round against the time that they save."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ class DraftPricing:
     def length_with_prompts(self, proposer: ProposerStats, load: RoundLoad, max_length: int) -> int:
         """Return the draft length that pays in a round that also prefills prompts.
 
-        The prompts take their time anyway. A draft token pays if its expected output is worth more than what it adds.
+        The prompts take their time anyway. A draft token pays if its expected output is worth more
+        than what it adds.
         """
         seqs, cached = load.seqs, load.cached
 

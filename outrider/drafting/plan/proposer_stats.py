@@ -11,7 +11,8 @@ from outrider.core.types import Batch, Draft
 from outrider.drafting.plan.draft_cost import DraftCost
 from outrider.drafting.plan.pass_cost import Clock, CostModel
 
-# Prior acceptance, and its weight in draft tokens. Position 0 is measured soon, so its prior weighs less.
+# Prior acceptance, and its weight in draft tokens. Position 0 is measured soon, so its prior weighs
+# less.
 _FIRST_PRIOR = 0.6
 _FIRST_PRIOR_WEIGHT = 1.0
 _PRIOR = 0.8
@@ -83,7 +84,7 @@ class Outcome:
 
 
 class ProposerStats:
-    """Acceptance, output tokens, draft tokens and drafting time of recent rounds of one alternative."""
+    """Acceptance, tokens and drafting time of recent rounds of one alternative."""
 
     def __init__(self, costs: CostModel, *, max_draft_tokens: int) -> None:
         """Track a proposer with these pass costs and up to `max_draft_tokens` per sequence."""
@@ -130,7 +131,7 @@ class ProposerStats:
 
     @property
     def text_gain(self) -> float | None:
-        """The speedup over whole texts, with prefills of the draft model. None before enough passes."""
+        """The speedup over whole texts, with prefills of the draft model. None: too few passes."""
         return self._plain_seconds / self._spent_seconds if self._passes >= _TEXT_PASSES else None
 
     def note_draft(self, draft: Draft) -> None:
@@ -159,10 +160,11 @@ class ProposerStats:
     def best_length(self, seqs: int, cached: float, clock: Clock) -> tuple[int, float]:
         """Return the best limit of the draft length, and the expected speedup over plain decoding.
 
-        If the proposer estimates acceptance, its drafts are trimmed, and the limit is `max_draft_tokens`. The speedup
-        is the lower one of the long-term mean and the mean since the last trial, so that neither a lucky trial nor an
-        easy earlier text is enough. Estimates that are not trained yet may be too high, so a new proposer may also get
-        the limit of one that estimates nothing.
+        If the proposer estimates acceptance, its drafts are trimmed, and the limit is
+        `max_draft_tokens`. The speedup is the lower one of the long-term mean and the mean since
+        the last trial, so that neither a lucky trial nor an easy earlier text is enough. Estimates
+        that are not trained yet may be too high, so a new proposer may also get the limit of one
+        that estimates nothing.
 
         `clock` knows the pass times of the target.
         """
@@ -219,7 +221,8 @@ class ProposerStats:
     def learn(self, outcome: Outcome, cached: float, *, at_start: bool = False) -> None:
         """Learn from rounds in which this alternative drafted.
 
-        The beginning of a text is often harder to draft than the rest, so its rounds (`at_start`) weigh less.
+        The beginning of a text is often harder to draft than the rest, so its rounds (`at_start`)
+        weigh less.
         """
         weight = _START_WEIGHT if at_start and self.has_estimate else 1.0
         self._tried += outcome.seqs
@@ -232,7 +235,8 @@ class ProposerStats:
             for means in (self._means, self._recent):
                 means.learn(outcome, means.drafted, weight)
             return
-        # A draft token takes a pass of the draft model. Bound the time, since a round may include a prefill.
+        # A draft token takes a pass of the draft model. Bound the time, since a round may include a
+        # prefill.
         low, high = (depth, 1 + 2 * max(self._draft_cost.of(depth), depth)) if self.costs.draft else (0.0, inf)
         unit = self._draft_unit(max(round(outcome.seqs / outcome.rounds), 1), cached)
         drafted = min(max(outcome.draft_seconds / outcome.rounds / unit, low), high)
@@ -304,7 +308,7 @@ class ProposerStats:
         return 0.0 if self.costs.draft is None else self.costs.draft(seqs, seqs=seqs, cached=cached)
 
     def _draft_unit(self, seqs: int, cached: float) -> float:
-        """Return the unit of drafting time: a pass of the draft model, or one second per sequence."""
+        """Return the unit of drafting time: a pass of the draft model, or a second per sequence."""
         return self._pass_seconds(seqs, cached) or float(seqs)
 
 

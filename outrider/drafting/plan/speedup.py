@@ -13,7 +13,8 @@ def expected_tau(acceptance: Sequence[float]) -> float:
     """Return E[tau] = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k (Leviathan et al. 2023, sec. 3.1, one rate per position).
 
     Args:
-        acceptance: a_i in [0, 1], the probability that draft token i is accepted if all before it are.
+        acceptance: a_i in [0, 1], the probability that draft token i is accepted if all before it
+            are.
 
     Returns:
         Tokens per pass, including the bonus token; 1 without draft tokens.

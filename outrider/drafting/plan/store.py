@@ -26,8 +26,9 @@ _VERSION = 3
 class PlanFile:
     """One plan file, for one target and one proposer.
 
-    Acceptance rates belong to a pair of models. Times belong to a machine, but the planner corrects them with the times
-    of real rounds. So a file may move to another machine, but not to another model.
+    Acceptance rates belong to a pair of models. Times belong to a machine, but the planner corrects
+    them with the times of real rounds. So a file may move to another machine, but not to another
+    model.
     """
 
     def __init__(
@@ -88,13 +89,13 @@ class PlanFile:
             raise OutriderError(f"{self._path} is not a plan file; name another file")
         if document.get("version") != _VERSION:
             raise OutriderError(
-                f"plan {self._path} has version {document.get('version')}, and this program reads version {_VERSION};"
-                " delete it, and the planner learns again"
+                f"plan {self._path} has version {document.get('version')}, and this program reads"
+                f" version {_VERSION}; delete it, and the planner learns again"
             )
         if document.get("proposer") != self._proposer:
             raise OutriderError(
-                f"plan {self._path} belongs to proposer {document.get('proposer')}, not {self._proposer}; use another"
-                " plan file for each proposer"
+                f"plan {self._path} belongs to proposer {document.get('proposer')}, not"
+                f" {self._proposer}; use another plan file for each proposer"
             )
         if document.get("models") != self._models:
             raise OutriderError(

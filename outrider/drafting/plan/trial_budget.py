@@ -38,9 +38,10 @@ class TrialBudget:
     def allows(self, cost: float, *, plain: float, new_texts: bool, has_saved: bool) -> bool:
         """Return whether a trial of `cost` seconds may start.
 
-        A further trial on the same requests (not `new_texts`) needs twice the budget. A new engine has some free
-        trials, because the beginning of a text is often hard to draft. The budget never exceeds two trials, and a trial
-        waits for at most `_MAX_ROUNDS_BEFORE_TRIAL` rounds of `plain` seconds.
+        A further trial on the same requests (not `new_texts`) needs twice the budget. A new engine
+        has some free trials, because the beginning of a text is often hard to draft. The budget
+        never exceeds two trials, and a trial waits for at most `_MAX_ROUNDS_BEFORE_TRIAL` rounds of
+        `plain` seconds.
         """
         is_free = self._trials < _FREE_TRIALS
         maximum = (_FREE_TRIALS if is_free else 2) * cost

@@ -76,8 +76,9 @@ class Trials:
     def must_repeat(self, alternative: int, load: RoundLoad, window: PlanWindow, known: frozenset[int]) -> bool:
         """Return whether the draft model in use needs a new trial, because most requests are new to it.
 
-        Their texts may differ in kind. No trial is needed if the speedup over whole texts, which includes prefills, is
-        high enough. `known` are the requests that have been prefilled, or were not worth it.
+        Their texts may differ in kind. No trial is needed if the speedup over whole texts, which
+        includes prefills, is high enough. `known` are the requests that have been prefilled, or
+        were not worth it.
         """
         proposer = self._proposers[alternative]
         if (proposer.text_gain or 0.0) >= START_GAIN:
@@ -121,7 +122,8 @@ class Trials:
         seqs = min(load.seqs, TRIAL_SEQS)
         verify = self._clock.verify(load.seqs, seqs * TRIAL_DRAFT_LENGTH / load.seqs, cached=load.cached)
         length = load.cached + load.prompt_tokens / load.total_seqs  # mean tokens per sequence
-        # The draft model has prefilled what came before its last trial, unless the requests are new.
+        # The draft model has prefilled what came before its last trial, unless the requests are
+        # new.
         unfed = length if self.has_new_texts else min(length, proposer.idle_rounds)
         draft = TRIAL_DRAFT_LENGTH * seqs * proposer.draft_seconds(seqs, load.cached)
         lost = plain * max(gain - 1, 0.0)

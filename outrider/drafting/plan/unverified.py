@@ -1,8 +1,9 @@
 """Drafts that are compared with the text that follows, instead of being verified.
 
-During plain decoding, a proposer without a draft model drafts in a round now and then. The draft costs almost nothing,
-and is dropped. The tokens of the next rounds tell how many of its tokens would have been accepted: an exact rule
-accepts a draft token that was not sampled with the probability that the target samples this token itself.
+During plain decoding, a proposer without a draft model drafts in a round now and then. The draft
+costs almost nothing, and is dropped. The tokens of the next rounds tell how many of its tokens
+would have been accepted: an exact rule accepts a draft token that was not sampled with the
+probability that the target samples this token itself.
 """
 
 from __future__ import annotations

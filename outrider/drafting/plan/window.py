@@ -55,7 +55,8 @@ class PlanWindow:
     draft_tokens: int = 0  # verified draft tokens
     depth: int = 0  # depth of the deepest draft of a draft model
     prefill_seconds: float = 0.0  # expected time of prefills of the draft model
-    # If some requests name their proposer: the other sequences, and their progress before the window.
+    # If some requests name their proposer: the other sequences, and their progress before the
+    # window.
     unassigned: dict[SequenceState, _Progress] = field(default_factory=dict)
 
     def next(self, load: RoundLoad, alternative: int, trial_seqs: int, *, has_lookup: bool, round: int) -> PlanWindow:
@@ -88,8 +89,8 @@ class PlanWindow:
     def start_probe(self) -> None:
         """Turn the window into two rounds without draft tokens.
 
-        The first one is not measured: draft and verification have put other data into the caches of the processor, so
-        it takes longer than plain decoding does.
+        The first one is not measured: draft and verification have put other data into the caches of
+        the processor, so it takes longer than plain decoding does.
         """
         self.is_probe = True
         self.end_round = self.first_round + 2
@@ -142,7 +143,7 @@ class PlanWindow:
         return self.load.same_size(load) and self._is_valid(rounds)
 
     def _is_valid(self, rounds: int) -> bool:
-        """Return whether the window has not ended, and no rounds of another planner came between."""
+        """Return whether the window goes on, and no rounds of another planner came between."""
         return rounds == self.first_round + self.rounds < self.end_round
 
     def outcome(self, before: Stats, after: Stats) -> Outcome:

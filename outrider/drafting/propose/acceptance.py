@@ -14,8 +14,8 @@ _DECAY = 0.99  # of the counts of a kind, with each further draft token of the k
 class AcceptanceEstimator:
     """Keeps decayed acceptance counts by kind of draft token. Only tokens whose ancestors were accepted count.
 
-    A kind is what distinguishes good draft tokens from bad ones, such as the length of a match or a rank. The number of
-    kinds must be bounded.
+    A kind is what distinguishes good draft tokens from bad ones, such as the length of a match or a
+    rank. The number of kinds must be bounded.
     """
 
     def __init__(self, *, prior_weight: float = _PRIOR_WEIGHT, decay: float = _DECAY) -> None:
@@ -38,7 +38,8 @@ class AcceptanceEstimator:
         """Estimate the tree of a proposer that estimates nothing itself, from the acceptance at each depth.
 
         Returns:
-            The tree with the acceptance probabilities of its paths, and the kinds of its nodes, for `learn`.
+            The tree with the acceptance probabilities of its paths, and the kinds of its nodes, for
+            `learn`.
         """
         kinds: list[Hashable] = [(part, depth) for depth in depths(parents)]
         accept_prob: list[float] = []

@@ -116,9 +116,10 @@ def _only(batch: Batch, alternatives: Sequence[int], alternative: int) -> Batch:
 class Merge(Combination):
     """Merges the drafts of all parts into one tree and keeps the likeliest nodes within the budget.
 
-    Sampled draft tokens are all kept, because dropping one for its value would bias the output. The parts then share
-    the budget equally, and sampled siblings come before one-hot ones, which may depend on them. Each part samples with
-    its own noise stream, because verification of siblings assumes independent samples.
+    Sampled draft tokens are all kept, because dropping one for its value would bias the output. The
+    parts then share the budget equally, and sampled siblings come before one-hot ones, which may
+    depend on them. Each part samples with its own noise stream, because verification of siblings
+    assumes independent samples.
     """
 
     def __init__(self, setup: ProposerSetup, parts: Sequence[Proposer]) -> None:
@@ -253,7 +254,7 @@ class _Union:
         return [origin for origin, kind in pairs if kind == DraftKind.WITHOUT_REPLACEMENT]
 
     def earlier_siblings(self, node: int) -> list[int]:
-        """Return the tokens of earlier siblings that the same part has sampled without replacement."""
+        """Return the earlier siblings that the same part has sampled without replacement."""
         part, part_node = self.origin[node]
         siblings = []
         nodes = zip(self.origin, self.kinds, self.builder.parent, self.builder.tokens, strict=True)
@@ -273,9 +274,9 @@ class _Union:
         accept_prob = list(accumulate(selected.accept_prob, min))
         return _Union(
             TreeBuilder(selected.tokens, selected.parent, accept_prob),
-            [self.kinds[node] for node in order],
-            [self.origin[node] for node in order],
-            [self.source[node] for node in order],
+            tree.pick(self.kinds, order),
+            tree.pick(self.origin, order),
+            tree.pick(self.source, order),
         )
 
 
@@ -286,24 +287,23 @@ def _to_draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.d
     if not size:
         return tree.empty(len(unions), device)
 
-    def padded(rows: Sequence[Sequence[int]], padding: int) -> torch.Tensor:
-        return tree.upload([[*row, *[padding] * (size - len(row))] for row in rows], device)
-
+    builders = [union.builder for union in unions]
+    parents = [builder.parent for builder in builders]
     q = None
     kinds = [union.kinds for union in unions]
     sampled = any(map(any, kinds))
     if sampled:
         q, kinds = _distributions(unions, drafts, size)
     return Draft(
-        tokens=padded([union.builder.tokens for union in unions], 0),
-        parent=padded([union.builder.parent for union in unions], -1),
+        tokens=tree.upload_rows([builder.tokens for builder in builders], size, device),
+        parent=tree.upload_rows(parents, size, device, -1),
         count=tree.upload(width, device),
-        kind=padded(kinds, DraftKind.ONE_HOT),
+        kind=tree.upload_rows(kinds, size, device, DraftKind.ONE_HOT),
         q=q,
         width=width,
-        depth=tuple(max(depths(union.builder.parent), default=0) for union in unions),
+        depth=tuple(max(depths(parent), default=0) for parent in parents),
         chain=False,
-        accept_prob=None if sampled else tuple(tuple(union.builder.accept_prob) for union in unions),
+        accept_prob=None if sampled else tuple(tuple(builder.accept_prob) for builder in builders),
         source=tuple(tuple(union.source) for union in unions),
     )
 
@@ -311,8 +311,9 @@ def _to_draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.d
 def _distributions(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> tuple[Packed, list[list[int]]]:
     """Return the distribution index [B, N] of each sampled node, and its `DraftKind`.
 
-    WITHOUT_REPLACEMENT excludes all earlier siblings of that kind, of any part. If several parts sample without
-    replacement, each node therefore gets the distribution that remained for its own part.
+    WITHOUT_REPLACEMENT excludes all earlier siblings of that kind, of any part. If several parts
+    sample without replacement, each node therefore gets the distribution that remained for its own
+    part.
     """
     values, draft_indices = _join_distributions(drafts)
     part_indices = [index.tolist() for index in draft_indices]

@@ -36,7 +36,8 @@ class Argument(Enum):
 class ProposerType:
     """A proposer that can be named in an expression.
 
-    Its module is imported when it is first used. Functions are named as in `core.proposer:NoProposer`.
+    Its module is imported when it is first used. Functions are named as in
+    `core.proposer:NoProposer`.
     """
 
     syntax: str  # for messages
@@ -97,8 +98,8 @@ def check_proposer(spec: str | Maker) -> None:
     """Check the names, numbers and folders of an expression before any model is loaded.
 
     Raises:
-        OutriderError: the expression is not valid, a name is unknown (the message suggests the most similar name), or
-            the argument of a proposer is wrong.
+        OutriderError: the expression is not valid, a name is unknown (the message suggests the most
+            similar name), or the argument of a proposer is wrong.
     """
     if isinstance(spec, str):
         _check(parse(spec))
@@ -119,8 +120,8 @@ def own_proposer(maker: Maker, setup: ProposerSetup) -> Proposer:
         proposer = maker(setup)
     except TypeError as error:
         raise OutriderError(
-            f"{name} cannot make a proposer from a ProposerSetup ({error}); it must take a ProposerSetup as its only"
-            " required argument"
+            f"{name} cannot make a proposer from a ProposerSetup ({error}); it must take a"
+            " ProposerSetup as its only required argument"
         ) from error
     methods = ("admit", "propose", "commit", "release")
     missing = [method for method in methods if not callable(getattr(proposer, method, None))]
@@ -129,7 +130,8 @@ def own_proposer(maker: Maker, setup: ProposerSetup) -> Proposer:
     if missing:
         raise OutriderError(
             f"{name} does not make a proposer: the result lacks {', '.join(missing)}; see"
-            " outrider.core.proposer.Proposer for what they do, and test with outrider.testing.check_proposer"
+            " outrider.core.proposer.Proposer for what they do, and test with"
+            " outrider.testing.check_proposer"
         )
     return proposer
 
@@ -159,7 +161,8 @@ class Expression:
 def alternatives(spec: str) -> tuple[str, ...]:
     """Return short names of the alternatives: the parts of a switch, or else the whole expression.
 
-    A name contains the last part of a folder only if two alternatives would otherwise have the same name.
+    A name contains the last part of a folder only if two alternatives would otherwise have the same
+    name.
     """
     expression = parse(spec)
     parts = expression.parts if expression.name == "switch" else (expression,)
@@ -175,8 +178,8 @@ def alternatives(spec: str) -> tuple[str, ...]:
 def parse(spec: str) -> Expression:
     """Parse an expression.
 
-    An argument that contains a comma or a bracket must be in double quotes. `@NAME` is the folder of a model that comes
-    with Outrider.
+    An argument that contains a comma or a bracket must be in double quotes. `@NAME` is the folder
+    of a model that comes with Outrider.
 
     Raises:
         OutriderError: the expression is not valid.
@@ -198,7 +201,7 @@ def parse(spec: str) -> Expression:
 
 
 def has_draft(spec: str) -> bool:
-    """Return whether an expression has a draft model or a draft head, which has settings of its own."""
+    """Return whether an expression has a draft model or a draft head."""
     return any(NAMED[name].reads_text for name in parse(spec).names() if name in NAMED)
 
 
@@ -322,8 +325,8 @@ def _import_maker(expression: Expression) -> Maker:
     if not all(part.isidentifier() for part in module.split(".")):
         stem = Path(module.lstrip(".")).name.removesuffix(".py")
         raise OutriderError(
-            f"proposer {module}:{name} names no module; use a dotted path that can be imported from the current folder."
-            f" For a file of yours, go there and write {stem}:{name}"
+            f"proposer {module}:{name} names no module; use a dotted path that can be imported from"
+            f" the current folder. For a file of yours, go there and write {stem}:{name}"
         )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # find modules in the current folder, as `python -m` does
@@ -358,14 +361,16 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
             argument=Argument.TEXT,
             checker="drafting.propose.lookup.ngram:parse_ngram_range",
         ),
-        # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of past outputs.
+        # A tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of
+        # past outputs.
         "suffix": ProposerType(
             syntax="suffix[:TOKENS]",
             maker="drafting.propose.lookup.suffix:suffix_proposer",
             argument=Argument.TEXT,
             checker="drafting.propose.lookup.suffix:parse_history_size",
         ),
-        # The same in other outputs for the same prompt, running and finished ones, of the last VERSIONS weights.
+        # The same in other outputs for the same prompt, running and finished ones, of the last
+        # VERSIONS weights.
         "group": ProposerType(
             syntax="group[:TOKENS[:VERSIONS]]",
             maker="drafting.propose.lookup.group:group_proposer",
@@ -432,7 +437,8 @@ NAMED: Mapping[str, ProposerType] = MappingProxyType(
             chain=True,
             reads_text=True,
         ),
-        # The tokens that followed the longest suffix of the text in a datastore; see `outrider index`.
+        # The tokens that followed the longest suffix of the text in a datastore; see `outrider
+        # index`.
         "retrieval": ProposerType(
             syntax="retrieval:DIR[:MIN]",
             maker="drafting.propose.lookup.retrieval:retrieval_proposer",

@@ -1,4 +1,4 @@
-"""Make a proposer again without the outputs that it remembers, for measurements that repeat prompts."""
+"""Make a proposer again without the outputs that it remembers, to measure prompts again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from outrider.drafting.propose.registry import (
 def without_outputs(proposer: Proposer, spec: str | Maker, setup: ProposerSetup) -> Proposer:
     """Return a proposer of the same kind that knows no output of a finished request.
 
-    Parts without memory of outputs are shared with `proposer`, so no draft model is loaded again. Only one of the two
-    may have running sequences.
+    Parts without memory of outputs are shared with `proposer`, so no draft model is loaded again.
+    Only one of the two may have running sequences.
 
     Args:
         proposer: the proposer. It keeps its memory.

@@ -30,12 +30,12 @@ class TreeBuilder:
         return len(self.tokens) - 1
 
     def select(self, nodes: Sequence[int]) -> TreeBuilder:
-        """Return the tree of these nodes, in this order. The parent of a node must come before it."""
+        """Return the tree of these nodes, in this order. Parents must come first."""
         new_nodes = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         return TreeBuilder(
-            [self.tokens[node] for node in nodes],
-            [new_nodes[self.parent[node]] for node in nodes],
-            [self.accept_prob[node] for node in nodes],
+            tree.pick(self.tokens, nodes),
+            [new_nodes[parent] for parent in tree.pick(self.parent, nodes)],
+            tree.pick(self.accept_prob, nodes),
         )
 
     def path(self, emitted: Sequence[int]) -> list[int]:
@@ -58,11 +58,12 @@ def build_draft(builders: Sequence[TreeBuilder], device: torch.device) -> Draft:
     if not size:
         return tree.empty(len(builders), device)
     accept_prob = tuple(tuple(builder.accept_prob) for builder in builders)
-    tokens = tree.upload([builder.tokens + [0] * (size - len(builder.tokens)) for builder in builders], device)
-    if all(builder.parent == list(range(-1, len(builder.parent) - 1)) for builder in builders):
+    tokens = tree.upload_rows([builder.tokens for builder in builders], size, device)
+    parents = [builder.parent for builder in builders]
+    if all(parent == list(range(-1, len(parent) - 1)) for parent in parents):
         return tree.chain(tokens, width, accept_prob=accept_prob)
-    parent = tree.upload([builder.parent + [-1] * (size - len(builder.parent)) for builder in builders], device)
-    depth = tuple(max(depths(builder.parent), default=0) for builder in builders)
+    parent = tree.upload_rows(parents, size, device, -1)
+    depth = tuple(max(depths(parent), default=0) for parent in parents)
     return tree.one_hot_tree(tokens, parent, width, depth=depth, accept_prob=accept_prob)
 
 

@@ -191,7 +191,7 @@ class Pair:
         """Run the requests, one at a time or in a batch. `enough` tokens end a request."""
         tokens: dict[int, tuple[int, ...]] = {}
         for group in [[request] for request in requests] if alone else [requests]:
-            for seqs in drive(engine, [engine.add(request) for request in group]):
+            for seqs in drive(engine, list(map(engine.add, group))):
                 for seq in seqs:
                     if not seq.finish_reason and enough and seq.num_output_tokens >= enough:
                         engine.abort(seq.request.id)

@@ -31,7 +31,7 @@ def read_prompts(path: str | None) -> tuple[Prompt, ...]:
     """
     if path is None:
         return DEFAULT
-    parsed = [parse_prompt(line) for line in read_lines(path, form=_FORM)]
+    parsed = list(map(parse_prompt, read_lines(path, form=_FORM)))
     return tuple(prompt.prompt or prompt.messages or () for prompt in parsed)  # one of the two is set
 
 

@@ -82,7 +82,7 @@ def replay(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int], tok
         outputs = pair.speculative(requests[case.sampled], case.verifier, k=case.k, alone=case.alone)
         results = zip(requests[case.sampled], plain[case.sampled], outputs.tokens, strict=True)
         compared = (_compare(pair, case, request, expected, actual) for request, expected, actual in results)
-        new = [mismatch for mismatch in compared if mismatch]
+        new = list(filter(None, compared))
         mismatches += new
         entries.append(_entry(case, mismatches=len(new), tau=outputs.stats.tau))
     texts_compared = len(entries) * len(pair.prompts)
@@ -98,7 +98,7 @@ def replay(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int], tok
         "unexplained": unexplained,
         "rounding_logits": LOGITS,
         "rounding_probability": PROBABILITY,
-        "details": [asdict(mismatch) for mismatch in mismatches],
+        "details": list(map(asdict, mismatches)),
         "cases": entries,
     }
 

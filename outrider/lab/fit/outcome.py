@@ -59,7 +59,7 @@ class Outcome:
             "prompts": dict(self.prompts),
             "training": self.training and dict(self.training),
             "certificate": certificate,
-            "options": [asdict(option) for option in self.options],
+            "options": list(map(asdict, self.options)),
             "summary": list(self.sentences()),
         }
 

@@ -79,7 +79,7 @@ def write_files(split: PromptSplit, folder: Path, *, batch: int) -> PromptFiles:
     }
     files = {name: folder / f"{name}.jsonl" for name in parts}
     for name, prompts in parts.items():
-        write_whole(files[name], "".join(_line(prompt) for prompt in prompts))
+        write_whole(files[name], "".join(map(_line, prompts)))
     return PromptFiles(
         train=files["train"], first=files["first"], held_out=files["held-out"], evaluation=files["evaluation"]
     )

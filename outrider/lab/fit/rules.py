@@ -171,11 +171,11 @@ def finalists(cases: Sequence[Case], head: str | None) -> tuple[str, ...]:
     chosen = order[:_FINALISTS]
     # Lookups are much alike. One proposer with a model is always measured again.
     if not any(map(_has_model, chosen)):
-        chosen += [proposer for proposer in order if _has_model(proposer)][:1]
+        chosen += list(filter(_has_model, order))[:1]
     if head is not None:
         draft = command_line_form(f'draft:"{head}"')
         chosen.append(draft)
-        lookups = [proposer for proposer in order if is_lookup(proposer)]
+        lookups = list(filter(is_lookup, order))
         chosen += [f"best({proposer},{draft})" for proposer in lookups[:1]]
     return tuple(chosen)
 

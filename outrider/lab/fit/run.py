@@ -120,7 +120,7 @@ class Fit:
 
     def document(self) -> Document:
         """Return the document of the stages that are finished; at least the first measurement must be."""
-        first, final, certificate = (self._state.get(name) for name in ("first", "final", "certificate"))
+        first, final, certificate = map(self._state.get, ("first", "final", "certificate"))
         outcome = Outcome(
             first=Measurement.of(first),
             final=final and Measurement.of(final),

@@ -109,7 +109,7 @@ def figures(trials: Sequence[Trial], *, seed: int) -> tuple[list[Plain], list[Ca
     for variant, group in by_variant.items():
         if variant.plain:
             plain_trials[variant.batch, variant.temperature] = group
-    plains = [_plain(group) for group in plain_trials.values()]
+    plains = list(map(_plain, plain_trials.values()))
     cases = []
     for variant, group in by_variant.items():
         if not variant.plain:

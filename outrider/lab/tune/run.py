@@ -143,7 +143,7 @@ def _advice(advice: Advice, memory: Mapping[str, MemoryUse]) -> dict[str, Any]:
         "by_batch": {str(batch): speedup for batch, speedup in advice.batches.speedups},
         "draft_in_sequences": memory[best.label].draft_in_sequences,
         "runner_up": runner_up,
-        "other_engines": [asdict(each) for each in other_engines(advice.proposer, advice.fixed_k, stops=stops)],
+        "other_engines": list(map(asdict, other_engines(advice.proposer, advice.fixed_k, stops=stops))),
     }
 
 

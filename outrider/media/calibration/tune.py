@@ -40,9 +40,9 @@ def tune(
 ) -> Tuned:
     """Return the threshold that lets the target make the fewest blocks and keeps the wanted quality.
 
-    A second search between the best candidate and the next lower one makes the choice finer. Half of the prompts are
-    used for the search. The figures of the calibration are from the other half. If no candidate has the wanted quality,
-    the best one is taken, and `reached` says so.
+    A second search between the best candidate and the next lower one makes the choice finer. Half
+    of the prompts are used for the search. The figures of the calibration are from the other half.
+    If no candidate has the wanted quality, the best one is taken, and `reached` says so.
 
     Args:
         engine: makes the outputs.
@@ -74,15 +74,17 @@ def tune(
         candidates.sort(key=lambda each: each[0])
         return target_only
 
+    def best_candidate() -> int:
+        return best_gate([each for _, each in candidates], quality)
+
     target_only = measure(thresholds_at(scores, _REJECTED))
-    best = best_gate([each for _, each in candidates], quality)
-    if best:
+    if best := best_candidate():
         low, high = candidates[best - 1][0], candidates[best][0]
         between = [score for score in scores if low < score < high]
         finer = thresholds_at(between, _FINER) if between else []
         if finer := [each for each in finer if low < each < high]:
             measure(finer)
-    threshold = candidates[best_gate([each for _, each in candidates], quality)][0]
+    threshold = candidates[best_candidate()][0]
     gate = QualityGate(threshold, aggregate=aggregate)
     trials = run_trials(engine, held_out, [reference, gate], check, rounds=1, advance=advance)
     calibration = _calibration(trials, gate, threshold, quality, reference=reference.name)

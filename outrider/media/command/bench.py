@@ -12,13 +12,14 @@ from outrider.media.command.settings import BenchSettings
 from outrider.media.contract import Router
 from outrider.media.evaluation.ablations import Controls, controls, first_block_share
 from outrider.media.evaluation.plot import check_plot_file, draw_plot
-from outrider.media.evaluation.summary import Summary, best_gate, summarize
+from outrider.media.evaluation.summary import Summary, best_gate, summarize, total_seconds
 from outrider.media.evaluation.table import summary_table
 from outrider.media.evaluation.thresholds import draft_scores, thresholds_at
 from outrider.media.evaluation.trials import Trial, run_trials
 from outrider.media.models.store import MediaModels, load_models
 from outrider.media.routers import DrafterOnly, QualityGate, TargetOnly
 from outrider.runtime import machine
+from outrider.runtime.grouping import group_by
 from outrider.runtime.progress import stage
 from outrider.runtime.report.console import Document, print_document
 
@@ -109,10 +110,10 @@ class _Bench:
             "commits": "eager" if self._settings.eager_commits else "when needed",
             "time": "processor" if self._settings.processor_time else "wall",
             "block_ms": self.passes,
-            "base": [each.to_json() for each in self.base],
-            "gates": [each.to_json() for each in self.gates],
+            "base": _json(self.base),
+            "gates": _json(self.gates),
             "chosen": self.chosen,
-            "controls": [each.to_json() for each in self.controls],
+            "controls": _json(self.controls),
             "first_block_share": self.first_block,
             "hardware": machine.hardware("cpu"),
             "versions": machine.versions(),
@@ -147,19 +148,21 @@ class _Bench:
         draw_plot(groups, file)
 
 
+def _json(summaries: list[Summary]) -> list[Document]:
+    return [each.to_json() for each in summaries]
+
+
 def _passes(trials: list[Trial], target: str) -> dict[str, float]:
     """Return the milliseconds of the parts of a block."""
-    own = [trial for trial in trials if trial.router == target]
-    drafting = [trial for trial in trials if trial.router == DrafterOnly().name]
-    scoring = [trial for trial in trials if trial.scored]
+    routers = group_by(trials, lambda trial: trial.router)
+    own, drafting = routers[target], routers[DrafterOnly().name]
+    spent = total_seconds(own)
     blocks = sum(trial.blocks for trial in own)
-    # The last block of an output is not committed.
-    commits = sum(trial.blocks - 1 for trial in own)
-    scored = sum(trial.scored for trial in scoring)
+    scored = sum(trial.scored for trial in trials)
     return {
-        "generate": 1e3 * sum(trial.seconds.generate for trial in own) / blocks,
-        "commit": 1e3 * sum(trial.seconds.commit for trial in own) / max(1, commits),
-        "draft": 1e3 * sum(trial.seconds.draft for trial in drafting) / sum(trial.blocks for trial in drafting),
-        "decode": 1e3 * sum(trial.seconds.decode for trial in own) / blocks,
-        "score": 1e3 * sum(trial.seconds.score for trial in scoring) / max(1, scored),
+        "generate": 1e3 * spent.generate / blocks,
+        "commit": 1e3 * spent.commit / max(1, blocks - len(own)),  # the last block of an output is not committed
+        "draft": 1e3 * total_seconds(drafting).draft / sum(trial.blocks for trial in drafting),
+        "decode": 1e3 * spent.decode / blocks,
+        "score": 1e3 * total_seconds([trial for trial in trials if trial.scored]).score / max(1, scored),
     }

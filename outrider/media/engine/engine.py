@@ -24,9 +24,10 @@ class MediaEngine:
         drafter: the small generator, in the same latent space.
         decoder: turns latents into content.
         scorer: judges the content of drafts.
-        eager_commits: write each clean block into both caches at once. By default a cache is brought up to date when
-            its generator has to make a block. The output is the same.
-        clock: returns seconds. `time.process_time` counts the processor's time, for measurements on a busy machine.
+        eager_commits: write each clean block into both caches at once. By default a cache is
+            brought up to date when its generator has to make a block. The output is the same.
+        clock: returns seconds. `time.process_time` counts the processor's time, for measurements on
+            a busy machine.
 
     Raises:
         OutriderError: target and drafter have latents of different shapes.
@@ -45,8 +46,8 @@ class MediaEngine:
         shapes = tuple(target.latent_shape), tuple(drafter.latent_shape)
         if shapes[0] != shapes[1]:
             raise OutriderError(
-                f"the target has latents of shape {shapes[0]} and the drafter of shape {shapes[1]}; use a drafter of"
-                " the same latent space"
+                f"the target has latents of shape {shapes[0]} and the drafter of shape {shapes[1]};"
+                " use a drafter of the same latent space"
             )
         self.target = target
         self.drafter = drafter
@@ -66,11 +67,13 @@ class MediaEngine:
         Args:
             prompt: what to make.
             router: decides who makes each block.
-            seed: of the noise. Target and drafter start a block from the same noise, whoever made the blocks before.
+            seed: of the noise. Target and drafter start a block from the same noise, whoever made
+                the blocks before.
             blocks: how many. None: as many as the models can make.
 
         Raises:
-            OutriderError: the models cannot make so many blocks, or the router's threshold is no possible score.
+            OutriderError: the models cannot make so many blocks, or the router's threshold is no
+                possible score.
         """
         run = self.stream(prompt, router, seed=seed, blocks=blocks)
         finished = tuple(run)
@@ -108,8 +111,8 @@ class MediaEngine:
         low, high = limits
         if not low <= router.threshold <= high:
             raise OutriderError(
-                f"threshold is {router.threshold:g}, but this scorer's scores lie from {low:g} to {high:g}; use one of"
-                " them"
+                f"threshold is {router.threshold:g}, but this scorer's scores lie from {low:g} to"
+                f" {high:g}; use one of them"
             )
 
 

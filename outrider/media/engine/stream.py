@@ -11,8 +11,9 @@ from outrider.media.contract import BlockGenerator
 class BlockStream:
     """One output of a generator.
 
-    A clean block is committed when the generator has to make a later block, so the last blocks of an output may never
-    be committed. Blocks are committed one by one, in order: the cache is the same as with commits at once.
+    A clean block is committed when the generator has to make a later block, so the last blocks of
+    an output may never be committed. Blocks are committed one by one, in order: the cache is the
+    same as with commits at once.
 
     Args:
         generator: the target or the drafter.
@@ -53,7 +54,7 @@ class BlockStream:
         if tuple(latent.shape) != tuple(self._generator.latent_shape):
             shape, expected = tuple(latent.shape), tuple(self._generator.latent_shape)
             raise OutriderError(
-                f"the {self._role} made a latent of shape {shape} for block {block}; return the shape of its"
-                f" latent_shape, {expected}"
+                f"the {self._role} made a latent of shape {shape} for block {block}; return the"
+                f" shape of its latent_shape, {expected}"
             )
         return latent

@@ -99,11 +99,12 @@ def _overhead(trials: Sequence[Trial], base: Sequence[Trial]) -> float | None:
     scored = sum(trial.scored for trial in trials)
     if not scored:
         return None
-    spent, target = _total(trials), _total(base)
+    spent, target = total_seconds(trials), total_seconds(base)
     decoded = sum(trial.drafted + trial.by_target for trial in trials)
     target_block = (target.generate + target.commit) / sum(trial.blocks for trial in base)
     return (spent.decode / decoded + spent.score / scored) / target_block
 
 
-def _total(trials: Sequence[Trial]) -> Seconds:
+def total_seconds(trials: Sequence[Trial]) -> Seconds:
+    """Return the sums over all outputs."""
     return sum((trial.seconds for trial in trials), Seconds())

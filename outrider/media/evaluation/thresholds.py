@@ -39,6 +39,6 @@ def draft_scores(engine: MediaEngine, prompts: Sequence[str], *, aggregate: str)
 
 
 def thresholds_at(scores: Sequence[float], rejected: Sequence[float]) -> list[float]:
-    """Return the thresholds below which the given shares of the scores lie, ascending and different."""
+    """Return the thresholds below which these shares of the scores lie, ascending and different."""
     quantiles = torch.quantile(torch.tensor(scores, dtype=torch.float64), torch.tensor(rejected, dtype=torch.float64))
     return sorted({round(float(threshold), _DIGITS) for threshold in quantiles})

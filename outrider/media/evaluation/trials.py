@@ -49,8 +49,8 @@ def run_trials(
 ) -> list[Trial]:
     """Return the trials of all routers. The seed of an output is the number of its prompt.
 
-    Each round takes its own share of the prompts, and runs all routers on each of them. The order of the routers
-    alternates.
+    Each round takes its own share of the prompts, and runs all routers on each of them. The order
+    of the routers alternates.
 
     Args:
         engine: makes the outputs.

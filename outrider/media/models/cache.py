@@ -9,11 +9,12 @@ from torch import Tensor
 class BlockCache:
     """Keys and values of the caption and of the last clean blocks, for each layer.
 
-    A pass reads it. Only a commit writes to it, a whole block at a time. The keys and values of all layers are in one
-    tensor, so a commit joins them in two operations.
+    A pass reads it. Only a commit writes to it, a whole block at a time. The keys and values of all
+    layers are in one tensor, so a commit joins them in two operations.
 
     Args:
-        text: keys and values of the caption for each layer, each of shape (heads, tokens, channels of a head).
+        text: keys and values of the caption for each layer, each of shape (heads, tokens, channels
+            of a head).
         window: how many past blocks are kept.
     """
 

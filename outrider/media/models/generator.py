@@ -11,7 +11,7 @@ from outrider.media.models.transformer import CLEAN, BlockTransformer, KeyValue,
 
 
 class TransformerCache(BlockCache):
-    """The cache of a `TransformerGenerator`: past blocks, and what the caption adds to each token."""
+    """The cache of a `TransformerGenerator`: past blocks, and what the caption adds."""
 
     def __init__(self, text: Text, window: int) -> None:
         super().__init__(text.layers, window)
@@ -21,8 +21,8 @@ class TransformerCache(BlockCache):
 class TransformerGenerator:
     """A target or a drafter whose network is a `BlockTransformer`, for video or audio.
 
-    Each pass has the shape of one block, so a block's arithmetic does not depend on how many blocks are committed
-    together.
+    Each pass has the shape of one block, so a block's arithmetic does not depend on how many blocks
+    are committed together.
 
     Args:
         network: the weights.
@@ -53,7 +53,8 @@ class TransformerGenerator:
     def generate(self, block: int, noise: Tensor, cache: TransformerCache) -> Tensor:
         """Return the latent of a block, after the committed ones.
 
-        Euler steps from the `noise` along the flow; each predicts the clean block. The cache does not change.
+        Euler steps from the `noise` along the flow; each predicts the clean block. The cache does
+        not change.
         """
         self._check(block, cache)
         network = self.network

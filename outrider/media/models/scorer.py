@@ -1,6 +1,7 @@
 """How well frames match a caption: a probability for each frame, from an image and a text embedding.
 
-The models are trained with a sigmoid for each pair, as in SigLIP (https://arxiv.org/abs/2303.15343).
+The models are trained with a sigmoid for each pair, as in SigLIP
+(https://arxiv.org/abs/2303.15343).
 """
 
 from __future__ import annotations

@@ -109,15 +109,15 @@ def load_models(
     """
     if folder is None and not (EMBEDDED / "config.json").is_file():
         raise OutriderError(
-            "this copy of Outrider has no video models; train them with python -m recipes.video.train --out DIR, and"
-            " name DIR/models"
+            "this copy of Outrider has no video models; train them with python -m"
+            " recipes.video.train --out DIR, and name DIR/models"
         )
     path = EMBEDDED if folder is None else Path(folder).expanduser()
     config = read_config(path)
     if config.get("format") not in (_VIDEO_FORMAT, AUDIO_FORMAT):
         raise OutriderError(
-            f"{path}/config.json is of format {config.get('format')}; this version reads {_VIDEO_FORMAT} and"
-            f" {AUDIO_FORMAT}"
+            f"{path}/config.json is of format {config.get('format')}; this version reads"
+            f" {_VIDEO_FORMAT} and {AUDIO_FORMAT}"
         )
     try:
         if config["format"] == AUDIO_FORMAT:

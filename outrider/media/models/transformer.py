@@ -1,8 +1,9 @@
 """A block-causal transformer over the patches of latent frames, for flow matching in a few steps.
 
-A block attends to the caption, to the clean blocks of its window, and to itself. It predicts the clean block from a
-noisy one. The layers are modulated by the noise level, as in DiT (https://arxiv.org/abs/2212.09748), with one
-modulation for all layers and a table for each layer, as in PixArt (https://arxiv.org/abs/2310.00426).
+A block attends to the caption, to the clean blocks of its window, and to itself. It predicts the
+clean block from a noisy one. The layers are modulated by the noise level, as in DiT
+(https://arxiv.org/abs/2212.09748), with one modulation for all layers and a table for each layer,
+as in PixArt (https://arxiv.org/abs/2310.00426).
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Layer(nn.Module):
 
     def keys_and_values(self, x: Tensor, modulation: Sequence[Tensor], rotation: KeyValue) -> KeyValue:
         """Return the keys and values of `project`, with the same bits."""
-        # One product for all three, as in `project`: a product of another shape may round in another way.
+        # One product for all three, as in `project`: a product of another shape may round in
+        # another way.
         _, keys, values = self._split_states(x, modulation)
         return _turn(keys, rotation), values
 
@@ -142,7 +144,8 @@ class BlockTransformer(nn.Module):
         """Return the six modulations of each layer of a pass.
 
         Args:
-            noise: noise levels from 0 to 1, of any shape; the modulations have this shape, then the width.
+            noise: noise levels from 0 to 1, of any shape; the modulations have this shape, then the
+                width.
         """
         frequencies = torch.exp(torch.linspace(0, math.log(1000.0), _TIME_CHANNELS // 2))
         angles = noise.unsqueeze(-1) * frequencies

@@ -39,8 +39,8 @@ class QualityGate:
         threshold: the least score of an accepted draft.
         aggregate: `min`, `mean` or `window:N`; see `parse_aggregate`.
         force_first: the target always makes block 0, which all later blocks continue.
-        budget: the most blocks that the target makes in one output, block 0 counted. After that, drafts are accepted
-            without a score. None: no limit.
+        budget: the most blocks that the target makes in one output, block 0 counted. After that,
+            drafts are accepted without a score. None: no limit.
         quality: the measured score of its outputs as a share of target-only's, if it is known.
 
     Raises:

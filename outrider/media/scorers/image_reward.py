@@ -14,8 +14,8 @@ class ImageRewardScorer:
     """Scores each frame with a loaded ImageReward model. The scores have no limits; 0 is an average picture.
 
     Args:
-        model: what `ImageReward.load("ImageReward-v1.0")` returns, or another object with its method
-            `score(prompt, images) -> list of floats`, or a float for one image.
+        model: what `ImageReward.load("ImageReward-v1.0")` returns, or another object with its
+            method `score(prompt, images) -> list of floats`, or a float for one image.
     """
 
     def __init__(self, model: Any) -> None:

@@ -11,8 +11,8 @@ import torch
 def reserve(size: int) -> mmap.mmap:
     """Reserve `size` bytes of zeros. Pages that are not written take no memory.
 
-    A pass reads all weights once. With small pages, address translation takes as long as the memory accesses, and
-    longer on a virtual machine.
+    A pass reads all weights once. With small pages, address translation takes as long as the memory
+    accesses, and longer on a virtual machine.
     """
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

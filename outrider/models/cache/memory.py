@@ -40,8 +40,9 @@ def check_cache(*, token_bytes: int, slots: int, context: int, reserve: int, dev
         remedies.append(f"max_model_len to {room // slots - 1}")
     remedy = f"set {' or '.join(remedies)}" if remedies else "lower max_num_seqs and max_model_len"
     raise NotEnoughMemory(
-        f"the KV cache of {slots} sequences of up to {context} tokens takes {size / 1e9:.3g} GB, passes take about"
-        f" {reserve / 1e9:.2g} GB, and {free / 1e9:.3g} GB of {device} are free; {remedy}, or use a smaller model"
+        f"the KV cache of {slots} sequences of up to {context} tokens takes {size / 1e9:.3g} GB,"
+        f" passes take about {reserve / 1e9:.2g} GB, and {free / 1e9:.3g} GB of {device} are free;"
+        f" {remedy}, or use a smaller model"
     )
 
 
@@ -63,8 +64,8 @@ def check_slots(what: str, *, slot_bytes: int, slots: int, device: torch.device)
         return
     room = free // slot_bytes
     raise NotEnoughMemory(
-        f"{what} of {slots} sequences take {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB of {device} are free;"
-        f" {f'set max_num_seqs to {room}, or ' if room else ''}use a smaller model"
+        f"{what} of {slots} sequences take {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB of {device}"
+        f" are free; {f'set max_num_seqs to {room}, or ' if room else ''}use a smaller model"
     )
 
 
@@ -72,6 +73,6 @@ def out_of_memory(error: torch.OutOfMemoryError, *, slots: int, context: int) ->
     """Return an error that says what to change after the device ran out of memory."""
     reason = str(error).split(". ")[0]
     return NotEnoughMemory(
-        f"a pass needs more memory than the device has ({reason}); lower max_num_seqs, which is {slots}, or"
-        f" max_model_len, which is {context}, or end other programs on the device"
+        f"a pass needs more memory than the device has ({reason}); lower max_num_seqs, which is"
+        f" {slots}, or max_model_len, which is {context}, or end other programs on the device"
     )

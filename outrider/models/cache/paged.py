@@ -43,10 +43,11 @@ class _BlockTable:
 class PagedCache:
     """Keys and values in bfloat16 or float32, which the native kernels read and write through a block table.
 
-    A full block of committed tokens is shared read-only. Draft tokens are always written to a sequence's own blocks. A
-    prefix that ends within a shared block is copied. If a sequence computes a block that exists already, it uses the
-    existing one. So keys and values must not depend on the batch, which the native kernels guarantee. Blocks of
-    finished sequences stay cached until they are evicted.
+    A full block of committed tokens is shared read-only. Draft tokens are always written to a
+    sequence's own blocks. A prefix that ends within a shared block is copied. If a sequence
+    computes a block that exists already, it uses the existing one. So keys and values must not
+    depend on the batch, which the native kernels guarantee. Blocks of finished sequences stay
+    cached until they are evicted.
     """
 
     def __init__(self, *, slots: int, capacity: int, layers: int, heads: int, dim: int, dtype: torch.dtype) -> None:
@@ -64,7 +65,8 @@ class PagedCache:
         self._pool = CPool(
             table=self._table.buffer_info()[0], layers=layers, reach=self._reach, bits=8 * dtype.itemsize
         )
-        # One more block per slot, because a sequence briefly uses both a partly matching block and its copy.
+        # One more block per slot, because a sequence briefly uses both a partly matching block and
+        # its copy.
         self.resize(slots * (self._reach + 1))
 
     def resize(self, blocks: int) -> None:
@@ -194,9 +196,9 @@ class PagedCache:
     def _views(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View blocks as keys [..., heads, groups, words, lanes, each] and values [..., heads, words, dim, each].
 
-        A 4-byte word of keys holds `each` dimensions of one entry, with 16 entries side by side. A word of values holds
-        one dimension of `each` adjacent entries. The kernels multiply this layout directly
-        (`models/native/csrc/attention.h`).
+        A 4-byte word of keys holds `each` dimensions of one entry, with 16 entries side by side. A
+        word of values holds one dimension of `each` adjacent entries. The kernels multiply this
+        layout directly (`models/native/csrc/attention.h`).
         """
         each = 4 // self._dtype.itemsize
         dim = self._shape[-1]

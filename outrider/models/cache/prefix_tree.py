@@ -1,8 +1,8 @@
 """The prefix tree of cached blocks, for prefix caching and eviction.
 
-A cached block has committed tokens and is never written again. Its children have the tokens that follow, so a path from
-a root is a prefix of a sequence. Blocks are compared by their tokens, not by hashes, so two prefixes are never
-confused. Each scope has its own root.
+A cached block has committed tokens and is never written again. Its children have the tokens that
+follow, so a path from a root is a prefix of a sequence. Blocks are compared by their tokens, not by
+hashes, so two prefixes are never confused. Each scope has its own root.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class PrefixTree:
         """Find the longest cached prefix of `tokens`.
 
         Returns:
-            The blocks that match completely; one more block that matches in part, or None; and how many of its tokens
-            match.
+            The blocks that match completely; one more block that matches in part, or None; and how
+            many of its tokens match.
         """
         matching: list[CachedBlock] = []
         block = self._roots.get(scope)

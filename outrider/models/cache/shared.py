@@ -11,9 +11,10 @@ from outrider.core.types import Batch, Draft, Round
 class SharedCache:
     """Uses the cache of its owner, the target.
 
-    The draft attends to the target's own keys and values of committed tokens, so it needs no prefill. Its draft tokens
-    are staged after the committed tokens, and the pass of the owner overwrites them. So the pass of the owner must come
-    after the draft, and the owner commits for both.
+    The draft attends to the target's own keys and values of committed tokens, so it needs no
+    prefill. Its draft tokens are staged after the committed tokens, and the pass of the owner
+    overwrites them. So the pass of the owner must come after the draft, and the owner commits for
+    both.
     """
 
     def __init__(self, owner: Cache) -> None:

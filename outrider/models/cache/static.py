@@ -16,18 +16,19 @@ from outrider.models.cache.prefix_tree import common_prefix
 class StaticCache:
     """Keys and values [slots, heads, capacity, dim] per layer.
 
-    Draft tokens are written after the committed tokens, at the index of their node. Commit moves the accepted path of
-    a tree to consecutive entries. Memory of a layer is allocated at its first write, in the shape of its keys.
+    Draft tokens are written after the committed tokens, at the index of their node. Commit moves
+    the accepted path of a tree to consecutive entries. Memory of a layer is allocated at its first
+    write, in the shape of its keys.
 
-    A slot keeps its tokens after a sequence ends, until another sequence gets the slot. With prefix caching, a new
-    sequence copies the longest common prefix from any slot of its scope.
+    A slot keeps its tokens after a sequence ends, until another sequence gets the slot. With prefix
+    caching, a new sequence copies the longest common prefix from any slot of its scope.
     """
 
     def __init__(self, *, slots: int, capacity: int, device: torch.device, layers: int = 1, reserve: int = 0) -> None:
         """Prepare for `slots` sequences of up to `capacity` tokens.
 
-        Before the first of the `layers` is allocated, the memory of the device must hold all of them, as if their keys
-        had equal shapes, and `reserve` bytes besides.
+        Before the first of the `layers` is allocated, the memory of the device must hold all of
+        them, as if their keys had equal shapes, and `reserve` bytes besides.
         """
         self.device = device
         self._layers = layers
@@ -218,9 +219,10 @@ class StaticCache:
     def _open(self, slot: int, stop: int) -> None:
         """Prepare a slot for a pass that writes entries up to `stop`.
 
-        Attention reads the entries after them with a mask if another sequence of the batch is longer. A masked entry
-        has weight 0, but 0 * NaN is NaN. So those of an earlier sequence, and of a pass that was not committed, are set
-        to zero. A committed pass of a sequence that goes on has finite logits, so its entries are finite.
+        Attention reads the entries after them with a mask if another sequence of the batch is
+        longer. A masked entry has weight 0, but 0 * NaN is NaN. So those of an earlier sequence,
+        and of a pass that was not committed, are set to zero. A committed pass of a sequence that
+        goes on has finite logits, so its entries are finite.
         """
         if stop < self._unchecked[slot]:
             for tensor in self._tensors():

@@ -1,8 +1,9 @@
 """The description of a draft head. Modules are built from it, and every checkpoint format is converted to and from it.
 
-Checkpoint formats differ in how they count layers, in the order in which they concatenate two vectors, and in which
-hidden state they feed back. A weight matrix in the wrong order has the right shape, so it loads without an error and
-gives wrong predictions. Therefore each of these choices is a field here, and importers translate them.
+Checkpoint formats differ in how they count layers, in the order in which they concatenate two
+vectors, and in which hidden state they feed back. A weight matrix in the wrong order has the right
+shape, so it loads without an error and gives wrong predictions. Therefore each of these choices is
+a field here, and importers translate them.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class AuxStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFusion:
-    """How a token's embedding and the hidden state before it become the input of a decoder layer."""
+    """How an embedding and the hidden state before it become the input of a decoder layer."""
 
     at: FusionPoint
     embedding_first: bool = True
@@ -123,7 +124,8 @@ class Body:
     attention_gate: bool = False  # multiplies the attention output by a sigmoid of a projection of its input
     gated: bool = True  # the MLP is down(silu(gate x) * up x); otherwise down(relu(up x) ** 2)
     first_norm: bool = True  # the first layer has a norm before its attention; EAGLE-1 has none
-    # Gemma 4 layers: norms also after attention and MLP, a layer scale, GELU, and unscaled attention.
+    # Gemma 4 layers: norms also after attention and MLP, a layer scale, GELU, and unscaled
+    # attention.
     gemma: bool = False
 
 
@@ -150,7 +152,7 @@ class Centroids:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelHeads:
-    """Heads that share one input state. Each predicts one position further than the head before it."""
+    """Heads that share one input state. Each predicts one position further than the one before."""
 
     heads: int
     layers: int = 1  # residual blocks in each head
@@ -175,7 +177,8 @@ class DraftBlock:
     """A block that one pass fills in: the last committed token, and mask tokens after it."""
 
     size: int  # columns, including the last committed token
-    # Each column predicts the next token, also the first column. Otherwise a mask column predicts its own token.
+    # Each column predicts the next token, also the first column. Otherwise a mask column predicts
+    # its own token.
     sample_from_anchor: bool = False
     markov_rank: int = 0  # rank of the matrix that corrects logits by the previous token; 0: no correction
     confidence: bool = False  # a confidence head estimates the acceptance probability
@@ -217,7 +220,8 @@ class HeadDescription:
     shared_kv: tuple[SharedKV, ...] = ()  # by layer of the body, if it attends to the target's KV cache
     masks: MaskTokens | None = None
     centroids: Centroids | None = None  # of the LM head
-    # Modules that predict one token each, from the output of the module before. A single module predicts all tokens.
+    # Modules that predict one token each, from the output of the module before. A single module
+    # predicts all tokens.
     modules: int = 1
     feedback: Feedback = Feedback.RAW
     final_norm: bool = True  # a norm before the LM head
@@ -314,8 +318,8 @@ def _check(description: HeadDescription) -> None:
     for problem, exists in problems.items():
         if exists:
             raise OutriderError(
-                f"this draft head of kind {description.kind} is invalid: {problem}; its checkpoint is damaged or of"
-                " another format"
+                f"this draft head of kind {description.kind} is invalid: {problem}; its checkpoint"
+                " is damaged or of another format"
             )
 
 

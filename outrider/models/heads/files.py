@@ -42,7 +42,7 @@ def _unpacked(path: Path) -> Unpacked | None:
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint folder, by name. A file is opened when a tensor in it is accessed."""
+    """The tensors of a checkpoint folder, by name. A file is opened when it is needed."""
 
     def __init__(self, folder: Path) -> None:
         """List the tensors of a folder.
@@ -104,7 +104,8 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
         raise OutriderError(
             f"{file} does not hold named tensors only; give the folder with the weights of the draft head"
         )
-    # Tensors share memory if training tied their weights. Copy them, because here they are independent.
+    # Tensors share memory if training tied their weights. Copy them, because here they are
+    # independent.
     return {str(name): value.clone() for name, value in state.items()}
 
 
@@ -134,7 +135,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model, which a multimodal model has inside its own config."""
+    """Return the config of the language model, which may be inside another config."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 
@@ -204,7 +205,7 @@ def _read_embedding(path: Path, text: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _unused_id(path: Path, vocab: int) -> int | None:
-    """Return the first id of the embedding after all ids of the tokenizer, or None if there is none."""
+    """Return the first id of the embedding after all ids of the tokenizer; None: there is none."""
     try:
         tokenizer = json.loads((path / "tokenizer.json").read_text("utf-8"))
         ids = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])]

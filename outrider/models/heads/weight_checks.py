@@ -37,13 +37,14 @@ def check_weights(
 
     Args:
         description: the architecture.
-        expected: the weights of a module of this architecture, of which only names and shapes are read.
+        expected: the weights of a module of this architecture, of which only names and shapes are
+            read.
         weights: the weights by name.
         names: what errors call the checkpoint and its weights.
 
     Raises:
-        OutriderError: a weight is missing, unexpected, of another shape or dtype, or NaN or infinite, or does not hold
-            what it must.
+        OutriderError: a weight is missing, unexpected, of another shape or dtype, or NaN or
+            infinite, or does not hold what it must.
     """
     _check_names(description, expected, weights, names)
     for name, value in expected.items():
@@ -66,8 +67,8 @@ def _check_names(
         )
     if unexpected := sorted(weights.keys() - expected.keys()):
         raise OutriderError(
-            f"{names.where} has {names.stored(unexpected[0])!r}, which a draft head of kind {description.kind} does not"
-            " have; copy it again"
+            f"{names.where} has {names.stored(unexpected[0])!r}, which a draft head of kind"
+            f" {description.kind} does not have; copy it again"
         )
 
 
@@ -86,8 +87,8 @@ def _check_weight(name: str, weight: torch.Tensor, expected_shape: tuple[int, ..
         )
     if weight.is_floating_point() and not bool(weight.isfinite().all()):
         raise OutriderError(
-            f"{names.where}: {names.label(name)} has values that are NaN or infinite; copy it again, or train it again"
-            " if the training diverged"
+            f"{names.where}: {names.label(name)} has values that are NaN or infinite; copy it"
+            " again, or train it again if the training diverged"
         )
 
 

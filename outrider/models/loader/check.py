@@ -1,8 +1,9 @@
 """Check a target when it is loaded: compare its forward pass with that of transformers.
 
-In a mixture of experts, rounding decides which of two experts a token uses if their router logits are nearly equal.
-The logits of two correct passes then differ by much more than rounding. So transformers computes with the experts that
-the target has chosen. The choice is checked separately: it must be the router's own, up to near-ties.
+In a mixture of experts, rounding decides which of two experts a token uses if their router logits
+are nearly equal. The logits of two correct passes then differ by much more than rounding. So
+transformers computes with the experts that the target has chosen. The choice is checked separately:
+it must be the router's own, up to near-ties.
 """
 
 from __future__ import annotations
@@ -52,15 +53,17 @@ def make_checked_target(
 ) -> CheckedTarget:
     """Make the target for a checkpoint and check it. The first arguments are those of `make_target`.
 
-    With `kernels` auto, a model that fails the check on the native kernels runs on torch, with a warning.
+    With `kernels` auto, a model that fails the check on the native kernels runs on torch, with a
+    warning.
 
     Args:
-        check: once, always or never. once: an unchanged checkpoint that has passed is not checked again.
+        check: once, always or never. once: an unchanged checkpoint that has passed is not checked
+            again.
 
     Raises:
         OutriderError: as in `make_target`.
-        UnsupportedModel: as in `make_target` and `check_target`. A quantized model is not tried on torch, because the
-            native kernels have quantized it in their own format.
+        UnsupportedModel: as in `make_target` and `check_target`. A quantized model is not tried on
+            torch, because the native kernels have quantized it in their own format.
     """
     target = make_target(checkpoint, slots=slots, context=context, kernels=kernels, bits=bits)
     try:
@@ -126,8 +129,8 @@ def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:
     except MODEL_ERRORS as reason:
         raise UnsupportedModel(f"{model_type}: its forward pass fails ({reason}); {_FIX}") from reason
     raise UnsupportedModel(
-        f"{model_type}: the logits of a draft tree differ from the model's own by {errors.max():.1%} of their norm;"
-        f" {_FIX}"
+        f"{model_type}: the logits of a draft tree differ from the model's own by"
+        f" {errors.max():.1%} of their norm; {_FIX}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Keeps the results of load checks, so that an unchanged checkpoint is checked once on a machine."""
+"""Keeps the results of load checks, so that a checkpoint is checked once on a machine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def once(checkpoint: Checkpoint, target: Target, bits: int, check: Callable[[], 
     A result holds for a target that was made from an unchanged checkpoint by unchanged code.
 
     Args:
-        checkpoint: the checkpoint. The result of a model that was not loaded from files is not kept.
+        checkpoint: the checkpoint. The result of a model that was not loaded from files is not
+            kept.
         target: the target that was made from it.
         bits: those of quantized weights, as in `make_target`.
         check: checks the target.

@@ -26,7 +26,7 @@ class DtypeChoice(NamedTuple):
 
 
 def stored_dtype(config: Any) -> torch.dtype:
-    """Return the type in which a checkpoint is stored; float32 if its configuration does not say."""
+    """Return the type in which a checkpoint is stored; float32 if the config does not say."""
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 

@@ -42,11 +42,12 @@ def fill_model(
     Args:
         config: the configuration of transformers.
         weights: the weights.
-        dtype: the type in which the model computes, and of all weights that are not in quantized blocks.
+        dtype: the type in which the model computes, and of all weights that are not in quantized
+            blocks.
         attention: the arguments that choose the attention of the model.
         factors: divisors of the rotary frequencies [R / 2]; None: there are none.
-        widen: whether dense matrices keep their type, too. Parts of them are converted to `dtype` when they are used,
-            so the model takes little memory.
+        widen: whether dense matrices keep their type, too. Parts of them are converted to `dtype`
+            when they are used, so the model takes little memory.
 
     Raises:
         OutriderError: a weight is missing, or has the wrong shape.
@@ -142,7 +143,7 @@ class _Filler:
 
 
 def _clear(model: Any) -> None:
-    """Set all parameters to zeros that take no memory. Those of the parts that read images stay so."""
+    """Set all parameters to zeros that take no memory. Those that read images stay so."""
     for module in model.modules():
         for key, weight in module._parameters.items():
             if weight is not None:

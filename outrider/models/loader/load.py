@@ -44,11 +44,12 @@ def load_checkpoint(
         dtype: auto, float32, bfloat16 or float16. auto: see `choose_dtype`.
         device: auto, cpu, cuda, cuda:1, ... auto: the first GPU, or the CPU if there is none.
         kernels: auto, native or torch: what will run the model. The best dtype depends on it.
-        tp: ranks of tensor parallelism. This process, which torchrun has started, loads its part of the model.
+        tp: ranks of tensor parallelism. This process, which torchrun has started, loads its part of
+            the model.
 
     Raises:
-        OutriderError: the folder is missing or damaged, or is not a causal language model; or torchrun has not started
-            `tp` processes.
+        OutriderError: the folder is missing or damaged, or is not a causal language model; or
+            torchrun has not started `tp` processes.
         UnsupportedModel: the architecture is not supported.
     """
     path = Path(folder).expanduser()
@@ -115,7 +116,7 @@ def _native_dtype(dtype: str, config: ModelConfig) -> DtypeChoice:
 
 
 def _memory_of(path: Path, config: ModelConfig, stored: Weights | None, dtype: torch.dtype) -> int:
-    """Return the bytes that the weights of a folder take. `stored` has them if they are quantized."""
+    """Return the bytes of the weights of a folder. `stored` has them if quantized."""
     if isinstance(stored, QuantizedWeights):
         return stored.total_bytes()
     return weight_bytes(path, stored_dtype(config), dtype)
@@ -252,8 +253,8 @@ def refuse_sources(target: str | Path | None, command: str) -> None:
     """
     if reads_sources(target):
         raise OutriderError(
-            f"{command} does not support encoder-decoder targets; use a decoder-only target here, and run, bench, tune,"
-            " serve or LLM with this one"
+            f"{command} does not support encoder-decoder targets; use a decoder-only target here,"
+            " and run, bench, tune, serve or LLM with this one"
         )
 
 

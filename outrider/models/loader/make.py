@@ -31,14 +31,15 @@ def make_target(
         checkpoint: the loaded model.
         slots: maximum number of running sequences.
         context: tokens of a sequence.
-        kernels: native, torch or auto. auto chooses the native kernels on a CPU and CUDA graphs on a GPU, if the dtype
-            and the model allow it.
-        bits: bits per weight of linear layers. 16 leaves them unchanged. 8 and 4 quantize them, in `checkpoint.model`
-            as well.
+        kernels: native, torch or auto. auto chooses the native kernels on a CPU and CUDA graphs on
+            a GPU, if the dtype and the model allow it.
+        bits: bits per weight of linear layers. 16 leaves them unchanged. 8 and 4 quantize them, in
+            `checkpoint.model` as well.
 
     Raises:
         OutriderError: `kernels` or `bits` do not fit the device or the dtype.
-        UnsupportedModel: the native kernels were requested but do not support the model, or it cannot be quantized.
+        UnsupportedModel: the native kernels were requested but do not support the model, or it
+            cannot be quantized.
     """
     types = checkpoint.block_types
     _check_settings(checkpoint, kernels, bits, types)

@@ -42,6 +42,7 @@ def make_torch_target(checkpoint: Checkpoint, *, slots: int, context: int, bits:
 def _recorder(checkpoint: Checkpoint) -> Recorder | None:
     """Return what records the passes of a model; None: every pass is eager.
 
-    Ranks on GPUs use NCCL, whose operations can be recorded. Ranks on CPUs use gloo, and there are no graphs on CPUs.
+    Ranks on GPUs use NCCL, whose operations can be recorded. Ranks on CPUs use gloo, and there are
+    no graphs on CPUs.
     """
     return CudaRecorder(checkpoint.device) if checkpoint.device.type == "cuda" else None

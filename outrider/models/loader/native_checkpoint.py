@@ -20,6 +20,7 @@ from outrider.models.torch.gguf_made import SeparateExperts
 from outrider.models.torch.group_weight import GroupWeight, can_join
 from outrider.models.torch.tensor_files import TensorFiles
 from outrider.models.torch.weights import Weight, Weights, converted
+from outrider.runtime.grouping import instances
 
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
 # Names that a part of a multimodal model may have in its files, beside that in transformers.
@@ -55,7 +56,8 @@ class FolderWeights(Weights):
             stored: the weights, by their names in the files.
             sources: where each weight is.
             body: the module with the decoder layers.
-            dtype: the type of the model. Dense weights beside quantized blocks are float32, except for tables.
+            dtype: the type of the model. Dense weights beside quantized blocks are float32, except
+                for tables.
         """
         self.path = stored.path
         self.body = body
@@ -128,8 +130,9 @@ def name_weights(
     """Return weights by their names in transformers.
 
     Returns:
-        The weights; None if one is missing, or has another shape or type than expected, or the kernels do not support
-        the model. Then transformers reads the folder, or says what is wrong with it.
+        The weights; None if one is missing, or has another shape or type than expected, or the
+        kernels do not support the model. Then transformers reads the folder, or says what is wrong
+        with it.
 
     Raises:
         OutriderError: a quantized weight is damaged.
@@ -224,6 +227,6 @@ def _expand_different_experts(stored: QuantizedWeights, sources: Mapping[str, _S
     for source in sources.values():
         names = [name for parts in source.names for name in parts]
         weights = [stored[name] for name in names] if source.whole is None else []
-        groups = [weight for weight in weights if isinstance(weight, GroupWeight)]
+        groups = instances(weights, GroupWeight)
         if groups and not (len(groups) == len(weights) and can_join(groups)):
             stored.expand(names)

@@ -37,7 +37,8 @@ def _read_full(path: Path) -> Any:
         if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
             tokenizer._tokenizer = _with_text_markers(backend)
     except Exception as error:  # the tokenizers library raises bare Exceptions
-        # The message of transformers about a missing file has several lines, and names packages that would not help.
+        # The message of transformers about a missing file has several lines, and names packages
+        # that would not help.
         missing = not (path / "tokenizer.json").exists()
         reason = "there is no tokenizer.json" if missing else " ".join(str(error).split())
         raise OutriderError(f"{path} has no working tokenizer ({reason}); copy its tokenizer.json there") from error
@@ -90,7 +91,7 @@ def _template(path: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _is_plain(settings: Mapping[str, Any], backend: Tokenizer, named: Mapping[str, str]) -> bool:
-    """Return whether tokenizer.json says everything, so that transformers would add nothing to it."""
+    """Return whether tokenizer.json says everything, and transformers adds nothing."""
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     extra = [*_extra_tokens(settings), *(str(each["content"]) for each in _listed(settings))]
     known = all(token in added for token in (*named.values(), *extra))
@@ -128,8 +129,8 @@ def _post_processor(backend: Tokenizer, settings: Mapping[str, Any], named: Mapp
 def _with_text_markers(backend: Tokenizer) -> Tokenizer:
     """Return a tokenizer in which the markers of function calls are text.
 
-    Special tokens are left out of decoded text, and constraints cannot spell them. So calls could neither be found nor
-    forced.
+    Special tokens are left out of decoded text, and constraints cannot spell them. So calls could
+    neither be found nor forced.
     """
     added = backend.get_added_tokens_decoder().values()
     if not any(token.special and token.content in TEXT_MARKERS for token in added):
@@ -143,8 +144,9 @@ def _with_text_markers(backend: Tokenizer) -> Tokenizer:
 def _restore_rules(tokenizer: Any, file: Path) -> None:
     """Let a tokenizer use the rules of its tokenizer.json.
 
-    Classes such as `LlamaTokenizer` and `GPT2Tokenizer` of transformers 5 replace these rules by fixed ones. If a
-    checkpoint names such a class and has other rules, its text would be split into tokens that the model never saw.
+    Classes such as `LlamaTokenizer` and `GPT2Tokenizer` of transformers 5 replace these rules by
+    fixed ones. If a checkpoint names such a class and has other rules, its text would be split into
+    tokens that the model never saw.
     """
     from transformers import PreTrainedTokenizerFast
 

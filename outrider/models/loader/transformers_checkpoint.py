@@ -285,8 +285,9 @@ def _read_config(path: Path) -> Any:
     if model_type is None:
         raise OutriderError(f"{path / 'config.json'} has no model_type; give the folder of a Hugging Face model")
     raise UnsupportedModel(
-        f"{path / 'config.json'} has model_type {model_type!r}, which transformers {transformers.__version__} does not"
-        " support; update transformers (code in checkpoints is never executed)"
+        f"{path / 'config.json'} has model_type {model_type!r}, which transformers"
+        f" {transformers.__version__} does not support; update transformers (code in checkpoints is"
+        " never executed)"
     )
 
 
@@ -319,7 +320,8 @@ def _check_family(config: Any) -> bool:
 def _hide_image_blocks(config: Any) -> None:
     """Let a model whose image tokens see each other use the causal mask, because texts have no image tokens.
 
-    Otherwise Gemma 4 Unified makes a mask from the tokens of one pass, and not of the whole sequence.
+    Otherwise Gemma 4 Unified makes a mask from the tokens of one pass, and not of the whole
+    sequence.
     """
     text = config.get_text_config(decoder=True)
     if getattr(text, "use_bidirectional_attention", None) == "vision":
@@ -361,13 +363,13 @@ def _read_model(
     except (*_LOAD_ERRORS, SafetensorError) as error:
         if tp > 1:
             raise UnsupportedModel(
-                f"transformers cannot read the model in {path} into {tp} ranks ({one_line(error)}); use --tp 1, or copy"
-                " the checkpoint again if that fails, too"
+                f"transformers cannot read the model in {path} into {tp} ranks ({one_line(error)});"
+                " use --tp 1, or copy the checkpoint again if that fails, too"
             ) from error
         if isinstance(error, ImportError):
             raise OutriderError(
-                f"the model in {path} ({config.model_type}) needs a package that is missing ({_first_line(error)});"
-                " install it with pip"
+                f"the model in {path} ({config.model_type}) needs a package that is missing"
+                f" ({_first_line(error)}); install it with pip"
             ) from error
         raise OutriderError(
             f"the model in {path} cannot be read ({one_line(error)}); copy the checkpoint again"
@@ -377,8 +379,8 @@ def _read_model(
     if mismatched := sorted(report["mismatched_keys"]):
         name, shape, expected_shape = mismatched[0]
         raise OutriderError(
-            f"the weights in {path} do not fit its config.json: {name} is {tuple(shape)} and should be"
-            f" {tuple(expected_shape)}; copy both from one checkpoint"
+            f"the weights in {path} do not fit its config.json: {name} is {tuple(shape)} and should"
+            f" be {tuple(expected_shape)}; copy both from one checkpoint"
         )
     return model.eval()
 

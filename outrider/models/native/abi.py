@@ -1,14 +1,14 @@
 """The structures that the kernels take, as declared in the C++ sources.
 
-`check_layout` compares every field with the compiled kernels. A field that one side lacks would let the kernels read
-and write wrong memory.
+`check_layout` compares every field with the compiled kernels. A field that one side lacks would let
+the kernels read and write wrong memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
@@ -22,14 +22,37 @@ MAX_HEAD_DIM = 256
 MAX_QUERIES_PER_KEY_HEAD = 48  # kMaxTileRows of attention.h
 
 
+_Fields = Iterator[tuple[str, type]]
+
+
+def _typed(kind: type, names: Iterable[str]) -> _Fields:
+    return ((name, kind) for name in names)
+
+
+def _pointers(*names: str) -> _Fields:
+    return _typed(ctypes.c_void_p, names)
+
+
+def _integers(*names: str) -> _Fields:
+    return _typed(ctypes.c_int32, names)
+
+
+def _floats(*names: str) -> _Fields:
+    return _typed(ctypes.c_float, names)
+
+
+def _linears(*names: str) -> _Fields:
+    return _typed(CLinear, names)
+
+
 class CLinear(ctypes.Structure):
     """`Linear` of weights.h."""
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "scale", "minimum", "sub_scale", "sub_minimum")),
-        *((name, ctypes.c_void_p) for name in ("zero", "order", "bias")),
-        *((name, ctypes.c_int32) for name in ("inputs", "outputs", "bits", "group", "offset", "values", "number")),
+        *_pointers("weight", "scale", "minimum", "sub_scale", "sub_minimum"),
+        *_pointers("zero", "order", "bias"),
+        *_integers("inputs", "outputs", "bits", "group", "offset", "values", "number"),
     )
 
 
@@ -38,9 +61,9 @@ class CBlockMatrix(ctypes.Structure):
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("row", "words", "scale", "minimum", "sub_scale", "sub_minimum")),
+        *_pointers("row", "words", "scale", "minimum", "sub_scale", "sub_minimum"),
         ("dense", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("inputs", "outputs")),
+        *_integers("inputs", "outputs"),
     )
 
 
@@ -49,10 +72,10 @@ class CLayer(ctypes.Structure):
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
-        *((name, CLinear) for name in ("qkv", "out", "gate_up", "down", "value", "router")),
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm")),
-        *((name, ctypes.c_void_p) for name in ("attention_post_norm", "mlp_post_norm", "query_norm", "key_norm")),
-        *((name, ctypes.c_int32) for name in ("window", "wide_norms", "rotary", "top", "normalized")),
+        *_linears("qkv", "out", "gate_up", "down", "value", "router"),
+        *_pointers("attention_norm", "mlp_norm"),
+        *_pointers("attention_post_norm", "mlp_post_norm", "query_norm", "key_norm"),
+        *_integers("window", "wide_norms", "rotary", "top", "normalized"),
     )
 
 
@@ -61,10 +84,10 @@ class CEntry(ctypes.Structure):
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
-        *((name, CLinear) for name in ("fuse", "project")),
-        *((name, ctypes.c_void_p) for name in ("last_norm", "tap_norm", "embedding_norm", "state_norm")),
-        *((name, ctypes.c_int32) for name in ("tapped", "tap", "normed")),
-        *((name, ctypes.c_int32) for name in ("embedding_first", "zero_first", "residual_normed", "recycle_normed")),
+        *_linears("fuse", "project"),
+        *_pointers("last_norm", "tap_norm", "embedding_norm", "state_norm"),
+        *_integers("tapped", "tap", "normed"),
+        *_integers("embedding_first", "zero_first", "residual_normed", "recycle_normed"),
     )
 
 
@@ -74,16 +97,13 @@ class CModel(ctypes.Structure):
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
         ("layer", ctypes.POINTER(CLayer)),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("embedding", "norm", "frequency", "rotary_scale", "entry", "id", "pool")
-        ),
+        *_pointers("embedding", "norm", "frequency", "rotary_scale", "entry", "id", "pool"),
         ("head", CLinear),
         ("table", CLinear),
-        *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "key_heads", "dim", "ffn")),
-        *((name, ctypes.c_int32) for name in ("threads", "rotaries", "rotary_dim", "gelu", "rounds_table")),
-        *((name, ctypes.c_float) for name in ("epsilon", "scale", "table_scale", "embedding_scale")),
-        *((name, ctypes.c_float) for name in ("residual_scale", "logit_divisor", "score_cap", "logit_cap")),
+        *_integers("layers", "hidden", "heads", "key_heads", "dim", "ffn"),
+        *_integers("threads", "rotaries", "rotary_dim", "gelu", "rounds_table"),
+        *_floats("epsilon", "scale", "table_scale", "embedding_scale"),
+        *_floats("residual_scale", "logit_divisor", "score_cap", "logit_cap"),
     )
 
 
@@ -92,10 +112,10 @@ class CPass(ctypes.Structure):
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("token", "position", "slot", "entry", "prefix", "tail_begin", "tail")),
-        *((name, ctypes.c_void_p) for name in ("output_columns", "logits", "best")),
-        *((name, ctypes.c_void_p) for name in ("export_layers", "hidden_states", "state")),
-        *((name, ctypes.c_int32) for name in ("needs_fusion", "num_columns", "num_outputs", "num_exports")),
+        *_pointers("token", "position", "slot", "entry", "prefix", "tail_begin", "tail"),
+        *_pointers("output_columns", "logits", "best"),
+        *_pointers("export_layers", "hidden_states", "state"),
+        *_integers("needs_fusion", "num_columns", "num_outputs", "num_exports"),
     )
 
 
@@ -104,11 +124,11 @@ class CChain(ctypes.Structure):
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("slot", "position", "entry", "budget", "weight", "bias", "end_ids")),
-        *((name, ctypes.c_void_p) for name in ("token", "count", "scored", "margin", "accept_prob")),
-        *((name, ctypes.c_void_p) for name in ("min_draft_prob", "params", "uniform", "race_keys", "q", "q_index")),
+        *_pointers("slot", "position", "entry", "budget", "weight", "bias", "end_ids"),
+        *_pointers("token", "count", "scored", "margin", "accept_prob"),
+        *_pointers("min_draft_prob", "params", "uniform", "race_keys", "q", "q_index"),
         ("min_path_prob", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("batch_size", "depth", "vocab", "num_weights", "num_end_ids")),
+        *_integers("batch_size", "depth", "vocab", "num_weights", "num_end_ids"),
     )
 
 
@@ -117,8 +137,8 @@ class CDistributions(ctypes.Structure):
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("probs", "params")),
-        *((name, ctypes.c_int32) for name in ("count", "vocab", "nodes")),
+        *_pointers("probs", "params"),
+        *_integers("count", "vocab", "nodes"),
     )
 
 
@@ -127,9 +147,9 @@ class CVerification(ctypes.Structure):
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("token", "parent", "kind", "count", "p", "p_index", "q", "q_index")),
-        *((name, ctypes.c_void_p) for name in ("seed", "first", "path", "accepted", "bonus", "logprob")),
-        *((name, ctypes.c_int32) for name in ("batch_size", "nodes", "vocab", "rule")),
+        *_pointers("token", "parent", "kind", "count", "p", "p_index", "q", "q_index"),
+        *_pointers("seed", "first", "path", "accepted", "bonus", "logprob"),
+        *_integers("batch_size", "nodes", "vocab", "rule"),
     )
 
 
@@ -138,9 +158,9 @@ class CSuffixDraft(ctypes.Structure):
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("calibration", "continuation", "lengths", "outputs")),
-        *((name, ctypes.c_void_p) for name in ("token", "parent", "kind", "continuations", "prob")),
-        *((name, ctypes.c_int32) for name in ("num_continuations", "matched_outputs", "budget", "count")),
+        *_pointers("calibration", "continuation", "lengths", "outputs"),
+        *_pointers("token", "parent", "kind", "continuations", "prob"),
+        *_integers("num_continuations", "matched_outputs", "budget", "count"),
     )
 
 
@@ -148,7 +168,7 @@ class CSamplingParams(ctypes.Structure):
     """`SamplingParams` of sampling.h: one row of a tensor of `DrawParams` in float32."""
 
     __slots__ = ()
-    _fields_ = tuple((name, ctypes.c_float) for name in DrawParams._fields)
+    _fields_ = tuple(_floats(*DrawParams._fields))
 
 
 _STRUCTURES: tuple[type[ctypes.Structure], ...] = (
@@ -171,7 +191,8 @@ def check_layout(code: ctypes.CDLL) -> None:
     """Compare the names, offsets and sizes of the fields of all structures with those of the compiled kernels.
 
     Raises:
-        RuntimeError: they differ. The message names the structure, and the first field that differs.
+        RuntimeError: they differ. The message names the structure, and the first field that
+            differs.
     """
     for structure in _STRUCTURES:
         _compare_layout(structure, code)
@@ -201,8 +222,9 @@ def _compare_layout(structure: type[ctypes.Structure], code: ctypes.CDLL) -> Non
     differing = (pair for pair in zip_longest(layout, c_layout, fillvalue="no further field") if pair[0] != pair[1])
     in_python, in_c = next(differing, (f"{ctypes.sizeof(structure)} bytes", f"{numbers[0]} bytes"))
     raise RuntimeError(
-        f"the structure {name} differs between Python and C++: {structure.__name__} in {structure.__module__} has"
-        f" {in_python}, and the compiled kernels have {in_c}; make both equal"
+        f"the structure {name} differs between Python and C++: {structure.__name__} in"
+        f" {structure.__module__} has {in_python}, and the compiled kernels have {in_c}; make both"
+        " equal"
     )
 
 

@@ -1,9 +1,10 @@
 """Pack quantized weights for the kernels, without loss: the blocks of GGUF files, and integers with scales of groups.
 
-Each type keeps its codes of 2 to 8 bits, with a scale, and for some types a minimum, for each group of 32 or 16
-inputs: weight = (value - offset) * scale + minimum. The value is the code or the entry of a table. In types of two
-levels, scale and minimum are a half float of 256 inputs times a small integer of the group. The kernels read the blocks
-where they are, in the mapped file (blocks.cpp). Integers of 8 or 4 bits may have a zero point for each group as well.
+Each type keeps its codes of 2 to 8 bits, with a scale, and for some types a minimum, for each group
+of 32 or 16 inputs: weight = (value - offset) * scale + minimum. The value is the code or the entry
+of a table. In types of two levels, scale and minimum are a half float of 256 inputs times a small
+integer of the group. The kernels read the blocks where they are, in the mapped file (blocks.cpp).
+Integers of 8 or 4 bits may have a zero point for each group as well.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from outrider.models.native.library import load_library
 from outrider.models.native.pack import GROUP, PANEL, Arena, address, to_panels, unpack
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.group_weight import Groups, GroupWeight, can_join, join, pack_integers
+from outrider.runtime.grouping import instances
 
 _BYTE = torch.iinfo(torch.int8)
 _SUPER_BLOCK = 256  # inputs that share the half floats of a type of two levels
@@ -130,7 +132,7 @@ def can_pack(kind: str) -> bool:
 def can_pack_together(parts: Sequence[BlockWeight]) -> bool:
     """Return whether the kernels multiply matrices, one above the other, as they are."""
     if all(isinstance(part, GroupWeight) for part in parts):
-        return can_join([part for part in parts if isinstance(part, GroupWeight)])
+        return can_join(instances(parts, GroupWeight))
     return len({part.kind for part in parts}) == 1 and can_pack(parts[0].kind)
 
 
@@ -155,7 +157,7 @@ def pack_blocks(
         arena: the memory of the result; None: an arena of its own.
     """
     arena = arena or Arena()
-    groups_of = [part for part in parts if isinstance(part, GroupWeight)]
+    groups_of = instances(parts, GroupWeight)
     if groups_of:
         return _pack_groups(join(groups_of), bias, order=order, arena=arena)
     inputs = parts[0].shape[1]

@@ -45,7 +45,8 @@ class Passes:
         Args:
             columns: the tokens of the pass, and which of them need logits.
             layers: the layers whose outputs are returned.
-            state: the input of a draft head at each column, [T, H] float32, or [T, layers, target H] before fusion.
+            state: the input of a draft head at each column, [T, H] float32, or [T, layers, target
+                H] before fusion.
         """
         num_outputs = len(columns.output_columns)
         logits = torch.empty(num_outputs, self.vocab)
@@ -74,7 +75,8 @@ class Passes:
         """Run one forward pass and extend a chain of draft tokens after it, for each sequence.
 
         Args:
-            columns: the columns of the pass. The last column of each sequence needs logits; the chain follows it.
+            columns: the columns of the pass. The last column of each sequence needs logits; the
+                chain follows it.
             budget: [B] draft tokens per sequence, at least one.
             vocab: only ids below it are drafted.
             stop_rule: when a sequence stops before its budget is used; None: never.

@@ -39,6 +39,7 @@ from outrider.models.torch.gguf_linear import BlockWeight, use_dequantizer
 from outrider.models.torch.gguf_made import ExpertWeight
 from outrider.models.torch.submodel import layer_stack, refuse_weight_update
 from outrider.models.torch.weights import Weight, Weights, check_weights, tied_weight
+from outrider.runtime.grouping import instances
 
 _HEAD = "lm_head"
 _VALUES_AT_ONCE = 1 << 20  # of a packed weight that is unpacked: 4 MiB of float32
@@ -233,8 +234,8 @@ class Decoder(Passes):
             raise OutriderError("a draft model with a reduced vocabulary takes no new weights; load it again")
         if self.types:
             raise OutriderError(
-                f"this target keeps its {', '.join(self.types)} weights and takes no new ones; use the folder of the"
-                " unquantized model"
+                f"this target keeps its {', '.join(self.types)} weights and takes no new ones; use"
+                " the folder of the unquantized model"
             )
         check_weights(weights, self._shapes)
         new = {name: value.detach() for name, value in weights.items()}
@@ -425,7 +426,7 @@ class Decoder(Passes):
             return pack_experts(experts, gated=gate_up, bits=self._bits, arena=arena)
         biases = [bias for part in parts if isinstance(bias := state.get(f"{part}.bias"), torch.Tensor)]
         bias = torch.cat(biases) if biases else None
-        blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
+        blocks = instances(weights, BlockWeight)
         types = {weight.kind for weight in blocks}
         order = _interleaved_rows(sum(weight.shape[0] for weight in weights) // 2) if gate_up else None
         if len(blocks) == len(weights) and can_pack_together(blocks):

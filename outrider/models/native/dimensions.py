@@ -81,13 +81,15 @@ class Dimensions:
         unaligned = any(size % 16 for size in (self.hidden, self.dim, *self.mlp_sizes))
         if unaligned or self.dim > MAX_HEAD_DIM or activation not in ACTIVATIONS or getattr(config, "mlp_bias", False):
             raise UnsupportedModel(
-                f"{config.model_type}: the native kernels need sizes that are multiples of 16, heads of at most"
-                f" {MAX_HEAD_DIM}, and MLPs without bias with {' or '.join(ACTIVATIONS)}"
+                f"{config.model_type}: the native kernels need sizes that are multiples of 16,"
+                f" heads of at most {MAX_HEAD_DIM}, and MLPs without bias with"
+                f" {' or '.join(ACTIVATIONS)}"
             )
         if self.heads > MAX_QUERIES_PER_KEY_HEAD * self.key_heads:
             raise UnsupportedModel(
-                f"{config.model_type}: the native kernels support at most {MAX_QUERIES_PER_KEY_HEAD} query heads per"
-                f" key head; this model has {self.heads} for {self.key_heads}"
+                f"{config.model_type}: the native kernels support at most"
+                f" {MAX_QUERIES_PER_KEY_HEAD} query heads per key head; this model has {self.heads}"
+                f" for {self.key_heads}"
             )
 
     @property

@@ -15,6 +15,7 @@ from outrider.models.native.rows import can_pack_rows, pack_rows
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.gguf_made import ExpertRows, ExpertWeight
 from outrider.models.torch.group_weight import GROUP_KINDS
+from outrider.runtime.grouping import instances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,8 @@ def pack_experts(
 
     Args:
         weight: [experts, outputs, inputs] of any float dtype, or in a file.
-        gated: whether the first half of the outputs are gates of the second half. The halves are then interleaved.
+        gated: whether the first half of the outputs are gates of the second half. The halves are
+            then interleaved.
         bits: bits per weight of those that are in no blocks, as in `pack`.
         arena: the memory of the result.
 
@@ -81,10 +83,10 @@ def _pack_rows(
     order = rows.order[:, :, None]
     if gated:
         order = torch.stack([interleave(*expert.chunk(2)) for expert in order])
-    blocks = [part for part in rows.parts if isinstance(part, BlockWeight)]
+    blocks = instances(rows.parts, BlockWeight)
     if len(blocks) == len(rows.parts) and can_pack_together(blocks) and isinstance(arena, Arena):
         return pack_blocks(blocks, order=order.flatten(), arena=arena)
-    dense = [part for part in rows.parts if isinstance(part, torch.Tensor)]
+    dense = instances(rows.parts, torch.Tensor)
     if len(dense) == len(rows.parts) and can_pack_rows(dense, bits):
         return pack_rows(dense, None, bits=bits, order=order.flatten(), arena=arena)
     return None

@@ -62,7 +62,8 @@ def load_library() -> Library:
     """Load the kernels. Compile them first if no earlier run has.
 
     Raises:
-        MissingKernels: there is no compiler, the compiler fails, or the cache folder cannot be written.
+        MissingKernels: there is no compiler, the compiler fails, or the cache folder cannot be
+            written.
     """
     compiler = find_compiler()
     path = cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
@@ -70,7 +71,8 @@ def load_library() -> Library:
     if isinstance(seconds, MissingKernels):
         raise MissingKernels(str(seconds))
     try:
-        # The OpenMP symbols are not linked, so they resolve to torch's. Two thread teams would compete for the cores.
+        # The OpenMP symbols are not linked, so they resolve to torch's. Two thread teams would
+        # compete for the cores.
         code = ctypes.CDLL(str(path))
     except OSError as error:
         raise MissingKernels(f"the compiled kernels in {path} do not load ({error}); delete that file") from error

@@ -135,7 +135,8 @@ def pack(
         bias: [outputs], or None.
         bits: 32 (float32), 16 (bfloat16), 8 or 4. Quantized weights have one scale for each output and 64 inputs. With
             8 bits they are symmetric around 0. With 4 bits they have a minimum as well, as 16 values are few.
-        arena: the memory of the result; None: an arena of its own. A `Refill` replaces an older value.
+        arena: the memory of the result; None: an arena of its own. A `Refill` replaces an older
+            value.
     """
     rows = max(_VALUES_AT_ONCE // max(weight.shape[1], 1) // PANEL, 1) * PANEL
     return pack_parts(torch.split(weight, rows), weight.shape, bias, bits=bits, arena=arena or Arena())

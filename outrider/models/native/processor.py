@@ -30,7 +30,8 @@ _EXTENSIONS = (
 def march() -> str:
     """Return the value of `-march`.
 
-    On ARM it names the extensions, since compilers that do not know a processor would build for the oldest one.
+    On ARM it names the extensions, since compilers that do not know a processor would build for the
+    oldest one.
     """
     if platform.machine() not in ("aarch64", "arm64"):
         return "native"

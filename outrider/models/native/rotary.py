@@ -1,7 +1,7 @@
 """The rotary embedding of a model on the native kernels, computed from its configuration.
 
-The formulas follow the papers that they name, in the order of operations of transformers, so that the frequencies are
-equal in all bits.
+The formulas follow the papers that they name, in the order of operations of transformers, so that
+the frequencies are equal in all bits.
 """
 
 from __future__ import annotations

@@ -37,14 +37,16 @@ class Exported:
 class NativeScores(Scores):
     """Scores that are padded, copied and split only when a property is first used.
 
-    Callers that need only the packed logits, the likeliest tokens, or the states at accepted tokens avoid that work.
+    Callers that need only the packed logits, the likeliest tokens, or the states at accepted tokens
+    avoid that work.
     """
 
     __slots__ = ("_best", "_exported", "_host", "_packed", "_padded", "_values")
     _host: Sequence[Sequence[int]]  # [B, M] likeliest ids
     _best: torch.Tensor | None  # the same as a tensor; None before the first use
     _values: torch.Tensor  # [T, V] logits
-    # Padding points to the first node of the sequence. None if all sequences have the same number of nodes.
+    # Padding points to the first node of the sequence. None if all sequences have the same number
+    # of nodes.
     _packed: Packed | None
     _padded: torch.Tensor | None  # [B, M, V] logits; None before the first use
     _exported: Exported | None

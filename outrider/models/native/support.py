@@ -15,8 +15,8 @@ from outrider.models.native.library import find_compiler
 class Family:
     """How the decoder layers of a model type are built. The names are those of modules in transformers.
 
-    A layer consists of rotary attention and a gated MLP, or experts of such MLPs. Their inputs, their outputs or both
-    have an RMSNorm.
+    A layer consists of rotary attention and a gated MLP, or experts of such MLPs. Their inputs,
+    their outputs or both have an RMSNorm.
     """
 
     attention: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -31,8 +31,9 @@ from outrider.models.torch.submodel import refuse_wider
 class NativeTarget:
     """A Llama-like model on the CPU, as a target or a draft model.
 
-    The result for a token does not depend, in any bit, on the other tokens of the pass. The output is therefore the
-    same with any proposer, any number of draft tokens and any batch, in float32 and in bfloat16.
+    The result for a token does not depend, in any bit, on the other tokens of the pass. The output
+    is therefore the same with any proposer, any number of draft tokens and any batch, in float32
+    and in bfloat16.
     """
 
     cache: Cache
@@ -40,8 +41,8 @@ class NativeTarget:
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, bits: int = 16) -> None:
         """Pack the weights and allocate a cache for `slots` sequences of up to `context` tokens.
 
-        With `bits` below 16 the weights are quantized, and those of `checkpoint.model` are replaced by the quantized
-        ones when it is made.
+        With `bits` below 16 the weights are quantized, and those of `checkpoint.model` are replaced
+        by the quantized ones when it is made.
 
         Raises:
             UnsupportedModel: the kernels cannot be compiled, or do not support this model.
@@ -115,7 +116,8 @@ class NativeTarget:
             raise OutriderError(f"this target has no layer {invalid[0]}; use layers 0 to {last}")
         self._layers = tuple(layers)
         if layers:
-            # A prefix that is already cached is not computed, so its hidden states would be missing.
+            # A prefix that is already cached is not computed, so its hidden states would be
+            # missing.
             self.cache.set_prefix_caching(False)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:

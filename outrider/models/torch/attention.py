@@ -1,7 +1,7 @@
 """Attention over Outrider's KV cache, registered in transformers in place of the model's own.
 
-A pass packs the tokens of all sequences, so all other layers run without padding. Attention reads the slot of each
-sequence, with a mask that shows a draft token only its ancestors.
+A pass packs the tokens of all sequences, so all other layers run without padding. Attention reads
+the slot of each sequence, with a mask that shows a draft token only its ancestors.
 """
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ def _attend_fixed(
 def has_grouped_kernel(keys: torch.Tensor, sharing: int) -> bool:
     """Return whether a fused kernel takes one query per sequence, and keys that query heads share, on this device.
 
-    It divides long caches among the processors of a GPU. The other fused kernels use one for each key head, which is
-    slow if there are few sequences.
+    It divides long caches among the processors of a GPU. The other fused kernels use one for each
+    key head, which is slow if there are few sequences.
 
     Args:
         keys: [slots, Hkv, capacity, D].

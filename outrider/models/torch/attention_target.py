@@ -41,7 +41,8 @@ from outrider.models.torch.submodel import (
 )
 
 _log = logging.getLogger("outrider")
-# Bytes of one logit during the largest recorded pass: in the dtype of the weights for all passes, and twice as float32.
+# Bytes of one logit during the largest recorded pass: in the dtype of the weights for all passes,
+# and twice as float32.
 _LOGIT_BYTES = 10
 
 
@@ -65,7 +66,8 @@ class AttentionTarget:
     ) -> None:
         """Prepare for `slots` sequences of up to `context` tokens.
 
-        With `record`, passes of fixed shapes are recorded as graphs, if the model allows it (see `Graphs`).
+        With `record`, passes of fixed shapes are recorded as graphs, if the model allows it (see
+        `Graphs`).
         """
         self.vocab = checkpoint.vocab
         self.device = checkpoint.device
@@ -242,8 +244,8 @@ class AttentionTarget:
             out = self._run(layout, reader)
         if skipped := self._hooks.keys() - self._outputs.keys():
             raise UnsupportedModel(
-                f"the model skips layer {min(skipped)} in a pass over text, and a proposer needs its hidden states; use"
-                " another proposer"
+                f"the model skips layer {min(skipped)} in a pass over text, and a proposer needs"
+                " its hidden states; use another proposer"
             )
         logits = out.logits[0] if out.logits.shape[1] == len(layout.keep) else out.logits[0, layout.keep]
         return logits.float()  # type: ignore[no-any-return]

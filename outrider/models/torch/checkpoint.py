@@ -57,7 +57,8 @@ class LazyModel:
 
         Args:
             make: makes the model.
-            make_reference: makes the same model for a comparison: it computes in float32, and takes little memory.
+            make_reference: makes the same model for a comparison: it computes in float32, and takes
+                little memory.
         """
         self._make = make
         self._make_reference = make_reference
@@ -80,7 +81,7 @@ class LazyModel:
 
     @property
     def may_differ(self) -> bool:
-        """Whether the model may differ from its files: it has been made, or a change of it waits."""
+        """Whether the model may differ from its files: it was made, or a change of it waits."""
         return bool(self._changes) or self._model is not None
 
     def reference(self) -> Any:

@@ -1,20 +1,22 @@
 """Passes of fixed shapes, recorded as CUDA graphs. A pass, or a whole chain of a draft model, is one launch.
 
-A bucket is the shape of a recorded pass. It is recorded at its second use. A bucket that a larger recording covers uses
-that one, and is recorded only after more uses: a recording takes as long as several eager passes, and a padded pass
-takes hardly longer than an exact one. A longer draft than needed takes longer with each step. It runs only where it
-takes less time than the eager pass, and until the steps that are not needed have taken as long as a recording. `warm`
-records buckets ahead of time, and can compile the layers first, which takes a minute. Until a bucket is recorded, and
-for shapes without a bucket, such as long prompts, the eager pass runs.
+A bucket is the shape of a recorded pass. It is recorded at its second use. A bucket that a larger
+recording covers uses that one, and is recorded only after more uses: a recording takes as long as
+several eager passes, and a padded pass takes hardly longer than an exact one. A longer draft than
+needed takes longer with each step. It runs only where it takes less time than the eager pass, and
+until the steps that are not needed have taken as long as a recording. `warm` records buckets ahead
+of time, and can compile the layers first, which takes a minute. Until a bucket is recorded, and for
+shapes without a bucket, such as long prompts, the eager pass runs.
 
-The first round of a recorded bucket runs both passes. If they differ by more than rounding, only the eager pass is used
-from then on. A bucket that cannot be recorded runs eagerly, and the others stay recorded. If memory is missing, all
-recordings are freed first.
+The first round of a recorded bucket runs both passes. If they differ by more than rounding, only
+the eager pass is used from then on. A bucket that cannot be recorded runs eagerly, and the others
+stay recorded. If memory is missing, all recordings are freed first.
 
-With tensor parallelism a recorded pass has the collective operations of NCCL. NCCL needs every rank to replay it, or
-none: a bucket is padded, so the messages of the eager pass have another size. All ranks run the same rounds and so
-record the same buckets in the same order. After a recording and after a comparison they agree on the result. If one
-rank fails in the middle of a recording, the others wait in its collective operations, so it ends all of them.
+With tensor parallelism a recorded pass has the collective operations of NCCL. NCCL needs every rank
+to replay it, or none: a bucket is padded, so the messages of the eager pass have another size. All
+ranks run the same rounds and so record the same buckets in the same order. After a recording and
+after a comparison they agree on the result. If one rank fails in the middle of a recording, the
+others wait in its collective operations, so it ends all of them.
 """
 
 from __future__ import annotations
@@ -179,7 +181,8 @@ class Graphs:
             steps: draft lengths.
             vocab: drafted ids are below it; 0: all.
             compiled: compile the layers before recording.
-            exact: record each bucket. False: leave out those that a larger recording with as many steps covers.
+            exact: record each bucket. False: leave out those that a larger recording with as many
+                steps covers.
         """
         seconds_before = self.seconds
         if compiled and self.compiled is not False:  # passes that were recorded before are recorded again
@@ -319,8 +322,9 @@ class Graphs:
         remedy = "; to leave memory for graphs, lower max_num_seqs or max_model_len" if failure.no_memory else ""
         _log.log(
             logging.WARNING if len(self._failed) == 1 else logging.INFO,
-            "%s cannot be recorded as a CUDA graph (%s). This shape, and each further one that cannot be recorded,"
-            " runs without a graph and takes longer; other shapes are not affected%s",
+            "%s cannot be recorded as a CUDA graph (%s). This shape, and each further one that"
+            " cannot be recorded, runs without a graph and takes longer; other shapes are not"
+            " affected%s",
             describe(bucket),
             failure.reason,
             remedy,

@@ -76,7 +76,8 @@ class CudaRecorder:
         finally:  # after a failure as well: the buffers of the pass are freed while the device may still read them
             main.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # During a capture, the watchdog of NCCL queries events in its own thread, which "global" would not allow.
+        # During a capture, the watchdog of NCCL queries events in its own thread, which "global"
+        # would not allow.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = run()
         self._graphs[graph] = max(torch.cuda.memory_reserved(self._device) - reserved, 0)
@@ -92,8 +93,8 @@ class CudaRecorder:
 def forbid_synchronization() -> Iterator[None]:
     """Raise RuntimeError at the end if this thread has waited for the device.
 
-    The debug mode of torch holds for all threads of the process. Other threads may wait, so the mode is to warn, and
-    only warnings of this thread count.
+    The debug mode of torch holds for all threads of the process. Other threads may wait, so the
+    mode is to warn, and only warnings of this thread count.
     """
     thread = threading.get_ident()
     waits: list[str] = []

@@ -28,9 +28,9 @@ _MEASURED_SOURCE = (0,) * 32  # the source of a sequence that no user has reques
 class EncoderDecoderTarget(AttentionTarget):
     """An encoder-decoder model, such as T5 or BART.
 
-    The first pass of a sequence runs the encoder over its source, `Request.source_token_ids`, and keeps the keys and
-    values of the cross-attention. The tokens of all sequences run through the decoder as one packed batch. Drafts may
-    be trees.
+    The first pass of a sequence runs the encoder over its source, `Request.source_token_ids`, and
+    keeps the keys and values of the cross-attention. The tokens of all sequences run through the
+    decoder as one packed batch. Drafts may be trees.
     """
 
     _memory: EncoderDecoderCache

@@ -139,7 +139,7 @@ class MadeExperts(ExpertWeight, MadeWeight):
 
 
 class SeparateExperts(ExpertWeight):
-    """Experts that are stored by themselves, each in one matrix or in several, one above the other."""
+    """Experts that are stored each by itself, in one matrix or in several, one above the other."""
 
     def __init__(self, experts: Sequence[Sequence[Part]], release: Callable[[int], None]) -> None:
         """Refer to the matrices [E][parts] of all experts. `release` frees those of one expert."""

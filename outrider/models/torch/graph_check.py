@@ -1,8 +1,9 @@
 """Compare the scores of a recorded pass with those of the eager pass.
 
-Rounding differs between the two. In a mixture of experts it may route a token to another expert where two of them are
-nearly tied, which changes the logits of this token and of those after it. With many tokens this is likely. So where
-logits differ, the eager pass runs again with the experts of the recorded pass.
+Rounding differs between the two. In a mixture of experts it may route a token to another expert
+where two of them are nearly tied, which changes the logits of this token and of those after it.
+With many tokens this is likely. So where logits differ, the eager pass runs again with the experts
+of the recorded pass.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def compare(
 
 
 def _differing_rows(scores: Scores, expected: Scores, tolerance: float) -> torch.Tensor:
-    """Return [B, 1 + N], whether the logits of a node differ by more than rounding. NaN may differ."""
+    """Return [B, 1 + N], whether a node's logits differ by more than rounding. NaN may differ."""
     finite = expected.logits.amax(-1).isfinite()
     error = (scores.logits - expected.logits).norm(dim=-1)
     differs: torch.Tensor = error > tolerance * expected.logits.norm(dim=-1)

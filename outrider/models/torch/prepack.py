@@ -1,7 +1,8 @@
 """Pack weights into the blocked layout of oneDNN's bfloat16 kernels.
 
-The memory bandwidth for the weights limits a decode step. torch's bfloat16 linear layer reorders the weights in every
-call and reaches about half of the bandwidth. If they are reordered once, oneDNN reaches almost all of it.
+The memory bandwidth for the weights limits a decode step. torch's bfloat16 linear layer reorders
+the weights in every call and reaches about half of the bandwidth. If they are reordered once,
+oneDNN reaches almost all of it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # la
 class _Stack:
     """Packed weights of layers with the same input, multiplied in one call.
 
-    The first layer that is called with an input computes the outputs of all layers; the others return their part. A
-    layer with another input works, too, and costs as much as all of them.
+    The first layer that is called with an input computes the outputs of all layers; the others
+    return their part. A layer with another input works, too, and costs as much as all of them.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:

@@ -1,8 +1,8 @@
 """8-bit and 4-bit weights on torch, for models that the native kernels do not support.
 
-They save memory, and time in passes over few tokens. Compared with packed bfloat16 (`prepack`), a pass over 1 token
-takes 0.6 times as long with 4 bits and 1.0 times with 8 bits. A pass over 5 tokens takes 1.2 and 1.6 times as long, and
-a prefill 2.0 and 1.1 times.
+They save memory, and time in passes over few tokens. Compared with packed bfloat16 (`prepack`), a
+pass over 1 token takes 0.6 times as long with 4 bits and 1.0 times with 8 bits. A pass over 5
+tokens takes 1.2 and 1.6 times as long, and a prefill 2.0 and 1.1 times.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from outrider.models.torch.submodel import layer_stack
 class RecurrentTarget(AttentionTarget):
     """A decoder-only model some or all of whose layers are recurrent.
 
-    The tokens of all sequences run as one packed batch. Attention layers read the KV cache, and recurrent layers the
-    states (see `outrider.models.torch.recurrent`). Drafts may be trees.
+    The tokens of all sequences run as one packed batch. Attention layers read the KV cache, and
+    recurrent layers the states (see `outrider.models.torch.recurrent`). Drafts may be trees.
     """
 
     padded = True  # recurrent layers read the tokens of all sequences in step

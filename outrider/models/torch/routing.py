@@ -40,7 +40,7 @@ class ExpertRecorder:
         return list(self.experts)
 
     def touched(self) -> float | None:
-        """Return the distinct experts since `clear`, the mean over layers; None: no router has run."""
+        """Return the distinct experts since `clear`, a mean over layers; None: no router has run."""
         counts = [len(torch.unique(experts)) for experts in self.experts]
         return sum(counts) / len(counts) if counts else None
 
@@ -63,18 +63,19 @@ def observed_experts(model: Any) -> Iterator[list[torch.Tensor]]:
 def prescribed_experts(model: Any, choices: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Make the routers choose these experts, if they differ from the routers' own choice.
 
-    An expert that takes the place of another gets its weight. This is right where rounding decides between the two,
-    because their logits are then nearly equal. Routers that do not choose the largest logits keep their own choice.
+    An expert that takes the place of another gets its weight. This is right where rounding decides
+    between the two, because their logits are then nearly equal. Routers that do not choose the
+    largest logits keep their own choice.
 
     Args:
         model: a model of transformers.
-        choices: the experts [T, K] of the T tokens of one pass, for each layer that has a router. -1 leaves the choice
-            to the router.
+        choices: the experts [T, K] of the T tokens of one pass, for each layer that has a router.
+            -1 leaves the choice to the router.
 
     Yields:
-        A list to which each layer appends the gaps [T]: the difference between the logits of the worst expert of the
-        router's own choice and of the prescribed one, over the root mean square of the token's logits. 0: both choices
-        are equal.
+        A list to which each layer appends the gaps [T]: the difference between the logits of the
+        worst expert of the router's own choice and of the prescribed one, over the root mean square
+        of the token's logits. 0: both choices are equal.
     """
     gaps: list[torch.Tensor] = []
     routers = list(_routers(model))

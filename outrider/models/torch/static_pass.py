@@ -1,8 +1,8 @@
 """A pass of fixed shape, so that it can be recorded once and replayed.
 
-Everything that changes between rounds (token ids, write positions, lengths, tree structure) is in buffers. The pass is
-a function of the buffers and the cache. Sequence r is in slot r. Padding writes to a spare entry at the end of each
-slot, which is never read.
+Everything that changes between rounds (token ids, write positions, lengths, tree structure) is in
+buffers. The pass is a function of the buffers and the cache. Sequence r is in slot r. Padding
+writes to a spare entry at the end of each slot, which is never read.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ class _Layer:
         if not stage.compiled:
             return self._eager  # type: ignore[no-any-return]
         if self._compiled is None:
-            # One compilation for all numbers of sequences, tokens and entries. Each that is 1 needs one more.
+            # One compilation for all numbers of sequences, tokens and entries. Each that is 1 needs
+            # one more.
             self._compiled = torch.compile(self._eager, fullgraph=True, dynamic=True)
         return self._compiled
 
@@ -255,8 +256,8 @@ class StaticPass:
         """Run the pass.
 
         Returns:
-            Logits [R, L, V], likeliest ids [R, L] and exported outputs [R, L, H], by sequence and node; and the
-            exported outputs of all tokens, by slot.
+            Logits [R, L, V], likeliest ids [R, L] and exported outputs [R, L, H], by sequence and
+            node; and the exported outputs of all tokens, by slot.
         """
         source, entries, base, nodes, _, _ = self._parts()
         is_drafted = source < 0
@@ -327,7 +328,8 @@ class StaticPass:
         node = node.clamp(0, num_nodes - 1)
         is_ancestor = above.flatten(0, 1)[draft_index].gather(2, node[:, None].expand(*draft_index.shape, -1))
         stage.visible = stage.visible & (~is_drafted[..., None] | committed[:, None] | is_ancestor)
-        # The index in the batch of each slot. It is 0 for slots without draft tokens, whose result is not used.
+        # The index in the batch of each slot. It is 0 for slots without draft tokens, whose result
+        # is not used.
         seq_index = draft_index.amax(1) // num_nodes
         node_positions = base[:, None] - 1 + depth[seq_index].gather(1, node)
         stage.entry_positions = torch.where(committed, stage.entry_positions, node_positions)

@@ -62,8 +62,8 @@ def refuse_wider(bits: int, held: int) -> None:
     """Raise if a quantized draft would not be smaller than the target."""
     if bits >= held:
         raise OutriderError(
-            f"a draft with {bits} bits is not smaller than this target with {held}; use fewer bits, or leave"
-            " --quantize out"
+            f"a draft with {bits} bits is not smaller than this target with {held}; use fewer bits,"
+            " or leave --quantize out"
         )
 
 
@@ -86,8 +86,8 @@ def shared_weights(model: Any) -> SharedWeights:
     if norm is None or epsilon is None or not is_rms_norm or has_bias:
         model_type = model.config.model_type
         raise OutriderError(
-            f"draft heads do not support {model_type}: its final norm or LM head differs from Llama's; use"
-            " a draft model, ngram or suffix"
+            f"draft heads do not support {model_type}: its final norm or LM head differs from"
+            " Llama's; use a draft model, ngram or suffix"
         )
     # Each rank of tensor parallelism runs the whole draft head.
     table = whole(embedding.weight)

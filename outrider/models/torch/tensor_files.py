@@ -66,7 +66,7 @@ class MappedTensor:
         return torch.frombuffer(data, dtype=dtype).view(self.shape)
 
     def release(self) -> None:
-        """Give the pages of the data back to the system, which reads them again when they are used."""
+        """Give the pages of the data back to the system, which reads them again when used."""
         if hasattr(mmap, "MADV_DONTNEED") and len(self.data):
             begin = self.begin // mmap.PAGESIZE * mmap.PAGESIZE
             self.file.madvise(mmap.MADV_DONTNEED, begin, self.begin + len(self.data) - begin)
@@ -75,7 +75,8 @@ class MappedTensor:
 def map_file(path: Path) -> mmap.mmap:
     """Map a file into memory. An OSError or ValueError says that it is missing or empty."""
     with path.open("rb") as content:
-        # Private and writable, since torch warns of memory that is not writable. Nothing writes to it.
+        # Private and writable, since torch warns of memory that is not writable. Nothing writes to
+        # it.
         return mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_COPY)
 
 

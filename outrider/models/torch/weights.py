@@ -51,8 +51,8 @@ class Weights(Mapping[str, Weight]):
         for name, shape in shapes.items():
             if tuple(found := self.shape(name)) != tuple(shape):
                 raise OutriderError(
-                    f"{name} in {self.path} is {tuple(found)} and should be {tuple(shape)}; download or convert it"
-                    " again"
+                    f"{name} in {self.path} is {tuple(found)} and should be {tuple(shape)};"
+                    " download or convert it again"
                 )
 
     @property
@@ -79,7 +79,8 @@ def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torc
     """Check that new values fit the weights of a model.
 
     Args:
-        weights: the new values, by name. They may have any float dtype; a target converts them to its own.
+        weights: the new values, by name. They may have any float dtype; a target converts them to
+            its own.
         shapes: the shapes of the weights of the model, by name.
 
     Raises:
@@ -114,11 +115,13 @@ def finite_weights(weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> d
     converted = {}
     for name, value in weights.items():
         converted[name] = value.detach().to(dtype) if value.is_floating_point() else value
-        # `aminmax` is NaN if there is one. It needs one pass and no memory, unlike `isfinite` of all values.
+        # `aminmax` is NaN if there is one. It needs one pass and no memory, unlike `isfinite` of
+        # all values.
         if value.numel() and not all(map(torch.isfinite, torch.aminmax(converted[name]))):
             raise OutriderError(
-                f"{name} has values that are NaN or infinite in {str(dtype).removeprefix('torch.')}; the old weights"
-                " stay in use. Check the last step of the training"
+                f"{name} has values that are NaN or infinite in"
+                f" {str(dtype).removeprefix('torch.')}; the old weights stay in use. Check the last"
+                " step of the training"
             )
     return converted
 

@@ -19,8 +19,8 @@ def mean_ttft(prefill: float, rate: float) -> float:
     """
     if rate * prefill >= 1:
         raise OutriderError(
-            f"{rate:g} prompts/s of {prefill:.3g} s each are more than one prefill device can do; use more than"
-            f" {rate * prefill:.2f} devices, or a --rate below {1 / prefill:.3g}"
+            f"{rate:g} prompts/s of {prefill:.3g} s each are more than one prefill device can do;"
+            f" use more than {rate * prefill:.2f} devices, or a --rate below {1 / prefill:.3g}"
         )
     return prefill + rate * prefill**2 / (2 * (1 - rate * prefill))
 

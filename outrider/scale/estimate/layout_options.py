@@ -1,4 +1,4 @@
-"""The options of several devices: from words and numbers to a layout and a machine for the draft."""
+"""The options of several devices: from text to a layout and a machine for the draft."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def find_layout(
     layout.check(target, machine, needs_link=not alone)
     if options.fill and given_k and max(ks, default=0) >= options.pipeline:
         raise OutriderError(
-            f"k is {max(ks)}, and a pipeline of {options.pipeline} stages has room for {options.pipeline - 1} draft"
-            f" tokens; use --k 0..{options.pipeline - 1}"
+            f"k is {max(ks)}, and a pipeline of {options.pipeline} stages has room for"
+            f" {options.pipeline - 1} draft tokens; use --k 0..{options.pipeline - 1}"
         )
     if options.fill and (options.nodes or 1) != 1:
         raise OutriderError("--fill sends one draft token per step; leave --nodes out")

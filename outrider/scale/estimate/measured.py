@@ -35,8 +35,8 @@ class Measured:
         if uses_model != (proposer != "ngram"):
             fitting = "draft:DIR, draft:SIZE, head:SHARE or block:SHARE" if uses_model else "ngram"
             return (
-                f"the acceptance was measured with {self.proposer}, and the cost is that of {proposer}; use"
-                f" --proposer {fitting} for the measured proposer"
+                f"the acceptance was measured with {self.proposer}, and the cost is that of"
+                f" {proposer}; use --proposer {fitting} for the measured proposer"
             )
         return None
 
@@ -49,7 +49,8 @@ def read_bench(file: str, *, category: str | None = None) -> Measured:
         category: a category of the prompts; None: all prompts.
 
     Raises:
-        OutriderError: the file cannot be read, is not the output of a benchmark, or does not have the category.
+        OutriderError: the file cannot be read, is not the output of a benchmark, or does not have
+            the category.
     """
     document = _document(file)
     results = document["results"]
@@ -78,7 +79,7 @@ def read_bench(file: str, *, category: str | None = None) -> Measured:
 
 
 def _leaves(proposer: str) -> list[str]:
-    """Return the names of the proposers in an expression, without combinations such as merge(...)."""
+    """Return the proposers in an expression, without combinations such as merge(...)."""
     return [part.partition(":")[0].strip() for part in re.split(r"\w+\(|[,)]", proposer) if part.strip()]
 
 
@@ -103,9 +104,9 @@ def _document(file: str) -> dict[str, Any]:
 def _acceptance(figures: Mapping[str, Any]) -> Acceptance:
     """Return rates that give the measured tau.
 
-    The measured rates cover only passes with draft tokens. A pass without a draft emits one token, which lowers tau but
-    not the rates. A completion that ends within an accepted path lowers tau as well. Both are included in the first
-    rate.
+    The measured rates cover only passes with draft tokens. A pass without a draft emits one token,
+    which lowers tau but not the rates. A completion that ends within an accepted path lowers tau as
+    well. Both are included in the first rate.
     """
     rates = list(map(float, figures["acceptance_by_position"]))
     accepted = expected_tau(rates) - 1

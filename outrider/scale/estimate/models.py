@@ -48,8 +48,8 @@ def find_model(name: str, bits: Bits) -> Model:
     folder = model_folder(name, weights=False)
     if not (folder / "config.json").is_file():
         raise OutriderError(
-            f"{name} is neither a folder with a config.json nor a size; use a folder, a size such as 8B or 1.5B, or one"
-            f" of {', '.join(SIZES)}"
+            f"{name} is neither a folder with a config.json nor a size; use a folder, a size such"
+            f" as 8B or 1.5B, or one of {', '.join(SIZES)}"
         )
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -82,8 +82,8 @@ def read_model(settings: Mapping[str, Any], bits: Bits, *, name: str) -> Model:
 def typical(weights: float, bits: Bits) -> Model:
     """Return a dense model with this many weights, in the proportions of Llama 3.
 
-    L layers have a hidden size of h = 128 L and 8 key-value heads of 128. A layer has about 12.75 h^2 weights, so the
-    model has 12.75 (128 L)^2 L.
+    L layers have a hidden size of h = 128 L and 8 key-value heads of 128. A layer has about 12.75
+    h^2 weights, so the model has 12.75 (128 L)^2 L.
     """
     layers = max(round((weights / (12.75 * 128**2)) ** (1 / 3)), 1)
     attention = Attention(numbers=layers * 2.0 * 8 * 128, products=layers * 2.0 * 128 * layers)
@@ -154,7 +154,8 @@ def _latent_attention(settings: Mapping[str, Any]) -> _LayerAttention:
     query_dim = heads * (plain_dim + rotary_dim)
     queries = query_rank * (hidden + query_dim) if query_rank else hidden * query_dim
     keys = hidden * (rank + rotary_dim) + rank * heads * (plain_dim + value_dim)
-    # Attention runs in the space of the latent, so keys and values of single heads are not computed.
+    # Attention runs in the space of the latent, so keys and values of single heads are not
+    # computed.
     return _LayerAttention(
         weights=queries + keys + heads * value_dim * hidden,
         numbers=rank + rotary_dim,

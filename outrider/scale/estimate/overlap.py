@@ -35,16 +35,16 @@ def serial_round(rates: Sequence[float], *, draft: float, verify: float) -> Roun
 def continued_round(rates: Sequence[float], *, draft: float, verify: float) -> Round:
     """Return the round of a draft that goes on with its own tokens while the target verifies them.
 
-    h = a_1 ... a_k is the probability that all k tokens are accepted. Then the next k tokens are drafted already, and
-    there is no bonus token, because the draft has chosen the token at its place. Otherwise the target corrects one
-    token, and the draft starts again:
+    h = a_1 ... a_k is the probability that all k tokens are accepted. Then the next k tokens are
+    drafted already, and there is no bonus token, because the draft has chosen the token at its
+    place. Otherwise the target corrects one token, and the draft starts again:
 
         tokens = (E[tau] - 1) + (1 - h)
         seconds = max(D, V) + (1 - h) D
 
-    PEARL (Liu et al. 2025, arXiv 2408.11850, "post-verify") and AMUSD (McDanel 2024, arXiv 2410.17375) overlap so.
-    PEARL also verifies the first token of a new draft early ("pre-verify"), which is left out: the result is a lower
-    bound.
+    PEARL (Liu et al. 2025, arXiv 2408.11850, "post-verify") and AMUSD (McDanel 2024, arXiv
+    2410.17375) overlap so. PEARL also verifies the first token of a new draft early ("pre-verify"),
+    which is left out: the result is a lower bound.
 
     Args:
         rates: a_i, the acceptance rates by position; at least one.
@@ -59,8 +59,9 @@ def continued_round(rates: Sequence[float], *, draft: float, verify: float) -> R
 def guessed_round(rates: Sequence[float], *, draft: float, verify: float, hit: float) -> Round:
     """Return the round of a draft that prepares the next draft for the likely outcomes of the verification.
 
-    With probability h the outcome is one of them, and the next draft is ready: E[tau] tokens in max(D, V) + (1 - h) D.
-    SSD (2026, arXiv 2603.03251). With h = 1 the gain over a serial round is at most 1 + D / V.
+    With probability h the outcome is one of them, and the next draft is ready: E[tau] tokens in
+    max(D, V) + (1 - h) D. SSD (2026, arXiv 2603.03251). With h = 1 the gain over a serial round is
+    at most 1 + D / V.
 
     Raises:
         OutriderError: the share of hits is outside [0, 1].

@@ -1,7 +1,8 @@
 """Estimate how much faster generation shortens a step of reinforcement learning.
 
-A step generates rollouts and does other work: rewards, log-probabilities, training, and the transfer of the weights. R
-is the share of the generation in a step without speculation, and a is the speedup of the generation.
+A step generates rollouts and does other work: rewards, log-probabilities, training, and the
+transfer of the weights. R is the share of the generation in a step without speculation, and a is
+the speedup of the generation.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from outrider.errors import OutriderError
 def step_speedup(share: float, speedup: float, *, overlap: float = 0.0) -> float:
     """Return the speedup of a step.
 
-    Without overlap it is 1 / (R / a + 1 - R) (Amdahl 1967). In asynchronous training other work runs while the
-    rollouts of a later step are generated. Only the generation that exceeds it counts, with and without speculation:
-    the step takes max(0, R / a - o) + 1 - R.
+    Without overlap it is 1 / (R / a + 1 - R) (Amdahl 1967). In asynchronous training other work
+    runs while the rollouts of a later step are generated. Only the generation that exceeds it
+    counts, with and without speculation: the step takes max(0, R / a - o) + 1 - R.
 
     Args:
         share: R, in [0, 1].
         speedup: a, above 0. Below 1, the step becomes slower.
-        overlap: o, the time during which generation is hidden, as a share of a step without overlap and speculation.
+        overlap: o, the time during which generation is hidden, as a share of a step without overlap
+            and speculation.
 
     Raises:
         OutriderError: a number is out of range.

@@ -186,8 +186,8 @@ def find_drafting(options: ProjectOptions, target: Model) -> Drafting:
             ) from None
         return Drafting(model=head(target, share), parallel=name == "block", pass_seconds=pass_seconds)
     raise OutriderError(
-        f"proposer {options.proposer!r} is not supported here; use ngram, draft:DIR, draft:SIZE, head:SHARE or"
-        " block:SHARE"
+        f"proposer {options.proposer!r} is not supported here; use ngram, draft:DIR, draft:SIZE,"
+        " head:SHARE or block:SHARE"
     )
 
 

@@ -35,8 +35,8 @@ class Arrival:
                 raise OutriderError(f"a request has {count} {name} tokens; use 1 to {_MAX_TOKENS}")
         if not 0 <= self.prefix_tokens < self.prompt:
             raise OutriderError(
-                f"a request has {self.prefix_tokens} tokens of prefix and a prompt of {self.prompt}; the prefix is"
-                " shorter than the prompt"
+                f"a request has {self.prefix_tokens} tokens of prefix and a prompt of"
+                f" {self.prompt}; the prefix is shorter than the prompt"
             )
 
 
@@ -88,7 +88,8 @@ def bursts(
     low = (1 - peak * _BURST_SHARE) / (1 - _BURST_SHARE)
     time = 0.0
     while True:
-        # Thinning (Lewis and Shedler 1979): draw at the highest rate, and keep a share of the draws.
+        # Thinning (Lewis and Shedler 1979): draw at the highest rate, and keep a share of the
+        # draws.
         time += rng.expovariate(rate * peak)
         if time >= seconds:
             return
@@ -100,7 +101,8 @@ def bursts(
 def read_trace(file: str) -> list[Arrival]:
     """Return the requests of a file of JSON lines, in the order of their times.
 
-    A line has `time` in seconds, `prompt_tokens`, `output_tokens`, and may have `prefix` (a name) and `prefix_tokens`.
+    A line has `time` in seconds, `prompt_tokens`, `output_tokens`, and may have `prefix` (a name)
+    and `prefix_tokens`.
 
     Raises:
         OutriderError: the file cannot be read, or a line is invalid.
@@ -110,8 +112,8 @@ def read_trace(file: str) -> list[Arrival]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise OutriderError(
-            f"the trace {file} cannot be read ({reason}); give a file of JSON lines, or poisson:RATE or"
-            " bursts:RATE:PEAK:PERIOD"
+            f"the trace {file} cannot be read ({reason}); give a file of JSON lines, or"
+            " poisson:RATE or bursts:RATE:PEAK:PERIOD"
         ) from None
     arrivals = [_parse(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not arrivals:

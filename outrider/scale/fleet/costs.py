@@ -1,4 +1,4 @@
-"""The cost model of a simulated replica: from a file, or from the equations of `outrider project`."""
+"""The cost model of a simulated replica: from a file, or that of `outrider project`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def read_costs(file: str) -> ServerCosts:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else repr(error)
         raise OutriderError(
-            f"{file} has no cost model ({reason}); give a file that benchmarks/server/fleet.py --out wrote, or"
-            " --target and --machine"
+            f"{file} has no cost model ({reason}); give a file that benchmarks/server/fleet.py"
+            " --out wrote, or --target and --machine"
         ) from None
 
 

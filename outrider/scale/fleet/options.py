@@ -69,13 +69,14 @@ def check_given(options: FleetOptions, given: Collection[str]) -> None:
         given: names of those that the user has set.
 
     Raises:
-        OutriderError: an option is for random arrivals and there is a trace, or a prefix has a length and no number.
+        OutriderError: an option is for random arrivals and there is a trace, or a prefix has a
+            length and no number.
     """
     for name in _NOT_FOR_TRACE:
         if name in given and is_trace(options.arrivals):
             raise OutriderError(
-                f"--{name.replace('_', '-')} is for random arrivals, and the trace {options.arrivals} has its own;"
-                " leave it out"
+                f"--{name.replace('_', '-')} is for random arrivals, and the trace"
+                f" {options.arrivals} has its own; leave it out"
             )
     if "prefix_tokens" in given and not options.prefixes:
         raise OutriderError(

@@ -74,8 +74,9 @@ class Counts:
 class Replica:
     """Runs rounds while there are requests. It admits waiting requests to free slots before each round.
 
-    A round decodes all running sequences and processes a chunk of prompts, as `outrider.engine.scheduler` does. Its
-    time is `CostModel.propose` + `CostModel.verify` + the work of the server. Memory is not simulated.
+    A round decodes all running sequences and processes a chunk of prompts, as
+    `outrider.engine.scheduler` does. Its time is `CostModel.propose` + `CostModel.verify` + the
+    work of the server. Memory is not simulated.
     """
 
     env: Any  # simpy.Environment
@@ -187,7 +188,8 @@ class Replica:
         own += seqs * self.settings.sequence_seconds
         self._admitted = 0
         self._unsent = 0
-        # `CostModel.verify` takes scored tokens for its feed. A prompt token without logits costs less.
+        # `CostModel.verify` takes scored tokens for its feed. A prompt token without logits costs
+        # less.
         target = costs.target(seqs * (1 + mean), seqs=sequences, cached=cached, feed=feed)
         draft = 0.0
         if costs.draft is not None and any(drafts):

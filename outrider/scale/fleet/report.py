@@ -51,8 +51,8 @@ def show(document: dict[str, Any], console: Console) -> None:
     """Print the figures of each simulated fleet as a table."""
     console.print(f"[bold]Simulation[/bold]: {document['description']}", highlight=False)
     table = new_table(
-        "Tokens/s of the fleet; ttft: seconds to the first token; tpot: ms between tokens; hits: prompt tokens from the"
-        " cache; busy: share of the time that replicas compute"
+        "Tokens/s of the fleet; ttft: seconds to the first token; tpot: ms between tokens; hits:"
+        " prompt tokens from the cache; busy: share of the time that replicas compute"
     )
     table.add_column("routing", no_wrap=True)
     table.add_column("speculation", no_wrap=True)

@@ -50,8 +50,8 @@ def fixed(k: int) -> Policy:
 def by_load(costs: CostModel, acceptance: AcceptanceRates, *, max_k: int = 8) -> Policy:
     """Return the policy that drafts as many tokens as give the most tokens/s: E[tau(k)] / (propose + verify).
 
-    This is the equation of the planner (`outrider.drafting.plan.cost_planner`), without its trials and without its
-    choice for single sequences.
+    This is the equation of the planner (`outrider.drafting.plan.cost_planner`), without its trials
+    and without its choice for single sequences.
     """
     chosen: dict[tuple[int, int], int] = {}
 

@@ -1,4 +1,4 @@
-"""Carry HTTP requests to an ASGI application in another process, and its response back as a stream."""
+"""Carry HTTP requests to an ASGI application in another process, and stream the response."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class ResponsePart(NamedTuple):
 async def respond(app: ASGIApp, request: HTTPRequest) -> AsyncIterator[ResponseStart | ResponsePart]:
     """Run an application for a request. Yield the start of the response, then the parts of its body.
 
-    The application has the middleware `RequestLog`, which counts tokens. Leaving the loop tells the application that
-    the client has disconnected.
+    The application has the middleware `RequestLog`, which counts tokens. Leaving the loop tells the
+    application that the client has disconnected.
     """
     messages: asyncio.Queue[MutableMapping[str, Any] | None] = asyncio.Queue()
     disconnected = asyncio.Event()

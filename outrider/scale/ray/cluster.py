@@ -27,20 +27,21 @@ def connect(ray: Any, address: str | None, *, processes: int, cpus: float, kind:
             ray.init(address=address, log_to_driver=log_to_driver)
         except (ConnectionError, ValueError) as error:
             raise OutriderError(
-                f"no Ray cluster answers at {address} ({str(error).splitlines()[0]}); start one with ray start --head,"
-                " set RAY_AUTH_MODE=token if it asks for a token, or leave the address out"
+                f"no Ray cluster answers at {address} ({str(error).splitlines()[0]}); start one"
+                " with ray start --head, set RAY_AUTH_MODE=token if it asks for a token, or leave"
+                " the address out"
             ) from error
         return
     available = os.cpu_count() or 1
     if processes * cpus > available:
         raise OutriderError(
-            f"{processes} {kind} with {cpus:g} CPUs each need more than the {available} CPUs of this machine; use fewer"
-            " of them, or the address of a cluster"
+            f"{processes} {kind} with {cpus:g} CPUs each need more than the {available} CPUs of"
+            " this machine; use fewer of them, or the address of a cluster"
         )
     try:
         ray.init(include_dashboard=False, num_cpus=available, log_to_driver=log_to_driver)
     except Exception as error:  # Ray raises nothing more specific
         raise OutriderError(
-            f"Ray did not start on this machine: {str(error).splitlines()[0]} Try again, or start Ray with ray start"
-            " --head and give its address"
+            f"Ray did not start on this machine: {str(error).splitlines()[0]} Try again, or start"
+            " Ray with ray start --head and give its address"
         ) from error

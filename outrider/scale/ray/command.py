@@ -27,10 +27,11 @@ def scale(settings: Settings, scale: ScaleSettings) -> None:
     """Start the replicas with Ray Serve, and serve until a signal arrives.
 
     Raises:
-        OutriderError: Ray is not installed or cannot be reached, the port is in use, or the replicas do not start.
+        OutriderError: Ray is not installed or cannot be reached, the port is in use, or the
+            replicas do not start.
     """
-    # Ray Serve starts its proxy again if it does not answer in this time. The default of 5 seconds is too short for a
-    # busy machine.
+    # Ray Serve starts its proxy again if it does not answer in this time. The default of 5 seconds
+    # is too short for a busy machine.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray runs batch jobs, with less priority than a server needs
     ray, serve = import_ray(), import_serve()

@@ -17,8 +17,8 @@ _TABLE_SIZE = 1 << 16  # blocks
 def prefix_blocks(body: bytes) -> tuple[int, ...]:
     """Return hashes of the leading blocks of the prompt of a request. Each one depends on the blocks before it.
 
-    Only requests of one user share cached prefixes, so the user is part of the hash. A body that is no request has no
-    blocks.
+    Only requests of one user share cached prefixes, so the user is part of the hash. A body that is
+    no request has no blocks.
     """
     try:
         request = json.loads(body)

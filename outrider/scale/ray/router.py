@@ -13,8 +13,8 @@ from outrider.scale.ray.prefixes import PrefixTable
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Ranks the replicas: first those with the longest known prefix of the prompt, then all others.
 
-    A replica that has many more requests than the one with the fewest loses its preference. Among replicas of one
-    rank, Ray Serve chooses the one with the shortest queue.
+    A replica that has many more requests than the one with the fewest loses its preference. Among
+    replicas of one rank, Ray Serve chooses the one with the shortest queue.
     """
 
     def initialize_state(self, max_imbalance: int = 4, **_: Any) -> None:
@@ -35,7 +35,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         longest = max(known.values(), default=0)
         first = [replica for replica in replicas if longest and known.get(replica.replica_id) == longest]
         others = [replica for replica in replicas if replica not in first]
-        return [rank for rank in (first, others) if rank]
+        return list(filter(None, (first, others)))
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._table.add(_blocks(pending_request), replica_id)

@@ -14,9 +14,10 @@ _RECOVERED_RATIO = 0.85  # the alarm ends when recent / baseline rises to this
 class Drift:
     """The drift alarm of one proposer.
 
-    It uses draft tokens at position 0, whose acceptance does not depend on the draft length. The alarm starts when the
-    mean of the last 256 falls below 0.7 of the mean of the last 16384, and ends above 0.85 of it. There is no alarm
-    before 1024 draft tokens. If the traffic stays different, the baseline follows and the alarm ends.
+    It uses draft tokens at position 0, whose acceptance does not depend on the draft length. The
+    alarm starts when the mean of the last 256 falls below 0.7 of the mean of the last 16384, and
+    ends above 0.85 of it. There is no alarm before 1024 draft tokens. If the traffic stays
+    different, the baseline follows and the alarm ends.
     """
 
     def __init__(self) -> None:

@@ -91,8 +91,8 @@ class Entry:
 class RequestLog:
     """ASGI middleware that gives each request an id and logs the request at its end.
 
-    The response has the id in its X-Request-Id header, and the fields of the request that had no effect in
-    X-Outrider-Unused-Fields.
+    The response has the id in its X-Request-Id header, and the fields of the request that had no
+    effect in X-Outrider-Unused-Fields.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,8 +1,8 @@
 """OpenTelemetry traces of requests and of the phases of rounds. Off by default.
 
-The trace of a request has the spans `request`, `queue` (until it has a slot), `prefill` (until its first token) and
-`decode`. Some rounds are traced as well: a span `round` with `draft`, `verify` and `commit`. It belongs to the oldest
-request of the batch and has links to the others.
+The trace of a request has the spans `request`, `queue` (until it has a slot), `prefill` (until its
+first token) and `decode`. Some rounds are traced as well: a span `round` with `draft`, `verify` and
+`commit`. It belongs to the oldest request of the batch and has links to the others.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Tracer:
 
 
 class TraceMiddleware:
-    """ASGI middleware that makes a span of each completion request. It runs inside of `RequestLog`."""
+    """ASGI middleware: a span for each completion request. It runs inside of `RequestLog`."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app = app
@@ -180,7 +180,8 @@ def make_tracer() -> Tracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise OutriderError(f'--otel needs {error.name}; run pip install "outrider[otel]"') from None
-    # `create` reads the name of the service from the environment, but a name that is given here would win.
+    # `create` reads the name of the service from the environment, but a name that is given here
+    # would win.
     name = {} if _has_name() else {"service.name": "outrider"}
     provider = TracerProvider(resource=Resource.create(name))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -42,8 +42,8 @@ def _nullable(field: dict[str, Any]) -> dict[str, Any]:
 class StrictModel(BaseModel):
     """A model without conversion of types and without unknown fields. A field that is null is absent.
 
-    OpenAI's API makes most fields nullable, and many clients send all of their fields. Null asks for nothing, so it is
-    also accepted for a field that the server does not know.
+    OpenAI's API makes most fields nullable, and many clients send all of their fields. Null asks
+    for nothing, so it is also accepted for a field that the server does not know.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_describe_nulls)
@@ -72,8 +72,8 @@ class Unused:
     """Annotates a field of other servers that has no effect here.
 
     Attributes:
-        values: the values that ask for what this server does in any case; None: every value has no effect on the
-            output. Other values would change the output, so they are errors.
+        values: the values that ask for what this server does in any case; None: every value has no
+            effect on the output. Other values would change the output, so they are errors.
         instead: for the error message, what to send in place of the field.
     """
 

@@ -47,7 +47,8 @@ def conversation(messages: Sequence[Message], tools: Tools | None, *, template: 
     """Return the messages for a chat template. If the template does not support tools, tools and calls become text.
 
     Raises:
-        InvalidParam: a message responds to a call that there is not, or the arguments of a call are not JSON.
+        InvalidParam: a message responds to a call that there is not, or the arguments of a call are
+            not JSON.
     """
     _check_call_ids(messages)
     roles = {} if "developer" in template else {"developer": "system"}
@@ -59,7 +60,8 @@ def conversation(messages: Sequence[Message], tools: Tools | None, *, template: 
     turns: list[Turn] = []
     for i, message in enumerate(messages):
         turn = _text_turn(message, i, roles.get(message.role, message.role))
-        # Many templates reject two messages of one role in a row. Here the server has made the second role.
+        # Many templates reject two messages of one role in a row. Here the server has made the
+        # second role.
         if turns and (turn.is_result or turns[-1].is_result) and _can_join(turns[-1], turn):
             turns[-1] = _join(turns[-1], turn, "\n")
         else:
@@ -70,8 +72,9 @@ def conversation(messages: Sequence[Message], tools: Tools | None, *, template: 
 def adaptations(turns: Conversation) -> Iterator[Conversation]:
     """Yield a conversation, then what a stricter template may take. Each one contains every text.
 
-    Some templates reject two messages of one role in a row, some reject or drop a system message, or one after the
-    first message. Then messages of one role become one message, and system messages become text of the user.
+    Some templates reject two messages of one role in a row, some reject or drop a system message,
+    or one after the first message. Then messages of one role become one message, and system
+    messages become text of the user.
     """
     yield turns
     joined = _joined(turns)
@@ -99,8 +102,8 @@ def _check_call_ids(messages: Sequence[Message]) -> None:
             field = f"messages.{i}.tool_call_id"
             raise InvalidParam(
                 field,
-                f"{field}: no message of the assistant before it has a call with the id {message.tool_call_id!r};"
-                " send the message with the call as well",
+                f"{field}: no message of the assistant before it has a call with the id"
+                f" {message.tool_call_id!r}; send the message with the call as well",
             )
 
 
@@ -192,12 +195,12 @@ def _parse_call(call: FunctionCall, index: int) -> dict[str, Any]:
         arguments = json.loads(call.arguments or "{}")
     except (json.JSONDecodeError, RecursionError) as error:
         raise OutriderError(
-            f"messages.{index}: the arguments of a tool call are not JSON ({error}); send them as the server returned"
-            " them"
+            f"messages.{index}: the arguments of a tool call are not JSON ({error}); send them as"
+            " the server returned them"
         ) from error
     if not isinstance(arguments, dict):
         raise OutriderError(
-            f"messages.{index}: the arguments of a tool call are not a JSON object; send them as the server returned"
-            " them"
+            f"messages.{index}: the arguments of a tool call are not a JSON object; send them as"
+            " the server returned them"
         )
     return {"name": call.name, "arguments": arguments}

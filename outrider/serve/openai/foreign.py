@@ -1,7 +1,7 @@
 """Fields that other servers accept and that have no effect here. They are no errors, so that clients can be moved.
 
-A field is listed here if it does not change the text, or if the value that it may have asks for what this server does
-in any case. A field that would change the text is honored or an error.
+A field is listed here if it does not change the text, or if the value that it may have asks for
+what this server does in any case. A field that would change the text is honored or an error.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ class TokenOffsets:
     def add(self, token: int) -> int:
         """Add a token and return the number of characters before it.
 
-        Parts of one character begin at the same offset. A stop string counts as text, although it is not sent.
+        Parts of one character begin at the same offset. A stop string counts as text, although it
+        is not sent.
         """
         offset = len(self._stream.text)
         self._stream.add_token(token)

@@ -1,4 +1,4 @@
-"""The messages of a chat request, also those that clients copy from the responses of other servers."""
+"""The messages of a chat request, also those that clients copy from other servers."""
 
 from __future__ import annotations
 

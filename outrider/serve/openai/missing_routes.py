@@ -1,4 +1,4 @@
-"""Routes of OpenAI's and other APIs that clients may look for, and that this server does not have."""
+"""Routes of OpenAI's and other APIs that clients may look for and this server lacks."""
 
 from __future__ import annotations
 

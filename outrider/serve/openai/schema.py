@@ -330,12 +330,12 @@ class ChatRequest(ForeignChatFields, SamplingFields):
         if last.role != "assistant" or last.tool_calls or not last.text().strip():
             raise InvalidParam(
                 "continue_final_message",
-                "continue_final_message needs a last message of the assistant with a text and without tool_calls;"
-                " add one, or leave continue_final_message out",
+                "continue_final_message needs a last message of the assistant with a text and"
+                " without tool_calls; add one, or leave continue_final_message out",
             )
 
     def num_logprobs(self) -> int | None:
-        """Return the number of likeliest tokens with log-probabilities; None: no log-probabilities."""
+        """Return how many likeliest tokens have log-probabilities; None: no log-probabilities."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParam("top_logprobs", "top_logprobs needs logprobs true; set it, or remove top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None

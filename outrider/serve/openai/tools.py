@@ -56,7 +56,8 @@ class Tools:
     def constraint(self, format: CallFormat = HERMES) -> Constraint:
         """Return the constraint of the output: text or calls in a format, or only calls if one is required.
 
-        Text before a call is free: any token may be part of it, also special tokens and bytes that are no characters.
+        Text before a call is free: any token may be part of it, also special tokens and bytes that
+        are no characters.
         """
         rules = ["%llguidance {}"]
         trigger = json.dumps(format.trigger, ensure_ascii=False)

@@ -66,7 +66,7 @@ def _languages(transcript: Transcript) -> dict[str, str | None]:
 
 
 def _spoken(transcript: Transcript) -> list[Segment]:
-    return [segment for segment in transcript.segments if _line(segment)]
+    return list(filter(_line, transcript.segments))
 
 
 def _line(segment: Segment) -> str:

@@ -30,8 +30,8 @@ def check_options(options: TranscriptionOptions, params: SamplingParams) -> None
     if options.condition_on_previous_text and params.temperature >= _COLD:
         raise InvalidParam(
             "condition_on_previous_text",
-            f"condition_on_previous_text needs a temperature below {_COLD}, because errors go on, and it is"
-            f" {params.temperature}; lower it, or leave condition_on_previous_text out",
+            f"condition_on_previous_text needs a temperature below {_COLD}, because errors go on,"
+            f" and it is {params.temperature}; lower it, or leave condition_on_previous_text out",
         )
     if params.n != 1:
         raise InvalidParam("n", f"n is {params.n}, and a recording has one transcript; use 1, or give it several times")

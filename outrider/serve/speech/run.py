@@ -31,21 +31,24 @@ def transcribe(
 ) -> list[Transcript]:
     """Transcribe recordings of any length together.
 
-    A recording that is longer than the encoder takes, 30 seconds for Whisper, is transcribed in windows. Each one
-    begins at the last timestamp of the window before it, so its transcript always has segments.
+    A recording that is longer than the encoder takes, 30 seconds for Whisper, is transcribed in
+    windows. Each one begins at the last timestamp of the window before it, so its transcript always
+    has segments.
 
     Args:
         llm: the models. The target is a speech model.
-        sources: one or several, each the path of a WAV file, a `Recording`, or samples; see `LLM.encode_source`.
+        sources: one or several, each the path of a WAV file, a `Recording`, or samples; see
+            `LLM.encode_source`.
         params: how to sample each window. None: greedy, until the context is full.
-        language: of the audio: a code or an English name, such as "de" or "german". None: the default of the
-            checkpoint, or else the model detects it.
-        task: "transcribe", or "translate" for English text. None: as the checkpoint says, or "transcribe".
-        prompt: text before each window, such as names and their spelling. Its last tokens count, as many as fit into
-            half of the context.
+        language: of the audio: a code or an English name, such as "de" or "german". None: the
+            default of the checkpoint, or else the model detects it.
+        task: "transcribe", or "translate" for English text. None: as the checkpoint says, or
+            "transcribe".
+        prompt: text before each window, such as names and their spelling. Its last tokens count, as
+            many as fit into half of the context.
         timestamps: return segments with their times for short recordings as well.
-        condition_on_previous_text: put the text so far before the next window. The text is more consistent, but an
-            error may go on, so the temperature must be below 0.5.
+        condition_on_previous_text: put the text so far before the next window. The text is more
+            consistent, but an error may go on, so the temperature must be below 0.5.
 
     Returns:
         One transcript per source, in their order.

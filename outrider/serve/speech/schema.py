@@ -97,8 +97,8 @@ class TranscriptionFields(AudioFields):
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise InvalidParam(
                 GRANULARITIES,
-                f"{GRANULARITIES} needs response_format verbose_json, and it is {self.response_format}; set it, or"
-                f" leave {GRANULARITIES} out",
+                f"{GRANULARITIES} needs response_format verbose_json, and it is"
+                f" {self.response_format}; set it, or leave {GRANULARITIES} out",
             )
         return super().options()
 

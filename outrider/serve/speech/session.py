@@ -33,8 +33,8 @@ class Step:
 class Session:
     """Makes one transcript.
 
-    The caller submits `step()` to an engine and hands the completion to `add`, until `step` returns None. A session
-    does not use the engine itself, so a server and a loop in Python share it.
+    The caller submits `step()` to an engine and hands the completion to `add`, until `step` returns
+    None. A session does not use the engine itself, so a server and a loop in Python share it.
     """
 
     def __init__(
@@ -150,7 +150,8 @@ class Session:
         prompt = (options.prompt or "").strip()
         if not prompt and not options.condition_on_previous_text:
             return PreviousText(token=None)
-        # Half of the context is for the output. The other half begins with the token before previous text.
+        # Half of the context is for the output. The other half begins with the token before
+        # previous text.
         limit = min(self._rules.positions, self._context) // 2 - 1
         return PreviousText(
             token=_previous_token(self._codec, self._rules),
@@ -179,8 +180,9 @@ def _previous_token(codec: TextCodec, rules: SpeechRules) -> int:
     if token is None:
         raise InvalidParam(
             "prompt",
-            "the target's checkpoint has no prev_sot_token_id, so its transcripts follow no other text; set it in its"
-            " generation_config.json, or leave prompt and condition_on_previous_text out",
+            "the target's checkpoint has no prev_sot_token_id, so its transcripts follow no other"
+            " text; set it in its generation_config.json, or leave prompt and"
+            " condition_on_previous_text out",
         )
     return int(token)
 

@@ -59,9 +59,9 @@ class StreamChunk:
 class RequestStream:
     """The stream of one request.
 
-    The engine thread puts chunks without text. One reader in the event loop takes them and adds the text. If the reader
-    is slow, the waiting chunks are merged into one, which is never longer than the completion. From
-    `StreamContent.ROUNDS` on, chunks are not merged.
+    The engine thread puts chunks without text. One reader in the event loop takes them and adds the
+    text. If the reader is slow, the waiting chunks are merged into one, which is never longer than
+    the completion. From `StreamContent.ROUNDS` on, chunks are not merged.
     """
 
     def __init__(self, request: Request, text: StreamText, content: StreamContent) -> None:
@@ -139,7 +139,8 @@ class Wakeup:
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        # Clear the flag first: a stream that is added after the loop below has ended schedules a new call.
+        # Clear the flag first: a stream that is added after the loop below has ended schedules a
+        # new call.
         self._scheduled = False
         while self._pending:
             self._pending.popleft().wake()

@@ -17,8 +17,8 @@ async def smooth_chunks(
 ) -> AsyncIterator[list[StreamChunk]]:
     """Yield the tokens one by one, spread until the next round is expected.
 
-    The first token is sent at once. If the next round comes early, the remaining tokens are sent with it, so no token
-    is later than one round or out of order. The last chunk is never delayed.
+    The first token is sent at once. If the next round comes early, the remaining tokens are sent
+    with it, so no token is later than one round or out of order. The last chunk is never delayed.
 
     Args:
         chunks: the chunks of each round.
@@ -67,7 +67,8 @@ def _split_by_token(chunk: StreamChunk) -> list[StreamChunk]:
     start = 0
     last = len(chunk.token_texts) - 1
     for i, token_text in enumerate(chunk.token_texts):
-        # Text that is held back for a stop string makes the chunk shorter or longer than the texts of its tokens.
+        # Text that is held back for a stop string makes the chunk shorter or longer than the texts
+        # of its tokens.
         end = len(chunk.text) if i == last else min(start + len(token_text), len(chunk.text))
         parts.append(
             replace(

@@ -30,7 +30,8 @@ class StreamText:
         self._stream = TextStream(decode, stop, prompt=prompt)
         self._num_returned = 0  # characters that `add_tokens` has returned
         self._added_text = ""  # text of the tokens added last, including text that is held back
-        # The same text, decoded token by token. It is slower, so it lags behind until its result is needed.
+        # The same text, decoded token by token. It is slower, so it lags behind until its result is
+        # needed.
         self._token_stream = TextStream(decode, prompt=prompt)
         self._token_stream_backlog: list[int] = []
 

@@ -17,15 +17,16 @@ from outrider.models.loader.gguf.split_rules import split_rules
 from outrider.models.loader.gguf.tokenizer import load_tokenizer
 from outrider.models.loader.tokenizer import read_tokenizer
 
-# model_type of transformers -> architecture of llama.cpp, for models whose tensors need no more than new names
+# model_type of transformers -> architecture of llama.cpp, for models whose tensors need no more
+# than new names
 _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 )
 _INTERLEAVED = ("llama", "mistral")  # llama.cpp stores the two halves of a rotary head as neighbors
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # kinds of tokens
 _TOKENIZER = "gpt2"  # llama.cpp's name of byte-level BPE
-# Texts on which the rules that split a text before BPE differ: digits, contractions, line breaks, other scripts, and
-# characters that are composed of several.
+# Texts on which the rules that split a text before BPE differ: digits, contractions, line breaks,
+# other scripts, and characters that are composed of several.
 _SAMPLES = (
     "In 2026, 1234567 tokens:\n\n\tdef add(a, b):\n        return a + b  # it's\r\n",
     "It's WE'LL don't 3.14159 éàü 漢字 привет   end...!?\n \n",
@@ -49,8 +50,8 @@ def write_gguf(folder: Path, file: Path) -> None:
     kind = str(config.get("model_type"))
     if kind not in _ARCHITECTURES:
         raise OutriderError(
-            f"{folder} is a {kind} model, and only {', '.join(_ARCHITECTURES)} are written as GGUF here; use"
-            " convert_hf_to_gguf.py of llama.cpp"
+            f"{folder} is a {kind} model, and only {', '.join(_ARCHITECTURES)} are written as GGUF"
+            " here; use convert_hf_to_gguf.py of llama.cpp"
         )
     writer = gguf.GGUFWriter(file, _ARCHITECTURES[kind])
     _add_sizes(writer, config)
@@ -147,8 +148,8 @@ def find_rule(tokenizer: Any, folder: Path) -> str:
     finally:
         backend.normalizer, backend.pre_tokenizer = own
     raise OutriderError(
-        f"the tokenizer of {folder} splits text by a rule that is not known here; use convert_hf_to_gguf.py of"
-        " llama.cpp"
+        f"the tokenizer of {folder} splits text by a rule that is not known here; use"
+        " convert_hf_to_gguf.py of llama.cpp"
     )
 
 

@@ -61,8 +61,8 @@ def write_in_target(source: Path, target: Path, written: Path) -> None:
         written: the folder to write.
 
     Raises:
-        OutriderError: the module does not belong to the target, modules of its family are different, or a file cannot
-            be read or written.
+        OutriderError: the module does not belong to the target, modules of its family are
+            different, or a file cannot be read or written.
     """
     family = FAMILIES[architecture_of(target)]
     info = read_target_info(target)
@@ -89,8 +89,8 @@ def write_in_target(source: Path, target: Path, written: Path) -> None:
     if read_back != head.description:
         differences = "; ".join(changes(head.description, read_back))
         raise OutriderError(
-            f"{source} was trained for a different layer configuration ({differences}), and other engines would load it"
-            f" wrongly; train it for {target}"
+            f"{source} was trained for a different layer configuration ({differences}), and other"
+            f" engines would load it wrongly; train it for {target}"
         )
 
 
@@ -103,7 +103,7 @@ def _write_config(folder: Path, family: Family) -> None:
 
 
 def _write_shard(shard: Path, written: Path, family: Family, added: Tensors) -> None:
-    """Copy a file of tensors without the target's own module, and with the tensors that are added."""
+    """Copy a file of tensors without the target's own module, and with added tensors."""
     with safe_open(shard, "pt") as tensors:
         has_module = any(name.startswith(family.prefix) for name in tensors.keys())  # noqa: SIM118
     if not has_module and not added:

@@ -44,7 +44,8 @@ def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
         A summary as JSON values.
 
     Raises:
-        OutriderError: the engine does not run such drafts, or the draft cannot be read. Nothing is written then.
+        OutriderError: the engine does not run such drafts, or the draft cannot be read. Nothing is
+            written then.
     """
     engine, folder, target = settings.engine, settings.folder, settings.target
     chosen = engine_of(engine)
@@ -65,7 +66,7 @@ def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
         path=str(written), target=named.name, target_gguf=named.gguf, converts_target=named.converts, k=length.k
     )
     command = recipe.command(draft)
-    labels = [_label(recipe), *(note for note in (length.note, tokenizer_note(named, recipe)) if note)]
+    labels = [_label(recipe), *(filter(None, (length.note, tokenizer_note(named, recipe))))]
     comments = "".join(f"# {label}\n" for label in labels)
     files = {_SCRIPT: f"#!/bin/sh\n{comments}{command}\n", **recipe.files(draft)}
     models: dict[Path, Callable[[], None]] = {}
@@ -91,7 +92,7 @@ def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
 
 
 def _write_all(path: Path, models: Mapping[Path, Callable[[], None]], files: Mapping[str, str]) -> None:
-    """Write models and files of text into a folder. If a model cannot be written, nothing remains."""
+    """Write models and files of text into a folder. If one cannot be written, nothing remains."""
     is_new = not path.exists()
     path.mkdir(parents=True, exist_ok=True)
     try:
@@ -145,8 +146,8 @@ def _check(engine: str, head: ImportedHead) -> None:
     description = head.description
     if engine == "vllm" and description.kind is Kind.MEDUSA and description.draft_vocab:
         raise OutriderError(
-            "vLLM 0.32 loads no Medusa heads with a reduced draft vocabulary (it takes token_map for a missing weight);"
-            " train with --draft-vocab-size 0"
+            "vLLM 0.32 loads no Medusa heads with a reduced draft vocabulary (it takes token_map"
+            " for a missing weight); train with --draft-vocab-size 0"
         )
     if description.kind is not Kind.EAGLE3:
         return
@@ -154,13 +155,13 @@ def _check(engine: str, head: ImportedHead) -> None:
     normed = aux.norm is not FuseNorm.NONE or description.feedback is Feedback.NORMED
     if normed and engine != "vllm":
         raise OutriderError(
-            f"{engine} drops the norms of EAGLE-3.1 without a message, and then accepts almost nothing; train an"
-            " eagle3 head, or use --for vllm"
+            f"{engine} drops the norms of EAGLE-3.1 without a message, and then accepts almost"
+            " nothing; train an eagle3 head, or use --for vllm"
         )
     if engine == "llama.cpp" and len(aux.layers) != _LLAMACPP_LAYERS:
         raise OutriderError(
-            f"llama.cpp gives an EAGLE-3 head the states of {_LLAMACPP_LAYERS} layers, and this one reads"
-            f" {len(aux.layers)}; train one with {_LLAMACPP_LAYERS}"
+            f"llama.cpp gives an EAGLE-3 head the states of {_LLAMACPP_LAYERS} layers, and this one"
+            f" reads {len(aux.layers)}; train one with {_LLAMACPP_LAYERS}"
         )
 
 
@@ -175,8 +176,9 @@ def _check_family(title: str, recipe: Recipe, target: str | None) -> None:
     architecture = architecture_of(model_folder(target, weights=False))
     if architecture not in recipe.families:
         raise OutriderError(
-            f"{title} is not known to run MTP modules of {architecture or 'a target without architectures'}; use a"
-            f" target of {', '.join(recipe.families)}, or another kind of draft"
+            f"{title} is not known to run MTP modules of"
+            f" {architecture or 'a target without architectures'}; use a target of"
+            f" {', '.join(recipe.families)}, or another kind of draft"
         )
 
 

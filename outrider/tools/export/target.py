@@ -25,10 +25,10 @@ class ExportedTarget:
 def find_target(target: str | None, recipe: Recipe, out: Path) -> ExportedTarget:
     """Return how a command names a target.
 
-    `@NAME` becomes the folder of the included model, and the name of a model on the Hub stays. For an engine that reads
-    GGUF, the file is `target` itself, the file `TARGET.gguf` beside its folder, or one in `out`: written at once for an
-    included model, whose tokenizer the converter of llama.cpp does not know, and by the first line of the command for
-    other folders.
+    `@NAME` becomes the folder of the included model, and the name of a model on the Hub stays. For
+    an engine that reads GGUF, the file is `target` itself, the file `TARGET.gguf` beside its
+    folder, or one in `out`: written at once for an included model, whose tokenizer the converter of
+    llama.cpp does not know, and by the first line of the command for other folders.
 
     Args:
         target: as the user gave it.
@@ -60,6 +60,6 @@ def tokenizer_note(target: ExportedTarget, recipe: Recipe) -> str:
     if not recipe.converts_head or target.source is None:
         return ""
     return (
-        "the converter stops at the tokenizer of an included model: add it to get_vocab_base_pre of the converter, with"
-        " the result llama-bpe"
+        "the converter stops at the tokenizer of an included model: add it to get_vocab_base_pre of"
+        " the converter, with the result llama-bpe"
     )

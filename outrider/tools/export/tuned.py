@@ -18,7 +18,8 @@ def tuned_k(file: str, draft: str | Path | None, batch: int) -> int:
     Args:
         file: a document of `outrider tune --out`.
         draft: the draft, as the user names it; None: the proposer `suffix`.
-        batch: sequences at once. The largest measured batch up to it counts, or else the smallest one.
+        batch: sequences at once. The largest measured batch up to it counts, or else the smallest
+            one.
 
     Raises:
         OutriderError: the file cannot be read, or has no fixed k of this draft.
@@ -32,8 +33,8 @@ def tuned_k(file: str, draft: str | Path | None, batch: int) -> int:
     if not cases:
         spec = f"draft:{draft}" if draft else SUFFIX
         raise OutriderError(
-            f"{file} has no fixed draft length of {draft or SUFFIX}; measure it with: outrider tune --proposers {spec}"
-            " --k 2,4,8, or give --k"
+            f"{file} has no fixed draft length of {draft or SUFFIX}; measure it with: outrider tune"
+            f" --proposers {spec} --k 2,4,8, or give --k"
         )
     batches = sorted({case["batch"] for case in cases})
     nearest = max((each for each in batches if each <= batch), default=batches[0])

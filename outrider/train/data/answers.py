@@ -132,8 +132,8 @@ class AnswerParams:
 class AnswerGenerator:
     """Lets the target answer prompts.
 
-    An answer depends only on the prompt, its number, the number of the answer and the seed. On torch kernels logits
-    depend slightly on the batch, so there this holds up to rounding.
+    An answer depends only on the prompt, its number, the number of the answer and the seed. On
+    torch kernels logits depend slightly on the batch, so there this holds up to rounding.
     """
 
     def __init__(

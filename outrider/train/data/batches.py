@@ -42,8 +42,8 @@ class Collator:
             layers: the layers whose states samples have. The last one is the target's last layer.
             tables: the target's weights.
             ids: [Vd] token ids of the draft vocabulary.
-            views: the keys and values that the draft attends to. Samples have those of each layer once, in ascending
-                order.
+            views: the keys and values that the draft attends to. Samples have those of each layer
+                once, in ascending order.
         """
         self._aux_states = aux_states
         self._views = sorted({view.layer: view for view in views}.items())
@@ -109,8 +109,9 @@ class Collator:
         overlap = float(torch.minimum(expected, computed).sum())
         if not overlap > _MIN_OVERLAP:
             raise OutriderError(
-                f"the target's last hidden states and its LM head give only {overlap:.0%} of its own distribution, so"
-                " no draft can be trained on it: its logits are scaled or capped; use it with --proposer suffix"
+                f"the target's last hidden states and its LM head give only {overlap:.0%} of its"
+                " own distribution, so no draft can be trained on it: its logits are scaled or"
+                " capped; use it with --proposer suffix"
             )
 
     def _target_probs(self, last_states: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Caches answers and hidden states on disk, so that later trainings need not generate them again."""
+"""Caches answers and hidden states on disk, so that later trainings read them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _log = logging.getLogger("outrider")
 class FeatureCache:
     """A folder of samples by request.
 
-    The name of a file is a hash of everything that determines the answer and its states, so trainings with other
-    options share samples. Nothing is evicted: trainings use prompts cyclically, and for a cyclic order the best policy
-    is to keep the first samples that fit.
+    The name of a file is a hash of everything that determines the answer and its states, so
+    trainings with other options share samples. Nothing is evicted: trainings use prompts
+    cyclically, and for a cyclic order the best policy is to keep the first samples that fit.
     """
 
     def __init__(self, folder: str | Path, *, gigabytes: float, origin: str, layers: Sequence[int]) -> None:

@@ -32,8 +32,9 @@ _LINE_FORMAT = '{"prompt": "..."} or {"messages": [...]}'
 def read_prompts(files: Sequence[str], *, limit: int | None = None, with_sources: bool = False) -> list[Prompt]:
     """Return the prompts of all files, up to the first `limit`. A line without a category has the category "".
 
-    `with_sources`: the lines are for an encoder-decoder target. They have a source, and may have the beginning of the
-    output as `prompt`. Lines for other targets may have any fields beside `prompt` or `messages`.
+    `with_sources`: the lines are for an encoder-decoder target. They have a source, and may have
+    the beginning of the output as `prompt`. Lines for other targets may have any fields beside
+    `prompt` or `messages`.
 
     Raises:
         OutriderError: a file cannot be read, or a line is not a prompt.
@@ -47,8 +48,8 @@ def split(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts for training and those for the evaluation.
 
-    Without the file `eval_data`, a part of `prompts` is held out: first of all prompts that occur only once.
-    `with_sources` is that of `read_prompts`, for `eval_data`.
+    Without the file `eval_data`, a part of `prompts` is held out: first of all prompts that occur
+    only once. `with_sources` is that of `read_prompts`, for `eval_data`.
 
     Raises:
         OutriderError: there are too few prompts.

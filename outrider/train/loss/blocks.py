@@ -1,15 +1,16 @@
 """Unrolls a block head: blocks at random positions, filled in by one pass (DFlash, DSpark, XPress).
 
-The hidden states of a sequence are projected once, for many blocks side by side. A block attends to the states before
-it, and bidirectionally to itself, like the one block that the engine drafts at this position. Draft token k of a block
-is trained after k given tokens, as the engine uses it after k accepted ones.
+The hidden states of a sequence are projected once, for many blocks side by side. A block attends to
+the states before it, and bidirectionally to itself, like the one block that the engine drafts at
+this position. Draft token k of a block is trained after k given tokens, as the engine uses it after
+k accepted ones.
 
-The papers weight draft token k by exp(-k / gamma), counted from 0. This is a loss decay of exp(-1 / gamma): 0.78 for
-blocks of 7 draft tokens, 0.82 for 9 and 0.87 for 15.
+The papers weight draft token k by exp(-k / gamma), counted from 0. This is a loss decay of exp(-1 /
+gamma): 0.78 for blocks of 7 draft tokens, 0.82 for 9 and 0.87 for 15.
 
-A causal refiner (XPress, 2608.02438) is trained after given tokens, as it is used when tokens are sampled, and after
-its own tokens of an earlier Jacobi pass, as greedy drafts use it (consistency). The logits without the correction are
-trained as well, because the first pass starts from them.
+A causal refiner (XPress, 2608.02438) is trained after given tokens, as it is used when tokens are
+sampled, and after its own tokens of an earlier Jacobi pass, as greedy drafts use it (consistency).
+The logits without the correction are trained as well, because the first pass starts from them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from outrider.models.heads.modules.layers import Attention
 from outrider.train.loss.steps import Step, TrainingBatch, sample_columns
 
 MAX_BLOCKS = 512  # per sequence
-# Weights of the losses of a refiner, besides that after given tokens: after its own tokens, and without correction.
+# Weights of the losses of a refiner, besides that after given tokens: after its own tokens, and
+# without correction.
 _CONSISTENCY_WEIGHT, _BASE_WEIGHT = 0.3, 0.6
 CONSISTENCY_PASSES = 3  # of which each batch trains one, at random
 _CHUNK_LOGITS = 1 << 24  # computed at once, for own tokens
@@ -70,8 +72,8 @@ def anchors(loss_mask: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.
         share: share of these positions to choose, in (0, 1].
 
     Returns:
-        The positions [B, A] in ascending order, never the first of a sequence; and whether [B, A] they are trained.
-        Sequences with fewer positions have padding at the end.
+        The positions [B, A] in ascending order, never the first of a sequence; and whether [B, A]
+        they are trained. Sequences with fewer positions have padding at the end.
     """
     allowed = loss_mask.clone()
     allowed[:, 0] = False
@@ -141,7 +143,8 @@ def _own_tokens(
         module: the block head.
         features: [B, A, size, rank] what its refiner computes without tokens.
         out: [B, A, draft tokens, H] outputs of the columns that predict.
-        given: [B, A, size] the tokens of the text. Those of the first draft token and before it are kept.
+        given: [B, A, size] the tokens of the text. Those of the first draft token and before it are
+            kept.
         passes: passes before.
     """
     known = module.block.first_column + 1

@@ -1,8 +1,9 @@
 """Computes losses and their gradients for a few positions at a time.
 
-A distribution has as many entries as the vocabulary, and the forward and backward pass of a loss go over it about a
-dozen times. For all positions at once, each of these passes would go through main memory. For a few positions, the
-intermediate results stay in the processor's cache, and only the gradient is stored.
+A distribution has as many entries as the vocabulary, and the forward and backward pass of a loss go
+over it about a dozen times. For all positions at once, each of these passes would go through main
+memory. For a few positions, the intermediate results stay in the processor's cache, and only the
+gradient is stored.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def chunked_loss(
         losses: weights by name.
 
     Returns:
-        The weighted sum of the losses [n] without the length loss, and alpha [n]. Alpha has a gradient only if the
-        length loss is among the losses, because that loss is computed from it.
+        The weighted sum of the losses [n] without the length loss, and alpha [n]. Alpha has a
+        gradient only if the length loss is among the losses, because that loss is computed from it.
     """
     return _ChunkedLoss.apply(logits, p, losses)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -1,8 +1,8 @@
 """The losses, computed from the target distribution p and the draft distribution q at each position.
 
-A draft token that is sampled from q is accepted with probability alpha = sum over x of min(p(x), q(x)) = 1 - TV(p, q).
-Tokens that are not in the draft vocabulary are always missed. p is not renormalized without them, so alpha is the
-acceptance that the engine will have.
+A draft token that is sampled from q is accepted with probability alpha = sum over x of min(p(x),
+q(x)) = 1 - TV(p, q). Tokens that are not in the draft vocabulary are always missed. p is not
+renormalized without them, so alpha is the acceptance that the engine will have.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Distributions:
 
     @cached_property
     def alpha(self) -> torch.Tensor:
-        """[*] acceptance probability of a token sampled from q: Leviathan et al. 2023, theorem 3.5."""
+        """[*] acceptance probability of a sampled token: Leviathan et al. 2023, theorem 3.5."""
         return torch.minimum(self.p, self.log_q.exp()).sum(-1)
 
     @property
@@ -41,7 +41,7 @@ class Distributions:
 
 
 def cross_entropy(dist: Distributions) -> torch.Tensor:
-    """Return -sum p log q, with p renormalized. Its gradient is that of the forward KL divergence."""
+    """Return -sum p log q, with p renormalized. It has the gradient of the forward KL divergence."""
     return -(dist.p * dist.log_q).sum(-1) / dist.p.sum(-1).clamp(min=_TINY)
 
 
@@ -87,7 +87,8 @@ def negative_log_alpha(dist: Distributions) -> torch.Tensor:
 def hybrid(dist: Distributions) -> torch.Tensor:
     """Return w KL + (1 - w)(1 - alpha) with w = exp(-3 alpha) (LK losses, 2602.23881).
 
-    While alpha is small, the loss fits the whole distribution. When alpha is large, it maximizes the acceptance.
+    While alpha is small, the loss fits the whole distribution. When alpha is large, it maximizes
+    the acceptance.
     """
     alpha = dist.alpha
     weight = (-3 * alpha.detach()).exp()
@@ -112,14 +113,14 @@ LENGTH = "length"  # the loss of all draft tokens of a chain together: `length_l
 def length_loss(alphas: torch.Tensor, exists: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     """Return the expected number of rejected draft tokens of each chain [*] (Bebop, 2606.12370).
 
-    For a chain of S draft tokens this is S - sum_j prod_(i <= j) alpha_i. A draft token after a rejected one counts as
-    rejected.
+    For a chain of S draft tokens this is S - sum_j prod_(i <= j) alpha_i. A draft token after a
+    rejected one counts as rejected.
 
     Args:
         alphas: [S, *] acceptance probabilities of the draft tokens of each chain.
         exists: [S, *] whether this draft token and all before it exist.
-        weights: [S] weight of a draft token by position. It is above 1 if some columns stand for others, whose
-            chains are shorter.
+        weights: [S] weight of a draft token by position. It is above 1 if some columns stand for
+            others, whose chains are shorter.
     """
     accepted = torch.where(exists, alphas, 1.0).cumprod(0) * exists
     rejected = exists.float() - accepted

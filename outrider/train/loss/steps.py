@@ -8,13 +8,14 @@ from functools import cached_property
 
 import torch
 
-# From outputs [n, H] of the draft and the target's probabilities [n, Vd] to a loss [], summed over the n columns.
+# From outputs [n, H] of the draft and the target's probabilities [n, Vd] to a loss [], summed over
+# the n columns.
 ExtraLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingBatch:
-    """A batch of B sequences with the target's hidden states and distributions, padded at the end."""
+    """A batch of B padded sequences with the target's hidden states and distributions."""
 
     tokens: torch.Tensor  # [B, L + 1] int64
     aux_states: torch.Tensor  # [B, L, layers, H] hidden states of the target, of all tokens but the last
@@ -50,7 +51,8 @@ class Step:
     confidence: torch.Tensor | None = None  # [n] log-odds of acceptance that the draft itself predicts
     weight: float = 1.0  # of each column; above 1 if it stands for columns that are left out
     extra_loss: torch.Tensor | None = None  # [] a loss without draft tokens, summed over the batch
-    # Weights and logits [n, Vd] of other predictions of the same draft tokens, which are trained as well.
+    # Weights and logits [n, Vd] of other predictions of the same draft tokens, which are trained as
+    # well.
     auxiliary: tuple[tuple[float, torch.Tensor], ...] = ()
 
 
@@ -78,8 +80,9 @@ def all_columns_step(
 class Chains:
     """The columns that train more than their first draft token.
 
-    Column c holds token x_(c+1), and its first draft token predicts x_(c+2). Adjacent columns of a sequence are similar
-    training data, so a random share of the columns is enough. Their weight makes up for the others.
+    Column c holds token x_(c+1), and its first draft token predicts x_(c+2). Adjacent columns of a
+    sequence are similar training data, so a random share of the columns is enough. Their weight
+    makes up for the others.
     """
 
     size: int  # columns of the batch
@@ -146,8 +149,8 @@ def sample_columns(allowed: torch.Tensor, most: int) -> tuple[torch.Tensor, torc
     """Choose up to `most` of the allowed columns [B, C] of each sequence at random.
 
     Returns:
-        The columns [B, A] in ascending order, and whether [B, A] they are allowed. Sequences with fewer allowed columns
-        have padding at the end.
+        The columns [B, A] in ascending order, and whether [B, A] they are allowed. Sequences with
+        fewer allowed columns have padding at the end.
     """
     # The random numbers come from the CPU generator, whose state a training saves.
     keys = torch.rand(allowed.shape).to(allowed.device).masked_fill(~allowed, 2.0)

@@ -41,8 +41,9 @@ _IDS = "outrider_draft_ids"  # name of the buffer with the draft vocabulary
 class DraftModelTrainee:
     """A draft model in training, loaded from the folder `settings.init_from`.
 
-    A draft model only reads tokens, so its prediction does not depend on which of them are draft tokens. One step
-    trains all predictions. More steps repeat them, which the losses of whole chains need.
+    A draft model only reads tokens, so its prediction does not depend on which of them are draft
+    tokens. One step trains all predictions. More steps repeat them, which the losses of whole
+    chains need.
     """
 
     steps = 1
@@ -61,8 +62,8 @@ class DraftModelTrainee:
             raise OutriderError(f"{folder} is a recurrent model, which cannot be trained yet; use another draft model")
         if self._checkpoint.tokenizer.get_vocab() != setup.tokenizer.get_vocab():
             raise OutriderError(
-                f"the draft in {folder} has another vocabulary than the target, so their distributions cannot be"
-                " compared; use a model of the target's family"
+                f"the draft in {folder} has another vocabulary than the target, so their"
+                " distributions cannot be compared; use a model of the target's family"
             )
         assert isinstance(setup.target, WeightSharer)
         vocab = min(self._checkpoint.vocab, setup.vocab)
@@ -176,7 +177,7 @@ def _draft_ids(settings: Settings, folder: Path, vocab: int) -> torch.Tensor:
 
 
 def _draft_folder(settings: Settings) -> Path:
-    """Return the folder of the draft model to train, after a check that no option would be ignored."""
+    """Return the folder of the draft model to train. An option that it ignores is an error."""
     shape_options = {
         "--depth": settings.depth,
         "--intermediate-size": settings.intermediate_size,
@@ -191,8 +192,8 @@ def _draft_folder(settings: Settings) -> Path:
         raise OutriderError(f"{given[0]} shapes a new draft, and a draft model already has its shape; leave it out")
     if settings.init_target:
         raise OutriderError(
-            "a draft model does not read the hidden states of a target, so it works with any target;"
-            " leave --init-target out"
+            "a draft model does not read the hidden states of a target, so it works with any"
+            " target; leave --init-target out"
         )
     if settings.multi_step_share != 1:
         raise OutriderError("a draft model trains all draft tokens at every position; leave --multi-step-share out")

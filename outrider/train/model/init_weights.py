@@ -13,9 +13,9 @@ from outrider.models.heads.store import HeadModule
 def init_weights(module: HeadModule, tables: SharedWeights) -> None:
     """Initialize the weights of `module` that have a counterpart in the target.
 
-    A draft as wide as the target starts with the target's final norm and LM head. Its fusion layer passes on the state
-    of the deepest layer that the draft reads. For a narrower draft, tables and states are projected to the directions
-    in which the target's tables vary most.
+    A draft as wide as the target starts with the target's final norm and LM head. Its fusion layer
+    passes on the state of the deepest layer that the draft reads. For a narrower draft, tables and
+    states are projected to the directions in which the target's tables vary most.
     """
     description = module.description
     if description.width == description.target_hidden:

@@ -1,9 +1,10 @@
 """Trains an MTP module together with its target (DeepSeek-AI 2024, 2.2).
 
-The target keeps training on the texts of the dataset, with the cross entropy of each next token. The module learns to
-predict the same texts from the target's current hidden states. It shares the target's embedding and LM head, and its
-gradients reach the target. The loss is the target's loss plus the weighted loss of the module. The target generates no
-answers: the target distribution at each position is all on the next token of the text.
+The target keeps training on the texts of the dataset, with the cross entropy of each next token.
+The module learns to predict the same texts from the target's current hidden states. It shares the
+target's embedding and LM head, and its gradients reach the target. The loss is the target's loss
+plus the weighted loss of the module. The target generates no answers: the target distribution at
+each position is all on the next token of the text.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ class JointTrainee(HeadTrainee):
             )
         if _is_quantized(Path(settings.engine.target)):
             raise OutriderError(
-                f"--train-target changes the weights of the target, and {settings.engine.target} keeps its quantized"
-                " ones; use the folder of the unquantized model, or leave --train-target out"
+                f"--train-target changes the weights of the target, and {settings.engine.target}"
+                " keeps its quantized ones; use the folder of the unquantized model, or leave"
+                " --train-target out"
             )
         self._checkpoint = load_trainable(Path(settings.engine.target), setup.device)
         self._draft_weight = settings.train_target
@@ -117,7 +119,7 @@ class DatasetCollator:
     """Makes batches of samples without hidden states."""
 
     def __init__(self, ids: torch.Tensor, vocab: int) -> None:
-        """`ids` [Vd] are the tokens of the draft vocabulary, out of a vocabulary of `vocab` tokens."""
+        """`ids` [Vd] are the draft vocabulary, out of a vocabulary of `vocab` tokens."""
         self._ids = ids
         self._vocab = vocab
 

@@ -49,8 +49,8 @@ class Sizes:
     width: int = 0  # of decoder layers; 0: that of the target, half of it for slim
     draft_tokens: int = 0  # draft tokens of the kinds that draft all tokens in one pass; 0: 7
     modules: int = 1  # of mtp
-    # The target's keys and values, for kv-sharing: of its last layer with full attention, and of the last one with a
-    # window.
+    # The target's keys and values, for kv-sharing: of its last layer with full attention, and of
+    # the last one with a window.
     view: SharedKV | None = None
     sliding_view: SharedKV | None = None
     centroids: Centroids | None = None  # of the LM head, for kv-sharing
@@ -113,8 +113,8 @@ def _eagle3(sizes: Sizes) -> HeadDescription:
     has_own_width = sizes.width not in (0, sizes.hidden)  # then the target's tables do not fit
     if has_own_width and sizes.own_lm_head is False:
         raise OutriderError(
-            f"a draft of width {sizes.width} cannot share the LM head of a target of width {sizes.hidden};"
-            " leave --shared-lm-head out, or --hidden-size"
+            f"a draft of width {sizes.width} cannot share the LM head of a target of width"
+            f" {sizes.hidden}; leave --shared-lm-head out, or --hidden-size"
         )
     return _head(
         sizes,
@@ -148,7 +148,8 @@ def _peagle(sizes: Sizes) -> HeadDescription:
 
 
 def _mtp(sizes: Sizes) -> HeadDescription:
-    # Several modules work as in DeepSeek-V3, whose checkpoint format is the only one that can hold them.
+    # Several modules work as in DeepSeek-V3, whose checkpoint format is the only one that can hold
+    # them.
     several = sizes.modules > 1
     return _head(
         sizes,
@@ -168,7 +169,8 @@ def _kv_sharing(sizes: Sizes) -> HeadDescription:
             "kv-sharing reads the keys and values of the target, and this target does not export them; use mtp"
         )
     _check_centroids(sizes)
-    # As in Gemma 4's assistants, all layers but the last one attend to a window if the target has such layers.
+    # As in Gemma 4's assistants, all layers but the last one attend to a window if the target has
+    # such layers.
     shared_kv = (*((sizes.sliding_view or view,) * (sizes.depth - 1)), view)
     # As many query heads as fit into the width, in equal groups for the key heads.
     key_heads = math.lcm(*(shared.key_heads for shared in shared_kv))
@@ -193,8 +195,8 @@ def _check_centroids(sizes: Sizes) -> None:
     if vocab % count:
         divisor = next(number for number in range(min(count, vocab), 0, -1) if vocab % number == 0)
         raise OutriderError(
-            f"--centroids is {count}, and {vocab} tokens do not divide into so many clusters of equal size; use"
-            f" {divisor}, or another divisor of {vocab}"
+            f"--centroids is {count}, and {vocab} tokens do not divide into so many clusters of"
+            f" equal size; use {divisor}, or another divisor of {vocab}"
         )
     if top_k > count:
         raise OutriderError(f"--centroid-top-k is {top_k}, and there are {count} clusters; use {count} at most")
@@ -222,7 +224,8 @@ def _block(kind: Kind) -> Callable[[Sizes], HeadDescription]:
     def describe_kind(sizes: Sizes) -> HeadDescription:
         is_dspark = kind is Kind.DSPARK
         draft_tokens = sizes.draft_tokens or _DRAFT_TOKENS
-        # At most a quarter of the width, because the two tables of a correction have a row for every token.
+        # At most a quarter of the width, because the two tables of a correction have a row for
+        # every token.
         rank = max(min(_MAX_RANK, sizes.hidden // 4), 1)
         refiner = Refiner(rank=rank, ffn=_REFINER_RATIO * rank, passes=_JACOBI_PASSES, candidates=_CANDIDATES)
         return _head(

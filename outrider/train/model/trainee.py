@@ -34,8 +34,8 @@ from outrider.train.settings import DRAFT, Settings
 class DraftTrainee(Protocol):
     """A draft in training.
 
-    Contract: step s of `unroll` predicts, at each column, what `proposer` would draft there after s accepted tokens.
-    `proposer` and `save` return copies that later training does not change.
+    Contract: step s of `unroll` predicts, at each column, what `proposer` would draft there after s
+    accepted tokens. `proposer` and `save` return copies that later training does not change.
     """
 
     module: nn.Module  # its parameters are trained, in float32
@@ -189,8 +189,8 @@ def _sizes(settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> S
     assert isinstance(setup.target, WeightSharer)
     if settings.draft_vocab_size > setup.vocab:
         raise OutriderError(
-            f"--draft-vocab-size is {settings.draft_vocab_size}, and the target has {setup.vocab} tokens;"
-            " use fewer, or 0 for all"
+            f"--draft-vocab-size is {settings.draft_vocab_size}, and the target has {setup.vocab}"
+            " tokens; use fewer, or 0 for all"
         )
     return Sizes(
         hidden=tables.head.shape[1],
@@ -224,32 +224,34 @@ def _load_head(settings: Settings, wanted: HeadDescription, setup: ProposerSetup
         setup: the engine with the target.
 
     Raises:
-        OutriderError: the head is of another kind or for another target, or an option would change its shape.
+        OutriderError: the head is of another kind or for another target, or an option would change
+            its shape.
     """
     assert settings.init_from is not None
     module = read_head(model_folder(settings.init_from), dtype=torch.float32, device=setup.device).requires_grad_(True)
     loaded = module.description
     if _has_shape_options(settings):
         raise OutriderError(
-            f"--init-from {settings.init_from} defines the shape of the draft; leave --depth, --intermediate-size,"
-            " --hidden-size, --draft-vocab-size, --own-lm-head, --centroids, --draft-tokens, --mtp-modules and"
-            " --mask-token-id out"
+            f"--init-from {settings.init_from} defines the shape of the draft; leave --depth,"
+            " --intermediate-size, --hidden-size, --draft-vocab-size, --own-lm-head, --centroids,"
+            " --draft-tokens, --mtp-modules and --mask-token-id out"
         )
     differs = loaded.kind != wanted.kind or loaded.vocab != wanted.vocab
     if settings.init_target is None:  # otherwise the head moves to a target of another shape
         differs |= loaded.target_hidden != wanted.target_hidden or loaded.target_layers != wanted.target_layers
     if differs:
         raise OutriderError(
-            f"{settings.init_from} is of kind {loaded.kind}, for a target with vocabulary {loaded.vocab},"
-            f" width {loaded.target_hidden} and {loaded.target_layers} layers; this training needs kind {wanted.kind},"
-            f" for a target with vocabulary {wanted.vocab}, width {wanted.target_hidden} and {wanted.target_layers}"
-            " layers"
+            f"{settings.init_from} is of kind {loaded.kind}, for a target with vocabulary"
+            f" {loaded.vocab}, width {loaded.target_hidden} and {loaded.target_layers} layers; this"
+            f" training needs kind {wanted.kind}, for a target with vocabulary {wanted.vocab},"
+            f" width {wanted.target_hidden} and {wanted.target_layers} layers"
         )
     if loaded.input_fusion and wanted.input_fusion and loaded.input_fusion.at is not wanted.input_fusion.at:
         raise OutriderError(
-            f"{settings.init_from} fuses embeddings and hidden states at its {loaded.input_fusion.at},"
-            f" and {wanted.kind} does so at its {wanted.input_fusion.at};"
-            f" train {'slim' if loaded.input_fusion.at is FusionPoint.PROJECTION else 'eagle31'} instead"
+            f"{settings.init_from} fuses embeddings and hidden states at its"
+            f" {loaded.input_fusion.at}, and {wanted.kind} does so at its {wanted.input_fusion.at};"
+            f" train {'slim' if loaded.input_fusion.at is FusionPoint.PROJECTION else 'eagle31'}"
+            " instead"
         )
     if set(loaded.shared_kv) != set(wanted.shared_kv):
         raise OutriderError(

@@ -27,6 +27,6 @@ def _title(document: dict[str, Any]) -> str:
     millions = document["parameters"] / 1e6
     minutes = document["seconds"] / 60
     return (
-        f"{document['kind']} for {document['target']}: {millions:.1f}M parameters, {document['steps']} steps,"
-        f" {minutes:.1f} minutes; k = {document['k']}"
+        f"{document['kind']} for {document['target']}: {millions:.1f}M parameters,"
+        f" {document['steps']} steps, {minutes:.1f} minutes; k = {document['k']}"
     )

@@ -64,15 +64,16 @@ def split_answers(
 def answer_logprobs(model: Any, answers: Answers, *, temperature: float, share_prompt: bool) -> torch.Tensor:
     """Return the log-probabilities [B, A] of the tokens of answers at a temperature; 0 at padding.
 
-    Padding needs no mask: it is behind the last token of an answer, so no token attends to it. Logits are computed for
-    the tokens of the answers only.
+    Padding needs no mask: it is behind the last token of an answer, so no token attends to it.
+    Logits are computed for the tokens of the answers only.
 
     Args:
         model: a causal language model of transformers.
         answers: the answers.
         temperature: divides the logits.
-        share_prompt: compute the keys and values of the prompt once for all answers. Gradients flow through them. A
-            model with recurrent layers cannot: transformers writes their states in place, which has no gradient.
+        share_prompt: compute the keys and values of the prompt once for all answers. Gradients flow
+            through them. A model with recurrent layers cannot: transformers writes their states in
+            place, which has no gradient.
     """
     count, length = answers.tokens.shape
     last = answers.prompt[-1:].expand(count, 1)

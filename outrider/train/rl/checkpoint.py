@@ -47,7 +47,7 @@ def read_checkpoint(folder: str | Path, settings: dict[str, Any]) -> dict[str, A
     if changed := [name for name, value in settings.items() if state["settings"].get(name) != value]:
         name = changed[0]
         raise OutriderError(
-            f"{file} was made with {name} {state['settings'].get(name)}, and {name} is {settings[name]} now; use the"
-            " same settings"
+            f"{file} was made with {name} {state['settings'].get(name)}, and {name} is"
+            f" {settings[name]} now; use the same settings"
         )
     return state

@@ -1,8 +1,8 @@
 """Train the draft together with the policy, on hidden states that the policy has computed already.
 
-The passes of the policy's first update also record its hidden states. They are detached and belong to no graph, and the
-draft has its own optimizer and its own clipping of gradients. So the policy's gradients are the same with and without
-it, bit by bit.
+The passes of the policy's first update also record its hidden states. They are detached and belong
+to no graph, and the draft has its own optimizer and its own clipping of gradients. So the policy's
+gradients are the same with and without it, bit by bit.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class DraftTraining:
             lr: learning rate.
             loss: as of `outrider train --loss`.
             max_tokens: the most tokens of rollouts that one step of the draft trains on.
-            tolerance: the share of the acceptance that an update may cost. An update that costs more is taken back, if
-                the difference is larger than chance explains.
+            tolerance: the share of the acceptance that an update may cost. An update that costs
+                more is taken back, if the difference is larger than chance explains.
 
         Raises:
             OutriderError: the draft cannot be trained, or an option is out of range.
@@ -117,7 +117,8 @@ class DraftTraining:
     def recording(self, policy: Any, rollouts: Sequence[Rollout]) -> Iterator[None]:
         """Record the hidden states of the policy for rollouts of one prompt, which are padded on the right.
 
-        The policy may read the first tokens of the prompt in a pass of their own, once for all rollouts.
+        The policy may read the first tokens of the prompt in a pass of their own, once for all
+        rollouts.
         """
         stack = layer_stack(policy)[1]
         layers = self._layers = sorted({*self._trainee.aux_states.layers, len(stack) - 1})

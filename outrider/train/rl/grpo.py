@@ -1,8 +1,8 @@
 """A small GRPO loop over torch (Shao et al. 2024, DeepSeekMath).
 
-For each problem the policy samples a group of answers. The advantage of an answer is its reward minus the mean of its
-group, divided by the standard deviation of the group. The loss is PPO's clipped objective over the tokens of all
-answers, plus a KL penalty against the first policy.
+For each problem the policy samples a group of answers. The advantage of an answer is its reward
+minus the mean of its group, divided by the standard deviation of the group. The loss is PPO's
+clipped objective over the tokens of all answers, plus a KL penalty against the first policy.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class GRPO:
         """Prepare a run.
 
         Args:
-            policy: a trainable causal language model of transformers, also with a LoRA adapter of PEFT. The engine gets
-                its weights at once.
+            policy: a trainable causal language model of transformers, also with a LoRA adapter of
+                PEFT. The engine gets its weights at once.
             engine: samples the rollouts. It must be exact.
             reward: called with a rollout and its problem; returns a number.
             settings: the settings of the run.
@@ -76,8 +76,8 @@ class GRPO:
         `checkpoint` is a folder that gets a checkpoint after every `every` steps.
 
         Raises:
-            OutriderError: there are no problems, `every` is below 1, a gradient is not finite, or a checkpoint cannot
-                be written.
+            OutriderError: there are no problems, `every` is below 1, a gradient is not finite, or a
+                checkpoint cannot be written.
         """
         if not problems:
             raise OutriderError("there are no problems to train on; give at least one")

@@ -19,8 +19,8 @@ def group_advantages(rewards: torch.Tensor, *, scale: bool = True) -> torch.Tens
 def down_sample(rewards: torch.Tensor, count: int) -> torch.Tensor:
     """Keep `count` rewards of each group [groups, samples] and replace the others by NaN.
 
-    Of all choices, the kept ones have the largest variance (Xu et al. 2025, "Not All Rollouts are Useful"). Sampling is
-    cheap with speculation, and most of a group often teaches nothing new.
+    Of all choices, the kept ones have the largest variance (Xu et al. 2025, "Not All Rollouts are
+    Useful"). Sampling is cheap with speculation, and most of a group often teaches nothing new.
     """
     kept = torch.full_like(rewards, torch.nan)
     for group, out in zip(rewards, kept, strict=True):

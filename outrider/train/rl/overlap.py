@@ -1,7 +1,7 @@
 """Common beginnings of answers to a problem: with those of the previous pass over the problems, and among each other.
 
-Prefix reuse is the share of a new answer that an old one predicts until it first fails. Low diversity shows that the
-policy explores little.
+Prefix reuse is the share of a new answer that an old one predicts until it first fails. Low
+diversity shows that the policy explores little.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Overlap:
 def prefix_reuse(answers: Sequence[Answer], previous: Sequence[Answer]) -> list[float]:
     """Return the share of each answer's tokens that are also the beginning of a previous answer to the same problem.
 
-    Of the previous answers, the one with the longest common prefix counts. Answers without tokens have no share and are
-    left out. The list is empty if there are no previous answers.
+    Of the previous answers, the one with the longest common prefix counts. Answers without tokens
+    have no share and are left out. The list is empty if there are no previous answers.
     """
     if not previous:
         return []

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from outrider.errors import OutriderError
+from outrider.runtime.grouping import instances
 
 _LORA = "LORA"
 _MERGE = "give the state_dict of what merge_and_unload() returns for a copy of the model"
@@ -18,9 +19,10 @@ _MERGE = "give the state_dict of what merge_and_unload() returns for a copy of t
 def merged_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights of a model for `RolloutEngine.update_weights`.
 
-    The names are those of the base model's `state_dict`. The active LoRA adapters are merged, and the layers of
-    `modules_to_save` replace those of the base model. The model itself does not change: one layer at a time is copied
-    and merged, so that no rounding of a merge and its reversal remains in the weights that are trained.
+    The names are those of the base model's `state_dict`. The active LoRA adapters are merged, and
+    the layers of `modules_to_save` replace those of the base model. The model itself does not
+    change: one layer at a time is copied and merged, so that no rounding of a merge and its
+    reversal remains in the weights that are trained.
 
     Args:
         model: a model of transformers, a `PeftModel` around one, or one with `add_adapter`.
@@ -73,7 +75,7 @@ def _merged(module: nn.Module, prefix: str) -> Any:
         if not all(weight.is_floating_point() for weight in module.get_base_layer().parameters()):
             raise OutriderError(f"{name} is quantized; load the base model in float32 or bfloat16 without quantization")
         copy = deepcopy(module)
-        layers = [layer for layer in copy.modules() if isinstance(layer, LoraLayer)]
+        layers = instances(copy.modules(), LoraLayer)
         for layer in layers:  # several, if LoRA is on several parameters of one module
             if not layer.disable_adapters:
                 layer.merge()

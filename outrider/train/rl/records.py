@@ -20,8 +20,8 @@ from outrider.train.rl.regimes import Regime
 class Rollout:
     """One sample of the policy.
 
-    Both kinds of log-probabilities belong to the target, never to the draft. They come from the logits that have
-    verified the token.
+    Both kinds of log-probabilities belong to the target, never to the draft. They come from the
+    logits that have verified the token.
     """
 
     prompt: int  # index of the prompt in its call
@@ -31,9 +31,10 @@ class Rollout:
     token_ids: tuple[int, ...]  # with the end token, if one was sampled
     text: str
     finish_reason: FinishReason
-    # By token, natural logarithms. `logprobs`: under the model's own softmax, that is, at temperature 1 without filters
-    # and penalties. `sampled_logprobs`: under the distribution that the token was sampled from, which is renormalized
-    # after temperature, top_k, top_p and min_p; 0 for greedy requests.
+    # By token, natural logarithms. `logprobs`: under the model's own softmax, that is, at
+    # temperature 1 without filters and penalties. `sampled_logprobs`: under the distribution that
+    # the token was sampled from, which is renormalized after temperature, top_k, top_p and min_p; 0
+    # for greedy requests.
     logprobs: tuple[float, ...]
     sampled_logprobs: tuple[float, ...]
     weight_versions: tuple[tuple[int, int], ...]  # (index of the first token, version of the weights), in order

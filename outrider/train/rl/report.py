@@ -71,7 +71,7 @@ def by_version(rollouts: Sequence[Rollout]) -> dict[str, Speculation]:
 
 
 def by_draft_age(rollouts: Sequence[Rollout]) -> dict[int, Speculation]:
-    """Return the speculation by the age of the draft: the policy's last version minus the draft's."""
+    """Return the speculation by the age of the draft: the policy's version minus the draft's."""
     groups = group_by(rollouts, _draft_age)
     return {age: Speculation.of(groups[age]) for age in sorted(groups)}
 
@@ -110,7 +110,8 @@ class StepReport:
     loss: float
     kl: float  # estimate of the divergence from the reference; 0 without one
     grad_norm: float
-    # Largest difference between the log-probabilities of engine and trainer. It is rounding, unless something is wrong.
+    # Largest difference between the log-probabilities of engine and trainer. It is rounding, unless
+    # something is wrong.
     logprob_error: float
     speculation: Speculation
     overlap: Overlap = field(default_factory=Overlap)  # of the answers with each other and with the previous pass

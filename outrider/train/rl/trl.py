@@ -3,8 +3,9 @@
     engine = RolloutEngine.load(folder, proposer="suffix:100000")
     trainer = GRPOTrainer(model=folder, rollout_func=TRLRollouts(engine), ...)
 
-TRL applies no importance weights to rollouts that do not come from vLLM: it takes them as samples of the current
-policy. So the adapter accepts exact engines only, and loads the weights whenever the trainer has changed them.
+TRL applies no importance weights to rollouts that do not come from vLLM: it takes them as samples
+of the current policy. So the adapter accepts exact engines only, and loads the weights whenever the
+trainer has changed them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _CALLS = 1 << 20  # calls of a step; a training step has one, an evaluation one 
 class TRLRollouts:
     """Generates the completions of a `GRPOTrainer` of TRL (tested with 1.16).
 
-    Prompts arrive repeated, once per completion. Conversations get the chat template of the engine's tokenizer. The
-    sampling parameters are those of the trainer's arguments. The seed of a completion depends on the seed of the
-    arguments, the step and the position in the batch.
+    Prompts arrive repeated, once per completion. Conversations get the chat template of the
+    engine's tokenizer. The sampling parameters are those of the trainer's arguments. The seed of a
+    completion depends on the seed of the arguments, the step and the position in the batch.
     """
 
     def __init__(self, engine: RolloutEngine, *, statistics: bool = True) -> None:
@@ -37,8 +38,9 @@ class TRLRollouts:
 
         Args:
             engine: a rollout engine with an exact verifier.
-            statistics: pass `outrider_tau` (output tokens per pass of the target) of each completion to the reward
-                functions, as TRL does with all further fields of a rollout.
+            statistics: pass `outrider_tau` (output tokens per pass of the target) of each
+                completion to the reward functions, as TRL does with all further fields of a
+                rollout.
 
         Raises:
             OutriderError: the engine's verifier is lossy.

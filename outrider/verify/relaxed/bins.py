@@ -1,6 +1,7 @@
 """Acceptance of ordered bins within a distance (Spec-VLA, Wang et al. 2025, arXiv 2507.22424).
 
-Action tokens of a robot are bins of a continuous value, so a token a few bins away is nearly the same action.
+Action tokens of a robot are bins of a continuous value, so a token a few bins away is nearly the
+same action.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from outrider.verify.verdict import path_to, prob_of, tokens_before, verdict_of
 def bins(order: torch.Tensor, distance: int) -> VerifyFunction:
     """Return the rule that accepts a draft token within `distance` bins of the target's own token y, sampled from p.
 
-    At each node, the rule accepts the child that is nearest to y, if it is within the distance. Otherwise it emits y.
-    It verifies trees. A token that is no bin is accepted only if it is y. A draft token without probability under p is
-    not accepted, with one exception: if p is one-hot, as in greedy decoding, a draft token that was chosen without
-    randomness may be.
+    At each node, the rule accepts the child that is nearest to y, if it is within the distance.
+    Otherwise it emits y. It verifies trees. A token that is no bin is accepted only if it is y. A
+    draft token without probability under p is not accepted, with one exception: if p is one-hot, as
+    in greedy decoding, a draft token that was chosen without randomness may be.
 
     Args:
         order: [V] int64 the bin of each token; -1: the token is no bin.

@@ -1,8 +1,9 @@
 """Verification against a blend of target and draft, whose log-probabilities are recorded.
 
-The output then follows the draft in part. This is useful if the draft prefers wanted outputs, such as answers with a
-high reward. The blend (1 - s) p + s q is known at each position, so importance weights correct an estimate from its
-samples. Its total variation distance from p is s times that of q, so at most s.
+The output then follows the draft in part. This is useful if the draft prefers wanted outputs, such
+as answers with a high reward. The blend (1 - s) p + s q is known at each position, so importance
+weights correct an estimate from its samples. Its total variation distance from p is s times that of
+q, so at most s.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from outrider.verify.verdict import draft_probs
 def blend(share: float) -> VerifyFunction:
     """Return the rule. It verifies chains, token by token, with the rule `rejection`.
 
-    The emitted token at the position of a draft token has the distribution (1 - share) p + share q, given the tokens
-    before it. A bonus token after an accepted draft has p. The log-probabilities of a verdict are those of these
-    distributions.
+    The emitted token at the position of a draft token has the distribution (1 - share) p + share q,
+    given the tokens before it. A bonus token after an accepted draft has p. The log-probabilities
+    of a verdict are those of these distributions.
 
     Args:
         share: s, the weight of the draft, between 0 and 1.

@@ -1,7 +1,7 @@
 """Groups of tokens, and the rule that is exact for them: rejection sampling of the group of a draft token.
 
-A token of n groups counts for each of them with a share of 1 / n. So a distribution over tokens gives a distribution
-over groups, and tokens of one group may replace each other.
+A token of n groups counts for each of them with a share of 1 / n. So a distribution over tokens
+gives a distribution over groups, and tokens of one group may replace each other.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OverlappingGroups:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[int]], vocab: int, device: torch.device) -> OverlappingGroups:
-        """Make groups from lists of distinct tokens. A token without a group gets one of its own."""
+        """Make groups from lists of distinct tokens. Any other token gets one of its own."""
         grouped = {token for group in groups for token in group}
         every = [*groups, *([token] for token in range(vocab) if token not in grouped)]
         token = torch.tensor([token for group in every for token in group], device=device)
@@ -75,10 +75,11 @@ class OverlappingGroups:
 def group_rejection(groups_of: GroupsOf) -> VerifyFunction:
     """Return the rule that accepts the group of a draft token with probability min(1, p(g) / q(g)). Chains only.
 
-    The group g of a draft token x is drawn uniformly from the groups of x; the rule accepts with the mean probability.
-    At a rejection, a group has the distribution norm((p(g) - q(g))+), and the bonus token is sampled from p within the
-    group. So the group has the probability p(g), whatever q is (Yanuka et al. 2025, arXiv 2511.13732). Tokens without
-    probability under p are never accepted, and q(g) does not count them.
+    The group g of a draft token x is drawn uniformly from the groups of x; the rule accepts with
+    the mean probability. At a rejection, a group has the distribution norm((p(g) - q(g))+), and the
+    bonus token is sampled from p within the group. So the group has the probability p(g), whatever
+    q is (Yanuka et al. 2025, arXiv 2511.13732). Tokens without probability under p are never
+    accepted, and q(g) does not count them.
 
     Args:
         groups_of: the groups at a node. They may depend on p, but not on the draft token.

@@ -84,7 +84,7 @@ def is_relaxed(name: str) -> bool:
 
 
 def reads_embedding(name: str) -> bool:
-    """Return whether a verifier is a relaxed rule that compares tokens by the target's embedding."""
+    """Return whether a verifier is a rule that compares tokens by the target's embedding."""
     rule, _, options = name.partition(":")
     return (
         is_relaxed(name)

@@ -25,9 +25,10 @@ _KINDS = ("neighbors", "groups", "bins")  # what a JSON file may hold
 class Table:
     """A table of a file.
 
-    A `.safetensors` file has an `embedding` [n, D], and `tokens` [n] if its rows are not the token ids 0, 1, ... of the
-    whole vocabulary. A `.json` file has the target's `vocab` and one of `neighbors` (an object with the neighbors of
-    token ids, the nearest first), `groups` (lists of token ids) and `bins` (token ids in order).
+    A `.safetensors` file has an `embedding` [n, D], and `tokens` [n] if its rows are not the token
+    ids 0, 1, ... of the whole vocabulary. A `.json` file has the target's `vocab` and one of
+    `neighbors` (an object with the neighbors of token ids, the nearest first), `groups` (lists of
+    token ids) and `bins` (token ids in order).
     """
 
     file: str
@@ -63,19 +64,19 @@ class Table:
         """
         if self.vocab is not None and self.vocab != vocab:
             raise OutriderError(
-                f"table {self.file} is for a vocabulary of {self.vocab} tokens, and the target has {vocab}; make it for"
-                " this target"
+                f"table {self.file} is for a vocabulary of {self.vocab} tokens, and the target has"
+                f" {vocab}; make it for this target"
             )
         if self.embedding is not None and self.tokens is None and len(self.embedding) != vocab:
             raise OutriderError(
-                f"table {self.file} has {len(self.embedding)} rows, and the target has {vocab} tokens; add a tensor"
-                " tokens with the token id of each row"
+                f"table {self.file} has {len(self.embedding)} rows, and the target has {vocab}"
+                " tokens; add a tensor tokens with the token id of each row"
             )
         unknown = [token for token in self._ids() if not 0 <= token < vocab]
         if unknown:
             raise OutriderError(
-                f"table {self.file} names token {unknown[0]}, and the target has the ids 0 to {vocab - 1}; correct the"
-                " table"
+                f"table {self.file} names token {unknown[0]}, and the target has the ids 0 to"
+                f" {vocab - 1}; correct the table"
             )
 
     def _ids(self) -> Iterable[int]:
@@ -177,8 +178,8 @@ def token_range(first: int, last: int | None, facts: TargetFacts) -> torch.Tenso
     end = facts.vocab - 1 if last is None else last
     if not first < end < facts.vocab:
         raise OutriderError(
-            f"first and last are {first} and {end}, and the target has the ids 0 to {facts.vocab - 1}; use two of them"
-            " in order"
+            f"first and last are {first} and {end}, and the target has the ids 0 to"
+            f" {facts.vocab - 1}; use two of them in order"
         )
     return torch.arange(first, end + 1, device=facts.device)
 

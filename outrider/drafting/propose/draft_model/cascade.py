@@ -24,9 +24,10 @@ _MIN_TOKENS = 3  # with fewer looked-up tokens at the start, the chain is drafte
 class Cascade(WrappedTarget):
     """A draft model whose greedy chains take fewer passes.
 
-    The draft model looks up what followed the last occurrence of the end of text and chain. It scores these tokens in
-    the same pass and keeps those that equal its own choice. The chain equals the one that the model drafts token by
-    token. Each pass synchronizes with the host, so this is meant for the CPU.
+    The draft model looks up what followed the last occurrence of the end of text and chain. It
+    scores these tokens in the same pass and keeps those that equal its own choice. The chain equals
+    the one that the model drafts token by token. Each pass synchronizes with the host, so this is
+    meant for the CPU.
     """
 
     def __init__(self, inner: Target) -> None:
@@ -55,7 +56,7 @@ class Cascade(WrappedTarget):
                 logits[b] += pass_logits[b, begin : begin + num_new]
             _update_builder(builder, chains, logits)
         size = max(map(len, chains))
-        tokens = tree.upload([chain + [0] * (size - len(chain)) for chain in chains], self.device)
+        tokens = tree.upload_rows(chains, size, self.device)
         return DraftChains(
             tokens=tokens, count=tuple(builder.count), margin=builder.margins, accept_prob=builder.accept_probs
         )
@@ -65,7 +66,7 @@ class Cascade(WrappedTarget):
     ) -> tuple[list[list[int]], torch.Tensor]:
         """Score the nodes of the chains from `first` on. Return the likeliest ids [B][M] and the logits [B, M, V]."""
         size = max(map(len, chains))
-        tokens = tree.upload([chain + [0] * (size - len(chain)) for chain in chains], self.device)
+        tokens = tree.upload_rows(chains, size, self.device)
         draft = tree.chain(tokens, tuple(map(len, chains))) if size else tree.empty(len(chains), self.device)
         scores = self.inner.score(batch, draft, first)
         logits = scores.logits[..., :vocab]

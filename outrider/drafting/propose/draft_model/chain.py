@@ -30,8 +30,9 @@ SMALL_FEED = 64  # feeds of at most this many tokens do not count toward PREFILL
 class DraftModelProposer:
     """Runs a draft model over its own KV cache.
 
-    The draft model prefills a sequence when it first drafts for it, so it costs nothing while the planner does not
-    speculate. Draft tokens are sampled under the sampling parameters of the request, so that q is close to p.
+    The draft model prefills a sequence when it first drafts for it, so it costs nothing while the
+    planner does not speculate. Draft tokens are sampled under the sampling parameters of the
+    request, so that q is close to p.
     """
 
     needs = Needs()
@@ -80,7 +81,7 @@ class DraftModelProposer:
         self._model.cache.commit(replace(round, batch=self._batch, draft=self._draft, path=tuple(paths)))
 
     def _propose(self, batch: Batch, indices: Sequence[int], num_seqs: int) -> Draft:
-        """Draft for the sequences of `batch`, which have these `indices` among `num_seqs` sequences."""
+        """Draft for the sequences of `batch` with these `indices` among `num_seqs` sequences."""
         self._draft = self._draft_chains(batch)
         self._proposed = self._draft if len(indices) == num_seqs else _spread(self._draft, indices, num_seqs)
         return self._proposed
@@ -97,7 +98,8 @@ class DraftModelProposer:
             pairs = zip(draft_tokens[b][:width], emitted[seq.slot], strict=False)
             num_accepted[seq.slot] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if self._margins is not None:
-                # Sampled tokens that were cut from the draft were not verified, so nothing is learned from them.
+                # Sampled tokens that were cut from the draft were not verified, so nothing is
+                # learned from them.
                 verified = draft_tokens[b] if self._draft.q is None else draft_tokens[b][:width]
                 self._confidence.learn(verified, self._margins[b], emitted[seq.slot])
         return num_accepted
@@ -155,7 +157,7 @@ class DraftModelProposer:
         return draft_batch, indices
 
     def _room(self, slot: int, end: int) -> int:
-        """Return how many draft tokens fit behind the first `end` tokens of the sequence in a slot."""
+        """Return how many draft tokens fit behind the first `end` tokens of a slot."""
         return self._window.room(slot, end) if self._window else self._model.context - end
 
     def _warn_of_room(self, room: int) -> None:
@@ -183,7 +185,8 @@ class DraftModelProposer:
 
     def _draft_chains(self, batch: Batch) -> Draft:
         sampling = self._sampling.of(batch.seqs)
-        # If an output must be reproduced, the end tokens of another sequence must not stop its chain.
+        # If an output must be reproduced, the end tokens of another sequence must not stop its
+        # chain.
         ends = frozenset[int]()
         if not any(must_reproduce(seq, self._setup.draw) for seq in batch.seqs):
             ends = frozenset.intersection(*(seq.request.end_ids for seq in batch.seqs))
@@ -206,7 +209,8 @@ class DraftModelProposer:
         model = self._model
         vocab = self._setup.vocab
         draw = self._setup.draw
-        # Unmodified logits have the same likeliest token as the distribution after sampling parameters.
+        # Unmodified logits have the same likeliest token as the distribution after sampling
+        # parameters.
         if sampling.plain_greedy or (sampling.unmodified and draw is Draw.ARGMAX):
             return model.draft_greedy(batch, vocab, stop_rule)
         if sampling.unmodified and isinstance(model, ChainSampler):
@@ -235,7 +239,8 @@ class DraftModelProposer:
                 scores = self._model.score(batch, draft, first=builder.depth - 1)
             logits = fit_vocabulary(scores.logits, self._setup.vocab)
             q = apply_sampling(logits, sampling, draft, last=True)[:, 0]
-            # The distribution of a greedy sequence is one-hot. Taking the argmax is the fastest way to its token.
+            # The distribution of a greedy sequence is one-hot. Taking the argmax is the fastest way
+            # to its token.
             chosen = q.argmax(-1) if sampling.all_greedy else self._choose_token(q, noise, uniform, builder.depth)
             tokens = torch.cat([draft.tokens, chosen[:, None]], 1)
             distributions.append(q)

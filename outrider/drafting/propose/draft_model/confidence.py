@@ -1,7 +1,7 @@
 """Estimate acceptance from the margin of the draft's logits, with an online logistic regression.
 
-A draft with a confidence head predicts log-odds of acceptance itself. They replace the margin, and the regression
-corrects them for the current text and temperature.
+A draft with a confidence head predicts log-odds of acceptance itself. They replace the margin, and
+the regression corrects them for the current text and temperature.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _MAX_MARGIN = 12.0
 class Confidence:
     """P(accepted | margin, ancestors accepted) = sigmoid(w m + b), with separate w and b for the first positions.
 
-    Each draft token moves w and b by a Newton step with a decayed curvature (online logistic regression, as an extended
-    Kalman filter). The margin depends on the distribution of the draft and not on the sampled token, so stopping by it
-    does not bias the output.
+    Each draft token moves w and b by a Newton step with a decayed curvature (online logistic
+    regression, as an extended Kalman filter). The margin depends on the distribution of the draft
+    and not on the sampled token, so stopping by it does not bias the output.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,8 @@ from outrider.models.native.support import may_run
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.runtime.ranks import Ranks, all_ranks, current
 
-# Share of the target's tokens that a draft model must have, so that drafting by tokens is as good as by text.
+# Share of the target's tokens that a draft model must have, so that drafting by tokens is as good
+# as by text.
 _GOOD_SHARE = 0.9
 _MIN_SHARE = 0.1  # smallest share for drafting by tokens
 _CHECKED_CONTEXT = 64  # tokens of the check of a sharded draft
@@ -47,7 +48,8 @@ _log = logging.getLogger("outrider")
 def draft_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """Make `draft:DIR` of a draft head or a draft model.
 
-    A model with another vocabulary drafts by tokens if it has most of the target's tokens, and by text otherwise.
+    A model with another vocabulary drafts by tokens if it has most of the target's tokens, and by
+    text otherwise.
     """
     if is_head(folder, lambda: _head_partner(setup)):
         return HeadProposer(setup, _open_head(folder, setup))
@@ -72,7 +74,8 @@ def mtp_proposer(setup: ProposerSetup) -> Proposer:
     """Make `mtp`, the module for multi-token prediction in the target's own checkpoint.
 
     Raises:
-        OutriderError: the checkpoint has no such module, or it is damaged, or its kind is not supported.
+        OutriderError: the checkpoint has no such module, or it is damaged, or its kind is not
+            supported.
     """
     folder = setup.target_folder
     if not (folder and is_head(folder, lambda: _head_partner(setup))):
@@ -116,14 +119,14 @@ class _OpenedModel:
 
     @property
     def same_vocabulary(self) -> bool:
-        """Whether both tokenizers give the same ids. Padding of the vocabularies does not matter."""
+        """Whether both tokenizers give the same ids, whatever the padding of the vocabularies."""
         return bool(self.setup.tokenizer.get_vocab() == self.checkpoint.tokenizer.get_vocab())
 
     def model(self, tokens_per_token: int = 1) -> Target:
         """Make the draft model.
 
-        Its context has `tokens_per_token` tokens per token of the target's context. If the checkpoint allows fewer, or
-        the setup asks for it, the draft model reads a window.
+        Its context has `tokens_per_token` tokens per token of the target's context. If the
+        checkpoint allows fewer, or the setup asks for it, the draft model reads a window.
         """
         context = tokens_per_token * self.setup.context
         size = min(context, self._window_size())
@@ -193,8 +196,9 @@ class _OpenedModel:
         vocabulary_map = self.vocabulary_map()
         if vocabulary_map.shared_fraction < _MIN_SHARE:
             raise OutriderError(
-                f"the draft in {self.folder} has {vocabulary_map.shared_fraction:.1%} of the target's"
-                f" {vocabulary_map.tokens} tokens, too few to draft by tokens; use draft-text:{self.folder}"
+                f"the draft in {self.folder} has {vocabulary_map.shared_fraction:.1%} of the"
+                f" target's {vocabulary_map.tokens} tokens, too few to draft by tokens; use"
+                f" draft-text:{self.folder}"
             )
         return SharedVocabulary(self.model(), vocabulary_map)
 
@@ -211,7 +215,8 @@ def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
     """Make the target that runs a draft head.
 
     Raises:
-        OutriderError: the target does not export hidden states, or the head belongs to another target.
+        OutriderError: the target does not export hidden states, or the head belongs to another
+            target.
     """
     if not isinstance(setup.target, WeightSharer):
         raise OutriderError(
@@ -226,9 +231,10 @@ def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
     trained_on = (description.vocab, description.target_hidden, description.target_layers)
     if trained_on != (info.vocab, info.hidden, info.layers):
         raise OutriderError(
-            f"{folder} was trained on a target with vocabulary {description.vocab}, width {description.target_hidden}"
-            f" and {description.target_layers} layers; this target has {info.vocab}, {info.hidden} and {info.layers},"
-            " so use the target that the head was trained on"
+            f"{folder} was trained on a target with vocabulary {description.vocab}, width"
+            f" {description.target_hidden} and {description.target_layers} layers; this target has"
+            f" {info.vocab}, {info.hidden} and {info.layers}, so use the target that the head was"
+            " trained on"
         )
     bits = _bits(setup)
     window = _head_window(folder, module, setup)
@@ -260,8 +266,8 @@ def _bits(setup: ProposerSetup) -> int:
 def _not_quantized(folder: str, setup: ProposerSetup, reason: UnsupportedModel) -> OutriderError:
     """Return the error of a draft that cannot be quantized, because it cannot run on the native kernels."""
     return OutriderError(
-        f"draft_quantize is {setup.draft_quantize}, and the draft in {folder} cannot have it: {reason}; leave"
-        " draft_quantize out"
+        f"draft_quantize is {setup.draft_quantize}, and the draft in {folder} cannot have it:"
+        f" {reason}; leave draft_quantize out"
     )
 
 
@@ -276,8 +282,8 @@ def _head_window(folder: str, module: HeadModule, setup: ProposerSetup) -> int |
         if asked is None:
             return None
         raise OutriderError(
-            f"draft_window is {asked}, and the head in {folder} supports none: only autoregressive heads of one module"
-            " do; leave draft_window out"
+            f"draft_window is {asked}, and the head in {folder} supports none: only autoregressive"
+            " heads of one module do; leave draft_window out"
         )
     if asked is not None and asked < MIN_WINDOW:
         raise OutriderError(f"draft_window is {asked}; use at least {MIN_WINDOW} tokens")
@@ -349,7 +355,8 @@ def _load_sharded(folder: str, setup: ProposerSetup, dtype: str) -> Checkpoint |
     """Load this rank's part of a draft model; None: each rank loads the whole draft. Notes the choice in the setup.
 
     Raises:
-        UnsupportedModel: the setup asks for a sharded draft, which does not load or fails the check.
+        UnsupportedModel: the setup asks for a sharded draft, which does not load or fails the
+            check.
         OutriderError: the setup asks for a sharded draft, and this draft cannot be split.
     """
     ranks = current()
@@ -398,7 +405,8 @@ def _check_source(opened: _OpenedModel) -> None:
     """Check that a draft model reads what the target reads.
 
     Raises:
-        OutriderError: only one of them is an encoder-decoder model, or the draft cannot read all sources.
+        OutriderError: only one of them is an encoder-decoder model, or the draft cannot read all
+            sources.
     """
     target, draft = opened.setup.source_rules, opened.checkpoint.source
     if target is None and draft is None:
@@ -406,28 +414,30 @@ def _check_source(opened: _OpenedModel) -> None:
     if target is None or draft is None:
         kinds = ("a decoder-only model", "an encoder-decoder model")
         raise OutriderError(
-            f"the draft in {opened.folder} is {kinds[draft is not None]} and the target {kinds[target is not None]};"
-            " use a draft of the target's kind"
+            f"the draft in {opened.folder} is {kinds[draft is not None]} and the target"
+            f" {kinds[target is not None]}; use a draft of the target's kind"
         )
     if not opened.same_vocabulary:
         raise OutriderError(
-            f"the draft in {opened.folder} has another vocabulary, with which it cannot read the target's sources; use"
-            " a draft with the target's tokenizer"
+            f"the draft in {opened.folder} has another vocabulary, with which it cannot read the"
+            " target's sources; use a draft with the target's tokenizer"
         )
     if (target.speech is None) != (draft.speech is None):
         raise OutriderError(
-            f"the draft in {opened.folder} reads {'text' if draft.speech is None else 'speech'} and the target"
-            f" {'text' if target.speech is None else 'speech'}; use a draft that reads what the target reads"
+            f"the draft in {opened.folder} reads {'text' if draft.speech is None else 'speech'} and"
+            f" the target {'text' if target.speech is None else 'speech'}; use a draft that reads"
+            " what the target reads"
         )
     if target.speech is not None and draft.speech is not None:
         taken = [(rules.frames, rules.bins) for rules in (target.speech, draft.speech)]
         if taken[0] != taken[1]:
             raise OutriderError(
-                f"the draft in {opened.folder} takes {taken[1][0]} frames of {taken[1][1]} bins and the target"
-                f" {taken[0][0]} of {taken[0][1]}; use a draft with the target's features"
+                f"the draft in {opened.folder} takes {taken[1][0]} frames of {taken[1][1]} bins and"
+                f" the target {taken[0][0]} of {taken[0][1]}; use a draft with the target's"
+                " features"
             )
     if draft.context < target.context:
         raise OutriderError(
-            f"the encoder of the draft in {opened.folder} takes {draft.context} tokens and the target's"
-            f" {target.context}; use a draft that takes as many"
+            f"the encoder of the draft in {opened.folder} takes {draft.context} tokens and the"
+            f" target's {target.context}; use a draft that takes as many"
         )

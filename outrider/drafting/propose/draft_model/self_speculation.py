@@ -1,7 +1,7 @@
 """Let the target draft for itself.
 
-It drafts with its first layers (Elhoushi et al. 2024), without some of its layers (Zhang et al. 2023), or with
-quantized weights (Tiwari et al. 2025).
+It drafts with its first layers (Elhoushi et al. 2024), without some of its layers (Zhang et al.
+2023), or with quantized weights (Tiwari et al. 2025).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MAX_FEED = 16  # no draft for feeds of this many tokens: feeding them twice cos
 class SharedCacheProposer(DraftModelProposer):
     """Drafts with layers of the target, over the target's KV cache.
 
-    The target runs the same feed again right afterward. So there is no draft after a long feed, such as the end of a
-    prompt. In the next round the KV cache holds that feed already.
+    The target runs the same feed again right afterward. So there is no draft after a long feed,
+    such as the end of a prompt. In the next round the KV cache holds that feed already.
     """
 
     def propose(self, batch: Batch) -> Draft:
@@ -41,8 +41,8 @@ def exit_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
     count = exit_layers(argument)
     if count > target.layers:
         raise OutriderError(
-            f"exit:{argument} asks for more layers than the {target.layers} of this target; write for example"
-            f" exit:{max(target.layers // 4, 1)}"
+            f"exit:{argument} asks for more layers than the {target.layers} of this target; write"
+            f" for example exit:{max(target.layers // 4, 1)}"
         )
     return SharedCacheProposer(setup, _test_pass(target.make_submodel(range(count)), setup))
 

@@ -69,7 +69,8 @@ class HeadTreeProposer(_HiddenStateProposer, TreeProposer):
 def feed_pending(head: HeadTarget, batch: Batch) -> None:
     """Feed pending hidden states to the head for sequences that do not draft.
 
-    A hidden state takes as much memory as the KV cache of one or two tokens, and is not part of the cache budget.
+    A hidden state takes as much memory as the KV cache of one or two tokens, and is not part of the
+    cache budget.
     """
     tokens_left = PREFILL_CHUNK
     due: list[tuple[int, int, int]] = []  # index in the batch, first and last + 1 token

@@ -1,12 +1,13 @@
 """Draft trees with a draft model of the target's vocabulary, level by level.
 
-Sampled siblings are drawn without replacement. Their number follows the objective of Sequoia (Chen et al. 2024): the
-tree with the most expected accepted tokens. The plan is renewed at each level, from the draft model's distributions,
-from the acceptance of earlier draft tokens of the same kind, and from the average acceptance below a node. Whether a
-node is sampled depends on what was sampled before, never on its own token or on later ones, so the output stays exact.
+Sampled siblings are drawn without replacement. Their number follows the objective of Sequoia (Chen
+et al. 2024): the tree with the most expected accepted tokens. The plan is renewed at each level,
+from the draft model's distributions, from the acceptance of earlier draft tokens of the same kind,
+and from the average acceptance below a node. Whether a node is sampled depends on what was sampled
+before, never on its own token or on later ones, so the output stays exact.
 
-Without sampling, the likeliest paths are taken (Li et al. 2024, EAGLE-2). The same objective then decides which nodes
-the draft model is fed next.
+Without sampling, the likeliest paths are taken (Li et al. 2024, EAGLE-2). The same objective then
+decides which nodes the draft model is fed next.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class _AcceptanceByRank:
     def by_peak(self, rank: int, depth: int, peak: int) -> float:
         """Return that of a sampled token, from its rank, its depth and the odds level of the likeliest token in q.
 
-        The prior of the first rank rises from 0.4 to 1 with the odds. From the third rank on, each rank has half of the
-        rank before.
+        The prior of the first rank rises from 0.4 to 1 with the odds. From the third rank on, each
+        rank has half of the rank before.
         """
         if rank > 1:
             prior = self.by_peak(rank - 1, depth, peak) / 2
@@ -156,9 +157,9 @@ class _TreeGrowth:
 class TreeProposer(DraftModelProposer):
     """Runs a draft model over its own KV cache, and drafts trees.
 
-    Draft tokens are sampled from the draft model's distribution under the sampling parameters of the request. Without
-    sampling, the likeliest tokens of that distribution are taken; a greedy sequence uses the distribution at
-    temperature 1. Each level waits for the host.
+    Draft tokens are sampled from the draft model's distribution under the sampling parameters of
+    the request. Without sampling, the likeliest tokens of that distribution are taken; a greedy
+    sequence uses the distribution at temperature 1. Each level waits for the host.
     """
 
     def __init__(self, setup: ProposerSetup, model: Target, *, reach: int | None = None) -> None:
@@ -180,7 +181,8 @@ class TreeProposer(DraftModelProposer):
             # The next pass must be fed at least one token, so the last one is not committed.
             path = growth.builder.path(tokens[:-1])
             paths.append(tuple(growth.fed_index[node] for node in path if node in growth.fed_index))
-            # Sampled tokens that were cut from the draft were not verified, so nothing is learned from them.
+            # Sampled tokens that were cut from the draft were not verified, so nothing is learned
+            # from them.
             if round.draft.size or not growth.sampled:
                 self._acceptance.learn(growth, tokens)
         self._model.cache.commit(replace(round, batch=self._batch, draft=self._fed, path=tuple(paths)))
@@ -204,7 +206,8 @@ class TreeProposer(DraftModelProposer):
         """Grow the trees of all sequences.
 
         Returns:
-            [B, 1 + F, V], the draft model's distributions after the committed text and after each fed node.
+            [B, 1 + F, V], the draft model's distributions after the committed text and after each
+            fed node.
         """
         sampling = self._sampling.of(batch.seqs)
         not_greedy = torch.zeros_like(sampling.greedy)

@@ -1,8 +1,8 @@
 """Compute the shapes of draft trees that promise the most accepted tokens.
 
-A node is identified by its rank among its siblings, in the order in which they are verified. Its acceptance probability
-is the product of the conditional probabilities on its path. The sum over all nodes is the expected number of accepted
-draft tokens.
+A node is identified by its rank among its siblings, in the order in which they are verified. Its
+acceptance probability is the product of the conditional probabilities on its path. The sum over all
+nodes is the expected number of accepted draft tokens.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ class TreeShape:
 def best_first(children: Callable[[tuple[int, ...]], Sequence[float]], nodes: int) -> TreeShape:
     """Return the `nodes` likeliest nodes of an infinite tree, likeliest first: Wang et al. 2024 (OPT-Tree), section 3.
 
-    No other tree with this number of nodes has more expected accepted tokens, because no node is likelier than its
-    parent or than its previous sibling.
+    No other tree with this number of nodes has more expected accepted tokens, because no node is
+    likelier than its parent or than its previous sibling.
 
     Args:
-        children: returns the conditional probabilities of a node's children, from the ranks on the node's path. They
-            must not rise.
+        children: returns the conditional probabilities of a node's children, from the ranks on the
+            node's path. They must not rise.
         nodes: most draft tokens.
     """
     parents: list[int] = []
     ranks: list[int] = []
     probs: list[float] = []
     order = count()
-    # Minus the probability, order, parent, ranks on the path, probability of the parent, and the siblings'
-    # conditional probabilities.
+    # Minus the probability, order, parent, ranks on the path, probability of the parent, and the
+    # siblings' conditional probabilities.
     queue: list[tuple[float, int, int, tuple[int, ...], float, Sequence[float]]] = []
 
     def push(parent: int, path: tuple[int, ...], parent_prob: float, siblings: Sequence[float]) -> None:

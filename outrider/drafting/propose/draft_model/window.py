@@ -1,12 +1,13 @@
 """Let a draft model read only the last tokens of a sequence.
 
-A draft model whose positions end before the target's could not draft beyond them. It reads a window instead: the last
-tokens of the sequence, at positions from 0 on. When the window is full, it moves on by half of its size, and the draft
-model reads the tokens that remain in it again. So each output token costs one prefilled token of the draft model, and
-the draft model never sees positions that it was not trained for (Xiao et al. 2024, "sliding window with
-re-computation").
+A draft model whose positions end before the target's could not draft beyond them. It reads a window
+instead: the last tokens of the sequence, at positions from 0 on. When the window is full, it moves
+on by half of its size, and the draft model reads the tokens that remain in it again. So each output
+token costs one prefilled token of the draft model, and the draft model never sees positions that it
+was not trained for (Xiao et al. 2024, "sliding window with re-computation").
 
-A smaller window also makes drafts cheaper, because the draft model reads fewer keys and values for each token.
+A smaller window also makes drafts cheaper, because the draft model reads fewer keys and values for
+each token.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _MAX_RESERVE = 64  # tokens that a window reserves for a draft; a window below 2
 class WindowedTarget(WrappedTarget):
     """A draft model as a `Target` with the context of the engine, which reads a window of each sequence.
 
-    Where a window begins depends on the length of the sequence only, so a draft does not depend on the rounds before.
-    Windows begin at multiples of the stride. Sequences with a common prefix therefore share its keys and values, as
-    long as their windows begin at the same token.
+    Where a window begins depends on the length of the sequence only, so a draft does not depend on
+    the rounds before. Windows begin at multiples of the stride. Sequences with a common prefix
+    therefore share its keys and values, as long as their windows begin at the same token.
     """
 
     def __init__(self, inner: Target, *, context: int) -> None:
@@ -65,7 +66,7 @@ class WindowedTarget(WrappedTarget):
         self._windows.slide(seq, end)
 
     def room(self, slot: int, end: int) -> int:
-        """Return how many draft tokens fit behind the first `end` tokens of the sequence in a slot."""
+        """Return how many draft tokens fit behind the first `end` tokens of a slot."""
         return min(self.size - (end - self._windows.offset(slot)), self.context - end)
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
@@ -90,7 +91,7 @@ def windowed(model: Target, *, context: int) -> WindowedTarget:
 
 
 def find_window(model: Target | None) -> WindowedTarget | None:
-    """Return the window of a draft model, also of a wrapped one; None if it reads whole sequences."""
+    """Return the window of a draft model, also of a wrapped one; None: it has none."""
     while isinstance(model, WrappedTarget) and not isinstance(model, WindowedTarget):
         model = model.inner
     return model if isinstance(model, WindowedTarget) else None
@@ -128,7 +129,7 @@ class _WindowCache(WrappedCache):
         return self._windows[slot].offset if slot in self._windows else 0
 
     def slide(self, seq: SequenceState, end: int) -> None:
-        """Move the window of a sequence of `end` tokens. If it has to move, its tokens are dropped."""
+        """Move the window of a sequence of `end` tokens. If it moves, its tokens are dropped."""
         window = self._windows[seq.slot]
         if self._owner.begin(end) > window.offset:
             self.admit(seq.slot, seq.token_ids[:end], window.scope)

@@ -23,8 +23,8 @@ _CHUNK = 16  # tokens of a running sequence that its siblings see at once
 class GroupProposer(SuffixProposer):
     """Drafts what followed the longest known suffix in the sequence and in the outputs of its group.
 
-    A group is `Request.group`, or the prompt if there is none. Each group has suffix trees of its own. A running
-    sequence adds its tokens in chunks; its whole output replaces them when it ends.
+    A group is `Request.group`, or the prompt if there is none. Each group has suffix trees of its
+    own. A running sequence adds its tokens in chunks; its whole output replaces them when it ends.
     """
 
     def __init__(self, setup: ProposerSetup, *, history: int = _HISTORY, versions: int | None = None) -> None:
@@ -94,7 +94,7 @@ def _sizes(argument: str) -> tuple[int, int | None]:
     window = parse_count(versions)
     if colon and not window:
         raise OutriderError(
-            f"group:{argument} has no valid number of versions; write group:{tokens or _HISTORY}:8 to keep the"
-            " outputs of the last 8 versions of the weights"
+            f"group:{argument} has no valid number of versions; write group:{tokens or _HISTORY}:8"
+            " to keep the outputs of the last 8 versions of the weights"
         )
     return parse_history_size(tokens) or _HISTORY, window

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 
+from outrider.core import tree
 from outrider.core.proposer import ProposerSetup, parse_count
 from outrider.core.types import Batch, Draft, Needs, Request, Round
 from outrider.drafting.propose.acceptance import AcceptanceEstimator
@@ -109,19 +110,20 @@ class _TreeGrowth:
         return self._num_branches < _MAX_BRANCHES
 
     def best(self, count: int) -> tuple[TreeBuilder, list[Hashable]]:
-        """Return the likeliest `count` nodes and their kinds. Parents stay before their children."""
+        """Return the likeliest `count` nodes and their kinds, parents before children."""
         accept_prob = self._builder.accept_prob
-        # A parent is never less likely than its children and was added before them, and the sort is stable.
+        # A parent is never less likely than its children and was added before them, and the sort is
+        # stable.
         order = sorted(range(len(self._kinds)), key=lambda node: -accept_prob[node])[:count]
-        return self._builder.select(order), [self._kinds[node] for node in order]
+        return self._builder.select(order), tree.pick(self._kinds, order)
 
 
 class NgramProposer:
     """Copies what followed earlier occurrences of the last n-gram, longest n-gram and latest occurrence first.
 
-    The text is the source of an encoder-decoder target, if there is one, and then the sequence. Up to three
-    continuations form a tree. A prompt is indexed in the rounds in which the target prefills it, so that a long prompt
-    does not delay sequences that decode.
+    The text is the source of an encoder-decoder target, if there is one, and then the sequence. Up
+    to three continuations form a tree. A prompt is indexed in the rounds in which the target
+    prefills it, so that a long prompt does not delay sequences that decode.
     """
 
     needs = Needs()

@@ -1,10 +1,10 @@
 """Token recycling: draft tokens that the target's earlier logits found likely (Luo et al. 2024).
 
-A pass scores every draft token, accepted or not, and so shows for free what may follow it. This is stored under the
-last tokens of the draft token's path, and a tree grows from it, likeliest node first. The paper's table has single
-tokens, fills a fixed tree, and is kept between requests. This one prefers longer suffixes, also uses the prompt, uses
-the successors of similar tokens for unknown ones, and learns acceptance probabilities. Sequences share only these
-probabilities.
+A pass scores every draft token, accepted or not, and so shows for free what may follow it. This is
+stored under the last tokens of the draft token's path, and a tree grows from it, likeliest node
+first. The paper's table has single tokens, fills a fixed tree, and is kept between requests. This
+one prefers longer suffixes, also uses the prompt, uses the successors of similar tokens for unknown
+ones, and learns acceptance probabilities. Sequences share only these probabilities.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class _SuccessorTable:
 class RecycleProposer:
     """Grows a tree, likeliest node first, from what the target's logits have shown after the same suffixes.
 
-    A prompt is added in the rounds in which the target prefills it, so that a long prompt does not delay sequences that
-    decode.
+    A prompt is added in the rounds in which the target prefills it, so that a long prompt does not
+    delay sequences that decode.
     """
 
     needs = Needs()
@@ -184,7 +184,8 @@ class RecycleProposer:
             return builder
         table = self._tables[seq.slot]
         order = count()
-        # The best remaining candidate below each node: minus its probability, order, token, kind, and parent.
+        # The best remaining candidate below each node: minus its probability, order, token, kind,
+        # and parent.
         queue: list[tuple[float, int, int, int, _Parent]] = []
 
         def push_next(parent: _Parent, most: float) -> None:

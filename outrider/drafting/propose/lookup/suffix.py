@@ -24,8 +24,8 @@ class SuffixProposer:
 
     The source of an encoder-decoder target counts as text before the sequence.
 
-    A prompt is indexed in the rounds in which the target prefills it, so that a long prompt does not delay sequences
-    that decode.
+    A prompt is indexed in the rounds in which the target prefills it, so that a long prompt does
+    not delay sequences that decode.
     """
 
     needs = Needs()
@@ -106,7 +106,7 @@ def parse_history_size(argument: str) -> int:
     tokens = parse_count(argument or "0")
     if argument and not (tokens and tokens <= _MAX_HISTORY):
         raise OutriderError(
-            f"suffix:{argument} is no valid number of tokens; write suffix:100000 to keep 100000 tokens of past"
-            f" outputs, or another number up to {_MAX_HISTORY}"
+            f"suffix:{argument} is no valid number of tokens; write suffix:100000 to keep 100000"
+            f" tokens of past outputs, or another number up to {_MAX_HISTORY}"
         )
     return tokens or 0

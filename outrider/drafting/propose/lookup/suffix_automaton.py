@@ -6,18 +6,18 @@ from array import array
 from collections.abc import Iterable
 from itertools import islice
 
-# Number of suffixes, longest first, whose counts a new token raises. A repetitive sequence has as many suffixes as
-# tokens, so counting all of them would take quadratic time. A short suffix is needed only if nothing followed a longer
-# one.
+# Number of suffixes, longest first, whose counts a new token raises. A repetitive sequence has as
+# many suffixes as tokens, so counting all of them would take quadratic time. A short suffix is
+# needed only if nothing followed a longer one.
 _MAX_COUNTED_SUFFIXES = 16
 
 
 class Automaton:
     """All substrings of a token sequence, and how often each one occurs.
 
-    A state is a set of substrings that end at the same positions: the suffixes of its longest string, down to those
-    that are longer than the longest string of its link. State 0 holds the empty string, and `last` the whole sequence.
-    Appending a token takes constant time on average.
+    A state is a set of substrings that end at the same positions: the suffixes of its longest
+    string, down to those that are longer than the longest string of its link. State 0 holds the
+    empty string, and `last` the whole sequence. Appending a token takes constant time on average.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
@@ -53,7 +53,7 @@ class Automaton:
         return state, self.length[state]
 
     def follow(self, state: int, token: int) -> int:
-        """Return the state that a token leads to; -1 if it never followed the strings of this state."""
+        """Return the state after a token; -1 if it never followed the strings of this state."""
         if self.first[state] == token:
             return self.next[state]
         others = self.more.get(state)
@@ -108,7 +108,8 @@ class Automaton:
     def _split(self, state: int, token: int) -> int:
         """Return the state of this state's longest string plus the token.
 
-        If that state also has longer strings, which do not end at the same positions any more, it is split.
+        If that state also has longer strings, which do not end at the same positions any more, it
+        is split.
         """
         old = self.follow(state, token)
         length = self.length[state] + 1

@@ -1,8 +1,8 @@
 """Store finished outputs in counted suffix trees of bounded size, one for each scope (Oliaro et al. 2024).
 
-A tree is stored as its sorted leaves (Manber and Myers 1990). A leaf is a position in an output. Leaves are sorted by
-the tokens before the position, nearest first. So positions with equal preceding tokens are adjacent. Together they are
-a node of the tree, and their number is its count.
+A tree is stored as its sorted leaves (Manber and Myers 1990). A leaf is a position in an output.
+Leaves are sorted by the tokens before the position, nearest first. So positions with equal
+preceding tokens are adjacent. Together they are a node of the tree, and their number is its count.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ _TOKEN_BYTES = 4
 _MAX_BLOCK = 512  # most leaves of a block, all of which an insertion may move
 _KEY_BYTES = CONTEXT * _TOKEN_BYTES
 _KEY = Struct(f">{CONTEXT}I")  # a leaf begins with its key: big-endian tokens, which compare as bytes
-# A leaf ends with the id of its output, and the bytes of the text from the position on. So early positions sort last.
+# A leaf ends with the id of its output, and the bytes of the text from the position on. So early
+# positions sort last.
 _POSITION = Struct(">II")
 _AFTER_ALL_POSITIONS = b"\xff" * _POSITION.size
-# Paddings of keys at the beginning of an output and of a lookup. They differ, so that they never match.
+# Paddings of keys at the beginning of an output and of a lookup. They differ, so that they never
+# match.
 _OUTPUT_PADDING = b"\xff" * _TOKEN_BYTES
 _LOOKUP_PADDING = b"\xfe"
 
@@ -59,7 +61,8 @@ class History:
     def learn(self, scope: str, before: Sequence[int], output: Sequence[int], *, version: int = 0) -> int | None:
         """Store an output and the tokens before it. Evict other outputs if there is no room.
 
-        `version` is that of the weights that sampled it. Returns the id of the output; None if it is empty.
+        `version` is that of the weights that sampled it. Returns the id of the output; None if it
+        is empty.
         """
         if not output:
             return None
@@ -102,7 +105,8 @@ class History:
             most: tokens of each continuation.
 
         Returns:
-            The distinct continuations, from at most _MAX_MATCHES positions, and the number of matching tokens.
+            The distinct continuations, from at most _MAX_MATCHES positions, and the number of
+            matching tokens.
         """
         tree = self._trees.get(scope)
         if tree is None:
@@ -190,7 +194,7 @@ class _SortedLeaves:
             del self._bounds[index]
 
     def around(self, key: bytes, most: int) -> tuple[list[bytes], list[bytes]]:
-        """Return up to `most` leaves below a key and up to `most` leaves from it on, nearest first."""
+        """Return up to `most` leaves below a key and as many from it on, nearest first."""
         index = bisect_right(self._bounds, key) - 1
         position = bisect_left(self._blocks[index], key)
         before = self._blocks[index][max(position - most, 0) : position]

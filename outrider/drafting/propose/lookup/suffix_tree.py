@@ -12,7 +12,8 @@ from outrider.drafting.propose.lookup.suffix_automaton import Automaton
 from outrider.drafting.propose.lookup.suffix_history import Continuation
 from outrider.drafting.propose.tree_builder import TreeBuilder
 
-# Successors of a state that are considered. A token with a share below 1 / _MAX_SUCCESSORS is left out.
+# Successors of a state that are considered. A token with a share below 1 / _MAX_SUCCESSORS is left
+# out.
 _MAX_SUCCESSORS = 16
 _MAX_MATCH_BITS = 6  # longer matches share the acceptance statistics of matches with this many binary digits
 _SHARE_LEVELS = 4  # levels of a token's share below 1
@@ -110,8 +111,8 @@ def grow(
 def _steps_in_sequence(automaton: Automaton, state: int, matched: int, factors: Sequence[float]) -> dict[int, _Step]:
     """Return what followed the longest suffix of a state that something followed.
 
-    A state that ends with the sequence has no successors. Its shorter suffix has some, because the sequence repeats
-    itself there.
+    A state that ends with the sequence has no successors. Its shorter suffix has some, because the
+    sequence repeats itself there.
     """
     while not (pairs := automaton.following(state, _MAX_SUCCESSORS)):
         state = automaton.link[state]

@@ -1,7 +1,8 @@
 """Run a draft model whose LM head has the most frequent tokens only (FR-Spec, Zhao et al. 2025).
 
-A small draft model spends much of its time in the LM head. It can still read every token, since its embedding is whole.
-A token outside the draft vocabulary is never drafted, so each one ends an accepted chain.
+A small draft model spends much of its time in the LM head. It can still read every token, since its
+embedding is whole. A token outside the draft vocabulary is never drafted, so each one ends an
+accepted chain.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def reduce_vocabulary(model: Target, checkpoint: Checkpoint, ids: torch.Tensor, 
 
 
 class ReducedVocabulary(WrappedTarget):
-    """A draft model with some tokens, as a `Target` with all tokens. The others have the logit -inf."""
+    """A draft model with some tokens, as a `Target` with all. The others have the logit -inf."""
 
     def __init__(self, inner: Target, ids: torch.Tensor, vocab: int) -> None:
         """Wrap a model whose logits are those of the tokens `ids` [Vd] among `vocab` tokens."""

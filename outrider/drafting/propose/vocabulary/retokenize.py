@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from outrider.core.token_text import TokenText
 from outrider.drafting.propose.vocabulary.counterparts import counterparts
 
-# Every tokenizer cuts at the end of a word and before the space that begins a word. A cut is known two characters
-# later at most. An apostrophe may belong to the word.
+# Every tokenizer cuts at the end of a word and before the space that begins a word. A cut is known
+# two characters later at most. An apostrophe may belong to the word.
 _CUT = re.compile(r"(?<=[^\W\d_])(?=[\s!-&(-@\[-`{-~])|(?<=\S)(?= [^\W\d_])")
 _MAX_STRETCH = 48  # characters without a cut after which the text is cut anyway
 _LOOKAHEAD = 2  # characters after a cut that must be known
@@ -19,9 +19,9 @@ _LOOKAHEAD = 2  # characters after a cut that must be known
 class Retokenizer:
     """The text of one sequence, tokenized again with the draft model's tokenizer.
 
-    The tokens before the last cut are stable: more text does not change them. Stable tokens and the text after them
-    depend only on the text so far, not on how it was split into calls. A special token that the draft's tokenizer lacks
-    is tokenized as the text that it is written as.
+    The tokens before the last cut are stable: more text does not change them. Stable tokens and the
+    text after them depend only on the text so far, not on how it was split into calls. A special
+    token that the draft's tokenizer lacks is tokenized as the text that it is written as.
     """
 
     def __init__(self, target: TokenText, draft: TokenText, shared: Sequence[int] | None = None) -> None:

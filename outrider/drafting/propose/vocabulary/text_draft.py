@@ -21,7 +21,8 @@ from outrider.drafting.propose.vocabulary.counterparts import counterparts
 from outrider.drafting.propose.vocabulary.retokenize import Retokenizer
 
 _log = logging.getLogger("outrider")
-# Most tokens of a sequence that are prefilled in one round, so that decoding sequences do not wait long.
+# Most tokens of a sequence that are prefilled in one round, so that decoding sequences do not wait
+# long.
 _PREFILL_CHUNK = 1024
 _MAX_DEPTH = 4  # deeper draft tokens share their acceptance statistics
 _PRIOR = 0.6  # acceptance of a draft token before any has been verified
@@ -44,12 +45,12 @@ class _DraftPass:
 class TextProposer:
     """Runs a draft model on its own tokens of the text, and tokenizes its draft again for the target.
 
-    Draft tokens are greedy, not sampled, so they are exact for any pair of tokenizers. The verifier `walk` accepts most
-    of them.
+    Draft tokens are greedy, not sampled, so they are exact for any pair of tokenizers. The verifier
+    `walk` accepts most of them.
 
-    The draft model's KV cache holds only tokens that no further text can change. The last word may be tokenized
-    otherwise once it continues, so it is fed again in each round. There is no draft while a text ends within a
-    character.
+    The draft model's KV cache holds only tokens that no further text can change. The last word may
+    be tokenized otherwise once it continues, so it is fed again in each round. There is no draft
+    while a text ends within a character.
     """
 
     needs = Needs()
@@ -77,7 +78,7 @@ class TextProposer:
 
     def propose(self, batch: Batch) -> Draft:
         planned = [self._plan_pass(batch, b) for b in range(len(batch.seqs))]
-        passes = self._fitting([draft_pass for draft_pass in planned if draft_pass])
+        passes = self._fitting(list(filter(None, planned)))
         self._prefill([draft_pass for draft_pass in passes if not draft_pass.steps])
         self._passes = [draft_pass for draft_pass in passes if draft_pass.steps]
         builders = [TreeBuilder() for _ in batch.seqs]
@@ -191,7 +192,8 @@ class TextProposer:
         if end_token is not None and len(text.encode()) == len(spelled):
             tokens.append(end_token)
         tokens = list(takewhile(lambda token: token < self._setup.vocab, tokens[:budget]))
-        # The last token may be the beginning of a longer one whose rest was not drafted, so it is a kind of its own.
+        # The last token may be the beginning of a longer one whose rest was not drafted, so it is a
+        # kind of its own.
         draft_pass.kinds = [(min(i, _MAX_DEPTH), i == len(tokens) - 1) for i in range(len(tokens))]
         estimates = (self._acceptance.accept_prob(kind, _PRIOR) for kind in draft_pass.kinds)
         draft_pass.builder = TreeBuilder(tokens, list(range(-1, len(tokens) - 1)), list(accumulate(estimates, mul)))
@@ -214,15 +216,19 @@ def _batch(passes: Sequence[_DraftPass]) -> Batch:
         seqs=tuple(draft_pass.seq for draft_pass in passes),
         start=tuple(draft_pass.start for draft_pass in passes),
         feed=tuple(draft_pass.feed for draft_pass in passes),
-        budget=DraftBudget(tuple(draft_pass.steps for draft_pass in passes)),
+        budget=DraftBudget(_steps(passes)),
     )
 
 
 def _chain(passes: Sequence[_DraftPass], model: Target) -> Draft:
     """Return the draft in the draft model's ids."""
-    size = max(draft_pass.steps for draft_pass in passes)
-    tokens = [draft_pass.drafted + [0] * (size - draft_pass.steps) for draft_pass in passes]
-    return tree.chain(tree.upload(tokens, model.device), tuple(draft_pass.steps for draft_pass in passes))
+    steps = _steps(passes)
+    drafted = [draft_pass.drafted for draft_pass in passes]
+    return tree.chain(tree.upload_rows(drafted, max(steps), model.device), steps)
+
+
+def _steps(passes: Sequence[_DraftPass]) -> tuple[int, ...]:
+    return tuple(draft_pass.steps for draft_pass in passes)
 
 
 def _decode_characters(text: bytes) -> str:

@@ -19,7 +19,7 @@ def unwrapped(model: Target) -> Target:
 
 
 class WrappedTarget:
-    """A `Target` that passes every call on to another one. Subclasses override some of the calls."""
+    """A `Target` that passes calls on to another one. Subclasses override some of the calls."""
 
     def __init__(self, inner: Target) -> None:
         self.inner = inner

@@ -170,7 +170,7 @@ def request_body(
     elif isinstance(prompt, str):
         body["messages"] = [{"role": "user", "content": prompt}]
     else:
-        body["messages"] = [dict(message) for message in prompt]
+        body["messages"] = list(map(dict, prompt))
     return body
 
 

@@ -87,7 +87,7 @@ def replay(
         "real_differences": real,
         "real_per_1000_95": [1e3 * bounds.low, 1e3 * bounds.high],
         "largest_near_tie": max((each.margin for each in differences if each.near_tie), default=0.0),
-        "details": [asdict(each) for each in differences],
+        "details": list(map(asdict, differences)),
     }
 
 

@@ -113,7 +113,7 @@ def _speed(loads: Sequence[Load], engine: str) -> list[str]:
         ]
     listed = ", ".join(f"{load.speedup:.2f} at {load.concurrency}" for load in measured)
     lines = [f"Tokens/s over those without speculation: {listed} requests at a time."]
-    paying = [load for load in measured if _pays(load)]
+    paying = list(filter(_pays, measured))
     losing = [load for load in measured if not _pays(load)]
     if not paying:
         return [*lines, *_no_gain(measured, engine)]

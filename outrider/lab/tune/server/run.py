@@ -63,7 +63,7 @@ def run_server_tune(settings: Settings, options: ServerOptions) -> dict[str, Any
         "engine": engine or None,
         "temperature": temperature,
         "max_tokens": max_tokens,
-        "loads": [_load_dict(load) for load in measured.loads],
+        "loads": list(map(_load_dict, measured.loads)),
         "retries": measured.retries,
         "advice": advise(measured.loads, engine, configured=measured.configured),
         "versions": versions(),

@@ -65,7 +65,7 @@ class SoundScorer:
 
     @torch.inference_mode()
     def score(self, prompt: str, content: Tensor) -> Tensor:
-        """Return a probability for each window of `content`, (samples,). Windows overlap by half."""
+        """Return a probability for each window of `content`, [samples]. Windows overlap by half."""
         model = self._model
         if prompt != self._prompt or self._caption is None:
             self._caption = model.embed_captions(torch.tensor([model.language.tokens(prompt)]))

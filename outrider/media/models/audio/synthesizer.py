@@ -1,8 +1,8 @@
 """Spectra to samples, block after block: phases follow the peaks of the spectrum, and frames overlap and add.
 
-This is single pass spectrogram inversion (Beauregard, Harish and Wyse 2015). The phase of a peak grows with its
-frequency, which is read from the peak's form. All bins around a peak have its phase. Nothing is iterated, so a block
-costs little, and the state is one frame long.
+This is single pass spectrogram inversion (Beauregard, Harish and Wyse 2015). The phase of a peak
+grows with its frequency, which is read from the peak's form. All bins around a peak have its phase.
+Nothing is iterated, so a block costs little, and the state is one frame long.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SMALL = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The values of the last frame that the next block needs. The arrays are never written to again."""
+    """The values of the last frame that the next block needs. The arrays are not written to again."""
 
     phases: np.ndarray  # of each bin, in radians
     frequencies: np.ndarray  # of the peak that each bin belongs to, in radians per sample
@@ -55,13 +55,15 @@ class StreamingSynthesizer:
         phase, before = self._state.phases, self._state.frequencies
         for t in range(len(spectra)):
             own = peaks[t]
-            # A peak goes on from the phase at its place, at the mean of the old and the new frequency.
+            # A peak goes on from the phase at its place, at the mean of the old and the new
+            # frequency.
             phase = (phase[own] + 0.5 * hop * (before[own] + frequencies[t])) % (2 * math.pi)
             phases[t] = phase
             before = frequencies[t]
         bins = np.zeros((len(spectra), hop + 1), dtype=np.complex64)
         bins[:, 1:] = spectra * np.exp(1j * phases)
-        # Phases are those at the center of a frame, which the inverse transform puts at the first sample.
+        # Phases are those at the center of a frame, which the inverse transform puts at the first
+        # sample.
         frames = np.roll(np.fft.irfft(bins, n=2 * hop).astype(np.float32), hop, axis=-1)
         tails = np.concatenate([self._state.tail[None], frames[:, hop:]])
         self._state = _State(phase, before, tails[-1])

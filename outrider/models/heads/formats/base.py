@@ -1,8 +1,8 @@
 """The `Format` protocol, and helpers that all formats use.
 
-Formats are pure functions: reading maps a config and tensors to a description and weights, and writing does the
-inverse. Weights have the names of the module's state_dict. Some formats leave out values that their target determines,
-so the target may be given as `TargetInfo`.
+Formats are pure functions: reading maps a config and tensors to a description and weights, and
+writing does the inverse. Weights have the names of the module's state_dict. Some formats leave out
+values that their target determines, so the target may be given as `TargetInfo`.
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ class Format(Protocol):
         """
 
 
+def stored(weights: Tensors, names: Mapping[str, str], *, optional: bool = False) -> dict[str, torch.Tensor]:
+    """Return weights by their names in a format. The arguments are those of `Source.take_all`."""
+    return {stored: weights[name] for name, stored in names.items() if not optional or name in weights}
+
+
 class Source:
     """A checkpoint that is being imported. Each tensor must be taken or ignored; `close` checks this."""
 
@@ -118,6 +123,10 @@ class Source:
             )
         return tensor
 
+    def take_all(self, names: Mapping[str, str], *, optional: bool = False) -> dict[str, torch.Tensor]:
+        """Take the tensors of a format: `names` maps ours to those of the format. `optional`: only those it has."""
+        return {name: self.take(stored) for name, stored in names.items() if not optional or stored in self}
+
     def ignore(self, names: Iterable[str], why: str) -> None:
         """Ignore those of these tensors that were not taken. The reason `why` is shown to users."""
         if ignored := tuple(sorted(name for name in names if name in self._unhandled)):
@@ -132,8 +141,9 @@ class Source:
         """
         if unhandled := sorted(self._unhandled):
             raise OutriderError(
-                f"{unhandled[0]!r} (and {len(unhandled) - 1} more) is unknown in this format, so the draft head may"
-                " compute something else than expected; use a checkpoint in a supported format"
+                f"{unhandled[0]!r} (and {len(unhandled) - 1} more) is unknown in this format, so"
+                " the draft head may compute something else than expected; use a checkpoint in a"
+                " supported format"
             )
         return self._ignored
 
@@ -171,8 +181,8 @@ def refuse(name: str, reasons: Mapping[str, bool]) -> None:
 
     Args:
         name: a format that cannot represent the draft head.
-        reasons: what the format cannot represent, as in "it <reason>", and whether this applies. A reason may end with
-            advice after a semicolon.
+        reasons: what the format cannot represent, as in "it <reason>", and whether this applies. A
+            reason may end with advice after a semicolon.
     """
     for reason, applies in reasons.items():
         if applies:

@@ -1,9 +1,9 @@
 """DFlash, DSpark and XPress in the formats of z-lab, DeepSpec, SpecForge and vLLM, and in that of speculators.
 
-The layers are the same in all formats. The formats differ in two ways that tensors do not show. Speculators counts the
-target's layers by inputs, the others by outputs. And the column of the last committed token predicts a draft token
-(`sample_from_anchor`) by default in DSpark, but not in DFlash and XPress. If this is misread, each draft token is
-shifted by one position.
+The layers are the same in all formats. The formats differ in two ways that tensors do not show.
+Speculators counts the target's layers by inputs, the others by outputs. And the column of the last
+committed token predicts a draft token (`sample_from_anchor`) by default in DSpark, but not in
+DFlash and XPress. If this is misread, each draft token is shifted by one position.
 
 The mask is a row of the embedding, which is the target's if the draft head has none.
 """
@@ -30,6 +30,7 @@ from outrider.models.heads.formats.base import (
     same,
     shared_embedding,
     shared_lm_head,
+    stored,
 )
 from outrider.models.heads.formats.eagle3 import read_ids, to_output_layers, write_ids
 from outrider.models.heads.formats.llama import LLAMAS, layer_tensors, read_body, take_layer, unlike, write_body
@@ -51,7 +52,8 @@ _MARKOV: Mapping[str, str] = MappingProxyType(
         "markov_out.weight": "markov_head.markov_w2.weight",
     }
 )
-# The refiner of XPress as it is stored for vLLM, and by speculators. The weight `mix` is stored as it is trained.
+# The refiner of XPress as it is stored for vLLM, and by speculators. The weight `mix` is stored as
+# it is trained.
 _REFINER: Mapping[str, str] = MappingProxyType(
     {
         "refiner.token_in.weight": "xpress_head.w1.weight",
@@ -92,7 +94,7 @@ _NUM_ANCHORS = 512  # blocks of a sequence in training; DeepSpec's model require
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """One of the formats: a flat config, or that of speculators with a nested config of the layers."""
+    """One of the formats: a flat config, or that of speculators with nested layers."""
 
     name: str
     title: str
@@ -126,9 +128,9 @@ class Blocks:
         vocab = layer.size("vocab_size")
         mask_token = block_config.at("mask_token_id").integer("mask_token_id")
         weights = _take_tables(source, vocab, mask_token)
-        weights |= {name: source.take(stored) for name, stored in _REQUIRED.items()}
-        weights |= {name: source.take(stored) for name, stored in _MARKOV.items() if stored in source}
-        weights |= {name: source.take(stored) for name, stored in self._refiner_names.items()}
+        weights |= source.take_all(_REQUIRED)
+        weights |= source.take_all(_MARKOV, optional=True)
+        weights |= source.take_all(self._refiner_names)
         for i in range(body.layers):
             weights |= take_layer(source, f"layers.{i}.", f"layers.{i}.")
         rank = weights["markov_in.weight"].shape[-1] if "markov_in.weight" in weights else 0
@@ -208,7 +210,7 @@ class Blocks:
     ) -> Tensors:
         """Return all tensors except for the confidence head."""
         stored_names = {**_REQUIRED, **_MARKOV, **_TABLES, **self._refiner_names}
-        tensors = {stored: weights[name] for name, stored in stored_names.items() if name in weights}
+        tensors = stored(weights, stored_names, optional=True)
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"layers.{i}.")
         if self.nested:
@@ -300,8 +302,8 @@ class _BlockConfig:
         layers = self.at("target_layer_ids").integers("target_layer_ids")
         if layers and min(layers) < 0:
             raise OutriderError(
-                "target_layer_ids has -1, the target's embeddings, which are not supported; use a draft head that takes"
-                " outputs of layers only"
+                "target_layer_ids has -1, the target's embeddings, which are not supported; use a"
+                " draft head that takes outputs of layers only"
             )
         if layers:
             return layers
@@ -340,7 +342,7 @@ class _BlockConfig:
 
 def _take_tables(source: Source, vocab: int, mask_token: int) -> Tensors:
     """Return the mask, the ids of the draft vocabulary, and the tables that differ from the target's."""
-    tables = {name: source.take(stored) for name, stored in _TABLES.items() if stored in source}
+    tables = source.take_all(_TABLES, optional=True)
     ids = read_ids(source, vocab, tables.get("head.weight"))
     target = source.target
     embedding = tables["embedding.weight"] if "embedding.weight" in tables else shared_embedding(target)
@@ -405,7 +407,8 @@ def _written_confidence(weights: Tensors, hidden: int) -> _WrittenConfidence:
 def _mask_row(name: str, mask: torch.Tensor, tensors: Tensors, target: TargetInfo | None) -> int:
     """Return the row of the embedding that equals the mask.
 
-    If there is none, and `tensors` has an embedding, the mask is written to a row that no token uses.
+    If there is none, and `tensors` has an embedding, the mask is written to a row that no token
+    uses.
     """
     stored = tensors.get("embed_tokens.weight")
     embedding = shared_embedding(target) if stored is None else stored

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.models.heads.description import AuxStates, Feedback, FusionPoint, HeadDescription, InputFusion, Kind
-from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse
+from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse, stored
 from outrider.models.heads.formats.llama import layer_tensors, read_body, take_layer, unlike, write_body
 
 _OPTIONAL: Mapping[str, str] = MappingProxyType(
@@ -19,8 +19,8 @@ _OPTIONAL: Mapping[str, str] = MappingProxyType(
 class Eagle:
     """A Llama config with the number of layers of the draft head.
 
-    The target's LM head gets the output of the last layer without a norm. The first layer has no norm before its
-    attention.
+    The target's LM head gets the output of the last layer without a norm. The first layer has no
+    norm before its attention.
     """
 
     name = "eagle"
@@ -43,7 +43,7 @@ class Eagle:
         )
         body = replace(body, first_norm=False)
         weights = {"project.weight": source.take("fc.weight")}
-        weights |= {name: source.take(stored) for name, stored in _OPTIONAL.items() if stored in source}
+        weights |= source.take_all(_OPTIONAL, optional=True)
         for i in range(body.layers):
             weights |= take_layer(source, f"layers.{i}.", f"layers.{i}.")
         target_layers = source.target_layers()
@@ -91,7 +91,7 @@ class Eagle:
             "num_target_layers": description.target_layers,
         }
         tensors = {"fc.weight": weights["project.weight"]}
-        tensors |= {stored: weights[name] for name, stored in _OPTIONAL.items() if name in weights}
+        tensors |= stored(weights, _OPTIONAL, optional=True)
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"layers.{i}.")
         return config, tensors

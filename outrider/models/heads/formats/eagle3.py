@@ -1,9 +1,10 @@
 """EAGLE-3 and 3.1 in the format of SafeAILab, SpecForge and SGLang, and in that of speculators.
 
-The formats count layers differently. The first numbers a layer by its output, as Outrider does. The second numbers it
-by its input, so its layer k is layer k - 1 here. `norm_output` also has two meanings. In SpecForge it says that there
-is a final norm before the LM head. In speculators it says that the normed state is fed back. A head whose config is
-copied from one format to the other drafts worse with each draft token.
+The formats count layers differently. The first numbers a layer by its output, as Outrider does. The
+second numbers it by its input, so its layer k is layer k - 1 here. `norm_output` also has two
+meanings. In SpecForge it says that there is a final norm before the LM head. In speculators it says
+that the normed state is fed back. A head whose config is copied from one format to the other drafts
+worse with each draft token.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from outrider.models.heads.description import (
     InputFusion,
     Kind,
 )
-from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse, shared_lm_head
+from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse, shared_lm_head, stored
 from outrider.models.heads.formats.llama import layer_tensors, read_body, take_layer, unlike, write_body
 from outrider.models.heads.formats.speculators import speculators
 
-# Norms that the formats store in the first layer, and their names in the module, which stores them outside.
+# Norms that the formats store in the first layer, and their names in the module, which stores them
+# outside.
 _FIRST_LAYER_NORMS: Mapping[str, str] = MappingProxyType(
     {"input_layernorm.weight": "embedding_norm.weight", "hidden_norm.weight": "state_norm.weight"}
 )
@@ -51,7 +53,7 @@ class _Choices:
 
 
 class Eagle3:
-    """A flat config. The first layer is named `midlayer`, or `layers.0` in checkpoints of ModelOpt."""
+    """A flat config. The first layer is `midlayer`, or `layers.0` in checkpoints of ModelOpt."""
 
     name = "eagle3"
     title = "EAGLE-3 (SafeAILab, SpecForge, SGLang)"
@@ -70,8 +72,8 @@ class Eagle3:
         eagle = config.object("eagle_config")
         if not eagle.boolean("use_aux_hidden_state", True):
             raise OutriderError(
-                "use_aux_hidden_state is false, which is not supported for EAGLE-3; use a draft head that takes the"
-                " states of several layers"
+                "use_aux_hidden_state is false, which is not supported for EAGLE-3; use a draft"
+                " head that takes the states of several layers"
             )
         if "layer_ids" in eagle:
             raise OutriderError(
@@ -190,7 +192,7 @@ def _read(source: Source, layer: ConfigReader, choices: _Choices) -> tuple[HeadD
     for i in range(1, body.layers):
         weights |= take_layer(source, f"layers.{i}.", f"layers.{i}.")
     optional = {"head.weight": "lm_head.weight", "embedding.weight": "embed_tokens.weight"}
-    weights |= {name: source.take(stored) for name, stored in optional.items() if stored in source}
+    weights |= source.take_all(optional, optional=True)
     if layer.boolean("tie_word_embeddings", False) and "embedding.weight" in weights:
         weights.setdefault("head.weight", weights["embedding.weight"])
     if choices.final_norm:
@@ -219,14 +221,14 @@ def _take_fusion(source: Source, hidden: int, choices: _Choices) -> tuple[tuple[
     fuse = source.take("fc.weight")
     if fuse.dim() != 2 or fuse.shape[1] % hidden:
         raise OutriderError(
-            f"fc.weight has shape {tuple(fuse.shape)}, but its inputs must be states of size {hidden}; correct"
-            " target_hidden_size"
+            f"fc.weight has shape {tuple(fuse.shape)}, but its inputs must be states of size"
+            f" {hidden}; correct target_hidden_size"
         )
     aux_layers = choices.layers or _usual_layers(source, fuse.shape[1] // hidden)
     if len(aux_layers) * hidden != fuse.shape[1]:
         raise OutriderError(
-            f"the states of {len(aux_layers)} layers with size {hidden} do not fit fc.weight with {fuse.shape[1]}"
-            f" inputs; correct {_IDS} or target_hidden_size"
+            f"the states of {len(aux_layers)} layers with size {hidden} do not fit fc.weight with"
+            f" {fuse.shape[1]} inputs; correct {_IDS} or target_hidden_size"
         )
     weights = {"fuse.weight": fuse}
     if choices.norm is FuseNorm.EACH:
@@ -252,8 +254,8 @@ def to_output_layers(by_inputs: tuple[int, ...]) -> tuple[int, ...]:
     """Convert layer numbers that count inputs to numbers that count outputs."""
     if min(by_inputs) < 1:
         raise OutriderError(
-            f"it takes the input of layer {min(by_inputs)}, which is not the output of a layer; use a draft head that"
-            " takes outputs of layers"
+            f"it takes the input of layer {min(by_inputs)}, which is not the output of a layer; use"
+            " a draft head that takes outputs of layers"
         )
     return tuple(layer - 1 for layer in by_inputs)
 
@@ -291,8 +293,8 @@ def read_ids(source: Source, vocab: int, head: torch.Tensor | None) -> Tensors:
     if "d2t" not in source:
         if num_ids != vocab:
             raise OutriderError(
-                f"the draft vocabulary has {num_ids} of {vocab} tokens, but d2t, which maps them, is missing; copy the"
-                " draft head again"
+                f"the draft vocabulary has {num_ids} of {vocab} tokens, but d2t, which maps them,"
+                " is missing; copy the draft head again"
             )
         source.ignore(["t2d"], "all tokens can be drafted")
         return {}
@@ -345,7 +347,7 @@ def _tensors(description: HeadDescription, weights: Tensors, first: str) -> Tens
             each = description.aux_states.norm is FuseNorm.EACH
             tensors[f"fc_norm.{norm[1]}.weight" if each else "input_norm.weight"] = value
     optional = {"norm.weight": "norm.weight", "embedding.weight": "embed_tokens.weight"}
-    return tensors | {stored: weights[name] for name, stored in optional.items() if name in weights}
+    return tensors | stored(weights, optional, optional=True)
 
 
 def _lm_head(description: HeadDescription, weights: Tensors, target: TargetInfo | None) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Gemma 4's assistants: Gemma layers with queries only, which attend to the keys and values of their target.
 
-A layer attends to the target's last layer of its own type, full or sliding attention. The target's config tells which
-layer that is. If a later layer of the target reuses the keys of an earlier one, Outrider's cache holds them for both.
+A layer attends to the target's last layer of its own type, full or sliding attention. The target's
+config tells which layer that is. If a later layer of the target reuses the keys of an earlier one,
+Outrider's cache holds them for both.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from outrider.models.heads.description import (
     Scaling,
     SharedKV,
 )
-from outrider.models.heads.formats.base import Config, Source, TargetInfo, TargetRequired, Tensors, refuse
+from outrider.models.heads.formats.base import Config, Source, TargetInfo, TargetRequired, Tensors, refuse, stored
 from outrider.models.heads.formats.llama import layer_tensors, rope_of, take_layer
 from outrider.models.heads.modules.centroids import TOKEN_ORDER
 
@@ -70,13 +71,13 @@ class Gemma4Assistant:
         text = config.object("text_config")
         layer_types = _read_layer_types(text)
         num_layers = len(layer_types)
-        weights = {name: source.take(stored) for name, stored in _NAMES.items()}
+        weights = source.take_all(_NAMES)
         weights["head.weight"] = source.take("lm_head.weight" if "lm_head.weight" in source else _LM_HEAD)
         source.ignore([_LM_HEAD], "a copy of the LM head")
         centroids = None
         if config.boolean("use_ordered_embeddings", False):
             centroids = Centroids(count=config.size("num_centroids"), top_k=config.size("centroid_intermediate_top_k"))
-            weights |= {name: source.take(stored) for name, stored in _CENTROIDS.items()}
+            weights |= source.take_all(_CENTROIDS)
             weights[TOKEN_ORDER] = _clusters(weights[TOKEN_ORDER], centroids)
         for i in range(num_layers):
             weights |= take_layer(source, f"model.layers.{i}.", f"layers.{i}.")
@@ -106,7 +107,7 @@ class Gemma4Assistant:
         refuse(self.name, {f"is of kind {description.kind}": not description.shared_kv})
         assert body is not None
         refuse(self.name, _reasons(description, body, target))
-        tensors = {stored: weights[name] for name, stored in _NAMES.items()} | {_LM_HEAD: weights["head.weight"]}
+        tensors = stored(weights, _NAMES) | {_LM_HEAD: weights["head.weight"]}
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"model.layers.{i}.")
         config: Config = {
@@ -119,7 +120,7 @@ class Gemma4Assistant:
             "text_config": _text_config(description, body, target),
         }
         if centroids := description.centroids:
-            tensors |= {stored: weights[name] for name, stored in _CENTROIDS.items()}
+            tensors |= stored(weights, _CENTROIDS)
             tensors[_CENTROIDS[TOKEN_ORDER]] = weights[TOKEN_ORDER].flatten()
             config |= {"num_centroids": centroids.count, "centroid_intermediate_top_k": centroids.top_k}
         return config, tensors
@@ -139,15 +140,15 @@ def _read_layer_types(text: ConfigReader) -> tuple[str, ...]:
     )
     if has_other_layers:
         raise OutriderError(
-            "these layers are not those of Gemma 4's assistants; use a draft head without MoE, double-wide MLP,"
-            f" attention bias and per-layer inputs, and with {_ACTIVATION}"
+            "these layers are not those of Gemma 4's assistants; use a draft head without MoE,"
+            f" double-wide MLP, attention bias and per-layer inputs, and with {_ACTIVATION}"
         )
     num_layers = text.size("num_hidden_layers")
     layer_types = text.strings("layer_types")
     if len(layer_types) != num_layers or not set(layer_types) <= {_FULL, _SLIDING}:
         raise OutriderError(
-            f"layer_types is {', '.join(layer_types)}, but there are {num_layers} layers of type {_FULL} or"
-            f" {_SLIDING}; correct config.json"
+            f"layer_types is {', '.join(layer_types)}, but there are {num_layers} layers of type"
+            f" {_FULL} or {_SLIDING}; correct config.json"
         )
     return layer_types
 
@@ -175,8 +176,8 @@ def _clusters(order: torch.Tensor, centroids: Centroids) -> torch.Tensor:
     """
     if order.numel() % centroids.count:
         raise OutriderError(
-            f"its {order.numel()} tokens do not divide into {centroids.count} clusters of equal size; copy the draft"
-            " head again"
+            f"its {order.numel()} tokens do not divide into {centroids.count} clusters of equal"
+            " size; copy the draft head again"
         )
     return order.long().view(centroids.count, -1)
 

@@ -1,4 +1,4 @@
-"""Import and export of Llama decoder layers, with the config keys and tensor names of transformers."""
+"""Import and export of Llama decoder layers, with the names of transformers."""
 
 from __future__ import annotations
 
@@ -234,8 +234,8 @@ def refuse_strange(names: list[str]) -> None:
     for pattern, description in _UNSUPPORTED_TENSORS.items():
         if matches := sorted(name for name in names if re.search(pattern, name)):
             raise OutriderError(
-                f"{matches[0]} (and {len(matches) - 1} more) belongs to {description}; use a draft head with Llama"
-                " layers, which have q, k, v and o_proj and a gated MLP"
+                f"{matches[0]} (and {len(matches) - 1} more) belongs to {description}; use a draft"
+                " head with Llama layers, which have q, k, v and o_proj and a gated MLP"
             )
 
 

@@ -200,15 +200,15 @@ def count_blocks(source: Source, pattern: re.Pattern[str]) -> tuple[int, int]:
 
     `pattern` matches the names of blocks and has the groups `head` and `layer`.
     """
-    matches = [match for name in source.names if (match := pattern.fullmatch(name))]
+    matches = list(filter(None, map(pattern.fullmatch, source.names)))
     if not matches:
         raise OutriderError("the checkpoint has no heads; copy the draft head again")
     heads = 1 + max(int(match["head"]) for match in matches)
     layers = 1 + max(int(match["layer"]) for match in matches)
     if len(matches) != heads * layers:
         raise OutriderError(
-            f"the checkpoint has {len(matches)} blocks instead of {heads} heads with {layers} blocks each; copy the"
-            " draft head again"
+            f"the checkpoint has {len(matches)} blocks instead of {heads} heads with {layers}"
+            " blocks each; copy the draft head again"
         )
     return heads, layers
 
@@ -218,7 +218,8 @@ def describe_heads(
 ) -> HeadDescription:
     """Return a description of heads that take the target's last hidden state after its final norm.
 
-    `target_layers` is the number of layers of the target, if it follows from the config; 0: unknown.
+    `target_layers` is the number of layers of the target, if it follows from the config; 0:
+    unknown.
     """
     layers = source.target_layers(target_layers)
     return HeadDescription(

@@ -1,9 +1,10 @@
 """Modules for multi-token prediction (MTP) that are part of a target, with the tensor names of several model families.
 
-All modules consist of a projection of two normalized vectors and a decoder layer. They differ in ways that tensors do
-not show: the order of the two vectors, the hidden state that is taken from the target, the state that is fed back, and
-whether the embedding at position 0 is replaced by zeros. As in vLLM, the family decides. Several DeepSeek modules feed
-each other. For several modules of other families this is not defined, so only the first is used, once per draft token.
+All modules consist of a projection of two normalized vectors and a decoder layer. They differ in
+ways that tensors do not show: the order of the two vectors, the hidden state that is taken from the
+target, the state that is fed back, and whether the embedding at position 0 is replaced by zeros. As
+in vLLM, the family decides. Several DeepSeek modules feed each other. For several modules of other
+families this is not defined, so only the first is used, once per draft token.
 
 | naming | order | the target's last state | fed back | embedding at position 0 |
 |---|---|---|---|---|
@@ -76,14 +77,14 @@ class Mtp:
 
     def module(self, names: Collection[str]) -> str | None:
         pattern = self._project_pattern()
-        matches = [match for name in names if (match := pattern.fullmatch(name))]
+        matches = list(filter(None, map(pattern.fullmatch, names)))
         first = min(matches, key=lambda match: int(match["number"] or 0), default=None)
         return first["prefix"] if first else None
 
     def missing_projection(self, names: Collection[str]) -> str | None:
         """Return the name of the first module's projection if the checkpoint has other tensors of it, but not this."""
         pattern = re.compile(self._place_pattern() + self._member_pattern())
-        matches = [match for name in names if (match := pattern.match(name))]
+        matches = list(filter(None, map(pattern.match, names)))
         first = min(matches, key=lambda match: int(match["number"] or 0), default=None)
         projection = first["prefix"] + self.outer[_PROJECT] if first else None
         return None if projection in names else projection
@@ -168,7 +169,7 @@ class Mtp:
         return {**common, self.nested: config, "num_nextn_predict_layers": 1}, tensors
 
     def _project_pattern(self) -> re.Pattern[str]:
-        """Return a pattern for the name of the projection, with the groups `prefix` and `number`."""
+        """Return a pattern of the projection's name, with the groups `prefix` and `number`."""
         return re.compile(self._place_pattern() + re.escape(self.outer[_PROJECT]))
 
     def _place_pattern(self) -> str:
@@ -242,8 +243,8 @@ class Mtp:
             table = weights.pop(f"{name}.weight", None)
             if table is not None and not (f"{name}.weight" in first and torch.equal(table, first[f"{name}.weight"])):
                 raise OutriderError(
-                    f"{prefix} has a {name}.weight that differs from the first module's, which is not supported; use a"
-                    " draft head whose modules share it"
+                    f"{prefix} has a {name}.weight that differs from the first module's, which is"
+                    " not supported; use a draft head whose modules share it"
                 )
         return weights
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from outrider.errors import OutriderError
 from outrider.models.heads.config import ConfigReader
 from outrider.models.heads.description import Body
-from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors
+from outrider.models.heads.formats.base import Config, Source, TargetInfo, Tensors, stored
 from outrider.models.heads.formats.llama import write_body
 from outrider.models.heads.formats.mtp import Mtp, module_number
 
@@ -43,8 +43,8 @@ class NemotronMtp(Mtp):
         has_bias = config.boolean("attention_bias", False)
         if pattern != "*-" or activation != "relu2" or has_bias or config.boolean("mlp_bias", False):
             raise OutriderError(
-                f"modules with the pattern {pattern!r} and activation {activation} are not supported; use a draft head"
-                " with '*-' (attention and MLP), relu2 and no bias"
+                f"modules with the pattern {pattern!r} and activation {activation} are not"
+                " supported; use a draft head with '*-' (attention and MLP), relu2 and no bias"
             )
         return Body(
             layers=1,
@@ -62,13 +62,13 @@ class NemotronMtp(Mtp):
         return _STORED_NAMES.get(name) or super()._stored_in_module(prefix, name)
 
     def _take_layers(self, source: Source, prefix: str) -> Tensors:
-        return {name: source.take(stored) for name, stored in _STORED_NAMES.items()}
+        return source.take_all(_STORED_NAMES)
 
     def _ignore_other_modules(self, source: Source, prefix: str, count: int) -> None:
         """Do nothing: there is only one module."""
 
     def _layer_tensors(self, weights: Tensors, prefix: str) -> Tensors:
-        return {stored: weights[name] for name, stored in _STORED_NAMES.items()}
+        return stored(weights, _STORED_NAMES)
 
     def _layer_config(self, body: Body, vocab: int, target: TargetInfo | None) -> Config:
         llama = write_body(body, vocab, target)

@@ -1,8 +1,8 @@
 """P-EAGLE in the format that AWS publishes for vLLM, and in that of speculators: EAGLE-3 with mask tokens.
 
-The additions are `mask_hidden`, which replaces the target's states and passes through the same norms and `fc`, and the
-id of a token whose embedding the mask tokens have. The first format has the nested config of the second at its top
-level, as vLLM converts it.
+The additions are `mask_hidden`, which replaces the target's states and passes through the same
+norms and `fc`, and the id of a token whose embedding the mask tokens have. The first format has the
+nested config of the second at its top level, as vLLM converts it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _MASK_STATE = "mask_hidden"
 _DRAFT_TOKENS_KEY = "num_lookahead_tokens"
 _NESTED_KEY = "transformer_layer_config"
 _FIRST_LAYER = "layers.0."
-# Keys of the nested format that the flat one does not have, besides those that contain "speculators".
+# Keys of the nested format that the flat one does not have, besides those that contain
+# "speculators".
 _NESTED_ONLY_KEYS = ("architectures", "norm_output", _NESTED_KEY)
 
 

@@ -84,7 +84,8 @@ def find(folder: Path) -> Found | None:
     """Return the draft head of a folder with its format, or None if the folder has no draft head in a known format.
 
     Raises:
-        OutriderError: a file is damaged, or the draft head is of a known kind that is not supported.
+        OutriderError: a file is damaged, or the draft head is of a known kind that is not
+            supported.
     """
     config = read_config(folder)
     stored = TensorFiles(folder)
@@ -96,8 +97,8 @@ def find(folder: Path) -> Found | None:
         if format.fits(config, stored.keys()):
             if (folder / _MASK_FILE).exists():
                 raise OutriderError(
-                    f"{folder}: the mask in {_MASK_FILE} is not the embedding of a token, which is not supported; use a"
-                    " draft head with mask_token_id"
+                    f"{folder}: the mask in {_MASK_FILE} is not the embedding of a token, which is"
+                    " not supported; use a draft head with mask_token_id"
                 )
             return Found(format=format, config=config, stored=stored)
     return None
@@ -122,14 +123,15 @@ def check_projection(folder: Path, *, alone: bool = False) -> None:
         alone: whether to accept a full model, which runs without its modules.
 
     Raises:
-        OutriderError: the folder has other tensors of a module, but not its projection; or a file is damaged.
+        OutriderError: the folder has other tensors of a module, but not its projection; or a file
+            is damaged.
     """
     names = TensorFiles(folder).keys()
     missing = _missing_projection(names)
     if missing and not (alone and _is_model(names)):
         raise OutriderError(
-            f"{folder}: its module for multi-token prediction has no tensor {missing!r}; copy the checkpoint again, or"
-            " use another proposer, such as ngram"
+            f"{folder}: its module for multi-token prediction has no tensor {missing!r}; copy the"
+            " checkpoint again, or use another proposer, such as ngram"
         )
 
 

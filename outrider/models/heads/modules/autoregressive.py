@@ -1,16 +1,16 @@
 """Draft heads that predict token by token from the target's hidden states: EAGLE-1, 2, 3 and 3.1, and MTP modules.
 
-The input of column j is token x_j and hidden state f_(j-1), from which x_j was predicted. The state comes from the
-target; after a draft token it is the head's own output. The output of column j predicts x_(j+1). See Li et al. 2024
-(EAGLE), 2025 (EAGLE-3), and DeepSeek-AI 2024 (MTP).
+The input of column j is token x_j and hidden state f_(j-1), from which x_j was predicted. The state
+comes from the target; after a draft token it is the head's own output. The output of column j
+predicts x_(j+1). See Li et al. 2024 (EAGLE), 2025 (EAGLE-3), and DeepSeek-AI 2024 (MTP).
 
-A single module runs once per draft token. A head with several modules runs each of them once: module m combines x_j
-with the output of module m - 1 at x_(j-1), where module 0 uses f_(j-1). So module m starts m tokens later in the
-sequence. Each module has its own decoder layers and KV cache.
+A single module runs once per draft token. A head with several modules runs each of them once:
+module m combines x_j with the output of module m - 1 at x_(j-1), where module 0 uses f_(j-1). So
+module m starts m tokens later in the sequence. Each module has its own decoder layers and KV cache.
 
-P-EAGLE (2602.01469) predicts all draft tokens in one pass from mask tokens after the sequence. A mask token is a column
-like any other. Its embedding is that of an unused token, and its hidden state is a learned vector that all mask tokens
-share.
+P-EAGLE (2602.01469) predicts all draft tokens in one pass from mask tokens after the sequence. A
+mask token is a column like any other. Its embedding is that of an unused token, and its hidden
+state is a learned vector that all mask tokens share.
 """
 
 from __future__ import annotations

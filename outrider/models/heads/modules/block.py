@@ -1,15 +1,16 @@
 """Draft heads that fill in a block in one pass: DFlash (2602.06036), DSpark (2607.05147) and XPress (2608.02438).
 
-A block is the last committed token and mask tokens after it. Its columns attend to each other in both directions. In
-each layer they also attend to the target's hidden states of all tokens before the block; the layer's own key and value
-projections map these states. Only the columns of the block run through the layers. The keys and values of committed
-tokens are computed once and cached. DSpark also corrects the logits of each draft token by the token before it, and
-XPress by all draft tokens before it.
+A block is the last committed token and mask tokens after it. Its columns attend to each other in
+both directions. In each layer they also attend to the target's hidden states of all tokens before
+the block; the layer's own key and value projections map these states. Only the columns of the block
+run through the layers. The keys and values of committed tokens are computed once and cached. DSpark
+also corrects the logits of each draft token by the token before it, and XPress by all draft tokens
+before it.
 
-The mask is a vector of the draft head. Some checkpoints have a `mask_token_id` instead, which names a row of the
-embedding. Import copies that row. Export is possible if the mask still equals a row, or if the checkpoint includes an
-embedding with a row that no token uses. In some checkpoints the confidence head does not use the previous token; the
-columns for it are zero here.
+The mask is a vector of the draft head. Some checkpoints have a `mask_token_id` instead, which names
+a row of the embedding. Import copies that row. Export is possible if the mask still equals a row,
+or if the checkpoint includes an embedding with a row that no token uses. In some checkpoints the
+confidence head does not use the previous token; the columns for it are zero here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _INIT_STD = 0.02  # of new embeddings
 class BlockHead(HeadBase):
     """Decoder layers over a block, with an optional Markov correction and confidence head, or a causal refiner.
 
-    Pass the result of `logits` to `correct_logits`, or add the corrections of `refiner`, before sampling.
+    Pass the result of `logits` to `correct_logits`, or add the corrections of `refiner`, before
+    sampling.
     """
 
     def __init__(self, description: HeadDescription) -> None:
@@ -102,7 +104,8 @@ class BlockHead(HeadBase):
     def predicting(self, out: torch.Tensor) -> torch.Tensor:
         """Return the outputs [*, draft tokens, H] of the columns that predict, of outputs [*, size, H]."""
         predicting = out[..., self.block.first_column :, :]
-        # Make the strides contiguous. Otherwise torch copies the LM head for each block to multiply by it.
+        # Make the strides contiguous. Otherwise torch copies the LM head for each block to multiply
+        # by it.
         return predicting.reshape(-1, out.shape[-1]).view(predicting.shape)
 
     def correct_logits(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -114,7 +117,8 @@ class BlockHead(HeadBase):
     def confidence(self, out: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Return the log-odds [*] float32 that a draft token is accepted.
 
-        They are trained on the distributions at temperature 1 and do not depend on the sampled draft token.
+        They are trained on the distributions at temperature 1 and do not depend on the sampled
+        draft token.
 
         Args:
             out: [*, H] outputs from which the token is sampled.

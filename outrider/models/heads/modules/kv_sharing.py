@@ -1,9 +1,9 @@
 """Draft heads whose layers attend to the target's keys and values instead of their own, as in Gemma 4's assistants.
 
-The input of a column is a token and the hidden state before it, as in other autoregressive heads, but the head has no
-KV cache and no prefill. All draft tokens are predicted at the position of the last committed token, whose query attends
-to everything in the target's cache before it. Only the hidden state, in the target's width, is passed from one draft
-token to the next.
+The input of a column is a token and the hidden state before it, as in other autoregressive heads,
+but the head has no KV cache and no prefill. All draft tokens are predicted at the position of the
+last committed token, whose query attends to everything in the target's cache before it. Only the
+hidden state, in the target's width, is passed from one draft token to the next.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from outrider.models.heads.modules.base import HeadBase
 from outrider.models.heads.modules.layers import GatedMLP, Norm, rotation
 from outrider.models.torch.rotary import rotate
 
-# Called with the index of a decoder layer and its queries [*, heads, T, D]. Returns the attention output of that shape.
+# Called with the index of a decoder layer and its queries [*, heads, T, D]. Returns the attention
+# output of that shape.
 KVSharingAttention = Callable[[int, torch.Tensor], torch.Tensor]
 
 

@@ -12,8 +12,8 @@ from outrider.models.heads.description import Body
 from outrider.models.heads.rotary import frequencies
 from outrider.models.torch.rotary import rotate
 
-# Called with the attention module, and its query, key and value, each [*, heads, T, D]. Returns the attention output
-# [*, query heads, T, D].
+# Called with the attention module, and its query, key and value, each [*, heads, T, D]. Returns the
+# attention output [*, query heads, T, D].
 AttentionFunction = Callable[["Attention", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -39,8 +39,8 @@ class AutoregressiveTarget(HeadRunner):
     ) -> None:
         """Prepare for `slots` sequences of up to `context` tokens.
 
-        With `window`, each token attends only to the latest `window` tokens. Rotary positions are relative, so the
-        head never sees a distance that it was not trained for.
+        With `window`, each token attends only to the latest `window` tokens. Rotary positions are
+        relative, so the head never sees a distance that it was not trained for.
         """
         super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=context)
         self._mask_rule = window_rule(window)
@@ -89,7 +89,7 @@ class AutoregressiveTarget(HeadRunner):
         return self.module.fuse_states(self._hidden_states.read(slot, begin, end).to(self._dtype))
 
     def _store_states(self, states: torch.Tensor, batch: Batch, draft: Draft, first: int) -> None:
-        """Store the state after the last committed token or after each new node, for its children."""
+        """Store the state after the last committed token or each new node, for its children."""
         if first < 0:
             ends = accumulate(map(len, batch.feed))
             self._node_states = [{-1: states[end - 1]} for end in ends]
@@ -171,8 +171,8 @@ class NativeHead(AutoregressiveTarget):
 class NativeAutoregressiveTarget(NativeHead):
     """Runs an `AutoregressiveHead` on the native kernels, a whole chain of draft tokens per call.
 
-    The kernels also fuse the target's hidden states. For a few columns, the calls of torch would take longer than the
-    draft tokens.
+    The kernels also fuse the target's hidden states. For a few columns, the calls of torch would
+    take longer than the draft tokens.
     """
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:

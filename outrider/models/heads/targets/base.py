@@ -1,8 +1,8 @@
 """The base class of targets that run draft heads.
 
-A draft head implements the same `Target` protocol as a draft model, so proposers and planners treat both alike. In
-addition, a draft head needs the target's hidden state before each token. They come with each round
-(`record_states`).
+A draft head implements the same `Target` protocol as a draft model, so proposers and planners treat
+both alike. In addition, a draft head needs the target's hidden state before each token. They come
+with each round (`record_states`).
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class HeadRunner:
                 raise OutriderError(f"the draft head has no weight {name!r}; give weights of the same draft head")
             if state_dict[name].shape != value.shape:
                 raise OutriderError(
-                    f"the new weight {name!r} has shape {tuple(value.shape)}, but the draft head has"
-                    f" {tuple(state_dict[name].shape)}; give weights of the same draft head"
+                    f"the new weight {name!r} has shape {tuple(value.shape)}, but the draft head"
+                    f" has {tuple(state_dict[name].shape)}; give weights of the same draft head"
                 )
         self.module.load_state_dict({**state_dict, **weights})
         self.version = version
@@ -117,7 +117,7 @@ class HeadRunner:
         return sum(weight.nbytes for weight in self.module.parameters())
 
     def _scores(self, logits: torch.Tensor) -> Scores:
-        """Expand logits [B, M, Vd] of the draft vocabulary to the target's. Other tokens get -inf."""
+        """Expand logits [B, M, Vd] to the target's vocabulary. Other tokens get -inf."""
         if logits.shape[-1] == self.vocab:
             return Scores(logits=logits)
         return Scores(logits=expand_logits(logits, self.module.ids, self.vocab))

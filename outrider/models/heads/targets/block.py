@@ -18,8 +18,9 @@ from outrider.models.torch.attention import CacheReader
 class BlockTarget(HeadRunner):
     """Runs a `BlockHead` with a KV cache that it computes from the target's hidden states.
 
-    `score` with `first` < 0 runs one block per sequence. With `first` >= 0 it looks up the logits at the depth of each
-    node and corrects them by the tokens of the nodes. Beyond the block it repeats the last logits.
+    `score` with `first` < 0 runs one block per sequence. With `first` >= 0 it looks up the logits
+    at the depth of each node and corrects them by the tokens of the nodes. Beyond the block it
+    repeats the last logits.
     """
 
     module: BlockHead
@@ -41,8 +42,8 @@ class BlockTarget(HeadRunner):
         scores = self._scores(self.module.correct_logits(at_depth(self._logits, depth), before))
         if not self.module.block.confidence:
             return scores
-        # The confidence depends on a node and its ancestors, but not on the token that is sampled after the node. So it
-        # may decide when a sequence stops drafting.
+        # The confidence depends on a node and its ancestors, but not on the token that is sampled
+        # after the node. So it may decide when a sequence stops drafting.
         return replace(scores, confidence=self.module.confidence(at_depth(self._out, depth), before))
 
     def _run_blocks(self, batch: Batch) -> torch.Tensor:

@@ -16,8 +16,8 @@ from outrider.models.heads.targets.base import HeadRunner
 class KVSharingTarget(HeadRunner):
     """Runs a `KVSharingHead`, which reads the KV cache of its target.
 
-    Queries attend to whatever the target has cached for a sequence at that time. So the head must draft before the
-    target runs its next pass.
+    Queries attend to whatever the target has cached for a sequence at that time. So the head must
+    draft before the target runs its next pass.
     """
 
     module: KVSharingHead
@@ -31,29 +31,29 @@ class KVSharingTarget(HeadRunner):
         super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=context)
         if tables.kv_view is None:
             raise OutriderError(
-                "this draft head needs the target's keys and values, which this target does not export; use another"
-                " draft head"
+                "this draft head needs the target's keys and values, which this target does not"
+                " export; use another draft head"
             )
         self._target_kv = tables.kv_view
         self.cache = NoCache(self._hidden_states)
         # These belong to the current round.
         self._slots: list[int] = []
-        self._lengths: list[int] = []  # committed tokens of each sequence
+        self._ends: list[int] = []  # position of the last committed token of each sequence
         self._states = torch.empty(0)  # [B, 1 + nodes, H] after the last committed token and after each node
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         if first < 0:
             self._slots = [seq.slot for seq in batch.seqs]
-            self._lengths = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
-            ends = zip(self._slots, self._lengths, strict=True)
-            target_states = torch.cat([self._hidden_states.read(slot, end - 2, end - 1) for slot, end in ends])
+            self._ends = [end - 1 for end in batch.ends]
+            ends = zip(self._slots, self._ends, strict=True)
+            target_states = torch.cat([self._hidden_states.read(slot, end - 1, end) for slot, end in ends])
             tokens = tree.upload([feed[-1:] for feed in batch.feed], self.device)
             states = self.module.fuse_states(target_states)[:, None].to(self._dtype)
         else:
             parents = draft.parent[:, first:].clamp(max=first - 1) + 1
             tokens = draft.tokens[:, first:]
             states = self._states.gather(1, parents[..., None].expand(-1, -1, self._states.shape[-1]))
-        positions = tree.upload([length - 1 for length in self._lengths], self.device)[:, None].expand_as(tokens)
+        positions = tree.upload(self._ends, self.device)[:, None].expand_as(tokens)
         out = self.module(tokens, states, positions, self._attend)
         new_states = self.module.feed_back(out)
         self._states = new_states if first < 0 else torch.cat([self._states[:, : 1 + first], new_states], 1)
@@ -63,7 +63,7 @@ class KVSharingTarget(HeadRunner):
         """Return the attention output of queries [B, heads, M, D] over the target's entries, or a window of them."""
         shared = self.module.description.shared_kv[layer]
         seqs, heads, columns, dim = query.shape
-        ends = [length - 1 for length in self._lengths]
+        ends = self._ends
         begins = [max(end - shared.window, 0) if shared.window else 0 for end in ends]
         begin = min(begins)
         end = max(ends)

@@ -14,9 +14,9 @@ from outrider.models.heads.targets.base import at_depth
 class MaskedTarget(AutoregressiveTarget):
     """Runs an `AutoregressiveHead` with mask tokens and its own KV cache, on torch.
 
-    `score` with `first` < 0 runs as many mask tokens as the draft budget of each sequence needs. With `first` >= 0 it
-    looks up their logits. A draft token depends on the number of draft tokens before it but not on their ids, so all
-    nodes at one depth have the same logits.
+    `score` with `first` < 0 runs as many mask tokens as the draft budget of each sequence needs.
+    With `first` >= 0 it looks up their logits. A draft token depends on the number of draft tokens
+    before it but not on their ids, so all nodes at one depth have the same logits.
     """
 
     def _prepare(self) -> None:

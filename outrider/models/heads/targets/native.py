@@ -25,8 +25,8 @@ from outrider.models.native.pack import Arena, PackedWeight, interleave, pack
 class HeadDecoder(Passes):
     """The packed weights of a draft head.
 
-    It uses the target's embedding without a copy. It uses its LM head too if the target runs on the native kernels and
-    the LM head has no more bits than the weights of the draft head.
+    It uses the target's embedding without a copy. It uses its LM head too if the target runs on the
+    native kernels and the LM head has no more bits than the weights of the draft head.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class HeadDecoder(Passes):
     ) -> None:
         """Pack a module that shares `tables` and writes to `kv_cache`. All must have the same dtype.
 
-        With `window`, each token attends only to the latest `window` tokens. With `bits` below 16 the linear layers and
-        the LM head are quantized.
+        With `window`, each token attends only to the latest `window` tokens. With `bits` below 16
+        the linear layers and the LM head are quantized.
 
         Raises:
             UnsupportedModel: the kernels cannot run this head.
@@ -191,16 +191,17 @@ def _check_support(body: Body, target_hidden: int) -> None:
     sizes = (target_hidden, body.hidden, body.dim, body.ffn)
     if any(size % 16 for size in sizes) or body.dim > MAX_HEAD_DIM:
         raise UnsupportedModel(
-            f"the native kernels need sizes that are multiples of 16 and attention heads of at most {MAX_HEAD_DIM}"
-            f" dimensions; this draft head has sizes {', '.join(map(str, sizes))} and heads of {body.dim}"
+            "the native kernels need sizes that are multiples of 16 and attention heads of at most"
+            f" {MAX_HEAD_DIM} dimensions; this draft head has sizes {', '.join(map(str, sizes))}"
+            f" and heads of {body.dim}"
         )
     if body.heads > MAX_QUERIES_PER_KEY_HEAD * body.key_heads:
         raise UnsupportedModel(
-            f"the native kernels support at most {MAX_QUERIES_PER_KEY_HEAD} query heads per key head; this draft head"
-            f" has {body.heads} for {body.key_heads}"
+            f"the native kernels support at most {MAX_QUERIES_PER_KEY_HEAD} query heads per key"
+            f" head; this draft head has {body.heads} for {body.key_heads}"
         )
     if body.attention_gate or not body.gated or body.rotary != 1:
         raise UnsupportedModel(
-            "the native kernels support only fully rotary attention without a gate, and a gated MLP; this draft head"
-            " has other layers"
+            "the native kernels support only fully rotary attention without a gate, and a gated"
+            " MLP; this draft head has other layers"
         )

@@ -27,7 +27,7 @@ class ParallelTarget(HeadRunner):
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         if first < 0:
-            ends = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
+            ends = batch.ends
             states = [
                 self._hidden_states.read(seq.slot, end - 2, end - 1) for seq, end in zip(batch.seqs, ends, strict=True)
             ]

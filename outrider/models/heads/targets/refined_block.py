@@ -15,9 +15,9 @@ from outrider.models.heads.targets.block import BlockTarget
 class RefinedBlockTarget(BlockTarget):
     """Runs a `BlockHead` with a causal refiner.
 
-    `score` corrects the logits of each node by the tokens on its path. So the distribution from which a token is
-    sampled is well defined, and sampled chains and trees are resolved from left to right. `draft_greedy` resolves
-    greedy chains in a fixed number of passes over all columns.
+    `score` corrects the logits of each node by the tokens on its path. So the distribution from
+    which a token is sampled is well defined, and sampled chains and trees are resolved from left to
+    right. `draft_greedy` resolves greedy chains in a fixed number of passes over all columns.
     """
 
     def __init__(self, module: BlockHead, tables: SharedWeights, *, slots: int, context: int) -> None:
@@ -35,7 +35,8 @@ class RefinedBlockTarget(BlockTarget):
             self._start(batch)
         refiner = self.module.refiner
         known = self._known.shape[1]
-        # The columns of known tokens come first, as a chain. The last one predicts the first draft token.
+        # The columns of known tokens come first, as a chain. The last one predicts the first draft
+        # token.
         chain = torch.arange(known, device=self.device).expand_as(self._known)
         depth = torch.cat([torch.zeros_like(self._known[:, :1]), tree.depths(draft)], 1)
         column = torch.cat([chain[:, :-1], depth + known - 1], 1).clamp(max=self.module.block.size - 1)

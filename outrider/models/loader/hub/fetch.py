@@ -34,7 +34,8 @@ def hub_folder(name: HubName, *, weights: bool = True) -> Path:
         weights: whether the weights are needed. A GGUF file is always whole.
 
     Raises:
-        OutriderError: there is no such model, it cannot be downloaded, or it holds nothing that can be loaded.
+        OutriderError: there is no such model, it cannot be downloaded, or it holds nothing that can
+            be loaded.
     """
     try:
         with _quiet_hub():
@@ -71,8 +72,8 @@ def _fetch(name: HubName, weights: bool) -> Path:
 def _listing(name: HubName, folder: Path) -> Mapping[str, int | None]:
     """Return the files of a commit with their sizes in bytes.
 
-    Other programs may have filled the cache without the list, or it cannot be written there. Without the Hub, these are
-    then the files that are there, and no size is known.
+    Other programs may have filled the cache without the list, or it cannot be written there.
+    Without the Hub, these are then the files that are there, and no size is known.
     """
     try:
         return {file.path: file.size for file in get_cached_repo_tree(name.repo, revision=folder.name)}
@@ -91,8 +92,9 @@ def _download(name: HubName, commit: str, files: Mapping[str, int | None]) -> No
     free = shutil.disk_usage(_existing(Path(constants.HF_HUB_CACHE))).free
     if size > free:
         raise OutriderError(
-            f"{name} takes {decimal(size)}, and {decimal(free)} are free in {constants.HF_HUB_CACHE}; free some"
-            " space, or set HF_HOME to a folder on another disk"
+            f"{name} takes {decimal(size)}, and {decimal(free)} are free in"
+            f" {constants.HF_HUB_CACHE}; free some space, or set HF_HOME to a folder on another"
+            " disk"
         )
     with shown_download(str(name), files=len(files), size=size) as bar:
         for file in files:

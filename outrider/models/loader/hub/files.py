@@ -1,6 +1,7 @@
 """Which files of a repository make a model.
 
-First the small files are fetched, then the weights. So weights in the cache mean that the rest is there as well.
+First the small files are fetched, then the weights. So weights in the cache mean that the rest is
+there as well.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from outrider.models.loader.paths import is_gguf
 
 CONFIG = "config.json"
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
-# Patterns of what is read besides the weights: configuration, tokenizer, chat template, features of speech.
+# Patterns of what is read besides the weights: configuration, tokenizer, chat template, features of
+# speech.
 SMALL_FILES = (
     CONFIG,
     "generation_config.json",
@@ -95,8 +97,8 @@ def gguf_files(name: HubName, files: Collection[str]) -> list[str]:
         return list(map(str, parts_of(Path(found[0]))))
     if found:
         raise OutriderError(
-            f"{name.repo} has several GGUF files of {name.gguf}: {', '.join(found)}; name one of them in full, such as"
-            f" {name.repo}:{Path(found[0]).stem}"
+            f"{name.repo} has several GGUF files of {name.gguf}: {', '.join(found)}; name one of"
+            f" them in full, such as {name.repo}:{Path(found[0]).stem}"
         )
     raise OutriderError(f"{name.repo} has no GGUF file of {name.gguf}; it has {', '.join(models) or 'none at all'}")
 
@@ -112,8 +114,8 @@ def _no_model(name: HubName, files: Collection[str]) -> OutriderError:
     """Return the error of a repository without weights that are read."""
     if models := _gguf_models(files):
         return OutriderError(
-            f"{name.repo} has GGUF files only; add the type of one, such as {name.repo}:Q4_K_M. It has"
-            f" {', '.join(models)}"
+            f"{name.repo} has GGUF files only; add the type of one, such as {name.repo}:Q4_K_M. It"
+            f" has {', '.join(models)}"
         )
     if CONFIG not in files:
         return OutriderError(f"{name.repo} has no {CONFIG}, so it is no model that can be loaded; use another one")

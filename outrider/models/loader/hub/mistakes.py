@@ -38,8 +38,8 @@ def explain(name: HubName, error: Exception) -> OutriderError:
     if isinstance(error, LocalEntryNotFoundError):
         if constants.is_offline_mode():
             return OutriderError(
-                f"{nowhere}, and not complete in the cache {folder}; HF_HUB_OFFLINE is set: unset it to download it,"
-                " or give a folder"
+                f"{nowhere}, and not complete in the cache {folder}; HF_HUB_OFFLINE is set: unset"
+                " it to download it, or give a folder"
             )
         return OutriderError(
             f"{nowhere}, and not complete in the cache {folder}; {hub} cannot be reached"
@@ -56,8 +56,8 @@ def explain(name: HubName, error: Exception) -> OutriderError:
     if isinstance(error, PermissionError):
         return OutriderError(f"{folder} cannot be written ({error.strerror}); set HF_HOME to a folder of yours")
     return OutriderError(
-        f"the download of {name} broke off ({_reason(error)}); run the same command again, which goes on after the"
-        " files that are complete"
+        f"the download of {name} broke off ({_reason(error)}); run the same command again, which"
+        " goes on after the files that are complete"
     )
 
 

@@ -1,8 +1,8 @@
 """GPTQ (Frantar et al. 2022), as AutoGPTQ and GPTQModel write it.
 
-`qweight` [inputs * bits / 32, outputs] packs the inputs of each output, and `qzeros` [groups, outputs * bits / 32] the
-outputs of each group, from the lowest bits on. `g_idx` [inputs] has the group of each input. Zero points of format
-version 1 are stored minus 1.
+`qweight` [inputs * bits / 32, outputs] packs the inputs of each output, and `qzeros` [groups,
+outputs * bits / 32] the outputs of each group, from the lowest bits on. `g_idx` [inputs] has the
+group of each input. Zero points of format version 1 are stored minus 1.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """MXFP4 (OCP Microscaling Formats 1.0) experts, as gpt-oss stores them.
 
-`_blocks` [experts, outputs, inputs / 32, 16] has two 4-bit floats in a byte, the lower bits first. `_scales` [experts,
-outputs, inputs / 32] has the exponent of each block plus 127.
+`_blocks` [experts, outputs, inputs / 32, 16] has two 4-bit floats in a byte, the lower bits first.
+`_scales` [experts, outputs, inputs / 32] has the exponent of each block plus 127.
 """
 
 from __future__ import annotations

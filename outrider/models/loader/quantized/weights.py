@@ -65,7 +65,7 @@ def integer_bits(config: Any) -> int:
     groups = (settings.get("config_groups") or {}).values()
     weights = [each["weights"] for each in groups if (each.get("weights") or {}).get("type") == "int"]
     bits = [settings.get("bits"), settings.get("w_bit"), *(each.get("num_bits") for each in weights)]
-    return min((each for each in bits if each), default=8 if settings.get("load_in_8bit") else 16)
+    return min(filter(None, bits), default=8 if settings.get("load_in_8bit") else 16)
 
 
 def find_format(settings: Settings) -> Format:
@@ -87,8 +87,9 @@ def find_format(settings: Settings) -> Format:
 class QuantizedWeights(Weights):
     """The weights of a folder. A value is made when it is accessed.
 
-    Matrices of integers that the native kernels multiply without loss are a `GroupWeight` if `blocks` is set. Other
-    quantized weights are tensors of the type `dtype`. Those that are not quantized are as they are stored.
+    Matrices of integers that the native kernels multiply without loss are a `GroupWeight` if
+    `blocks` is set. Other quantized weights are tensors of the type `dtype`. Those that are not
+    quantized are as they are stored.
     """
 
     def __init__(self, folder: Path, settings: Settings, dtype: torch.dtype, *, blocks: bool = False) -> None:
@@ -114,8 +115,9 @@ class QuantizedWeights(Weights):
                 self._layouts[name] = layout
         if not prefixes:
             raise OutriderError(
-                f"config.json in {folder} says that the weights are quantized ({form.name}), and none of them is;"
-                " remove quantization_config from it, or copy both from one checkpoint"
+                f"config.json in {folder} says that the weights are quantized ({form.name}), and"
+                " none of them is; remove quantization_config from it, or copy both from one"
+                " checkpoint"
             )
 
     @property
@@ -226,7 +228,7 @@ class QuantizedWeights(Weights):
             )  # fmt: skip
         if self.format.activations:
             _log.info(
-                "the checkpoint quantizes activations (%s) as well; Outrider runs its dequantized weights with"
-                " activations of its own precision",
+                "the checkpoint quantizes activations (%s) as well; Outrider runs its dequantized"
+                " weights with activations of its own precision",
                 self.format.activations,
             )

@@ -1,8 +1,8 @@
 """Layers with attention with linear biases (ALiBi, Press et al. 2022): BLOOM, MPT and some Falcon models.
 
-A score gets a bias: the distance from the query to the key, times a slope that depends on the head. Adding the same
-number to all scores of a query does not change the attention weights. So the position of the key may replace the
-distance.
+A score gets a bias: the distance from the query to the key, times a slope that depends on the head.
+Adding the same number to all scores of a query does not change the attention weights. So the
+position of the key may replace the distance.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def _append_bias(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Append elements to the queries and keys that add the bias of a key to its product with any query.
 
-    So the bias is cached with the key, and moves with it. A key in bfloat16 or float16 gets the bias as a sum of
-    numbers of that dtype, which has the precision of float32.
+    So the bias is cached with the key, and moves with it. A key in bfloat16 or float16 gets the
+    bias as a sum of numbers of that dtype, which has the precision of float32.
     """
     parts = []
     limit = torch.finfo(key.dtype).max

@@ -1,8 +1,8 @@
 """Sparse attention with an indexer (DeepSeek-V3.2 and models with its layers).
 
-The indexer of a layer scores all keys for each token, and the attention reads the best `index_topk` of them. The choice
-depends on the token and its ancestors only, so it is the same in a draft tree and in plain decoding. The keys of the
-indexer are one more layer of the KV cache.
+The indexer of a layer scores all keys for each token, and the attention reads the best `index_topk`
+of them. The choice depends on the token and its ancestors only, so it is the same in a draft tree
+and in plain decoding. The keys of the indexer are one more layer of the KV cache.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from outrider.models.torch.encoder_decoder.sources import Sources
 class EncoderDecoderCache(StaticCache):
     """A `StaticCache` for the self-attention of the decoder, and the keys and values of the sources.
 
-    Requests share no prefixes: the keys and values of a decoder depend on the source as well as on the tokens, and the
-    prompt of a decoder is short.
+    Requests share no prefixes: the keys and values of a decoder depend on the source as well as on
+    the tokens, and the prompt of a decoder is short.
     """
 
     def __init__(self, *, slots: int, capacity: int, device: torch.device, layers: int, reserve: int) -> None:

@@ -15,8 +15,8 @@ _FINAL_NORMS = ("final_layer_norm", "layer_norm", "norm")  # names in a decoder 
 def shared_weights(model: Any, layers: torch.nn.ModuleList) -> SharedWeights:
     """Return the embedding, the factors of the final norm and the LM head of a decoder with these layers.
 
-    The states that heads read are the outputs of the whole decoder, after its final norm if it has one. The factor
-    between them and the LM head, which T5 has, is in the LM head.
+    The states that heads read are the outputs of the whole decoder, after its final norm if it has
+    one. The factor between them and the LM head, which T5 has, is in the LM head.
 
     Raises:
         OutriderError: the LM head has a bias.
@@ -27,8 +27,8 @@ def shared_weights(model: Any, layers: torch.nn.ModuleList) -> SharedWeights:
     biases = (getattr(head, "bias", None), getattr(model, "final_logits_bias", None))
     if any(bias is not None and bool(bias.any()) for bias in biases):
         raise OutriderError(
-            f"draft heads do not support this {model.config.model_type} model: its LM head has a bias; use ngram,"
-            " suffix or draft:DIR"
+            f"draft heads do not support this {model.config.model_type} model: its LM head has a"
+            " bias; use ngram, suffix or draft:DIR"
         )
     embedding = decoder.get_input_embeddings()
     head_scale = config.d_model**-0.5 if getattr(config, "scale_decoder_outputs", False) else 1.0

@@ -1,4 +1,4 @@
-"""Keys and values of the encoded sources, by slot. The cross-attention of the decoder reads them."""
+"""Keys and values of the encoded sources, by slot. The cross-attention reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _GROWTH = 64  # positions; the capacity is a multiple of it
 class Sources:
     """Keys and values [slots, heads, capacity, dim] of each decoder layer, and the sources that they belong to.
 
-    A source is any object: token ids, or `AudioFeatures`. The capacity grows to the longest source so far.
+    A source is any object: token ids, or `AudioFeatures`. The capacity grows to the longest source
+    so far.
     """
 
     def __init__(self, slots: int, device: torch.device, layers: int) -> None:

@@ -16,8 +16,8 @@ from outrider.models.torch.recurrent.states import RecurrentStates
 class RecurrentCache(StaticCache):
     """A `StaticCache` for the attention layers, if there are any, and the states of the recurrent layers.
 
-    With prefix caching, a new sequence starts from a snapshot of a sequence in its scope: one of those that were kept
-    while the prompt was processed, or the state at the end of the sequence.
+    With prefix caching, a new sequence starts from a snapshot of a sequence in its scope: one of
+    those that were kept while the prompt was processed, or the state at the end of the sequence.
     """
 
     def __init__(self, *, slots: int, capacity: int, device: torch.device, layers: int, reserve: int) -> None:

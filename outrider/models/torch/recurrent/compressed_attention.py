@@ -1,7 +1,7 @@
 """The projection of compressed convolutional attention: ZAYA.
 
-Queries and keys go through two causal convolutions, and one half of each value is that of the token before. So the
-inputs of the last tokens are a state, although an attention layer reads the results.
+Queries and keys go through two causal convolutions, and one half of each value is that of the token
+before. So the inputs of the last tokens are a state, although an attention layer reads the results.
 """
 
 from __future__ import annotations

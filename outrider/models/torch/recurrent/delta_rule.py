@@ -1,8 +1,8 @@
 """The gated delta rule: a state matrix per head that replaces the value of a key (Yang et al. 2025).
 
-S_t = exp(a_t) S_{t-1} + k_t u_t^T with u_t = beta_t (v_t - exp(a_t) S_{t-1}^T k_t), and o_t = S_t^T q_t. A few
-tokens are processed by the state after each, or by their inputs (see `staging`). By inputs, the corrected values u of
-all tokens are the solution of a triangular system.
+S_t = exp(a_t) S_{t-1} + k_t u_t^T with u_t = beta_t (v_t - exp(a_t) S_{t-1}^T k_t), and o_t = S_t^T
+q_t. A few tokens are processed by the state after each, or by their inputs (see `staging`). By
+inputs, the corrected values u of all tokens are the solution of a triangular system.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ def _products(
         weight = total.permute(0, 2, 1, 3) - key_total.permute(0, 2, 3, 1)  # [B, H, L, E]
         weight = weight.masked_fill(~visible, -torch.inf).exp()
         return (left.transpose(1, 2) @ keys.permute(0, 2, 3, 1)) * weight
-    # exp(total - key_total) can overflow for entries that are not on the path, so each pair has its own exponent.
+    # exp(total - key_total) can overflow for entries that are not on the path, so each pair has its
+    # own exponent.
     weight = (total[:, :, None] - key_total[:, None]).masked_fill(~visible[:, 0, ..., None, None], -torch.inf).exp()
     return torch.einsum("blhk,behk,blehk->bhle", left, keys, weight)

@@ -17,7 +17,7 @@ _STATE, _STATES = "state", "states"  # [B, D, N] and [B, E, D, N] float32
 
 
 class _Selection(NamedTuple):
-    """The values that the input selects. The channels are in H groups: one, or the heads of Zamba."""
+    """The values that the input selects. H is the groups of channels: 1, or Zamba's heads."""
 
     time_step: torch.Tensor  # [B, L, D] before the softplus
     b: torch.Tensor  # [B, L, H, N]

@@ -33,8 +33,9 @@ class Chunk(NamedTuple):
 class Rows:
     """The staged entries of B sequences: the tokens of their feeds, followed by their draft tokens.
 
-    There are E entries, of which the last L are new in this pass. An entry depends on the state of its sequence and on
-    the entries before it on its path. Padding depends on nothing, and nothing depends on it.
+    There are E entries, of which the last L are new in this pass. An entry depends on the state of
+    its sequence and on the entries before it on its path. Padding depends on nothing, and nothing
+    depends on it.
     """
 
     ancestors: torch.Tensor  # [B, E, E] bool: whether an entry is on the path of another, or is the entry itself
@@ -113,7 +114,7 @@ class Part:
 
     def pick(self, of_batch: Sequence[T]) -> tuple[T, ...]:
         """Return the values of the sequences of this part, from those of the batch."""
-        return tuple(of_batch) if self.sequences is None else tuple(of_batch[b] for b in self.sequences)
+        return tuple(of_batch) if self.sequences is None else tuple(tree.pick(of_batch, self.sequences))
 
     def select(self, of_batch: torch.Tensor) -> torch.Tensor:
         """Return the rows of the sequences of this part, from those of the batch."""
@@ -124,8 +125,8 @@ class Part:
 class PassRows:
     """All tokens of one pass: chunks of prompts, which come first, and the staged entries of all sequences.
 
-    If few sequences have much longer drafts than the others, they are a part of their own. The others then need no
-    padding to that length.
+    If few sequences have much longer drafts than the others, they are a part of their own. The
+    others then need no padding to that length.
     """
 
     slots: tuple[int, ...]  # [B]
@@ -142,7 +143,7 @@ class PassRows:
 
 
 def arrange(layout: Layout, draft: Draft) -> PassRows:
-    """Arrange the columns of a pass that has the feed of each sequence, and then its draft tokens."""
+    """Arrange the columns of a pass: the feed of each sequence, then its draft tokens."""
     device = layout.positions.device
     chunks: list[Chunk] = []
     begins = []  # first staged column, by sequence
@@ -155,13 +156,13 @@ def arrange(layout: Layout, draft: Draft) -> PassRows:
     parts = []
     for sequences in _split(sizes):
         index = range(len(sizes)) if sequences is None else sequences
-        own_sizes = tuple(sizes[b] for b in index)
-        columns, unpadded = _columns([begins[b] for b in index], own_sizes, len(layout.positions), device)
+        own_sizes = tuple(tree.pick(sizes, index))
+        columns, unpadded = _columns(tree.pick(begins, index), own_sizes, len(layout.positions), device)
         if layout.ancestors is None:
             rows = _chains(own_sizes, max(own_sizes), device)
         else:
             keep = slice(None) if sequences is None else list(sequences)
-            own_feeds = [feeds[b] for b in index]
+            own_feeds = tree.pick(feeds, index)
             rows = _trees(layout.ancestors[keep], draft.parent[keep], own_feeds, max(own_sizes))
         parts.append(Part(sequences=sequences, rows=rows, columns=columns, unpadded=unpadded))
     return PassRows(
@@ -253,7 +254,7 @@ def _columns(
     if not is_padded:
         return tree.upload(columns, device), None
     entries = [b * length + entry for b, size in enumerate(sizes) for entry in range(size)]
-    unpadded = Unpadded(tree.upload(entries, device), tree.upload([columns[entry] for entry in entries], device))
+    unpadded = Unpadded(tree.upload(entries, device), tree.upload(tree.pick(columns, entries), device))
     return tree.upload(columns, device), unpadded
 
 
@@ -306,7 +307,7 @@ def _parent_entries(
 ) -> torch.Tensor:
     """Return [B, L]: the entry before each new draft token. `first` is the first new one of each sequence."""
     device, size = parents.device, parents.shape[1]
-    entries = tree.upload([[*row, *[0] * (size - len(row))] for row in nodes], device)  # [B, N]
+    entries = tree.upload_rows(nodes, size, device)  # [B, N]
     ends = tree.upload(feed_end, device)[:, None]
     before = torch.where(parents < 0, ends, entries.gather(1, parents.clamp(min=0)))  # [B, N]
     index = tree.upload(first, device)[:, None] + torch.arange(length, device=device)

@@ -1,7 +1,7 @@
 """The recurrence of Mamba-2: a state matrix per head with a scalar decay (Dao and Gu 2024).
 
-S_t = exp(a_t) S_{t-1} + x_t B_t^T and y_t = S_t C_t. A few tokens are processed by the state after each, or by
-their inputs, like attention with a decay (see `staging`).
+S_t = exp(a_t) S_{t-1} + x_t B_t^T and y_t = S_t C_t. A few tokens are processed by the state after
+each, or by their inputs, like attention with a decay (see `staging`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from outrider.models.torch.recurrent.staging import WayCosts, keeps_states
 
 STATE = "state"  # [B, H, P, N] float32
 STATES = "states"  # [B, E, H, P, N], by states
-# By inputs: [B, E, H, P], [B, E, H, N] and [B, E, H], the decay of each entry and its sum along the path.
+# By inputs: [B, E, H, P], [B, E, H, N] and [B, E, H], the decay of each entry and its sum along the
+# path.
 _X, _B, _OWN, _DECAY = "x", "B", "own decay", "decay"
 _COSTS = WayCosts(token_calls=4, token_moves=5, input_calls=19, input_moves=7)
 

@@ -1,8 +1,8 @@
 """The states of recurrent layers: one per slot and layer.
 
-A recurrent state cannot be trimmed, so rejected draft tokens cannot be removed from it. The committed state is never
-advanced by draft tokens. A pass stages what the layers need to compute the state after any of its tokens, and a commit
-computes the state after the last accepted one.
+A recurrent state cannot be trimmed, so rejected draft tokens cannot be removed from it. The
+committed state is never advanced by draft tokens. A pass stages what the layers need to compute the
+state after any of its tokens, and a commit computes the state after the last accepted one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RecurrentStates:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the layers run over the prepared pass, instead of running as those of transformers."""
+        """Let the layers run over the prepared pass, unlike those of transformers."""
         self.rows = self._pass
         try:
             yield
@@ -87,7 +87,7 @@ class RecurrentStates:
         self._snapshots = [{} for _ in range(self._slots)]
 
     def positions(self, slot: int) -> list[int]:
-        """Return the numbers of tokens after which snapshots of a slot were kept, in rising order."""
+        """Return after how many tokens snapshots of a slot were kept, in rising order."""
         return sorted(self._snapshots[slot])
 
     def copy(self, source: int, position: int | None, slot: int) -> None:

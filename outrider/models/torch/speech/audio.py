@@ -23,8 +23,8 @@ class Audio:
 def hear(source: object, rules: SpeechRules, *, timestamps: bool) -> Audio:
     """Return the features of a source.
 
-    A recording that fits into one pass of the encoder is padded with silence, unless timestamps are asked for. All
-    others keep their length; `Windows` cuts them.
+    A recording that fits into one pass of the encoder is padded with silence, unless timestamps are
+    asked for. All others keep their length; `Windows` cuts them.
 
     Args:
         source: a source, as in `audio_features`.
@@ -32,7 +32,8 @@ def hear(source: object, rules: SpeechRules, *, timestamps: bool) -> Audio:
         timestamps: whether the user asks for timestamps. A longer recording needs them in any case.
 
     Raises:
-        OutriderError: the source does not fit the model, or the model has no timestamps and they are needed.
+        OutriderError: the source does not fit the model, or the model has no timestamps and they
+            are needed.
     """
     if isinstance(source, AudioFeatures):
         features = audio_features(source, rules).values

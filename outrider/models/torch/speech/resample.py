@@ -16,8 +16,8 @@ def at_rate(recording: Recording, rate: int) -> Recording:
     """Return the mean of the channels of a recording, with `rate` samples per second.
 
     Raises:
-        OutriderError: it is empty, has too many channels or values that are no numbers, or the package that resamples
-            is missing.
+        OutriderError: it is empty, has too many channels or values that are no numbers, or the
+            package that resamples is missing.
     """
     samples = recording.samples
     if samples.ndim not in (1, 2) or not samples.size:
@@ -26,8 +26,8 @@ def at_rate(recording: Recording, rate: int) -> Recording:
         )
     if samples.ndim == 2 and samples.shape[1] > _MAX_CHANNELS:
         raise OutriderError(
-            f"the audio is an array of shape {samples.shape}, which is [n, channels] with {samples.shape[1]} channels;"
-            f" transpose it, or give at most {_MAX_CHANNELS}"
+            f"the audio is an array of shape {samples.shape}, which is [n, channels] with"
+            f" {samples.shape[1]} channels; transpose it, or give at most {_MAX_CHANNELS}"
         )
     if not np.isfinite(samples).all():
         raise OutriderError("the audio holds NaN or infinite samples; give finite ones")

@@ -84,8 +84,8 @@ class SpeechRules:
         """
         if self.timestamps is None:
             raise OutriderError(
-                "the target's checkpoint has no no_timestamps_token_id, so its timestamps are unknown, which long audio"
-                " needs, too; set it in its generation_config.json"
+                "the target's checkpoint has no no_timestamps_token_id, so its timestamps are"
+                " unknown, which long audio needs, too; set it in its generation_config.json"
             )
         return self.timestamps
 
@@ -95,8 +95,10 @@ class SpeechRules:
         """Return the tokens before a transcript, as `transformers.generate` builds them.
 
         Args:
-            language: a code or an English name, such as "de" or "german". None: the default of the checkpoint.
-            task: transcribe, or translate for English text. None: the default of the checkpoint, or transcribe.
+            language: a code or an English name, such as "de" or "german". None: the default of the
+                checkpoint.
+            task: transcribe, or translate for English text. None: the default of the checkpoint, or
+                transcribe.
             timestamps: whether the transcript has timestamps.
 
         Raises:
@@ -104,8 +106,8 @@ class SpeechRules:
         """
         if self.start is None:
             raise OutriderError(
-                "the target's checkpoint has no decoder_start_token_id; set it in its generation_config.json, or give a"
-                " prompt of token ids"
+                "the target's checkpoint has no decoder_start_token_id; set it in its"
+                " generation_config.json, or give a prompt of token ids"
             )
         tokens = [self.start]
         if self._uses_forced(language or self.language, task):
@@ -132,8 +134,8 @@ class SpeechRules:
             some = ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
             raise InvalidParam(
                 "language",
-                f"this model transcribes several languages; give the language of the audio: {some}; outrider.transcribe"
-                " detects it",
+                "this model transcribes several languages; give the language of the audio:"
+                f" {some}; outrider.transcribe detects it",
             )
         code = language_code(language)
         if code not in self.languages:

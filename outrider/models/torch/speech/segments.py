@@ -31,9 +31,9 @@ def cut_window(
 ) -> WindowOutput:
     """Cut an output where two timestamps follow each other, as `transformers.generate` does.
 
-    The text behind the last such pair may be cut off by the window's end. It is dropped, and the next window begins
-    there. An output that ends with one timestamp says that no speech follows, and the next window begins after this
-    one; so it does after an output without such a pair.
+    The text behind the last such pair may be cut off by the window's end. It is dropped, and the
+    next window begins there. An output that ends with one timestamp says that no speech follows,
+    and the next window begins after this one; so it does after an output without such a pair.
 
     Args:
         tokens: the output, without the end of the text.

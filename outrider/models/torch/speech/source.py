@@ -23,8 +23,8 @@ def audio_features(source: object, rules: SpeechRules) -> AudioFeatures:
     """Return the features of a source that fits into one pass of the encoder, padded with silence.
 
     Args:
-        source: the path of a WAV file, a `Recording`, samples [n] or [n, channels] in [-1, 1] at the rate of the model
-            as a numpy array, a tensor or a list, or features.
+        source: the path of a WAV file, a `Recording`, samples [n] or [n, channels] in [-1, 1] at
+            the rate of the model as a numpy array, a tensor or a list, or features.
         rules: what the model takes.
 
     Raises:
@@ -35,8 +35,8 @@ def audio_features(source: object, rules: SpeechRules) -> AudioFeatures:
     recording = recording_of(source, rules)
     if too_long(recording, rules):
         raise OutriderError(
-            f"the audio is {recording.samples.size / rules.rate:.1f} s long, and the encoder takes {rules.seconds} s;"
-            " use outrider.transcribe, or split it into shorter parts"
+            f"the audio is {recording.samples.size / rules.rate:.1f} s long, and the encoder takes"
+            f" {rules.seconds} s; use outrider.transcribe, or split it into shorter parts"
         )
     extracted = rules.extractor(recording.samples, sampling_rate=rules.rate, return_tensors="np")
     return AudioFeatures(_tensor(extracted))
@@ -56,12 +56,12 @@ def recording_of(source: object, rules: SpeechRules) -> Recording:
 
 
 def too_long(recording: Recording, rules: SpeechRules) -> bool:
-    """Return whether a recording at the rate of the model is longer than one pass of the encoder."""
+    """Return whether a recording at the model's rate is longer than a pass of the encoder."""
     return recording.samples.size > rules.seconds * rules.rate
 
 
 def spectrum(recording: Recording, rules: SpeechRules) -> torch.Tensor:
-    """Return the features [bins, F] of a whole recording at the rate of the model, without padding."""
+    """Return the features [bins, F] of a recording at the model's rate, without padding."""
     extractor = rules.extractor
     samples = recording.samples
     if samples.size < extractor.n_fft:  # the least that has a frame

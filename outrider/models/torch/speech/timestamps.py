@@ -32,10 +32,10 @@ class AllowedTokens(NamedTuple):
 class TimestampRules:
     """Which tokens a transcript with timestamps may hold, as `WhisperTimeStampLogitsProcessor` of transformers says.
 
-    A transcript begins with a timestamp. Timestamps come in pairs, the end of a segment and the beginning of the next
-    one, and never fall. If all timestamps together are likelier than the likeliest other token, one of them follows.
-    The rules read the logits and the tokens before, so they are a part of the distribution of the model, and hold for
-    draft tokens as for others.
+    A transcript begins with a timestamp. Timestamps come in pairs, the end of a segment and the
+    beginning of the next one, and never fall. If all timestamps together are likelier than the
+    likeliest other token, one of them follows. The rules read the logits and the tokens before, so
+    they are a part of the distribution of the model, and hold for draft tokens as for others.
     """
 
     begin: int  # the token of 0.00 s; all tokens from there on are timestamps

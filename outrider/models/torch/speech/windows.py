@@ -26,8 +26,8 @@ class PreviousText:
 class Windows:
     """Cuts the features of a recording into windows, each of which begins where the last segment before it ends.
 
-    The caller asks for the features and the prompt of a window, generates its output, and hands it to `add`, until
-    `done`.
+    The caller asks for the features and the prompt of a window, generates its output, and hands it
+    to `add`, until `done`.
     """
 
     def __init__(self, audio: Audio, rules: SpeechRules, previous: PreviousText) -> None:
@@ -57,7 +57,7 @@ class Windows:
         return (self._previous.token, *text[-self._previous.limit :], *start)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Take the output of the window, without the end of the text, and move on to the next one."""
+        """Take the output of the window, without the end of the text, and go to the next one."""
         output = cut_window(
             tokens,
             self._rules.check_timestamps(),
