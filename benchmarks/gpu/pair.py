@@ -17,17 +17,19 @@ from typing import Any
 import torch
 from inflate.files import inflate_folder
 from inflate.model import PRESETS, Dims
+from transformers_peer import Peer, load_peers
 
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.core import tree
+from outrider.core.planner import FixedPlanner
 from outrider.core.prompts import read_prompts
 from outrider.core.target import Target
 from outrider.core.types import Batch, DraftBudget, Request, SequenceState
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.lab.bench.pass_work import bytes_per_pass
-from outrider.lab.bench.peer import load_peers
-from outrider.lab.bench.variants import OutriderRunner, SwitchPlanner, Variant
 from outrider.lab.common.jobs import Job, encode_prompt
+from outrider.lab.common.timeline import run_jobs
+from outrider.lab.common.turns import with_planner
 from outrider.runtime import machine
 
 _DIMS_LIKE = {  # of target and draft; 8b: Llama 3 with its vocabulary
@@ -44,14 +46,17 @@ class Setup:
     """The loaded models and the settings of the measurements."""
 
     llm: LLM
-    planner: SwitchPlanner
-    peers: list[Variant]
+    peers: list[Peer]
     weight_bytes: int  # read by a pass of the target
     jobs: tuple[Job, ...]
     k: int
     nodes: tuple[int, ...]
     cached: int
     rounds: int
+
+    def engine(self, k: int) -> LLM:
+        """Return an engine with k draft tokens per round. k = 0 is plain decoding."""
+        return with_planner(self.llm, FixedPlanner(k), plain=not k)
 
     @property
     def models(self) -> tuple[Target, Target]:
@@ -88,12 +93,10 @@ def prepare(
         for source, given, folder, dims in zip(small, inflated, folders, _DIMS_LIKE[like], strict=True):
             if given is None:
                 inflate_folder(source, folder, dims, dtype=_DTYPES[dtype])
-        planner = SwitchPlanner()
-        llm = _load(folders, device, dtype, planner)
+        llm = _load(folders, device, dtype)
         peers = load_peers(llm, *folders) if with_peers else []
         return Setup(
             llm=llm,
-            planner=planner,
             peers=[peer for peer in peers if peer.name.endswith("assisted")],
             weight_bytes=bytes_per_pass(llm, folders[0]).dense,
             jobs=_jobs(llm, prompts, max_tokens),
@@ -104,7 +107,7 @@ def prepare(
         )
 
 
-def _load(folders: Sequence[Path], device: str, dtype: str, planner: SwitchPlanner) -> LLM:
+def _load(folders: Sequence[Path], device: str, dtype: str) -> LLM:
     return LLM(
         folders[0],
         proposer=f"draft:{folders[1]}",
@@ -113,7 +116,7 @@ def _load(folders: Sequence[Path], device: str, dtype: str, planner: SwitchPlann
         # On a CPU use torch rather than the native kernels, because a GPU uses torch.
         kernels="torch" if device == "cpu" else "auto",
         max_num_seqs=1,
-        planner=planner,
+        planner=FixedPlanner(0),
         prefix_caching=False,
     )
 
@@ -146,17 +149,17 @@ def warm_up(setup: Setup, compiled: bool) -> dict[str, Any]:
             models[name] = {"seconds": graphs.seconds, "recorded": len(graphs.buckets()), "compiled": graphs.compiled}
     for k in (0, setup.k):
         for job in setup.jobs:
-            OutriderRunner("warm up", setup.llm, setup.planner, k=k).run([job])
+            run_jobs(setup.engine(k), [job])
     return {"models": models, "first_token_ms_cold": first_token_cold, "first_token_ms": _first_token_ms(setup)}
 
 
 def _first_token_ms(setup: Setup) -> float:
     """Return the median time from the request to the first token, over the prompts."""
-    setup.planner.k = setup.k
+    llm = setup.engine(setup.k)
     seconds = []
     for job in setup.jobs:
         began = perf_counter()
-        setup.llm.generate([list(job.prompt)], replace(job.params, max_tokens=1))
+        llm.generate([list(job.prompt)], replace(job.params, max_tokens=1))
         seconds.append(perf_counter() - began)
     return 1e3 * median(seconds)
 

@@ -20,8 +20,10 @@ from outrider.core.planner import FixedPlanner, Planner
 from outrider.core.proposer import Proposer
 from outrider.core.types import Batch, Draft, Needs, Request, Round
 from outrider.engine.build import assemble, auto_planner, build_engine
-from outrider.lab.bench.variants import OutriderRunner, SwitchPlanner, Variant
+from outrider.lab.common.clock import DecodeSpeed
 from outrider.lab.common.jobs import Job
+from outrider.lab.common.timeline import run_jobs
+from outrider.lab.common.turns import with_planner
 from outrider.models.heads.store import make_module, write_head
 from outrider.train.model.presets import Sizes, describe
 
@@ -65,30 +67,26 @@ class CorruptedDraft:
 
 def split(setup: Setup) -> dict[str, Any]:
     """Return the parts of a round by draft length."""
-    runners = [OutriderRunner(f"k = {k}", setup.llm, setup.planner, k=k) for k in _LENGTHS]
-    return {str(k): _split(runner, setup.jobs[:1]) for k, runner in zip(_LENGTHS, runners, strict=True)}
+    return {str(k): _split(setup.engine(k), setup.jobs[:1]) for k in _LENGTHS}
 
 
-def _split(runner: OutriderRunner, jobs: Sequence[Job]) -> dict[str, Any]:
+def _split(llm: LLM, jobs: Sequence[Job]) -> dict[str, Any]:
     """Return the parts of a round, as the statistics of the engine have them."""
-    runner.run(jobs)  # records the passes of this draft length
-    trial = runner.run(jobs)
-    assert trial.stats is not None
-    fields = trial.stats.as_dict()
-    rate = trial.speed.tokens / trial.speed.seconds
-    return {name: fields[name] for name in (*_TIMES, "rounds")} | {"tokens_per_s": rate}
+    run_jobs(llm, jobs)  # records the passes of this draft length
+    timeline = run_jobs(llm, jobs)
+    fields = timeline.stats.as_dict()
+    return {name: fields[name] for name in (*_TIMES, "rounds")} | {"tokens_per_s": timeline.speed().rate}
 
 
 def sampled(setup: Setup) -> dict[str, Any]:
     """Return the parts of a round at temperature 1, without a draft and by verifier, and with top-p."""
     jobs = [_sampled(job, top_p=1.0) for job in setup.jobs[:1]]
     nucleus = [_sampled(job, top_p=0.95) for job in setup.jobs[:1]]
-    results = {"plain": _split(OutriderRunner("plain", setup.llm, setup.planner, k=0), jobs)}
+    results = {"plain": _split(setup.engine(0), jobs)}
     for rule in _RULES:
-        runner = OutriderRunner(rule, setup.llm, setup.planner, k=setup.k)
-        results[rule] = _split(runner, [_verified(job, rule) for job in jobs])
-    runner = OutriderRunner("top-p", setup.llm, setup.planner, k=setup.k)
-    return results | {"block, top_p 0.95": _split(runner, [_verified(job, "block") for job in nucleus])}
+        results[rule] = _split(setup.engine(setup.k), [_verified(job, rule) for job in jobs])
+    verified = [_verified(job, "block") for job in nucleus]
+    return results | {"block, top_p 0.95": _split(setup.engine(setup.k), verified)}
 
 
 def _sampled(job: Job, *, top_p: float) -> Job:
@@ -116,14 +114,12 @@ def head(setup: Setup) -> dict[str, Any]:
     )
     torch.manual_seed(0)
     module = make_module(describe("eagle3", sizes)).requires_grad_(False)
-    planner = SwitchPlanner()
     with tempfile.TemporaryDirectory() as folder:
         write_head(folder, module, dtype=parts.dtype)
         engine = EngineConfig(proposer=f"draft:{folder}", max_num_seqs=1, prefix_caching=False)
-        llm = LLM.from_parts(build_engine(parts.loaded, engine, planner=planner))
+        llm = LLM.from_parts(build_engine(parts.loaded, engine, planner=FixedPlanner(0)))
     try:
-        runners = {str(k): OutriderRunner(f"k = {k}", llm, planner, k=k) for k in _HEAD_LENGTHS}
-        return {k: _split(runner, setup.jobs[:1]) for k, runner in runners.items()}
+        return {str(k): _split(with_planner(llm, FixedPlanner(k)), setup.jobs[:1]) for k in _HEAD_LENGTHS}
     finally:
         parts.target.export_hidden_states(parts.proposer.needs.layers)
 
@@ -160,22 +156,26 @@ def _run_corrupted(setup: Setup, planner: Planner, kept: float) -> dict[str, flo
 
 def race(setup: Setup) -> dict[str, Any]:
     """Measure the tokens/s of plain decoding, speculation and the peers in turns."""
-    variants: list[Variant] = [
-        OutriderRunner("plain", setup.llm, setup.planner, k=0),
-        OutriderRunner("speculative", setup.llm, setup.planner, k=setup.k),
-        *setup.peers,
-    ]
+    engines = {"plain": setup.engine(0), "speculative": setup.engine(setup.k)}
+    peers = {peer.name: peer for peer in setup.peers}
     for peer in setup.peers:
-        peer.run(setup.jobs[:1])  # to warm up
-    rates = {variant.name: list[float]() for variant in variants}
+        peer.run(setup.jobs[0])  # to warm up
+    names = (*engines, *peers)
+    rates = {name: list[float]() for name in names}
     taus = list[float]()
+
+    def run(name: str, job: Job) -> DecodeSpeed:
+        if name in peers:
+            return peers[name].run(job)
+        timeline = run_jobs(engines[name], [job])
+        if name == "speculative":
+            taus.append(timeline.stats.tau)
+        return timeline.speed()
+
     for round in range(setup.rounds):
-        for variant in variants[:: 1 if round % 2 == 0 else -1]:
-            trials = [variant.run([job]) for job in setup.jobs]
-            tokens = sum(trial.speed.tokens for trial in trials)
-            rates[variant.name].append(tokens / sum(trial.speed.seconds for trial in trials))
-            if variant.name == "speculative":
-                taus += [trial.stats.tau for trial in trials if trial.stats]
+        for name in names[:: 1 if round % 2 == 0 else -1]:
+            speeds = [run(name, job) for job in setup.jobs]
+            rates[name].append(sum(each.tokens for each in speeds) / sum(each.seconds for each in speeds))
     results: dict[str, Any] = {name: {"tokens_per_s": median(all), "all": all} for name, all in rates.items()}
     speculative = results["speculative"]["tokens_per_s"]
     ratios = {
@@ -190,12 +190,12 @@ def round_times(setup: Setup) -> dict[str, Any]:
     """Time a round of speculation, and separately the target's pass and the draft's steps in it."""
     target, draft = setup.models
     parts = setup.llm.parts
-    runner = OutriderRunner("speculative", setup.llm, setup.planner, k=setup.k)
+    llm = setup.engine(setup.k)
     seconds: dict[str, list[float]] = {"round": [], "target": [], "draft": []}
     for _ in range(setup.rounds):
-        trials = [runner.run([job]) for job in setup.jobs]
-        rounds = sum(trial.stats.rounds for trial in trials if trial.stats)
-        seconds["round"].append(sum(trial.speed.seconds for trial in trials) / max(rounds, 1))
+        timelines = [run_jobs(llm, [job]) for job in setup.jobs]
+        rounds = sum(timeline.stats.rounds for timeline in timelines)
+        seconds["round"].append(sum(timeline.speed().seconds for timeline in timelines) / max(rounds, 1))
         draft_steps = partial(draft.draft_greedy, batch_of(draft, setup.cached, setup.k), parts.vocab)
         seconds["target"].append(seconds_of(pass_over(target, setup.cached, 1 + setup.k), parts.device))
         seconds["draft"].append(seconds_of(draft_steps, parts.device))
@@ -213,10 +213,9 @@ def texts(setup: Setup) -> dict[str, Any]:
     """Return how many greedy texts differ from plain decoding, and the first positions that do."""
     results = []
     for k in (0, setup.k):
-        setup.planner.k = k
         prompts = [list(job.prompt) for job in setup.jobs]
         params = [job.params for job in setup.jobs]
-        results.append([completion.token_ids for completion in setup.llm.generate(prompts, params)])
+        results.append([completion.token_ids for completion in setup.engine(k).generate(prompts, params)])
     first = [
         next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), -1)
         for plain, other in zip(*results, strict=True)

@@ -31,7 +31,7 @@ from launch import Server, served
 
 from outrider.core.prompts import read_prompts
 from outrider.lab.loadgen.client import connect
-from outrider.lab.loadgen.command import percentiles
+from outrider.lab.loadgen.figures import percentiles
 from outrider.lab.loadgen.response import RequestResult
 from outrider.lab.loadgen.settings import Settings
 from outrider.lab.loadgen.workload import PlannedRequest, plan_requests

@@ -39,7 +39,7 @@ from launch import Server, served
 
 from outrider.core.prompts import Prompt, read_prompts
 from outrider.lab.loadgen.client import run_load
-from outrider.lab.loadgen.command import percentiles
+from outrider.lab.loadgen.figures import percentiles
 from outrider.lab.loadgen.settings import Settings
 from outrider.lab.loadgen.workload import plan_requests
 from outrider.runtime.machine import commit, hardware, versions

@@ -29,7 +29,6 @@ from outrider.lab.audit.server.settings import ServerOptions, check_given
 from outrider.lab.audit.settings import Settings as AuditSettings
 from outrider.lab.bench.settings import Settings as BenchSettings
 from outrider.lab.bench.settings import check_calibration
-from outrider.lab.common.number_lists import parse_figures, parse_whole
 from outrider.lab.loadgen.settings import Settings as LoadSettings
 from outrider.lab.tune.server.settings import ServerOptions as TuneServer
 from outrider.lab.tune.server.settings import check_given as check_tune_given
@@ -221,25 +220,10 @@ def project(*, asked: ProjectOptions, printing: Printing) -> None:
 
     Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
     """
-    from outrider.scale.estimate.run import ParsedLists, run_project
+    from outrider.scale.estimate.run import run_project
     from outrider.scale.estimate.table import show
 
-    shares = ("bandwidth_share", "arithmetic_share", "exposed", "round_ms", "layer_us", "draft_pass_us", "allreduce_us")
-    given = {name: getattr(asked, name) for name in shares}
-    document = run_project(
-        asked,
-        ParsedLists(
-            batch=parse_whole("--batch", asked.batch),
-            context=parse_whole("--context", asked.context),
-            k=parse_whole("--k", asked.k) if asked.k else (),
-            alpha=parse_figures("--alpha", asked.alpha) if asked.alpha else (),
-            shares={
-                name.removesuffix("_share"): parse_figures(f"--{name.replace('_', '-')}", text)
-                for name, text in given.items()
-                if text
-            },
-        ),
-    )
+    document = run_project(asked)
     print_document(document, show, as_json=printing.json)
 
 
@@ -251,9 +235,7 @@ def fleet(*, asked: FleetOptions, printing: Printing, given: set[str]) -> None:
     from outrider.scale.fleet.command import run_fleet
     from outrider.scale.fleet.report import show
 
-    document = run_fleet(
-        asked, alpha=parse_figures("--alpha", asked.alpha), replicas=parse_whole("--replicas", asked.replicas)
-    )
+    document = run_fleet(asked)
     print_document(document, show, as_json=printing.json)
 
 

@@ -20,10 +20,10 @@ from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from outrider.serve.monitoring.metrics import EngineMetrics, exposition
 from outrider.serve.monitoring.request_log import RequestLog
 from outrider.serve.monitoring.tracing import TraceMiddleware, Tracer
-from outrider.serve.openai.errors import RESPONSES, STREAM_RESPONSES, add_handlers
+from outrider.serve.openai.errors import RESPONSES, STREAM_RESPONSES, add_handlers, attribute_errors
 from outrider.serve.openai.missing_routes import add_missing_routes
 from outrider.serve.openai.responses import error_response
-from outrider.serve.openai.schema import ChatRequest, CompletionRequest, TokenizeRequest
+from outrider.serve.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.settings import Settings
 from outrider.serve.speech.routes import add_audio_routes, add_missing_audio_routes
 from outrider.serve.videos.routes import add_missing_video_routes, add_video_routes
@@ -80,6 +80,7 @@ def make_app(
     async_llm.latency.registry.register(EngineMetrics(async_llm))
     handler = RequestHandler(async_llm, settings, name=name)
     _add_routes(app, handler, async_llm, name, videos)
+    _add_token_routes(app, handler, async_llm)
     if async_llm.codec.speech_rules is not None:
         add_audio_routes(app, handler)
     else:
@@ -142,13 +143,6 @@ def _add_routes(
         handler.check_model(model)
         return _model(name, async_llm)
 
-    @app.post("/tokenize", responses=RESPONSES)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        """Return the token ids of a text."""
-        handler.check_model(body.model)
-        tokens = await async_llm.prompt_encoder.encode(body.prompt)
-        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": async_llm.parts.context}
-
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
@@ -170,6 +164,22 @@ def _add_routes(
     async def metrics() -> Response:
         """Return the metrics, in the text format of Prometheus."""
         return Response(exposition(async_llm), media_type="text/plain; version=0.0.4")
+
+
+def _add_token_routes(app: FastAPI, handler: RequestHandler, async_llm: AsyncLLM) -> None:
+    @app.post("/tokenize", responses=RESPONSES)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Return the token ids of a text."""
+        handler.check_model(body.model)
+        tokens = await async_llm.prompt_encoder.encode(body.prompt)
+        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": async_llm.parts.context}
+
+    @app.post("/detokenize", responses=RESPONSES)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """Return the text of token ids, without special tokens."""
+        handler.check_model(body.model)
+        with attribute_errors("tokens"):
+            return {"prompt": async_llm.codec.decode(body.tokens)}
 
 
 def _model(name: str, async_llm: AsyncLLM) -> dict[str, Any]:

@@ -21,12 +21,13 @@ from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.errors import QueueFull
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.base import unused_fields
+from outrider.serve.openai.call_formats import HERMES, CallFormat, format_of
 from outrider.serve.openai.conversation import Conversation, adaptations, conversation, invalid_message
 from outrider.serve.openai.errors import UnknownModel, attribute_errors, rename_param
 from outrider.serve.openai.logprobs import LogprobsBuilder
 from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields
-from outrider.serve.openai.tools import Tools, supports_tool_calls
+from outrider.serve.openai.tools import Tools
 from outrider.serve.prompt_encoder import PromptEncoder
 from outrider.serve.settings import Settings
 from outrider.serve.speech.options import TranscriptionOptions
@@ -106,19 +107,21 @@ class RequestHandler:
         template = self._async_llm.codec.chat_template
         with attribute_errors("messages"):
             turns = conversation(body.messages, tools, template=template)
+        trained = format_of(template)
+        calls = trained or HERMES
         with attribute_errors("tools"):
-            tool_constraint = tools.constraint() if tools else None
+            tool_constraint = tools.constraint(calls) if tools else None
         params = body.params(
             max_tokens=body.max_output_tokens(),
             logprobs=body.num_logprobs(),
             scope=body.user or "",
             constraint=tool_constraint or constraint,
         )
-        template_tools = tools.descriptions() if tools and supports_tool_calls(template) else None
+        template_tools = tools.descriptions() if tools and trained else None
         with attribute_errors("messages"):
             tokens = await self._encode_chat(body, turns, template_tools)
         await self._prepare(body, 1, params, tools)
-        return await self._respond(body, [EncodedPrompt(tokens)], params, request, has_tools=tools is not None)
+        return await self._respond(body, [EncodedPrompt(tokens)], params, request, calls=calls if tools else None)
 
     async def _encode_chat(
         self, body: ChatRequest, turns: Conversation, tools: Sequence[Mapping[str, Any]] | None
@@ -174,7 +177,7 @@ class RequestHandler:
         params: SamplingParams,
         request: Request,
         *,
-        has_tools: bool = False,
+        calls: CallFormat | None = None,
     ) -> Response:
         """Submit the prompts, as tokens, and return the response."""
         content = body.stream_content()
@@ -192,7 +195,7 @@ class RequestHandler:
             tokens=tokens,
             logprobs=None if params.logprobs is None else LogprobsBuilder(tokens=tokens, chat=is_chat, omitted=omitted),
             include_speculation=content >= StreamContent.ROUNDS,
-            has_tools=has_tools,
+            calls=calls,
             token_ids=body.return_token_ids,
         )
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))

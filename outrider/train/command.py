@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from outrider.runtime.processes import rank
-from outrider.runtime.report.console import Document, print_document
-from outrider.runtime.report.page import check_report, write_report
-from outrider.train.report.html import page
+from outrider.runtime.report.console import print_document
 from outrider.train.report.table import show
 from outrider.train.run import Training
 from outrider.train.settings import Settings
@@ -19,15 +15,13 @@ from outrider.train.trainer import STATE
 
 
 def train(kind: str, settings: Settings, *, as_json: bool) -> None:
-    """Train, print the results, and write the report if `settings` ask for one.
+    """Train, and print the results.
 
-    In a distributed training only the process of rank 0 prints and writes.
+    In a distributed training only the process of rank 0 prints.
     """
-    if settings.report:
-        check_report(settings.report)  # fail before the training, not after it
-    document, lines = Training(kind, settings).run()
+    document, _ = Training(kind, settings).run()
     if not rank():
-        show_results(document, lines, settings.report, as_json=as_json)
+        print_document(document, show, as_json=as_json)
         _tell_state(settings)
 
 
@@ -37,14 +31,3 @@ def _tell_state(settings: Settings) -> None:
     if file.is_file():
         use = "more --max-minutes continue from it" if settings.max_minutes is not None else "it is only for resuming"
         typer.echo(f"{file} ({file.stat().st_size / 1e6:.0f} MB) stays: {use}; delete it if you are done", err=True)
-
-
-def show_results(document: Document, lines: list[dict[str, Any]], report: str | None, *, as_json: bool) -> None:
-    """Print the results of a training, and write the report to a file if `report` is not None."""
-    write_files = partial(_write_report, report, lines) if report else None
-    print_document(document, show, as_json=as_json, write=write_files)
-
-
-def _write_report(report: str, lines: list[dict[str, Any]], document: Document) -> None:
-    write_report(page(document, lines), report)
-    typer.echo(f"the report is in {report}", err=True)

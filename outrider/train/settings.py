@@ -25,7 +25,7 @@ _OUT = "Output"
 TRAINING_ENGINE = EngineConfig(proposer="suffix:100000", max_num_seqs=32, k=5)
 # Options that do not change the trained weights.
 _NO_CHANGE = {"device", "eval_every", "k", "kernels", "max_minutes", "max_num_seqs", "micro_batch_tokens", "overwrite"}
-_NO_CHANGE |= {"proposer", "report", "save_every", "tensorboard", "threads"}
+_NO_CHANGE |= {"proposer", "save_every", "tensorboard", "threads"}
 # Paths, and what belongs to them. The contents of the files are hashed instead.
 _PATHS = {"cache_dir", "cache_dir_gb", "data", "eval_data", "init_from", "init_target", "out", "target"}
 
@@ -139,8 +139,6 @@ class Settings:
     """Replace a training with other options."""
     tensorboard: Annotated[bool, Option(panel=OUTPUT)] = False
     """Write TensorBoard events. Needs pip install tensorboard."""
-    report: Annotated[str | None, Option("FILE", OUTPUT)] = None
-    """Write an HTML page with plots, for example report.html. Needs pip install "outrider[report]"."""
 
     def __post_init__(self) -> None:
         check_draft_length(self.engine.k, least=1)

@@ -176,7 +176,7 @@ def test_a_correction_pair_trains_and_is_measured(correction):
     kept = json.loads(again.stdout.splitlines()[-1])
     assert kept["target"]["parameters"] == report["target"]["parameters"]
     options = ["--target", out / "target", "--data", out / "sources.jsonl", "--eval-data", out / "held.jsonl"]
-    sizes = ["--limit", 32, "--max-tokens", 8, "--out", out / "head-medusa"]
+    sizes = ["--max-prompts", 32, "--max-tokens", 8, "--out", out / "head-medusa"]
     head = CliRunner().invoke(app, [*map(str, ["train", "medusa", *options, *sizes])])
     assert head.exit_code == 0, head.output
     result = _run(measure.main, out, "--rounds", 1, "--limit", 3, "--batch", 2)

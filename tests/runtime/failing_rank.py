@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from outrider.cli.app import main
 from outrider.engine.engine import Engine
-from outrider.models.loader import checkpoint
+from outrider.models.loader import transformers_checkpoint
 from outrider.runtime import ranks
 from outrider.runtime.processes import rank
 
@@ -63,7 +63,7 @@ if __name__ == "__main__":
         if moment == "joining":
             _fail_in(ranks.distributed, "init_process_group", how)
         elif moment == "load":
-            _fail_in(checkpoint, "_read_model", how)
+            _fail_in(transformers_checkpoint, "_read_model", how)
         else:
             _fail_in_round(_ROUNDS[moment], how)
     main()

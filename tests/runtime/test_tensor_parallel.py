@@ -134,7 +134,6 @@ def test_command_line_errors(words, monkeypatch):
 
 def test_options_that_do_not_go_with_ranks(tmp_path):
     for words, message in (
-        (("bench", "--peer", "transformers"), "--peer transformers runs in one process, and --tp is 2"),
         (("serve", "--weight-updates", str(tmp_path)), "--weight-updates loads weights into one process"),
         (("serve", "--quantize", "int8"), "leave quantize out, or use tp 1"),
     ):

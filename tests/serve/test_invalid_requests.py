@@ -149,7 +149,7 @@ def small_context_server():
         yield url, async_llm
 
 
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize")
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 
 
 @pytest.mark.parametrize("mode", GenerationMode)

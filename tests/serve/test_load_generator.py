@@ -10,7 +10,7 @@ import pytest
 from outrider.core.prompts import read_prompts
 from outrider.errors import OutriderError
 from outrider.lab.loadgen.client import run_load
-from outrider.lab.loadgen.command import percentiles
+from outrider.lab.loadgen.figures import percentiles
 from outrider.lab.loadgen.settings import Settings as LoadSettings
 from tests.helpers.serving import PROMPT
 

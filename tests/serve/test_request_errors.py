@@ -156,3 +156,12 @@ def test_unknown_route_and_wrong_method_name_the_list_of_routes(server):
     assert wrong.status_code == 405
     assert wrong.headers["allow"] == "POST"
     assert "does not take this method; /docs lists" in wrong.json()["error"]["message"]
+
+
+def test_detokenize_returns_the_text_of_tokens_or_names_an_unknown_one(server):
+    tokens = httpx.post(server[0] + "/tokenize", json={"prompt": "def add(a, b):"}).json()["tokens"]
+    response = httpx.post(server[0] + "/detokenize", json={"tokens": tokens})
+    assert response.json() == {"prompt": "def add(a, b):"}
+    unknown = httpx.post(server[0] + "/detokenize", json={"tokens": [99999999]})
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "tokens")
+    assert "is not in the vocabulary" in unknown.json()["error"]["message"]

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from outrider.core.grammar import Grammars, Matcher
+from outrider.serve.openai.call_formats import HERMES, format_of
 from outrider.serve.openai.conversation import conversation
 from outrider.serve.openai.schema import ChatRequest
 from outrider.serve.openai.tool_calls import ToolCallParser
-from outrider.serve.openai.tools import Tools, supports_tool_calls
+from outrider.serve.openai.tools import Tools
 from tests.helpers.scripted import base_llm
 from tests.helpers.serving import OPTIONS, serving
 
@@ -252,7 +253,7 @@ TWO_CALLS = ONE_CALL + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_calls_are_parsed_from_chunks_of_any_size(size):
-    parser = ToolCallParser()
+    parser = ToolCallParser(HERMES)
     content = ""
     functions = {}
     chunks = [TWO_CALLS[i : i + size] for i in range(0, len(TWO_CALLS), size)]
@@ -271,7 +272,7 @@ def test_calls_are_parsed_from_chunks_of_any_size(size):
 
 
 def test_text_that_starts_like_a_call_is_content():
-    parser = ToolCallParser()
+    parser = ToolCallParser(HERMES)
     assert parser.add_text("a <tool", last=False) == {"content": "a "}
     assert parser.add_text("_box> <", last=False) == {"content": "<tool_box> "}
     assert parser.add_text("", last=True) == {"content": "<"}
@@ -348,8 +349,8 @@ def test_conversation_for_templates_with_and_without_tools():
     )
     tools = Tools.of(body)
     template = """{% if tools %}..{% endif %}<tool_call>\\n{"name": "..", "arguments": ..}"""
-    assert supports_tool_calls(template)
-    assert not supports_tool_calls("{{ message.content }}")
+    assert format_of(template) is HERMES
+    assert not format_of("{{ message.content }}")
     messages = [turn.fields for turn in conversation(body.messages, tools, template=template)]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}

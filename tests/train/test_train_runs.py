@@ -9,9 +9,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +25,6 @@ from outrider.models.heads.store import read_head
 from outrider.models.loader.embedded import embedded
 from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.distributed import join_group
-from outrider.train.report.html import page
 from outrider.train.report.log import FILE, read_log
 from outrider.train.run import FACTS, Training
 from outrider.train.settings import Settings
@@ -446,48 +443,6 @@ def test_processes_wait_long_for_the_evaluation(monkeypatch):
 # The command
 
 
-def test_document_is_printed_if_the_report_cannot_be_written(data, tmp_path, monkeypatch):
-    def fail(text, file):
-        raise OutriderError(f"{file} cannot be written")
-
-    training = SimpleNamespace(run=lambda: ({"benchmark": "outrider train"}, []))
-    monkeypatch.setattr("outrider.train.command.Training", lambda kind, settings: training)
-    monkeypatch.setattr("outrider.train.command.page", lambda document, lines: "")
-    monkeypatch.setattr("outrider.train.command.write_report", fail)
-    paths = ["--data", data, "--out", str(tmp_path / "draft"), "--report", str(tmp_path / "page.html")]
-    result = CliRunner().invoke(app, ["train", "mtp", *paths])
-    assert result.exit_code == 2
-    assert json.loads(result.stdout) == {"benchmark": "outrider train"}
-    assert "page.html cannot be written. The results are not lost" in result.stderr
-
-
-class PageParser(HTMLParser):
-    """Collects the titles of plots. Checks that tags are balanced and that there are no external resources."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.titles = []
-        self.open_tags = [""]
-        self.feed(text)
-
-    def handle_startendtag(self, tag, attrs):
-        pass
-
-    def handle_starttag(self, tag, attrs):
-        if tag != "meta":
-            self.open_tags.append(tag)
-        for name, value in attrs:
-            assert name not in ("src", "onload")
-            assert name != "href" or value.startswith("#")
-
-    def handle_data(self, data):
-        if self.open_tags[-1] == "h3":
-            self.titles.append(data)
-
-    def handle_endtag(self, tag):
-        assert self.open_tags.pop() == tag
-
-
 @pytest.fixture(scope="module")
 def command_run(data, tmp_path_factory):
     """The folder of a training of hydra by the command, and its result."""
@@ -497,8 +452,7 @@ def command_run(data, tmp_path_factory):
         "--max-tokens 8 --k 2 --eval-every 1 --max-num-seqs 4 --threads 1 --depth 2"
     )
     paths = ["--target", NANO, "--data", data, "--out", str(folder / "draft"), "--proposer", "none"]
-    report = ["--report", str(folder / "page.html")]
-    result = CliRunner().invoke(app, ["train", "hydra", *paths, *report, *options.split()])
+    result = CliRunner().invoke(app, ["train", "hydra", *paths, *options.split()])
     assert result.exit_code == 0, result.output
     return folder, result
 
@@ -519,17 +473,6 @@ def test_command_prints_and_writes_the_results(command_run):
     assert lines[-1]["evaluation"] == document["evaluation"]
 
 
-def test_report_has_all_plots(command_run):
-    folder, _ = command_run
-    text = (folder / "page.html").read_text("utf-8")
-    titles = ["Loss", "Acceptance in training", "Tokens per pass", "Acceptance by position"]
-    assert PageParser(text).titles == titles
-    assert "var(--series-0)" in text
-    assert "hydra for nano" in text
-    document = json.loads((folder / "draft" / "training.json").read_text())
-    assert PageParser(page(document | {"eval_data": {}}, [])).titles == []
-
-
 def test_trained_head_drafts_and_leaves_the_output_unchanged(command_run):
     folder, _ = command_run
     params = SamplingParams(temperature=1.0, max_tokens=16, seed=3)
@@ -548,15 +491,6 @@ def test_trained_draft_model_drafts_and_runs_as_a_target(data, uninterrupted):
     # The draft started as a copy of the target, and so short a training changes it little. It lacks some tokens.
     assert completion.stats.tau > 1.2
     assert LLM(str(folder), proposer="none", max_num_seqs=1, max_model_len=64).generate("a")[0].token_ids
-
-
-def test_report_path_is_checked_before_the_training(data, tmp_path):
-    out = tmp_path / "draft"
-    paths = ["--target", NANO, "--data", data, "--out", str(out), "--report", str(tmp_path)]
-    result = CliRunner().invoke(app, ["train", "mtp", *paths])
-    assert result.exit_code == 2
-    assert "is not a file in an existing folder" in result.stderr
-    assert not out.exists()
 
 
 def test_errors_are_one_line(data, tmp_path):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
@@ -55,9 +56,9 @@ class ProposerType:
         if self.argument is Argument.NONE:
             self._check_no_argument(argument)
         elif self.argument is Argument.TEXT:
-            _resolve(self.checker)(argument)
+            resolve_name(f"outrider.{self.checker}")(argument)
         else:
-            check_draft = _resolve("drafting.propose.draft_model.open:check_draft")
+            check_draft = resolve_name("outrider.drafting.propose.draft_model.open:check_draft")
             check_draft(self._folder(argument), heads=self.argument is Argument.DRAFT)
 
     def make(self, argument: str, setup: ProposerSetup) -> Proposer:
@@ -66,7 +67,7 @@ class ProposerType:
         Raises:
             OutriderError: the argument is wrong, or the proposer cannot be made.
         """
-        maker: Callable[..., Proposer] = _resolve(self.maker)
+        maker: Callable[..., Proposer] = resolve_name(f"outrider.{self.maker}")
         if self.argument is Argument.NONE:
             self._check_no_argument(argument)
             return maker(setup)
@@ -81,12 +82,6 @@ class ProposerType:
             name = self.syntax.partition(":")[0]
             raise OutriderError(f"{name} needs the folder of a draft model; write {self.syntax}")
         return str(model_folder(argument))
-
-
-def _resolve(name: str) -> Any:
-    """Return a class or function of `outrider`, such as `core.proposer:NoProposer`."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(f"outrider.{module}"), attribute)
 
 
 def find_proposer(spec: str, setup: ProposerSetup) -> Proposer:
@@ -283,7 +278,7 @@ def _split(text: str, spec: str) -> list[str]:
 
 def _check(expression: Expression) -> None:
     if expression.parts:
-        check_parts = _resolve("drafting.propose.combine:check_parts")
+        check_parts = resolve_name("outrider.drafting.propose.combine:check_parts")
         check_parts(len(expression.parts), switches="switch" in (part.name for part in expression.parts))
     elif expression.name in NAMED:
         NAMED[expression.name].check(expression.argument)
@@ -308,7 +303,7 @@ def make(expression: Expression, setup: ProposerSetup) -> Proposer:
 
 def combine(name: str, setup: ProposerSetup, parts: Sequence[Proposer]) -> Proposer:
     """Make a combination, such as merge, of other proposers."""
-    combination: Proposer = _resolve(COMBINATIONS[name])(setup, parts)
+    combination: Proposer = resolve_name(f"outrider.{COMBINATIONS[name]}")(setup, parts)
     return combination
 
 

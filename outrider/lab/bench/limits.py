@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from outrider.drafting.plan.speedup import roof
-from outrider.lab.bench.report import PLAIN, SPECULATIVE
+from outrider.lab.bench.figures import Comparison, Decoding
 
 DEFINITIONS: Mapping[str, str] = {
     "read_bytes_per_s": "the median bandwidth of summing a buffer larger than the caches, before and after the"
@@ -57,7 +56,28 @@ class Roofline:
         )
 
 
-def limits(roofline: Roofline, figures: Mapping[str, Any], *, seqs: int, cached: float) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """The limit of one way to decode."""
+
+    limit_passes_per_s: float
+    limit_tokens_per_s: float
+    share_of_limit: float | None  # that was reached; None: no speed was measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The limits of plain and speculative decoding."""
+
+    cached_tokens: float  # of a sequence, in the mean
+    weight_bytes_per_pass: float
+    bytes_per_pass: float
+    bytes_per_token: float  # of plain decoding
+    plain: Limit
+    speculative: Limit
+
+
+def limits(roofline: Roofline, figures: Comparison, *, seqs: int, cached: float) -> Limits:
     """Return the limits of plain and speculative decoding, and the shares of them that `figures` reach.
 
     Args:
@@ -66,23 +86,26 @@ def limits(roofline: Roofline, figures: Mapping[str, Any], *, seqs: int, cached:
         seqs: sequences at once.
         cached: mean cached tokens of a sequence.
     """
-    experts = {name: figures[name].get("experts", 0.0) for name in (PLAIN, SPECULATIVE)}
-    size = roofline.bytes_per_pass(seqs=seqs, cached=cached, experts=experts[PLAIN])
-    result: dict[str, Any] = {
-        "cached_tokens": cached,
-        "weight_bytes_per_pass": roofline.weight_bytes(experts[PLAIN]),
-        "bytes_per_pass": size,
-        "bytes_per_token": size / seqs,
-    }
-    for name in (PLAIN, SPECULATIVE):
-        variant = figures[name]
-        tokens = 1 + variant["draft_tokens"] / variant["passes"]
-        passes = roofline.passes_per_s(seqs=seqs, cached=cached, tokens=tokens, experts=experts[name])
-        limit = seqs * variant["tau"] * passes
-        speed = variant["tokens_per_s"]
-        result[name] = {
-            "limit_passes_per_s": passes,
-            "limit_tokens_per_s": limit,
-            "share_of_limit": speed["median"] / limit if speed else None,
-        }
-    return result
+    experts = figures.plain.experts
+    size = roofline.bytes_per_pass(seqs=seqs, cached=cached, experts=experts)
+    return Limits(
+        cached_tokens=cached,
+        weight_bytes_per_pass=roofline.weight_bytes(experts),
+        bytes_per_pass=size,
+        bytes_per_token=size / seqs,
+        plain=_limit(roofline, figures.plain, seqs=seqs, cached=cached),
+        speculative=_limit(roofline, figures.speculative, seqs=seqs, cached=cached),
+    )
+
+
+def _limit(roofline: Roofline, decoding: Decoding, *, seqs: int, cached: float) -> Limit:
+    stats = decoding.stats
+    tokens = 1 + stats.draft_tokens / stats.passes
+    passes = roofline.passes_per_s(seqs=seqs, cached=cached, tokens=tokens, experts=decoding.experts)
+    limit = seqs * stats.tau * passes
+    speed = decoding.tokens_per_s
+    return Limit(
+        limit_passes_per_s=passes,
+        limit_tokens_per_s=limit,
+        share_of_limit=speed.median / limit if speed else None,
+    )

@@ -1,35 +1,34 @@
-"""Runs a benchmark and builds its document."""
+"""Runs a benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from itertools import cycle, islice
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from outrider.core.params import AUTO
-from outrider.core.planner import Planner
-from outrider.core.prompts import Prompt, read_prompts
+from outrider.core.planner import FixedPlanner, Planner
+from outrider.core.prompts import read_prompts
 from outrider.drafting.plan.store import PlanFile, check_plan, restored
 from outrider.drafting.propose.expression import command_line_form, fetch_models
 from outrider.drafting.propose.leaves import draft_model
-from outrider.drafting.propose.registry import parse
 from outrider.engine.build import auto_planner
 from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
-from outrider.lab.bench import limits
-from outrider.lab.bench.interleave import Workload, interleave
+from outrider.lab.bench.figures import OVERALL, compare, mean_cached
+from outrider.lab.bench.limits import Roofline, limits
 from outrider.lab.bench.pass_work import bytes_per_pass, cache_bytes_per_token, flops_per_token
-from outrider.lab.bench.rates import Rates, best_rates, measure_rates
-from outrider.lab.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Sample, mean_cached, report
+from outrider.lab.bench.rates import best_rates, measure_rates
+from outrider.lab.bench.result import Result
 from outrider.lab.bench.settings import Settings
-from outrider.lab.bench.sweep import conditions, default_condition, speculative_variants, sweeps
-from outrider.lab.bench.variants import OutriderRunner, SwitchPlanner, Variant
+from outrider.lab.bench.sweep import Measured, conditions, default_condition, draft_lengths, sweeps
 from outrider.lab.common.jobs import Condition, make_batches
-from outrider.lab.common.memory import MemoryUse, measure_memory
+from outrider.lab.common.memory import measure_memory
+from outrider.lab.common.trial import Trial, Variant
+from outrider.lab.common.turns import Turns, with_planner
 from outrider.llm import LLM
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.load import reads_sources
@@ -38,77 +37,73 @@ from outrider.runtime import machine
 from outrider.runtime.progress import stage
 
 
-def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
+def run_bench(settings: Settings, *, progress: Console) -> Result:
     """Measure plain and speculative decoding in turns.
 
     Args:
         settings: what to measure.
         progress: the console of warnings.
 
-    Returns:
-        The JSON document.
-
     Raises:
         OutriderError: the settings cannot be measured.
     """
     check_plan(settings.engine.plan, k=settings.engine.k)
     with_sources = reads_sources(settings.engine.target)
-    if with_sources:
-        _check_sources(settings)
+    if with_sources and settings.max_model_len is not None:
+        raise OutriderError("--context lengthens prompts, and an encoder-decoder target reads sources; leave it out")
     prompts = read_prompts(settings.prompts, limit=settings.limit, with_sources=with_sources)
     if any(prompt.category == OVERALL for prompt in prompts):
         raise OutriderError(f"a category is called {OVERALL}, which reports use for all categories; rename it")
     fetch_models(settings.engine.target, settings.engine.proposer)
-    planner = SwitchPlanner()
     with stage("loading models"):
-        llm = load(settings, planner)
+        llm = load(settings)
         record_passes(llm.parts)  # before the planner measures the cost of passes
-        if AUTO in speculative_variants(settings):
-            planner.auto = auto_planner(llm.parts.target, llm.parts.proposer)
-        plan = _restored_plan(llm, planner, settings)
-        workloads = _workloads(llm, planner, prompts, settings)
+        engines = _Engines(llm, settings)
+        turns = Turns(
+            batches={
+                condition: make_batches(llm, prompts, condition, max_tokens=settings.max_tokens, seed=settings.seed)
+                for condition in conditions(settings)
+            },
+            variants=engines.variants,
+            engine_for=engines.engine_for,
+            repeats=settings.repeats,
+        )
+    parts = llm.parts
     with stage("measuring the machine"):
-        before = measure_rates(llm.parts.device, llm.parts.dtype)
-        first_jobs = workloads[0].batches[0].jobs
+        before = measure_rates(parts.device, parts.dtype)
+        first_jobs = turns.batches[default_condition(settings)][0].jobs
         memory = measure_memory(llm, list(islice(cycle(first_jobs), settings.max_num_seqs)))
-    samples = interleave(workloads, settings.repeats)
-    if plan and planner.auto:
-        _save_plan(plan, planner.auto, progress)
+    trials: dict[Condition, list[Trial]] = {condition: [] for condition in turns.batches}
+    for condition, group in turns.run():
+        trials[condition] += group
+    engines.save_plan(progress)
     with stage("measuring the machine"):
-        after = measure_rates(llm.parts.device, llm.parts.dtype)
-    return _document(llm, settings, samples, rates=(before, after), memory=memory)
-
-
-def _check_sources(settings: Settings) -> None:
-    """Raise OutriderError if an option does not support an encoder-decoder target."""
-    if settings.max_model_len is not None:
-        raise OutriderError("--context lengthens prompts, and an encoder-decoder target reads sources; leave it out")
-    if settings.peer is not None:
-        raise OutriderError(f"--peer {settings.peer} does not support encoder-decoder targets; leave it out")
-
-
-def _restored_plan(llm: LLM, planner: SwitchPlanner, settings: Settings) -> PlanFile | None:
-    if planner.auto is None:
-        return None
-    return restored(
-        settings.engine.plan,
-        planner.auto,
-        target=settings.engine.target,
-        proposer=llm.parts.proposer_spec,
-        quantize=settings.engine.quantize,
+        after = measure_rates(parts.device, parts.dtype)
+    bandwidth, gemm = best_rates((before, after))
+    roofline = _roofline(llm, settings, bandwidth=bandwidth, gemm=gemm)
+    measured = _measured(trials, roofline, llm)
+    return Result(
+        settings=settings,
+        proposer=command_line_form(_expression(llm)),
+        verifier=parts.verifier.name,
+        exact=parts.verifier.exact,
+        bound=parts.verifier.bound,
+        kernels=parts.target.kernels,
+        placements=parts.draft_placements,
+        compile_seconds=_compile_seconds(llm),
+        precision=parts.precision,
+        hardware=machine.hardware(str(parts.device)),
+        before=before,
+        after=after,
+        roofline=roofline,
+        memory=memory,
+        measured=measured(default_condition(settings), settings.engine.k),
+        sweeps=sweeps(settings, measured),
     )
 
 
-def _save_plan(plan: PlanFile, planner: Planner, progress: Console) -> None:
-    """Save the plan. If that fails, print a message and go on, so that the measurement is not lost."""
-    try:
-        plan.save(planner)
-    except OutriderError as error:
-        progress.print(f"the plan was not saved: {error}", markup=False, soft_wrap=True)
-
-
-def load(settings: Settings, planner: SwitchPlanner) -> LLM:
-    """Load the models to measure."""
+def load(settings: Settings) -> LLM:
+    """Load the models to measure. Each draft length gets a planner of its own."""
     config = replace(
         settings.engine,
         plan=None,  # the plan of k auto is restored when its planner is made
@@ -116,80 +111,72 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
         max_model_len=settings.max_model_len,
         prefix_caching=False,  # the prefill of a prompt must cost the same each time
     )
-    return LLM(config=config, planner=planner)
+    return LLM(config=config, planner=FixedPlanner(0))
 
 
-def _workloads(llm: LLM, planner: SwitchPlanner, prompts: Sequence[Prompt], settings: Settings) -> list[Workload]:
-    # Make all batches first: a prompt that does not fit must be reported before peers are loaded.
-    batches = {
-        condition: make_batches(llm, prompts, condition, max_tokens=settings.max_tokens, seed=settings.seed)
-        for condition in conditions(settings)
-    }
-    return [
-        Workload(condition=condition, variants=_variants(llm, planner, settings, condition), batches=group)
-        for condition, group in batches.items()
-    ]
+class _Engines:
+    """Engines for each draft length, with the same loaded weights."""
+
+    def __init__(self, llm: LLM, settings: Settings) -> None:
+        self._llm = llm
+        self._settings = settings
+        self._auto: Planner | None = None
+        self._plan: PlanFile | None = None
+        if AUTO in draft_lengths(settings, default_condition(settings)):
+            self._auto = auto_planner(llm.parts.target, llm.parts.proposer)
+            self._plan = restored(
+                settings.engine.plan,
+                self._auto,
+                target=settings.engine.target,
+                proposer=llm.parts.proposer_spec,
+                quantize=settings.engine.quantize,
+            )
+
+    def variants(self, condition: Condition) -> list[Variant]:
+        """Return plain decoding and each draft length of a condition."""
+        plain = Variant(proposer="", k=0, batch=condition.batch, temperature=condition.temperature)
+        drafting = replace(plain, proposer=_expression(self._llm))
+        return [replace(drafting, k=k) if k else plain for k in draft_lengths(self._settings, condition)]
+
+    def engine_for(self, variant: Variant) -> LLM:
+        """Return an engine whose proposer knows no outputs. The planner of k auto keeps what it has learned."""
+        planner = FixedPlanner(variant.k) if isinstance(variant.k, int) else self._auto
+        assert planner is not None
+        return with_planner(self._llm, planner, plain=variant.plain)
+
+    def save_plan(self, progress: Console) -> None:
+        """Save the plan. If that fails, print a message and go on, so that the measurement is not lost."""
+        if self._plan is None or self._auto is None:
+            return
+        try:
+            self._plan.save(self._auto)
+        except OutriderError as error:
+            progress.print(f"the plan was not saved: {error}", markup=False, soft_wrap=True)
 
 
-def _variants(llm: LLM, planner: SwitchPlanner, settings: Settings, condition: Condition) -> tuple[Variant, ...]:
-    """Return plain and speculative decoding. The default condition also has the swept k and the peers."""
-    is_default = condition == default_condition(settings)
-    names = speculative_variants(settings) if is_default else {0: PLAIN, settings.engine.k: SPECULATIVE}
-    runners = tuple(OutriderRunner(name, llm, planner, k=k) for k, name in names.items())
-    if settings.peer is None or not is_default:
-        return runners
-    from outrider.lab.bench.peer import load_peers
+def _measured(
+    trials: dict[Condition, list[Trial]], roofline: Roofline, llm: LLM
+) -> Callable[[Condition, int | str], Measured]:
+    """Return a function from a condition and a draft length to their figures."""
 
-    return (*runners, *load_peers(llm, model_folder(settings.engine.target), _draft_folder(llm)))
+    @cache
+    def measured(condition: Condition, k: int | str) -> Measured:
+        by_category = compare(trials[condition], k, llm.parts.verifier.bound)
+        cached = mean_cached(trials[condition], seqs=condition.batch)
+        found = limits(roofline, by_category[OVERALL], seqs=condition.batch, cached=cached)
+        return Measured(by_category=by_category, limits=found)
 
-
-def _document(
-    llm: LLM,
-    settings: Settings,
-    samples: Mapping[Condition, Sequence[Sample]],
-    *,
-    rates: tuple[Rates, Rates],
-    memory: MemoryUse,
-) -> dict[str, Any]:
-    parts = llm.parts
-    default = default_condition(settings)
-    swept = {f"k={k}" for k in settings.sweep.k}
-    figures = report([sample for sample in samples[default] if sample.name not in swept])
-    roofline = _roofline(llm, settings, rates)
-    cached = mean_cached(samples[default], seqs=default.batch)
-    before, after = rates
-    return {
-        "benchmark": "outrider bench",
-        "arguments": settings.arguments(),
-        "proposer": command_line_form(_expression(llm)),
-        "verifier": parts.verifier.name,
-        "exact": parts.verifier.exact,
-        "bound": parts.verifier.bound and parts.verifier.bound.as_dict(),
-        "kernels": parts.target.kernels,
-        "draft_placements": [placement.as_dict() for placement in parts.draft_placements],
-        "compile_seconds": _compile_seconds(llm),
-        **parts.precision.as_dict(),
-        "hardware": machine.hardware(str(parts.device)),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
-        "rates": {"before": before.as_dict(), "after": after.as_dict()},
-        "limits": asdict(roofline) | limits.limits(roofline, figures[OVERALL], seqs=default.batch, cached=cached),
-        "memory": memory.as_dict(),
-        "results": figures,
-        "sweeps": sweeps(settings, samples, roofline),
-        "definitions": {**DEFINITIONS, **limits.DEFINITIONS},
-    }
+    return measured
 
 
-def _roofline(llm: LLM, settings: Settings, rates: tuple[Rates, Rates]) -> limits.Roofline:
+def _roofline(llm: LLM, settings: Settings, *, bandwidth: float, gemm: float) -> Roofline:
     folder = model_folder(settings.engine.target)
-    bandwidth, gemm = best_rates(rates)
     weights = bytes_per_pass(llm, folder)
     if llm.parts.source_rules is None:
         flops = flops_per_token(folder)
     else:  # the files hold the encoder as well
         flops = 2 * weights.dense / llm.parts.dtype.itemsize
-    return limits.Roofline(
+    return Roofline(
         weight_bytes_per_pass=weights.dense,
         expert_bytes=weights.expert,
         cache_bytes_per_token=cache_bytes_per_token(llm),
@@ -208,8 +195,3 @@ def _compile_seconds(llm: LLM) -> float:
 def _expression(llm: LLM) -> str:
     assert isinstance(llm.parts.proposer_spec, str)  # the command line takes nothing else
     return llm.parts.proposer_spec
-
-
-def _draft_folder(llm: LLM) -> Path | None:
-    expression = parse(_expression(llm))
-    return model_folder(expression.argument) if expression.name == "draft" else None

@@ -13,7 +13,6 @@ from outrider.errors import OutriderError
 from outrider.lab.common.number_lists import parse_real, parse_whole, sweep_values
 from outrider.lab.common.settings import RepeatedSettings
 
-PEERS = ("transformers",)
 _DEFAULT = EngineConfig()
 # Fields of the engine that a file of `--config` may not give.
 _SET_BY_BENCH = {
@@ -22,7 +21,7 @@ _SET_BY_BENCH = {
     "prefix_caching": "processes each prompt anew",
 }
 # Options that have no effect with --calibrate.
-_MEASURING = ("k", "plan", "sweep", "peer", "temperature", "report", *(each.name for each in fields(RepeatedSettings)))
+_MEASURING = ("k", "plan", "sweep", "temperature", "report", *(each.name for each in fields(RepeatedSettings)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +69,10 @@ class Settings(RepeatedSettings):
     ks: Annotated[tuple[int, ...], Option("k=LIST", MEASURE, flags="--sweep", parse=parse_sweep)] = ()
     """Measure each k of a list, such as k=0..12 or k=0,2,4,8, interleaved with plain decoding. While one axis is swept,
     the others keep their first value."""
-    peer: Annotated[str | None, Option("NAME", MEASURE)] = None
-    """Measure another engine as well: transformers."""
     temperatures: Annotated[tuple[float, ...], Option("T", SAMPLING, flags="--temperature", parse=parse_real)] = (0.0,)
     """0 is greedy. A list, such as 0,0.7,1, is a sweep."""
     report: Annotated[str | None, Option("FILE", OUTPUT)] = None
-    """Write an HTML page with plots, for example report.html. Needs pip install "outrider[report]"."""
+    """Write the tables and the JSON document as an HTML page, for example report.html."""
     calibrate: Annotated[bool, Option(panel=MEASURE)] = False
     """Only measure what forward passes cost on this machine, for --k auto."""
 
@@ -99,8 +96,6 @@ class Settings(RepeatedSettings):
             )
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)  # raises if it is out of range
-        if self.peer is not None:
-            self._check_peer(self.peer)
 
     def _check_engine(self) -> None:
         for name, reason in _SET_BY_BENCH.items():
@@ -111,16 +106,6 @@ class Settings(RepeatedSettings):
                 "k is 0, so there is nothing to compare with plain decoding; give --k of at least 1, and --proposer if"
                 " the file of --config recommends none"
             )
-
-    def _check_peer(self, peer: str) -> None:
-        if peer not in PEERS:
-            raise OutriderError(f"peer {peer!r} is unknown; use {', '.join(PEERS)}")
-        if self.engine.tp > 1:
-            raise OutriderError(
-                f"--peer {peer} runs in one process, and --tp is {self.engine.tp}; leave one of them out"
-            )
-        if self.batch > 1:
-            raise OutriderError(f"batch is {self.batch}; the peer runs one sequence at a time, so use batch 1")
 
     @property
     def batch(self) -> int:

@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from outrider.lab.bench.limits import Roofline, limits
-from outrider.lab.bench.report import OVERALL, PLAIN, SPECULATIVE, Sample, compare, mean_cached
+from outrider.lab.bench.figures import OVERALL, Comparison
+from outrider.lab.bench.limits import Limits
 from outrider.lab.bench.settings import Settings
 from outrider.lab.common.jobs import Condition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The figures of one draft length in one condition."""
+
+    by_category: dict[str, Comparison]
+    limits: Limits  # of all categories
+
+    @property
+    def overall(self) -> Comparison:
+        """The figures of all categories."""
+        return self.by_category[OVERALL]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """The figures at one value of a swept axis."""
+
+    value: float
+    measured: Measured
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the entry for JSON."""
+        speedups = {name: each.speculative.speedup for name, each in self.measured.by_category.items()}
+        return {
+            "value": self.value,
+            **self.measured.overall.as_dict(),
+            "speedup_by_category": {name: spread and asdict(spread) for name, spread in speedups.items()},
+            "limits": asdict(self.measured.limits),
+        }
 
 
 def default_condition(settings: Settings) -> Condition:
@@ -38,41 +69,26 @@ def conditions(settings: Settings) -> list[Condition]:
     return list(dict.fromkeys([default_condition(settings), *swept]))
 
 
-def speculative_variants(settings: Settings) -> dict[int | str, str]:
-    """Return the names of the variants in the default condition, by k.
+def draft_lengths(settings: Settings, condition: Condition) -> tuple[int | str, ...]:
+    """Return each k that is measured in a condition: plain decoding, that of the engine, and by default the swept."""
+    swept = settings.sweep.k if condition == default_condition(settings) else ()
+    return tuple(dict.fromkeys((0, settings.engine.k, *swept)))
 
-    They are plain decoding, the k of the engine and the values of k in the sweep.
+
+def sweeps(settings: Settings, measured: Callable[[Condition, int | str], Measured]) -> dict[str, list[Entry]]:
+    """Return the figures along each axis, in the order of its values.
+
+    Args:
+        settings: the axes.
+        measured: returns the figures of a condition and a draft length.
     """
-    names: dict[int | str, str] = {0: PLAIN, settings.engine.k: SPECULATIVE}
-    return names | {k: f"k={k}" for k in settings.sweep.k if k not in names}
-
-
-def sweeps(
-    settings: Settings, samples: Mapping[Condition, Sequence[Sample]], roofline: Roofline
-) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures along each axis, in the order of its values."""
     default = default_condition(settings)
-    names = speculative_variants(settings)
-    by_axis: dict[str, list[dict[str, Any]]] = {}
+    by_axis: dict[str, list[Entry]] = {}
     if settings.sweep.k:
-        figures = {k: compare(samples[default], name=names[k]) for k in settings.sweep.k}
-        by_axis["k"] = [_entry(k, figures[k], default, samples[default], roofline) for k in sorted(figures)]
+        by_axis["k"] = [Entry(value=k, measured=measured(default, k)) for k in sorted(settings.sweep.k)]
     for axis, by_value in axes(settings).items():
         by_axis[axis] = [
-            _entry(value, compare(samples[condition]), condition, samples[condition], roofline)
+            Entry(value=value, measured=measured(condition, settings.engine.k))
             for value, condition in sorted(by_value.items())
         ]
     return by_axis
-
-
-def _entry(
-    value: float, figures: Mapping[str, Any], condition: Condition, samples: Sequence[Sample], roofline: Roofline
-) -> dict[str, Any]:
-    overall = figures[OVERALL]
-    cached = mean_cached(samples, seqs=condition.batch)
-    return {
-        "value": value,
-        **overall,
-        "speedup_by_category": {name: each[SPECULATIVE]["speedup"] for name, each in figures.items()},
-        "limits": limits(roofline, overall, seqs=condition.batch, cached=cached),
-    }

@@ -2,106 +2,100 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from outrider.core.placement import describe_placement
-from outrider.lab.bench.conditions import latency_text, median_text, memory, rates
-from outrider.lab.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
+from outrider.lab.bench.figures import OVERALL, Comparison, Latency, Spread
+from outrider.lab.bench.limits import Limit, Limits
+from outrider.lab.bench.result import Result
+from outrider.lab.bench.sweep import Entry
+from outrider.lab.common.memory import MemoryUse
 from outrider.runtime.report.console import NONE, new_table
 
-_ROUND_PARTS = ("draft_ms", "target_ms", "host_ms")
 _MAX_POSITIONS = 8  # positions whose acceptance is printed; the JSON document has all
 
 
-def show(document: dict[str, Any], console: Console) -> None:
+def show(result: Result, console: Console) -> None:
     """Print speed, latency, the time of a round, the sweeps, and the limits."""
-    results = document["results"]
-    console.print(summary(document).replace("(not exact)", "([red]not exact[/red])"), highlight=False)
-    console.print(_speed(results))
-    console.print(_time(results))
-    for axis, entries in document["sweeps"].items():
+    by_category = result.measured.by_category
+    console.print(result.summary().replace("(not exact)", "([red]not exact[/red])"), highlight=False)
+    console.print(_speed(by_category))
+    console.print(_time(by_category))
+    for axis, entries in result.sweeps.items():
         console.print(_sweep(axis, entries))
-    machine = _list("This machine, before and after", rates(document))
-    for placement in document["draft_placements"]:
-        console.print(describe_placement(placement), highlight=False, markup=False)
-    for line in (*_notes(document), machine, _limits(document), _list("Memory", memory(document))):
+    for placement in result.placements:
+        console.print(str(placement), highlight=False, markup=False)
+    machine = _list("This machine, before and after", _rates(result))
+    memory = _list("Memory", _memory(result.memory))
+    for line in (*_notes(result.measured.overall), machine, _limits(result.measured.limits), memory):
         console.print(line, highlight=False)
 
 
-def _speed(results: dict[str, Any]) -> Table:
-    peers = [name for name in results[OVERALL] if name not in (PLAIN, SPECULATIVE)]
+def _speed(by_category: dict[str, Comparison]) -> Table:
     table = new_table("Decoding, tokens/s, and acceptance by position")
     table.add_column("category", no_wrap=True)
-    for name in (PLAIN, SPECULATIVE, *peers):
-        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
-    table.add_column("speedup", justify="right", no_wrap=True)
-    table.add_column("tau", justify="right", no_wrap=True)
+    for name in ("plain", "speculative", "speedup", "tau"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("accepted, %")  # the one column that wraps on a narrow terminal
-    for category, figures in results.items():
-        _add_section_before_overall(table, category)
-        speculative = figures[SPECULATIVE]
-        rates = [median_text(figures[name]["tokens_per_s"]) for name in (PLAIN, SPECULATIVE, *peers)]
-        shares = speculative["acceptance_by_position"][:_MAX_POSITIONS]
-        acceptance = " ".join(f"{100 * share:.0f}" for share in shares)
-        table.add_row(category, *rates, _spread(speculative["speedup"], ".2f"), f"{speculative['tau']:.2f}", acceptance)
-    return table
-
-
-def _time(results: dict[str, Any]) -> Table:
-    table = new_table("Milliseconds between tokens (p50 p95 p99), and of the parts of a round")
-    table.add_column("category", no_wrap=True)
-    for name in ("plain", "speculative", "plain round", "draft", "target", "host"):
-        table.add_column(name, justify="right", no_wrap=name != "plain round")
-    for category, figures in results.items():
-        _add_section_before_overall(table, category)
-        plain = figures[PLAIN]
-        speculative = figures[SPECULATIVE]
-        plain_round = sum(plain[part] for part in _ROUND_PARTS)
+    for category, figures in _with_section(by_category, table):
+        speculative = figures.speculative
+        rates = [each.tokens_per_s for each in (figures.plain, speculative)]
         table.add_row(
             category,
-            latency_text(plain["latency_ms"]),
-            latency_text(speculative["latency_ms"]),
-            f"{plain_round:.2f}",
-            *(f"{speculative[part]:.2f}" for part in _ROUND_PARTS),
+            *(f"{rate.median:.0f}" if rate else NONE for rate in rates),
+            _spread(speculative.speedup, ".2f"),
+            f"{speculative.stats.tau:.2f}",
+            " ".join(f"{100 * share:.0f}" for share in speculative.stats.acceptance[:_MAX_POSITIONS]),
         )
     return table
 
 
-def _sweep(axis: str, entries: list[dict[str, Any]]) -> Table:
+def _time(by_category: dict[str, Comparison]) -> Table:
+    table = new_table("Milliseconds between tokens (p50 p95 p99), and of the parts of a round")
+    table.add_column("category", no_wrap=True)
+    for name in ("plain", "speculative", "plain round", "draft", "target", "host"):
+        table.add_column(name, justify="right", no_wrap=name != "plain round")
+    for category, figures in _with_section(by_category, table):
+        plain, stats = figures.plain.stats, figures.speculative.stats
+        latencies = (_latency(each.latency_ms) for each in (figures.plain, figures.speculative))
+        parts = (stats.draft_seconds, stats.target_seconds, stats.host_seconds)
+        rounds = [plain.seconds / max(plain.rounds, 1), *(part / max(stats.rounds, 1) for part in parts)]
+        table.add_row(category, *latencies, *(f"{1e3 * seconds:.2f}" for seconds in rounds))
+    return table
+
+
+def _sweep(axis: str, entries: Sequence[Entry]) -> Table:
     table = new_table(
         f"Against {axis}, over all categories; tokens/s, and the shares of the limits, plain and speculative"
     )
     for name in (axis, "plain", "speculative", "speedup", "tau", "p50 p95 p99, ms", "% of limit"):
         table.add_column(name, justify="right", no_wrap=True)
     for entry in entries:
-        plain = entry[PLAIN]
-        speculative = entry[SPECULATIVE]
-        limits = entry["limits"]
+        plain, speculative = entry.measured.overall.plain, entry.measured.overall.speculative
+        limits = entry.measured.limits
         table.add_row(
-            f"{entry['value']:g}",
-            _spread(plain["tokens_per_s"], ".0f"),
-            _spread(speculative["tokens_per_s"], ".0f"),
-            _spread(speculative["speedup"], ".2f"),
-            f"{speculative['tau']:.2f}",
-            latency_text(speculative["latency_ms"]),
-            " ".join(_percent(limits[name]["share_of_limit"]) for name in (PLAIN, SPECULATIVE)),
+            f"{entry.value:g}",
+            _spread(plain.tokens_per_s, ".0f"),
+            _spread(speculative.tokens_per_s, ".0f"),
+            _spread(speculative.speedup, ".2f"),
+            f"{speculative.stats.tau:.2f}",
+            _latency(speculative.latency_ms),
+            " ".join(map(_share, (limits.plain, limits.speculative))),
         )
     return table
 
 
-def _notes(document: dict[str, Any]) -> list[str]:
-    overall = document["results"][OVERALL]
-    rates = [f"{name} {_spread(overall[name]['tokens_per_s'], '.0f')}" for name in overall]
-    lines = [f"Overall tokens/s, median and range over repeats: {', '.join(rates)}."]
-    measured = overall[SPECULATIVE]["speedup"]
-    expected = overall[SPECULATIVE]["expected_speedup"]
-    if measured and expected:
+def _notes(overall: Comparison) -> list[str]:
+    rates = {"plain": overall.plain.tokens_per_s, "speculative": overall.speculative.tokens_per_s}
+    texts = ", ".join(f"{name} {_spread(rate, '.0f')}" for name, rate in rates.items())
+    lines = [f"Overall tokens/s, median and range over repeats: {texts}."]
+    measured = overall.speculative.speedup
+    if measured and overall.expected_speedup:
         lines.append(
-            f"Speedup [bold]{measured['median']:.2f}[/bold]; {expected:.2f} expected from the measured acceptance and"
-            " the measured costs of a round (Leviathan et al. 2023, theorem 3.8)."
+            f"Speedup [bold]{measured.median:.2f}[/bold]; {overall.expected_speedup:.2f} expected from the measured"
+            " acceptance and the measured costs of a round (Leviathan et al. 2023, theorem 3.8)."
         )
     lines.append(
         "Speed counts decoding only, from the first token of a completion to its last. The tokens of one round arrive"
@@ -110,32 +104,68 @@ def _notes(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _limits(document: dict[str, Any]) -> str:
-    limits = document["limits"]
-    plain = limits[PLAIN]
-    speculative = limits[SPECULATIVE]
+def _limits(limits: Limits) -> str:
+    plain, speculative = limits.plain, limits.speculative
     return (
-        f"Plain decoding reads {limits['bytes_per_token'] / 1e6:.1f} MB per token, which limits it to"
-        f" {plain['limit_tokens_per_s']:.0f} tokens/s; it reaches {_percent(plain['share_of_limit'])}% of that. With"
-        f" the tau of speculation the limit is {speculative['limit_tokens_per_s']:.0f} tokens/s; speculation reaches"
-        f" {_percent(speculative['share_of_limit'])}% of that."
+        f"Plain decoding reads {limits.bytes_per_token / 1e6:.1f} MB per token, which limits it to"
+        f" {plain.limit_tokens_per_s:.0f} tokens/s; it reaches {_share(plain)}% of that. With"
+        f" the tau of speculation the limit is {speculative.limit_tokens_per_s:.0f} tokens/s; speculation reaches"
+        f" {_share(speculative)}% of that."
     )
 
 
-def _list(title: str, pairs: list[tuple[str, str]]) -> str:
-    return f"{title}: " + "; ".join(f"{name} {text}" for name, text in pairs) + "."
+def _rates(result: Result) -> Iterator[str]:
+    """Yield the memory bandwidth and the arithmetic rate before and after the benchmark."""
+    for kind, bandwidth in result.before.read.items():
+        after = result.after.read[kind]
+        yield f"read bandwidth, {kind.replace('_', ' ')} {bandwidth / 1e9:.1f} GB/s, then {after / 1e9:.1f}"
+    gemm = f"{result.before.gemm / 1e9:.0f} GFLOP/s, then {result.after.gemm / 1e9:.0f}"
+    yield f"matrix product in {result.precision.as_dict()['dtype']} {gemm}"
 
 
-def _add_section_before_overall(table: Table, category: str) -> None:
-    if category == OVERALL:
-        table.add_section()
+def _memory(use: MemoryUse) -> Iterator[str]:
+    """Yield the memory use, and how many more sequences would fit without the draft."""
+    parts = {
+        "target weights": use.target_weight_bytes,
+        "target cache": use.target_cache_bytes,
+        "draft weights": use.draft_weight_bytes,
+        "draft cache": use.draft_cache_bytes,
+        "other": use.other_bytes,
+    }
+    for name, size in parts.items():
+        if size:
+            yield f"{name} {_size(size)}"
+    yield f"sequences {use.sequences} of {use.context} tokens"
+    if use.draft_weight_bytes:
+        formula = "(draft weights + draft cache) / (target cache / sequences)"
+        yield f"without the draft {use.draft_in_sequences:.1f} more sequences would fit: {formula}"
 
 
-def _spread(values: dict[str, float] | None, form: str) -> str:
+def _list(title: str, items: Iterable[str]) -> str:
+    return f"{title}: {'; '.join(items)}."
+
+
+def _with_section(by_category: dict[str, Comparison], table: Table) -> Iterator[tuple[str, Comparison]]:
+    """Yield the figures of each category, with a line in the table before those of all categories."""
+    for category, figures in by_category.items():
+        if category == OVERALL:
+            table.add_section()
+        yield category, figures
+
+
+def _spread(values: Spread | None, form: str) -> str:
     if values is None:
         return NONE
-    return f"{values['median']:{form}} [dim]{values['min']:{form}}–{values['max']:{form}}[/dim]"
+    return f"{values.median:{form}} [dim]{values.min:{form}}–{values.max:{form}}[/dim]"
 
 
-def _percent(share: float | None) -> str:
-    return NONE if share is None else f"{100 * share:.0f}"
+def _latency(latency: Latency | None) -> str:
+    return str(latency) if latency else NONE
+
+
+def _share(limit: Limit) -> str:
+    return NONE if limit.share_of_limit is None else f"{100 * limit.share_of_limit:.0f}"
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -53,8 +53,9 @@ class Condition:
 class PromptBatch:
     """Prompts that run together."""
 
-    category: str
+    number: int
     jobs: tuple[Job, ...]
+    categories: tuple[str, ...]  # of each prompt
 
 
 def make_batches(
@@ -77,7 +78,7 @@ def make_batches(
         encoded = _lengthen(encoded, condition.context - max_tokens)
     for prompt, (tokens, _) in zip(prompts, encoded, strict=True):
         _check_length(prompt, len(tokens), max_tokens, llm.parts.context)
-    batches = []
+    batches: list[PromptBatch] = []
     num_jobs = 0
     for category in dict.fromkeys(prompt.category for prompt in prompts):
         group = [each for prompt, each in zip(prompts, encoded, strict=True) if prompt.category == category]
@@ -89,7 +90,8 @@ def make_batches(
                 params = SamplingParams(temperature=condition.temperature, max_tokens=max_tokens)
                 own = derive_seed(seed, num_jobs + i)
                 jobs.append(Job(prompt=tokens, source=source, params=params, seed=own))
-            batches.append(PromptBatch(category=category, jobs=tuple(jobs)))
+            categories = (category,) * len(jobs)
+            batches.append(PromptBatch(number=len(batches), jobs=tuple(jobs), categories=categories))
             num_jobs += len(jobs)
     return tuple(batches)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,31 +26,23 @@ class MemoryUse:
 
     sequences: int  # at once
     context: int  # longest sequence in tokens
-    target_weights: int
-    target_cache: int
-    draft_weights: int = 0
-    draft_cache: int = 0
-    other: int | None = None  # other memory of torch on a GPU, such as graphs and buffers; None: on a CPU
+    target_weight_bytes: int
+    target_cache_bytes: int
+    draft_weight_bytes: int = 0
+    draft_cache_bytes: int = 0
+    other_bytes: int | None = None  # of torch on a GPU, such as graphs and buffers; None: on a CPU
 
     @property
     def draft_in_sequences(self) -> float:
         """Sequences that the target's cache could hold in place of the draft's weights and cache."""
-        cache_per_seq = self.target_cache / self.sequences
         return sequences_instead(
-            draft_weights=self.draft_weights, draft_cache=self.draft_cache, row_cache=cache_per_seq
+            draft_weights=self.draft_weight_bytes,
+            draft_cache=self.draft_cache_bytes,
+            row_cache=self.target_cache_bytes / self.sequences,
         )
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "sequences": self.sequences,
-            "context": self.context,
-            "target_weight_bytes": self.target_weights,
-            "target_cache_bytes": self.target_cache,
-            "draft_weight_bytes": self.draft_weights,
-            "draft_cache_bytes": self.draft_cache,
-            "other_bytes": self.other,
-            "draft_in_sequences": self.draft_in_sequences,
-        }
+        return asdict(self) | {"draft_in_sequences": self.draft_in_sequences}
 
 
 def measure_memory(llm: LLM, jobs: Sequence[Job]) -> MemoryUse:
@@ -73,11 +65,11 @@ def measure_memory(llm: LLM, jobs: Sequence[Job]) -> MemoryUse:
     return MemoryUse(
         sequences=len(jobs),
         context=parts.context,
-        target_weights=target_weights,
-        target_cache=target_cache,
-        draft_weights=draft_weights,
-        draft_cache=draft_cache,
-        other=other,
+        target_weight_bytes=target_weights,
+        target_cache_bytes=target_cache,
+        draft_weight_bytes=draft_weights,
+        draft_cache_bytes=draft_cache,
+        other_bytes=other,
     )
 
 

@@ -8,7 +8,6 @@ from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from outrider.core.bound import Bound
 from outrider.core.stats import Stats
 from outrider.core.types import FinishReason, SequenceState
 from outrider.engine.drive import drive
@@ -28,7 +27,6 @@ class Timeline:
     events: tuple[EmitEvent, ...]  # the start, then the end of each round
     snapshots: tuple[Stats, ...]  # of the engine, at each event
     exact: bool  # whether the verifier is exact
-    bound: Bound | None  # of a verifier that is not exact
 
     @cached_property
     def first_decode_index(self) -> int:
@@ -50,6 +48,20 @@ class Timeline:
         """Seconds from the start until every sequence has a token."""
         return self.events[self.first_decode_index].at - self.events[0].at
 
+    @property
+    def stats(self) -> Stats:
+        """The passes of the whole run, and the rounds and seconds of decoding."""
+        total = sum((self.passes(seq, seq.rounds) for seq in self.seqs), Stats())
+        return with_times(total, self.snapshots[self.first_decode_index], self.snapshots[-1])
+
+    def passes(self, seq: SequenceState, passes: Sequence[tuple[int, int, int]]) -> Stats:
+        """Return the statistics of some passes of a sequence.
+
+        Draft tokens are only known for all passes of a sequence together.
+        """
+        drafted = seq.num_draft_tokens if len(passes) == len(seq.rounds) else 0
+        return Stats.of_passes(passes, drafted=drafted, prompt=len(seq.request.prompt_token_ids), exact=self.exact)
+
     def speed(self) -> DecodeSpeed:
         """Return the decoding speed."""
         return decode_speed(self.events)
@@ -57,10 +69,6 @@ class Timeline:
     def token_gaps(self) -> tuple[float, ...]:
         """Return the seconds between the tokens of a sequence, over all sequences."""
         return tuple(token_gaps(self.events))
-
-    def with_times(self, counts: Stats) -> Stats:
-        """Return `counts` with the rounds and seconds of decoding."""
-        return with_times(counts, self.snapshots[self.first_decode_index], self.snapshots[-1])
 
 
 def run_jobs(llm: LLM, jobs: Sequence[Job]) -> Timeline:
@@ -85,7 +93,6 @@ def run_jobs(llm: LLM, jobs: Sequence[Job]) -> Timeline:
         events=tuple(events),
         snapshots=tuple(snapshots),
         exact=engine.stats.exact,
-        bound=engine.stats.bound,
     )
 
 

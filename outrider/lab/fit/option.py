@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from outrider.drafting.propose.expression import short
-from outrider.lab.fit.rules import candidate_key
-from outrider.lab.tune.candidate import Candidate
-from outrider.lab.tune.trial import label
+from outrider.lab.common.trial import label
+from outrider.lab.tune.candidate import Candidate, CandidateKey
+from outrider.lab.tune.figures import Case
 
 PLAIN = "plain decoding"
 
@@ -50,24 +49,18 @@ class Option:
         """The name for people."""
         return PLAIN if self.proposer == "none" else f"{label(short(self.proposer), self.draft_quantize)}, k {self.k}"
 
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Option:
-        """Read an option from JSON."""
-        speeds = tuple(Speed(**each) for each in document["by_temperature"])
-        return cls(**{**document, "by_temperature": speeds})
 
-
-def speeds(candidate: Candidate, cases: Sequence[Mapping[str, Any]]) -> Iterator[Speed]:
+def speeds(candidate: Candidate, cases: Sequence[Case]) -> Iterator[Speed]:
     """Yield the speeds of a candidate by temperature."""
     for case in cases:
-        if candidate_key(case) == candidate.key:
-            overall = case["overall"]
+        if CandidateKey.of(case) == candidate.key:
+            overall = case.overall
             yield Speed(
-                temperature=case["temperature"],
-                speedup=overall["value"],
-                low=overall["low"],
-                high=overall["high"],
-                tau=case["total"]["tau"],
+                temperature=case.temperature,
+                speedup=overall.value,
+                low=overall.low,
+                high=overall.high,
+                tau=case.total.tau,
             )
 
 

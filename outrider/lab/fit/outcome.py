@@ -11,10 +11,12 @@ from functools import cached_property
 from typing import Any
 
 from outrider.drafting.propose.expression import command_line_form, short
+from outrider.lab.common.trial import label
 from outrider.lab.fit.option import Option, Speed, size, speeds
 from outrider.lab.fit.rules import candidates, ranked
 from outrider.lab.tune.candidate import Candidate, CandidateKey
-from outrider.lab.tune.trial import label
+from outrider.lab.tune.figures import Case
+from outrider.lab.tune.measurement import Measurement
 from outrider.runtime.report.console import count_text
 
 
@@ -22,8 +24,8 @@ from outrider.runtime.report.console import count_text
 class Outcome:
     """The results of the finished stages. None: the stage has not run."""
 
-    first: Mapping[str, Any]  # document of the first measurement
-    final: Mapping[str, Any] | None  # document of the second measurement
+    first: Measurement
+    final: Measurement | None
     training: Mapping[str, Any] | None
     certificate: Mapping[str, Any] | None
     prompts: Mapping[str, int]  # number of prompts to train on, and held out
@@ -37,7 +39,7 @@ class Outcome:
     @property
     def speculates(self) -> bool:
         """Whether a proposer is chosen: it pays, and no test of the certificate failed."""
-        return bool(self._measured["advice"]["speculate"]) and not self._failed
+        return self._measured.advice.worth and not self._failed
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
@@ -71,7 +73,7 @@ class Outcome:
         yield f'Use it: outrider run --config {self.out}/fit.json "..."'
 
     @property
-    def _measured(self) -> Mapping[str, Any]:
+    def _measured(self) -> Measurement:
         return self.first if self.final is None else self.final
 
     @property
@@ -81,8 +83,8 @@ class Outcome:
     @property
     def _advised(self) -> CandidateKey:
         """The recommendation."""
-        advice = self._measured["advice"]
-        return CandidateKey(advice["proposer"], advice["k"], advice["draft_quantize"])
+        advice = self._measured.advice
+        return CandidateKey(advice.proposer, advice.k, advice.draft_quantize)
 
     def _options(self) -> Iterator[Option]:
         yield Option(
@@ -90,30 +92,30 @@ class Outcome:
             k=0,
             speedup=1.0,
             by_temperature=tuple(
-                Speed(temperature=plain["temperature"], speedup=1.0, tau=1.0) for plain in self._measured["plain"]
+                Speed(temperature=plain.temperature, speedup=1.0, tau=1.0) for plain in self._measured.plain
             ),
             memory_bytes=0,
             held_out=self.complete,
             verdict="the model itself" if self.speculates else "chosen",
         )
         seen = set()
-        for candidate in _best(self._measured["cases"], self._advised):
+        for candidate in _best(self._measured.cases, self._advised):
             seen.add(candidate.proposer)
             yield self._option(candidate, self._measured, held_out=self.complete)
         if self.final is not None:
-            for candidate in ranked(self.first["cases"]):
+            for candidate in ranked(self.first.cases):
                 if candidate.proposer not in seen:
                     yield self._option(candidate, self.first, held_out=False)
 
-    def _option(self, candidate: Candidate, document: Mapping[str, Any], *, held_out: bool) -> Option:
-        memory = document["memory"][label(candidate.proposer, candidate.draft_quantize)]
+    def _option(self, candidate: Candidate, measured: Measurement, *, held_out: bool) -> Option:
+        memory = measured.memory[label(candidate.proposer, candidate.draft_quantize)]
         return Option(
             proposer=candidate.proposer,
             k=candidate.k,
             draft_quantize=candidate.draft_quantize,
             speedup=candidate.overall.value,
-            by_temperature=tuple(speeds(candidate, document["cases"])),
-            memory_bytes=memory["draft_weight_bytes"] + memory["draft_cache_bytes"],
+            by_temperature=tuple(speeds(candidate, measured.cases)),
+            memory_bytes=memory.draft_weight_bytes + memory.draft_cache_bytes,
             held_out=held_out,
             verdict=self._verdict(candidate, held_out=held_out),
         )
@@ -131,14 +133,14 @@ class Outcome:
         return "faster than plain decoding" if candidate.worthwhile else "no sure gain"
 
     def _choice(self) -> str:
-        advice = self._measured["advice"]
+        advice = self._measured.advice
         if self._failed:
             return (
-                f"Chosen: plain decoding. {short(advice['proposer'])} was faster, but a test of its certificate failed;"
+                f"Chosen: plain decoding. {short(advice.proposer)} was faster, but a test of its certificate failed;"
                 " see outrider audit."
             )
-        if not advice["speculate"]:
-            several = len(self._measured["plain"]) > 1
+        if not advice.worth:
+            several = len(self._measured.plain) > 1
             condition = " without being slower at one of the temperatures" if several else ""
             return f"Chosen: plain decoding. No proposer is significantly faster on {self._where()}{condition}."
         option = next(each for each in self.options if each.verdict == "chosen")
@@ -159,10 +161,9 @@ class Outcome:
             return "the first measurement"
         held_out = self.prompts["held_out"]
         full, counts = True, []
-        for plain in self.final["plain"]:
-            all_batches = held_out // plain["batch"]
-            full = full and plain["batches"] == all_batches
-            counts.append(f"{plain['batches'] * plain['batch']} of {held_out} at temperature {plain['temperature']:g}")
+        for plain in self.final.plain:
+            full = full and plain.batches == held_out // plain.batch
+            counts.append(f"{plain.batches * plain.batch} of {held_out} at temperature {plain.temperature:g}")
         return count_text(held_out, "held-out prompt") if full else f"held-out prompts ({_listed(counts)})"
 
     def _training(self) -> Iterator[str]:
@@ -199,7 +200,7 @@ def duration(minutes: float) -> str:
     return f"{minutes:g} minute" + ("" if minutes == 1 else "s")
 
 
-def _best(cases: Sequence[Mapping[str, Any]], chosen: CandidateKey) -> list[Candidate]:
+def _best(cases: Sequence[Case], chosen: CandidateKey) -> list[Candidate]:
     """Return one candidate per proposer: the chosen one, or the best."""
     taken = [each for each in candidates(cases) if each.key == chosen]
     return [*taken, *(each for each in ranked(cases) if each.proposer != chosen.proposer)]

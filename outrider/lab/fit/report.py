@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from outrider.lab.common.records import from_json
 from outrider.lab.fit.option import Option, size
 from outrider.runtime.report.console import Document, new_table
 
@@ -18,7 +19,7 @@ def show(document: Document, console: Console) -> None:
     for name in ("memory of the draft", "verdict"):
         table.add_column(name)
     rates = [plain["tokens_per_s"] for plain in document["plain"]]
-    for option in (Option.from_dict(each) for each in document["fit"]["options"]):
+    for option in (from_json(Option, each) for each in document["fit"]["options"]):
         taus = ", ".join(f"{speed.tau:.2f}" for speed in option.by_temperature)
         if option.proposer == "none":
             speeds = [f"1.00, {rate:.0f} tokens/s" if rate else "1.00" for rate in rates]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from outrider.drafting.plan.pass_cost import CostModel
 from outrider.drafting.plan.speedup import expected_tau
 from outrider.drafting.propose.expression import command_line_form
 from outrider.drafting.propose.registry import SAMPLING_PROPOSERS, parse
 from outrider.lab.fit.settings import AUTO_HEAD, LEAST_SAMPLES
-from outrider.lab.tune.candidate import Candidate, CandidateKey, fastest_first, group
-from outrider.lab.tune.figures import Estimate
-from outrider.lab.tune.trial import Variant
+from outrider.lab.tune.candidate import Candidate, fastest_first, group
+from outrider.lab.tune.figures import Case
 
 _SMALL = 1024  # width of a target up to which a head of half the width is trained
 _EAGLE_LAYERS = 4  # the fewest layers that EAGLE kinds read
@@ -22,7 +21,6 @@ _DRAFT_SHARE, _DRAFT_VOCABULARY = 3, 32_000  # a head drafts a third of a large 
 _FINALISTS = 3  # untrained proposers that are measured again
 _WITH_MODEL = SAMPLING_PROPOSERS | {"draft-text", "lookahead"}  # proposers that run a model
 _CYCLES = 16  # generation cycles in the training time, if the answers alone took it
-_VARIANT = ("proposer", "k", "batch", "temperature", "draft_quantize")
 _BATCH, _STEPS = 16, 8  # at most: sequences of a step, and steps of a generation cycle
 _EVALUATION_SHARE = 8  # of the training time, for one evaluation
 _EVALUATION_TEXTS = 16  # 8 prompts at two temperatures
@@ -143,27 +141,18 @@ def expected_gain(costs: CostModel, acceptance: Sequence[float], *, batch: int, 
     return best
 
 
-def candidates(cases: Sequence[Mapping[str, Any]]) -> list[Candidate]:
-    """Return each proposer and draft length that was measured, from the cases of a document."""
-    return group((_variant(case), Estimate(**case["overall"])) for case in cases)
+def candidates(cases: Sequence[Case]) -> list[Candidate]:
+    """Return each proposer and draft length that was measured."""
+    return group((case, case.overall) for case in cases)
 
 
-def candidate_key(case: Mapping[str, Any]) -> CandidateKey:
-    """Return what a case measured, at whichever temperature."""
-    return CandidateKey.of(_variant(case))
-
-
-def _variant(case: Mapping[str, Any]) -> Variant:
-    return Variant(**{name: case[name] for name in _VARIANT})
-
-
-def draft_quantizes(proposers: Sequence[str], cases: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str | None, ...]]:
+def draft_quantizes(proposers: Sequence[str], cases: Sequence[Case]) -> dict[str, tuple[str | None, ...]]:
     """Return the weights of the drafts of proposers whose best candidate has other ones than those of the settings."""
     best = {candidate.proposer: candidate.draft_quantize for candidate in ranked(cases)}
     return {proposer: (best[proposer],) for proposer in proposers if best.get(proposer) is not None}
 
 
-def ranked(cases: Sequence[Mapping[str, Any]]) -> list[Candidate]:
+def ranked(cases: Sequence[Case]) -> list[Candidate]:
     """Return the best draft length and draft of each proposer, over all temperatures. The best proposer comes first."""
     best: dict[str, Candidate] = {}
     for candidate in fastest_first(candidates(cases)):
@@ -171,7 +160,7 @@ def ranked(cases: Sequence[Mapping[str, Any]]) -> list[Candidate]:
     return list(best.values())
 
 
-def finalists(cases: Sequence[Mapping[str, Any]], head: str | None) -> tuple[str, ...]:
+def finalists(cases: Sequence[Case], head: str | None) -> tuple[str, ...]:
     """Choose the proposers of the second measurement.
 
     Args:

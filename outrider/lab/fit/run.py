@@ -34,6 +34,7 @@ from outrider.lab.fit.stages import (
 )
 from outrider.lab.fit.state import CONFIG, HEAD, RUNS, State
 from outrider.lab.tune.config import FIT
+from outrider.lab.tune.measurement import Measurement
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.fingerprint import model_fingerprint
 from outrider.models.loader.load import refuse_sources
@@ -121,8 +122,8 @@ class Fit:
         """Return the document of the stages that are finished; at least the first measurement must be."""
         first, final, certificate = (self._state.get(name) for name in ("first", "final", "certificate"))
         outcome = Outcome(
-            first=first,
-            final=final,
+            first=Measurement.of(first),
+            final=final and Measurement.of(final),
             training=self._state.get("training"),
             certificate=certificate,
             prompts={"train": len(self._split.train), "held_out": len(self._split.held_out)},
@@ -177,9 +178,7 @@ class Fit:
         skipped = {"trained": False, "minutes": settings.minutes}
         plan = self._stored_plan()
         try:
-            training = make_training(
-                settings, self._files, plan, self._head, tokens_per_s=self._tokens_per_s(self._state.get("first"))
-            )
+            training = make_training(settings, self._files, plan, self._head, tokens_per_s=self._first.tokens_per_s)
         except OutriderError as error:
             # A head that the user has not asked for by name may not fit the target. One that has begun does fit.
             if settings.head != AUTO_HEAD or self._head.exists():
@@ -192,10 +191,10 @@ class Fit:
 
     def _measure_final(self) -> None:
         head = str(self._head) if self._state.get("training")["trained"] else None
-        proposers = finalists(self._state.get("first")["cases"], head)
+        proposers = finalists(self._first.cases, head)
         self._announce(3, f"measure {len(proposers)} proposers on {len(self._split.held_out)} held-out prompts")
         if self._state.get("final") is None:
-            drafts = draft_quantizes(proposers, self._state.get("first")["cases"])
+            drafts = draft_quantizes(proposers, self._first.cases)
             found = self._measure("final", self._files.held_out, proposers, drafts)
             self._state.put("final", found)
             self.write(self.document())
@@ -203,18 +202,20 @@ class Fit:
 
     def _certify(self) -> None:
         final = self._state.get("final")
-        advice = final["advice"]
+        measured = Measurement.of(final)
+        advice = measured.advice
         done = self._state.get("certificate")
-        if not advice["speculate"]:
+        if not advice.worth:
             self._announce(4, "certify nothing, as plain decoding is chosen")
             return
         if not self._settings.samples and done is None:
             self._announce(4, "certify nothing, as --samples is 0")
             return
-        self._announce(4, f"certify {short(advice['proposer'])}")
+        self._announce(4, f"certify {short(advice.proposer)}")
         if done is None or done["passed"] is None:
-            tokens_per_s = self._tokens_per_s(final)
-            found = certify(self._settings, self._target, final, tokens_per_s=tokens_per_s)
+            native = final["kernels"].startswith("native")
+            speed = measured.tokens_per_s
+            found = certify(self._settings, self._target, advice, native=native, tokens_per_s=speed)
             self._state.put("certificate", found)
         self.write(self.document())
 
@@ -231,8 +232,7 @@ class Fit:
     def _stored_plan(self) -> TrainingPlan:
         """Return the plan of the training, which must not change when it is resumed."""
         if self._state.get("plan") is None:
-            tokens_per_s = self._tokens_per_s(self._state.get("first"))
-            self._state.put("plan", asdict(self._plan(tokens_per_s=tokens_per_s)))
+            self._state.put("plan", asdict(self._plan(tokens_per_s=self._first.tokens_per_s)))
         return TrainingPlan(**self._state.get("plan"))
 
     def _drop_shorter_training(self) -> None:
@@ -254,9 +254,10 @@ class Fit:
             "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         }
 
-    def _tokens_per_s(self, measured: Document) -> float:
-        """Return the speed of plain decoding in a measurement."""
-        return float(measured["plain"][0]["tokens_per_s"] or 1.0)
+    @property
+    def _first(self) -> Measurement:
+        """The first measurement, which must be finished."""
+        return Measurement.of(self._state.get("first"))
 
     def _fastest(self, document: Document) -> str:
         line: str = document["summary"][1]

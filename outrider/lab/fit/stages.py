@@ -26,6 +26,7 @@ from outrider.lab.fit.rules import (
     plan_certificate,
 )
 from outrider.lab.fit.settings import Settings
+from outrider.lab.tune.advice import Advice
 from outrider.lab.tune.measure import measure
 from outrider.lab.tune.run import make_document
 from outrider.lab.tune.settings import Settings as TuneSettings
@@ -185,21 +186,21 @@ class _GainReport:
         return list(dict.fromkeys(near))
 
 
-def certify(settings: Settings, target: Path, final: Document, *, tokens_per_s: float) -> Document:
+def certify(settings: Settings, target: Path, advice: Advice, *, native: bool, tokens_per_s: float) -> Document:
     """Audit the chosen proposer in about `--measure-minutes`: fewer samples and shorter texts where time is short.
 
     Args:
         settings: the options.
         target: folder of the target.
-        final: the document of the second measurement, with the choice. Kernels whose rounding depends on the batch are
-            audited in float32.
+        advice: the choice of the second measurement.
+        native: whether the target runs on native kernels. Kernels whose rounding depends on the batch are audited in
+            float32.
         tokens_per_s: of plain decoding.
 
     Returns:
         Whether it passed, and the figures; or the reason why the audit could not be made.
     """
-    advice = final["advice"]
-    k = max(advice["fixed_k"], 1)
+    k = max(advice.fixed_k, 1)
     plan = plan_certificate(settings.samples, k=k, tokens_per_s=tokens_per_s, seconds=60 * settings.measure_minutes)
     if plan is None:
         return {
@@ -207,12 +208,11 @@ def certify(settings: Settings, target: Path, final: Document, *, tokens_per_s: 
             "reason": f"an audit of this target takes longer than --measure-minutes {settings.measure_minutes:g}; give"
             " more, or run outrider audit",
         }
-    proposer = advice["proposer"]
-    drafts = draft_settings(settings.engine, proposer, draft_quantize=advice["draft_quantize"])
+    drafts = draft_settings(settings.engine, advice.proposer, draft_quantize=advice.draft_quantize)
     try:
-        engine = replace(settings.engine, proposer=proposer, k=k, **drafts)
+        engine = replace(settings.engine, proposer=advice.proposer, k=k, **drafts)
         asked = AuditSettings(engine=engine, samples=plan.samples, tokens=plan.tokens)
-        if not final["kernels"].startswith("native"):
+        if not native:
             check_fits(target, dtype="float32", device=engine.device)
         with stage("certifying"):
             report = run_audit(asked, console=None)

@@ -3,153 +3,118 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
-from outrider.core.prompts import Prompt, read_prompts
+from outrider.core.prompts import read_prompts
 from outrider.errors import OutriderError
 from outrider.lab.client.server import retries_text
-from outrider.lab.loadgen.response import RequestResult
+from outrider.lab.loadgen.figures import PERCENTILES, Figures
 from outrider.lab.loadgen.settings import Settings
-from outrider.runtime.report.console import print_document
-from outrider.runtime.report.page import write_report
+from outrider.runtime.report.console import NONE, Document, new_table, print_document
+from outrider.runtime.report.page import check_report, write_report
 
-_PERCENTILES = (50, 95, 99)
+
+class _Loaded(NamedTuple):
+    """The results of a load."""
+
+    figures: tuple[Figures, ...]  # of each server
+    document: Document
+    show: Callable[[Document, Console], None]
 
 
 def load(settings: Settings, *, as_json: bool) -> bool:
-    """Generate load for a server and print its throughput and latencies.
+    """Generate load for a server, or for two, and print throughput and latencies.
 
     Returns whether each server has completed a request, unless all were canceled.
 
     Raises:
-        OutriderError: the server cannot be reached, or the HTTP client is not installed.
+        OutriderError: a server cannot be reached, the HTTP client is not installed, or the report cannot be written.
     """
+    if settings.report is not None:
+        check_report(settings.report)  # before the measurement rather than after it
     try:
-        from outrider.lab.loadgen.client import run_load
+        loaded = _load_one(settings) if settings.against is None else _load_both(settings)
     except ImportError as error:
         raise OutriderError(f'load needs {error.name}; run pip install "outrider[serve]"') from error
     arguments = {name: value for name, value in asdict(settings).items() if name != "api_key"}
-    prompts = read_prompts(settings.prompts)
-    if settings.against is not None:
-        return _compare(settings, prompts, arguments, as_json=as_json)
-    results, seconds = asyncio.run(run_load(settings, prompts))
-    document = {"benchmark": "outrider load", "arguments": arguments, **measured(settings, results, seconds)}
-    print_document(document, partial(_print_table, settings), as_json=as_json)
-    return _has_answered(document)
+    document = {"benchmark": "outrider load", "arguments": arguments, **loaded.document}
+    write = partial(write_report, show=loaded.show, file=settings.report) if settings.report else None
+    print_document(document, loaded.show, as_json=as_json, write=write)
+    return all(each.answered for each in loaded.figures)
 
 
-def _has_answered(measured: Mapping[str, Any]) -> bool:
-    return bool(measured["completed"] or not measured["errors"])
+def _load_one(settings: Settings) -> _Loaded:
+    from outrider.lab.loadgen.client import run_load
+
+    results, seconds = asyncio.run(run_load(settings, read_prompts(settings.prompts)))
+    figures = Figures.of(settings, results, seconds)
+
+    def show(_: Document, console: Console) -> None:
+        _show(settings, figures, console)
+
+    return _Loaded((figures,), asdict(figures), show)
 
 
-def measured(settings: Settings, results: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
-    """Return throughput and latencies of one server."""
-    completed = [result for result in results if result.completed]
-    num_good = sum(
-        result.ttft <= settings.goodput_ttft and result.tpot <= settings.goodput_tpot for result in completed
-    )
-    inter_token_latencies = [latency for result in completed for latency in result.inter_token_latencies]
-    chunk_gaps = [gap for result in completed for gap in result.chunk_gaps]
-    return {
-        "seconds": round(seconds, 3),
-        "completed": len(completed),
-        "canceled": sum(result.canceled for result in results),
-        "retries": sum(result.retries for result in results),
-        "errors": [result.error for result in results if result.error],
-        "output_tokens_per_s": round(sum(result.tokens for result in completed) / seconds, 2),
-        "requests_per_s": round(len(completed) / seconds, 3),
-        "goodput_per_s": round(num_good / seconds, 3),
-        "ms": {
-            "ttft": percentiles([result.ttft for result in completed]),
-            "itl": percentiles(inter_token_latencies),
-            "chunk": percentiles(chunk_gaps),
-            "tpot": percentiles([result.tpot for result in completed]),
-            "e2e": percentiles([result.e2e for result in completed]),
-        },
-    }
+def _load_both(settings: Settings) -> _Loaded:
+    from outrider.lab.loadgen.compare import NOTE, comparison, run_both, table
 
-
-def _compare(settings: Settings, prompts: Sequence[Prompt], arguments: dict[str, Any], *, as_json: bool) -> bool:
-    """Measure two servers, print both, and write the page. Return whether both have completed a request."""
-    from outrider.lab.loadgen.compare import check_page, comparison, page, run_both
-
-    if settings.report is not None:
-        check_page(settings.report)
-    both = asyncio.run(run_both(settings, prompts))
+    loads = asyncio.run(run_both(settings, read_prompts(settings.prompts)))
+    first, second = (Figures.of(settings, load.results, load.seconds) for load in loads)
+    ratios = comparison(first, second)
     servers = [
-        {"url": url, "model": served.model, **measured(settings, served.results, served.seconds)}
-        for url, served in zip((settings.base_url, settings.against), both, strict=True)
+        {"url": load.url, "model": load.model, **asdict(figures)}
+        for load, figures in zip(loads, (first, second), strict=True)
     ]
-    document: dict[str, Any] = {
-        "benchmark": "outrider load",
-        "arguments": arguments,
-        "servers": servers,
-        "ratios": comparison(*servers),
-    }
 
-    def show(document: dict[str, Any], console: Console) -> None:
-        for server in document["servers"]:
-            _print_table(replace(settings, base_url=server["url"]), server, console)
-        ratio = document["ratios"]["output_tokens_per_s"]
-        if ratio is not None:
-            console.print(f"{servers[0]['url']} has {ratio:.2f} times the tokens/s of {servers[1]['url']}")
+    def show(_: Document, console: Console) -> None:
+        console.print(_title(settings, "each server"), markup=False, highlight=False, soft_wrap=True)
+        console.print(table(loads, (first, second), ratios))
+        console.print(NOTE, highlight=False)
+        for figures in (first, second):
+            _show_errors(figures, console)
 
-    def write(document: dict[str, Any]) -> None:
-        if settings.report is not None:
-            write_report(page(document, settings.report), settings.report)
-
-    print_document(document, show, as_json=as_json, write=write)
-    return all(map(_has_answered, servers))
+    return _Loaded((first, second), {"servers": servers, "ratios": ratios}, show)
 
 
-def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the 50th, 95th and 99th percentile in ms; {} without values.
-
-    The p-th percentile is the smallest value that at least p percent of the values do not exceed.
-    """
-    ordered = sorted(seconds)
-    if not ordered:
-        return {}
-    percentiles = {}
-    for percent in _PERCENTILES:
-        rank = -(-len(ordered) * percent // 100)  # rounded up
-        percentiles[f"p{percent}"] = round(1e3 * ordered[rank - 1], 3)
-    return percentiles
-
-
-def _print_table(settings: Settings, document: dict[str, Any], console: Console) -> None:
-    console.print(_title(settings), markup=False, highlight=False, soft_wrap=True)
-    table = Table()
+def _show(settings: Settings, figures: Figures, console: Console) -> None:
+    """Print the figures of one server."""
+    console.print(_title(settings, settings.base_url), markup=False, highlight=False, soft_wrap=True)
+    table = new_table("")
     table.add_column("ms")
-    for percent in _PERCENTILES:
-        table.add_column(f"p{percent}", justify="right")
-    for name, percentiles in document["ms"].items():
-        table.add_row(name, *(f"{percentiles[f'p{percent}']:.1f}" if percentiles else "–" for percent in _PERCENTILES))
+    names = [f"p{percent}" for percent in PERCENTILES]
+    for name in names:
+        table.add_column(name, justify="right")
+    for latency, values in figures.ms.items():
+        table.add_row(latency, *(f"{values[name]:.1f}" if values else NONE for name in names))
     console.print(table)
-    canceled = f" and {document['canceled']} canceled" if document["canceled"] else ""
+    canceled = f" and {figures.canceled} canceled" if figures.canceled else ""
     console.print(
-        f"{document['completed']} completed{canceled} requests in {document['seconds']:.1f} s:"
-        f" {document['output_tokens_per_s']:.1f} tokens/s, {document['requests_per_s']:.2f} requests/s"
+        f"{figures.completed} completed{canceled} requests in {figures.seconds:.1f} s:"
+        f" {figures.output_tokens_per_s:.1f} tokens/s, {figures.requests_per_s:.2f} requests/s"
     )
     console.print(
-        f"goodput: {document['goodput_per_s']:.2f} requests/s within {settings.goodput_ttft:g} s to the first token"
+        f"goodput: {figures.goodput_per_s:.2f} requests/s within {settings.goodput_ttft:g} s to the first token"
         f" and {settings.goodput_tpot:g} s per token"
     )
-    if document["retries"]:
-        console.print(retries_text(document["retries"]), soft_wrap=True, markup=False, highlight=False)
-    if errors := document["errors"]:
-        console.print(f"{len(errors)} requests failed; the first error: {errors[0]}", style="red", markup=False)
+    if figures.retries:
+        console.print(retries_text(figures.retries), soft_wrap=True, markup=False, highlight=False)
+    _show_errors(figures, console)
 
 
-def _title(settings: Settings) -> str:
+def _show_errors(figures: Figures, console: Console) -> None:
+    if figures.errors:
+        text = f"{len(figures.errors)} requests failed; the first error: {figures.errors[0]}"
+        console.print(text, style="red", markup=False)
+
+
+def _title(settings: Settings, receiver: str) -> str:
     if settings.request_rate is not None:
         load = f"{settings.request_rate:g} per second"
     else:
         load = f"{settings.max_concurrency or 1} at a time"
-    return f"{settings.num_requests} requests to {settings.base_url}, {load}"
+    return f"{settings.num_requests} requests to {receiver}, {load}"

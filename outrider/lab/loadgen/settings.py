@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from outrider.core.option import Option
+from outrider.core.option import OUTPUT, Option
 from outrider.core.params import MAX_DRAFT_LENGTH
 from outrider.errors import OutriderError
 from outrider.lab.client.settings import ClientSettings
@@ -27,8 +27,8 @@ class Settings(ClientSettings):
     """A second server, which gets the same requests in turns with the first one."""
     against_model: Annotated[str | None, Option(panel=_COMPARE)] = None
     """Model name at the second server. Default: its first model."""
-    report: Annotated[str | None, Option("FILE", _COMPARE)] = None
-    """With --against: write one page that compares both servers, .html or .md."""
+    report: Annotated[str | None, Option("FILE", OUTPUT)] = None
+    """Write the tables and the JSON document as an HTML page, for example report.html."""
     prompts: Annotated[str | None, Option("FILE", _REQUESTS)] = None
     """Prompts as JSON lines, as for bench. Default: an embedded set."""
     max_tokens: Annotated[int, Option(panel=_REQUESTS, min=1)] = 128
@@ -63,8 +63,7 @@ class Settings(ClientSettings):
             raise OutriderError(
                 "--request-rate makes an open loop and --max-concurrency a closed loop; give one of them"
             )
-        for name in ("against_model", "report"):
-            if getattr(self, name) is not None and self.against is None:
-                raise OutriderError(f"--{name.replace('_', '-')} needs --against URL; give it, or leave it out")
+        if self.against_model is not None and self.against is None:
+            raise OutriderError("--against-model needs --against URL; give it, or leave it out")
         if self.request_rate == 0:
             raise OutriderError("--request-rate is 0, so no request would be sent; use a number above 0")

@@ -6,7 +6,7 @@ The functions are pure, so that every recommendation can be tested on made-up fi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from outrider.core.params import AUTO
@@ -64,17 +64,17 @@ class Advice:
     @property
     def proposer(self) -> str:
         """The proposer to use, or "none" if speculation does not pay."""
-        return self.best.variant.proposer if self.worth else "none"
+        return self.best.proposer if self.worth else "none"
 
     @property
     def draft_quantize(self) -> str | None:
         """Weights of its draft, where several were compared."""
-        return self.best.variant.draft_quantize if self.worth else None
+        return self.best.draft_quantize if self.worth else None
 
     @property
     def k(self) -> int | str:
         """Draft tokens per round, or auto. 0 if speculation does not pay."""
-        return self.best.variant.k if self.worth else 0
+        return self.best.k if self.worth else 0
 
 
 def advise(plains: Sequence[Plain], cases: Sequence[Case], *, every_temperature: bool = False) -> Advice:
@@ -85,9 +85,9 @@ def advise(plains: Sequence[Plain], cases: Sequence[Case], *, every_temperature:
     the geometric mean counts, and a candidate whose interval is entirely below 1 at any of them is left out.
     """
     plain = plains[0]
-    batch = plain.variant.batch
-    chosen_for = [each for each in plains if each.variant.batch == batch] if every_temperature else [plain]
-    candidates = group((case.variant, case.overall) for each in chosen_for for case in _cases_at(cases, each))
+    batch = plain.batch
+    chosen_for = [each for each in plains if each.batch == batch] if every_temperature else [plain]
+    candidates = group((case, case.overall) for each in chosen_for for case in _cases_at(cases, each))
     choice = _choose([each for each in candidates if not each.loses_at])
     if choice is None or not choice.worthwhile:
         choice = _choose(candidates)
@@ -139,9 +139,9 @@ def _fixed_k(choice: Candidate, candidates: Sequence[Candidate], *, nodes: float
 
 def _batches(best: Case, cases: Sequence[Case]) -> Batches:
     speedups = sorted(
-        (case.variant.batch, _overall(case))
+        (case.batch, _overall(case))
         for case in cases
-        if replace(case.variant, batch=best.variant.batch) == best.variant
+        if (CandidateKey.of(case), case.temperature) == (CandidateKey.of(best), best.temperature)
     )
     stops = None
     for batch, speedup in reversed(speedups):
@@ -162,13 +162,13 @@ def _is_close(estimate: Estimate, other: Estimate) -> bool:
 
 def _case(cases: Sequence[Case], plain: Plain, choice: Candidate) -> Case:
     """Return the case of a candidate with the batch and the temperature of `plain`."""
-    return next(case for case in _cases_at(cases, plain) if CandidateKey.of(case.variant) == choice.key)
+    return next(case for case in _cases_at(cases, plain) if CandidateKey.of(case) == choice.key)
 
 
 def _cases_at(cases: Sequence[Case], plain: Plain) -> list[Case]:
     """Return the cases with the batch and the temperature of `plain`."""
-    key = (plain.variant.batch, plain.variant.temperature)
-    return [case for case in cases if (case.variant.batch, case.variant.temperature) == key]
+    key = (plain.batch, plain.temperature)
+    return [case for case in cases if (case.batch, case.temperature) == key]
 
 
 def _overall(case: Case) -> float:

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from outrider.core.params import AUTO
-from outrider.lab.tune.trial import Trial, Variant
+from outrider.lab.common.trial import MIN_BATCHES, WARMUP_TOKENS, Trial, Variant
 
-MIN_BATCHES = 2  # batches of prompts that are measured in spite of the time limit, so that there is an interval
-WARMUP_TOKENS = 8
 _SHORT = 32  # tokens of an output; variants are left out before outputs are made shorter
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from outrider.lab.common.trial import Variant
 from outrider.lab.tune.figures import Estimate
-from outrider.lab.tune.trial import Variant
 
 WORTHWHILE = 1.02  # overall speedup below which plain decoding is recommended
 

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import add
-from typing import Any
 
 from outrider.core.stats import Stats
-from outrider.lab.tune.settings import PHASES
-from outrider.lab.tune.trial import Trial, Variant
+from outrider.lab.common.trial import PHASES, Trial, Variant
 from outrider.runtime.grouping import group_by
 
 _RESAMPLES = 1000
@@ -77,7 +75,8 @@ class RoundMs:
 class Plain:
     """Plain decoding at one batch size and temperature."""
 
-    variant: Variant
+    batch: int  # sequences at once
+    temperature: float
     batches: int  # of prompts that were measured
     tokens_per_s: float | None  # of decoding; None: outputs ended in one round
     prefill_share: float  # share of the time until every sequence has a token
@@ -85,10 +84,9 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Case(Variant):
     """A proposer and a k at one batch size and temperature, compared with plain decoding."""
 
-    variant: Variant
     tokens_per_s: float | None  # of decoding
     speedup: Estimate | None  # of decoding; None: outputs ended in one round
     overall: Estimate  # speedup with prefill
@@ -145,12 +143,6 @@ def ratio(amounts: Sequence[Amounts], base: Sequence[Amounts], *, seed: int) -> 
     return Estimate(value=value, low=ordered[tail], high=ordered[-1 - tail])
 
 
-def case_dict(case: Case) -> dict[str, Any]:
-    """Return a case for JSON. The fields of its variant are on the top level."""
-    document = asdict(case)
-    return {**document.pop("variant"), **document}
-
-
 def _pooled_ratio(pairs: Sequence[tuple[Amounts, Amounts]]) -> float | None:
     """Return the ratio of the speeds that summed tokens and seconds give."""
     tokens = sum(amounts[0] for amounts, _ in pairs)
@@ -195,7 +187,8 @@ def _rate(trials: Sequence[Trial]) -> float | None:
 def _plain(trials: Sequence[Trial]) -> Plain:
     medians = typical(trials)
     return Plain(
-        variant=trials[0].variant,
+        batch=trials[0].variant.batch,
+        temperature=trials[0].variant.temperature,
         batches=len(medians),
         tokens_per_s=_rate(medians),
         prefill_share=sum(trial.prefill_seconds for trial in medians) / sum(trial.seconds for trial in medians),
@@ -210,7 +203,7 @@ def _case(trials: Sequence[Trial], plain: Sequence[Trial], *, seed: int) -> Case
     thirds = map(_sum, zip(*(trial.output_thirds for trial in trials), strict=True))
     assert overall is not None  # a completion has at least one token and takes time
     return Case(
-        variant=trials[0].variant,
+        **asdict(trials[0].variant),
         tokens_per_s=_rate(medians),
         speedup=_compare(trials, plain, _decoding, seed),
         overall=overall,
@@ -219,7 +212,7 @@ def _case(trials: Sequence[Trial], plain: Sequence[Trial], *, seed: int) -> Case
         parts=RoundMs.of(_sum(trial.stats for trial in medians)),
         categories=_categories(trials, plain, seed),
         output_thirds=dict(zip(PHASES, map(AcceptanceSummary.of, thirds), strict=True)),
-        exact=all(trial.exact for trial in trials),
+        exact=stats.exact,
     )
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
-from time import perf_counter
 
 from rich.console import Console
 
@@ -26,16 +25,16 @@ from outrider.engine.build import assemble, auto_planner, make_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
-from outrider.lab.common.jobs import Condition, make_batches
+from outrider.lab.common.jobs import Condition, PromptBatch, make_batches
 from outrider.lab.common.memory import MemoryUse, measure_memory
-from outrider.lab.common.progress import count_run
-from outrider.lab.tune.budget import MIN_BATCHES, WARMUP_TOKENS, Budget, RunTime, most_promising, plan_budget
+from outrider.lab.common.trial import Trial, Variant, label, run
+from outrider.lab.common.turns import Turns, warmup
+from outrider.lab.tune.budget import Budget, RunTime, most_promising, plan_budget
 from outrider.lab.tune.settings import Settings
-from outrider.lab.tune.store import GroupKey, TrialStore
-from outrider.lab.tune.trial import PromptBatch, Trial, Variant, label, run
+from outrider.lab.tune.store import TrialStore
 from outrider.llm import LLM
 from outrider.models.loader.load import reads_sources
-from outrider.runtime.progress import Stage, stage
+from outrider.runtime.progress import stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,16 +88,33 @@ def measure(
             variant.label: measure_memory(engines.engine_for(variant), jobs)
             for variant in _largest(engines, settings, conditions[0])
         }
-    session = _Session(engines, settings, batches, store, progress, max_seconds)
-    budget = session.budget()
+    budget = _budget(engines, settings, batches, store, max_seconds)
+    found = len(_variants(engines, settings.ks, conditions[0]))
+    if budget != (settings.max_tokens, found):
+        progress.print(
+            f"to fit into {max_seconds / 60:g} minutes, {budget.variants} of {found} variants run,"
+            f" with outputs of at most {budget.max_tokens} tokens",
+            highlight=False,
+            soft_wrap=True,
+        )
+    turns = Turns(
+        batches={
+            condition: [_shortened(batch, budget.max_tokens) for batch in group] for condition, group in batches.items()
+        },
+        variants=lambda condition: most_promising(_variants(engines, settings.ks, condition), budget.variants),
+        engine_for=engines.engine_for,
+        repeats=settings.repeats,
+        store=store,
+        max_seconds=max_seconds,
+    )
     with stage("measuring passes"):  # for k auto; it is no part of a time limit
         for condition in conditions:
-            for variant in most_promising(_variants(engines, settings.ks, condition), budget.variants):
+            for variant in turns.variants(condition):
                 engines.engine_for(variant)
     trials: list[Trial] = []
     complete = False
     try:
-        for group in session.interleave(budget):
+        for _, group in turns.run():
             trials += group
         complete = True
     except KeyboardInterrupt:
@@ -218,105 +234,31 @@ def _prompt_batches(llm: LLM, prompts: Sequence[Prompt], settings: Settings, con
     for number in range(count):
         group = filled[number * condition.batch : (number + 1) * condition.batch]
         jobs = tuple(single.jobs[0].with_seed(i) for i, single in enumerate(group))
-        categories = tuple(single.category for single in group)
+        categories = tuple(single.categories[0] for single in group)
         batches.append(PromptBatch(number=number, jobs=jobs, categories=categories))
     return batches
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
-    """The runs of one measurement."""
-
-    engines: VariantEngines
-    settings: Settings
-    batches: dict[Condition, list[PromptBatch]]
-    store: TrialStore
-    console: Console
-    max_seconds: float
-
-    def budget(self) -> Budget:
-        """Choose the budget from a short run of plain decoding, or take that of the stored runs."""
-        condition, group = next(iter(self.batches.items()))
-        variants = _variants(self.engines, self.settings.ks, condition)
-        if not self.store.facts:
-            time = RunTime(0.0, 0.0)
-            if not math.isinf(self.max_seconds):
-                for _ in range(2):  # the first one is slow
-                    time = RunTime.of(run(self.engines.base, variants[0], _warmup(group[0])))
-            seconds = self.max_seconds / len(self.batches)
-            budget = plan_budget(time, seconds=seconds, variants=len(variants), max_tokens=self.settings.max_tokens)
-            self.store.begin(budget._asdict())
-        budget = Budget(**self.store.facts)
-        if budget != (self.settings.max_tokens, len(variants)):
-            self.console.print(
-                f"to fit into {self.max_seconds / 60:g} minutes, {budget.variants} of {len(variants)} variants run,"
-                f" with outputs of at most {budget.max_tokens} tokens",
-                highlight=False,
-                soft_wrap=True,
-            )
-        return budget
-
-    def interleave(self, budget: Budget) -> Iterator[Sequence[Trial]]:
-        """Run all variants of all conditions in each round, and yield their runs by batch of prompts.
-
-        The order of the variants alternates from batch to batch. Runs in the store are not repeated.
-        """
-        used = sum(trial.seconds for group in self.store.groups.values() for trial in group)
-        end = perf_counter() + self.max_seconds - used
-        per_round = sum(map(len, self.batches.values())) * budget.variants
-        with stage("", self.settings.repeats * per_round) as runs:
-            for round in range(self.settings.repeats):
-                for i, (condition, group) in enumerate(self.batches.items()):
-                    runs.describe(f"round {round + 1} of {self.settings.repeats}, {condition}")
-                    now = perf_counter()
-                    if round and now >= end:
-                        return
-                    deadline = now + max(end - now, 0.0) / (len(self.batches) - i)
-                    variants = most_promising(_variants(self.engines, self.settings.ks, condition), budget.variants)
-                    shortened = [_shortened(batch, budget.max_tokens) for batch in group]
-                    yield from self._run_once(variants, shortened, round, deadline, runs)
-
-    def _run_once(
-        self,
-        variants: Sequence[Variant],
-        batches: Sequence[PromptBatch],
-        round: int,
-        deadline: float,
-        runs: Stage,
-    ) -> Iterator[Sequence[Trial]]:
-        """Run all variants on each batch of prompts, and yield the runs of each batch."""
-        pairs: list[tuple[Variant, LLM]] = []
-        for i, batch in enumerate(batches):
-            key = GroupKey(round, variants[0].batch, variants[0].temperature, batch.number)
-            if key in self.store.groups:
-                runs.advance(len(self.store.groups[key]))
-                yield self.store.groups[key]
-                continue
-            if not pairs:
-                pairs = [(variant, self.engines.engine_for(variant)) for variant in variants]
-                for variant, llm in pairs:
-                    run(llm, variant, _warmup(batches[0]))
-            if (round or i >= MIN_BATCHES) and perf_counter() >= deadline:
-                return
-            seeded = replace(batch, jobs=tuple(job.with_seed(round) for job in batch.jobs))
-            trials = []
-            for variant, llm in pairs[:: 1 if (round + batch.number) % 2 == 0 else -1]:
-                trials.append(run(llm, variant, seeded))
-                count_run(runs, variant.name, trials[-1].tokens / trials[-1].seconds)
-            self.store.add(key, trials)
-            yield trials
+def _budget(
+    engines: VariantEngines,
+    settings: Settings,
+    batches: Mapping[Condition, Sequence[PromptBatch]],
+    store: TrialStore,
+    max_seconds: float,
+) -> Budget:
+    """Choose the budget from a short run of plain decoding, or take that of the stored runs."""
+    if store.budget is None:
+        condition, group = next(iter(batches.items()))
+        variants = _variants(engines, settings.ks, condition)
+        time = RunTime(0.0, 0.0)
+        if not math.isinf(max_seconds):
+            for _ in range(2):  # the first one is slow
+                time = RunTime.of(run(engines.base, variants[0], warmup(group[0])))
+        seconds = max_seconds / len(batches)
+        store.begin(plan_budget(time, seconds=seconds, variants=len(variants), max_tokens=settings.max_tokens))
+    assert store.budget is not None
+    return store.budget
 
 
 def _shortened(batch: PromptBatch, max_tokens: int) -> PromptBatch:
     return replace(batch, jobs=tuple(job.shortened(max_tokens) for job in batch.jobs))
-
-
-def _warmup(batch: PromptBatch) -> PromptBatch:
-    """Return a batch for the warm-up. Its texts are reversed, so that no proposer has seen a measured one."""
-    jobs = []
-    for job in batch.jobs:
-        short = job.shortened(WARMUP_TOKENS)
-        params = replace(short.params, ignore_eos=True)
-        source = short.source[::-1] if isinstance(short.source, tuple) else short.source
-        jobs.append(replace(short, prompt=short.prompt[::-1], source=source, params=params))
-    return replace(batch, jobs=tuple(jobs))

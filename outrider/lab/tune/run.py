@@ -20,7 +20,7 @@ from outrider.lab.common.memory import MemoryUse
 from outrider.lab.tune.advice import Advice, advise
 from outrider.lab.tune.config import BENCHMARK, VERSION, settings_dict
 from outrider.lab.tune.engines import other_engines
-from outrider.lab.tune.figures import Plain, case_dict, figures
+from outrider.lab.tune.figures import figures
 from outrider.lab.tune.measure import Measured, measure
 from outrider.lab.tune.settings import Settings
 from outrider.lab.tune.wording import summary
@@ -93,8 +93,8 @@ def make_document(settings: Settings, measured: Measured, *, every_temperature: 
         "advice": _advice(advice, measured.memory),
         "complete": measured.complete,
         "summary": [*_interrupted(measured), *summary(advice, measured.memory)],
-        "plain": [_plain(plain) for plain in plains],
-        "cases": [case_dict(case) for case in cases],
+        "plain": [asdict(plain) for plain in plains],
+        "cases": [asdict(case) for case in cases],
         "memory": {proposer: use.as_dict() for proposer, use in measured.memory.items()},
         "arguments": as_json(settings),
         "budget": measured.budget._asdict(),
@@ -131,30 +131,19 @@ def _advice(advice: Advice, memory: Mapping[str, MemoryUse]) -> dict[str, Any]:
         "k": advice.k,
         "fixed_k": advice.fixed_k if advice.worth else 0,
         "draft_quantize": advice.draft_quantize,
-        "batch": best.variant.batch,
-        "temperature": best.variant.temperature,
+        "batch": best.batch,
+        "temperature": best.temperature,
         "temperatures": list(advice.choice.speedups),
-        "fastest": {"proposer": best.variant.proposer, "k": best.variant.k},
+        "fastest": {"proposer": best.proposer, "k": best.k},
         "speedup": asdict(best.speedup) if best.speedup else None,
         "overall": asdict(advice.choice.overall),
         "break_even_tau": advice.break_even_tau,
         "tau": best.total.tau,
         "stops_paying_at_batch": stops,
         "by_batch": {str(batch): speedup for batch, speedup in advice.batches.speedups},
-        "draft_in_sequences": memory[best.variant.label].draft_in_sequences,
+        "draft_in_sequences": memory[best.label].draft_in_sequences,
         "runner_up": runner_up,
         "other_engines": [asdict(each) for each in other_engines(advice.proposer, advice.fixed_k, stops=stops)],
-    }
-
-
-def _plain(plain: Plain) -> dict[str, Any]:
-    return {
-        "batch": plain.variant.batch,
-        "temperature": plain.variant.temperature,
-        "batches": plain.batches,
-        "tokens_per_s": plain.tokens_per_s,
-        "prefill_share": plain.prefill_share,
-        "parts": asdict(plain.parts),
     }
 
 

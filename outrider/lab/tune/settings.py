@@ -13,8 +13,8 @@ from outrider.errors import OutriderError
 from outrider.lab.common.number_lists import parse_real, parse_whole
 from outrider.lab.common.settings import RepeatedSettings
 
-PHASES = ("first", "middle", "last")  # thirds of an output
 _PLAIN = "none"
+_THIRDS = 3
 
 
 def parse_proposers(option: str, text: str) -> tuple[str, ...]:
@@ -93,9 +93,9 @@ class Settings(RepeatedSettings):
         for name, value in smallest.items():
             if value is not None and value < 1:
                 raise OutriderError(f"{name} is {value}; use at least 1")
-        if self.max_tokens < len(PHASES):
+        if self.max_tokens < _THIRDS:
             raise OutriderError(
-                f"max_tokens is {self.max_tokens}; outputs are divided into thirds, so use at least {len(PHASES)}"
+                f"max_tokens is {self.max_tokens}; outputs are divided into thirds, so use at least {_THIRDS}"
             )
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)  # raises if it is out of range

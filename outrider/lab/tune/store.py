@@ -5,29 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from outrider.core.option import as_json
-from outrider.core.stats import Stats
-from outrider.lab.common.clock import DecodeSpeed
+from outrider.lab.common.records import from_json
+from outrider.lab.common.trial import GroupKey, Trial
+from outrider.lab.tune.budget import Budget
 from outrider.lab.tune.settings import Settings
-from outrider.lab.tune.trial import Trial, Variant
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.fingerprint import model_fingerprint
 from outrider.runtime.atomic_files import write_whole
-
-_COUNTS = ("offered", "reached", "accepted")  # fields of `Stats` that are tuples
-
-
-class GroupKey(NamedTuple):
-    """Runs of all variants on one batch of prompts, which are comparable with each other."""
-
-    repeat: int
-    batch: int  # sequences at once
-    temperature: float
-    number: int  # of the batch of prompts
 
 
 class TrialStore:
@@ -42,27 +31,25 @@ class TrialStore:
         """
         self._file = file
         self._identity = {} if file is None else _identity(settings)
-        self.facts: dict[str, Any] = {}  # what was decided before the first group
-        self.groups: dict[GroupKey, list[Trial]] = {}
+        self.budget: Budget | None = None  # None: nothing is stored
+        self.groups: dict[GroupKey, Sequence[Trial]] = {}
         self._lines: list[str] = []  # of the file
         if file is not None:
             self._read(file)
 
-    def begin(self, facts: Mapping[str, Any]) -> None:
-        """Store what was decided before the first group, unless it is known. Errors are those of `add`."""
-        if self.facts:
-            return
-        self.facts = dict(facts)
-        self._append({"identity": self._identity, "facts": self.facts})
+    def begin(self, budget: Budget) -> None:
+        """Store what is decided before the first group. Errors are those of `add`."""
+        self.budget = budget
+        self._append({"identity": self._identity, "budget": budget._asdict()})
 
     def add(self, key: GroupKey, trials: Sequence[Trial]) -> None:
-        """Store the runs of a group.
+        """Store the runs of a group, without the times between tokens.
 
         Raises:
             OutriderError: the file cannot be written.
         """
-        self.groups[key] = list(trials)
-        self._append({"key": list(key), "trials": [asdict(trial) for trial in trials]})
+        self.groups[key] = [replace(trial, gaps=()) for trial in trials]
+        self._append({"key": asdict(key), "trials": list(map(asdict, self.groups[key]))})
 
     def remove(self) -> None:
         """Remove the file, because the measurement is finished."""
@@ -84,9 +71,9 @@ class TrialStore:
         if header.get("identity") != json.loads(json.dumps(self._identity)):
             return
         self._lines = lines
-        self.facts = header["facts"]
+        self.budget = Budget(**header["budget"])
         for entry in entries:
-            self.groups[GroupKey(*entry["key"])] = [_trial(each) for each in entry["trials"]]
+            self.groups[from_json(GroupKey, entry["key"])] = [from_json(Trial, each) for each in entry["trials"]]
 
 
 def _identity(settings: Settings) -> dict[str, Any]:
@@ -95,21 +82,3 @@ def _identity(settings: Settings) -> dict[str, Any]:
         prompts = hashlib.sha256(Path(settings.prompts).expanduser().read_bytes()).hexdigest()
     target = model_fingerprint(model_folder(settings.engine.target))
     return {**as_json(settings), "prompts": prompts, "target": target}
-
-
-def _trial(document: Mapping[str, Any]) -> Trial:
-    return Trial(
-        **{
-            **document,
-            "variant": Variant(**document["variant"]),
-            "speed": DecodeSpeed(**document["speed"]),
-            "stats": _stats(document["stats"]),
-            "categories": {name: _stats(stats) for name, stats in document["categories"].items()},
-            "output_thirds": tuple(map(_stats, document["output_thirds"])),
-        }
-    )
-
-
-def _stats(document: Mapping[str, Any]) -> Stats:
-    counts = {name: tuple(document[name]) for name in _COUNTS}
-    return Stats(**{**document, **counts})  # a trial has no bound

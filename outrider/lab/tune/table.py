@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.drafting.propose.expression import short
-from outrider.lab.tune.trial import label
+from outrider.lab.common.trial import label
 from outrider.runtime.report.console import NONE, Document, new_table
 
 _MAX_POSITIONS = 6  # positions whose acceptance is printed

@@ -8,11 +8,11 @@ from shlex import quote
 from outrider.core.params import AUTO
 from outrider.drafting.propose.expression import command_line_form, short
 from outrider.lab.common.memory import MemoryUse
+from outrider.lab.common.trial import label
 from outrider.lab.tune.advice import Advice
 from outrider.lab.tune.candidate import WORTHWHILE
 from outrider.lab.tune.engines import other_engines
 from outrider.lab.tune.figures import Case, Estimate
-from outrider.lab.tune.trial import label
 
 _MIN_SEQS = 0.5  # below this number of sequences the memory of a draft is called "less than one sequence"
 _MAX_SPEEDUP = 10  # above it the limit that prefill sets is not mentioned
@@ -21,7 +21,7 @@ _THIRDS_RATIO = 1.1  # the output thirds are mentioned if tau differs by more th
 
 def summary(advice: Advice, memory: Mapping[str, MemoryUse]) -> list[str]:
     """Return what to do, how certain that is, and what would change it."""
-    use = memory[advice.best.variant.label]
+    use = memory[advice.best.label]
     return [
         _bottleneck(advice),
         _answer(advice),
@@ -79,7 +79,7 @@ def _expected(advice: Advice) -> Iterator[str]:
     if not advice.worth:
         return
     for case in advice.cases:
-        condition = f"batch {case.variant.batch} and temperature {case.variant.temperature:g}"
+        condition = f"batch {case.batch} and temperature {case.temperature:g}"
         decoding = f", decoding alone {estimate_text(case.speedup)}" if case.speedup else ""
         no_interval = "" if case.overall.low is not None else " With one batch of prompts there is no interval."
         lossy = "" if case.exact else " Its verifier is lossy: it changes the output distribution."
@@ -96,16 +96,16 @@ def _batches(advice: Advice) -> str:
         return f"Its speedups: {listed}."
     if stops is None:
         return f"It pays at all measured batch sizes: {listed}."
-    auto = ", and k auto mostly decodes plainly there" if advice.best.variant.k == AUTO else ""
+    auto = ", and k auto mostly decodes plainly there" if advice.best.k == AUTO else ""
     return f"It does not pay from batch {stops} on{auto}: {listed}."
 
 
 def _memory(advice: Advice, use: MemoryUse) -> Iterator[str]:
-    if not use.draft_weights:
-        yield f"{short(advice.best.variant.proposer)} has no weights, so it takes no memory from the KV cache."
+    if not use.draft_weight_bytes:
+        yield f"{short(advice.best.proposer)} has no weights, so it takes no memory from the KV cache."
         return
-    draft_mb = (use.draft_weights + use.draft_cache) / 1e6
-    target_mb = (use.target_weights + use.target_cache) / 1e6
+    draft_mb = (use.draft_weight_bytes + use.draft_cache_bytes) / 1e6
+    target_mb = (use.target_weight_bytes + use.target_cache_bytes) / 1e6
     seqs = "less than one sequence"
     if use.draft_in_sequences >= _MIN_SEQS:
         seqs = f"{use.draft_in_sequences:.1f} sequences"
@@ -131,11 +131,11 @@ def _changes(advice: Advice) -> Iterator[str]:
             f" {estimate_text(runner_up.overall)} overall; measure more prompts to decide."
         )
     for plain, case in advice.others:
-        other = case.variant
-        same_variant = (other.proposer, other.k) == (best.variant.proposer, best.variant.k)
+        other = case
+        same_variant = (other.proposer, other.k) == (best.proposer, best.k)
         if same_variant and case.overall.value >= WORTHWHILE and advice.worth:
             continue
-        condition = f"At batch {plain.variant.batch} and temperature {plain.variant.temperature:g}"
+        condition = f"At batch {plain.batch} and temperature {plain.temperature:g}"
         fastest = f"the fastest is {short(other.proposer)} with k {other.k}, {estimate_text(case.overall)} overall"
         no_gain = "" if case.overall.value >= WORTHWHILE else " no proposer pays;"
         yield f"{condition}{no_gain} {fastest}."

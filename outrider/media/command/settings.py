@@ -77,7 +77,7 @@ class BenchSettings(MediaSettings):
     """Count the time of the processor instead of that of the wall, for a busy machine. Use it with --threads 1: the
     time of all threads is added."""
     plot: Annotated[str | None, Option("FILE", OUTPUT)] = None
-    """Plot speed against quality: .svg, .png or .pdf. Needs pip install "outrider[report]"."""
+    """Plot speed against quality: .svg, .png or .pdf. Needs pip install "outrider[plot]"."""
     seed: Annotated[int, Option(panel=MEASURE, min=0)] = 1
     """Seed of the captions and of the noise."""
 

@@ -27,7 +27,7 @@ def check_plot_file(path: str) -> Path:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise OutriderError('--plot needs matplotlib; pip install "outrider[report]"') from None
+        raise OutriderError('--plot needs matplotlib; pip install "outrider[plot]"') from None
     return file
 
 

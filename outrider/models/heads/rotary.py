@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from outrider.models.heads.description import Body, Rope, Scaling
-from outrider.models.native.rotary import yarn_share
+from outrider.models.heads.description import Body, Scaling
+from outrider.models.native.rotary import llama3, yarn_share
 
 
 def frequencies(body: Body, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
@@ -27,15 +25,8 @@ def frequencies(body: Body, device: torch.device | None = None) -> tuple[torch.T
     if rope.scaling is Scaling.LINEAR:
         return original / rope.factor, rope.amplitude
     if rope.scaling is Scaling.LLAMA3:
-        share = _llama3_share(original, rope)
-    else:
-        share = yarn_share(
-            len(original), body.theta, rope.original, fast=rope.high, slow=rope.low, rounded=rope.rounded
-        ).to(original.device)
+        return llama3(original, rope.original, factor=rope.factor, low=rope.low, high=rope.high), rope.amplitude
+    share = yarn_share(
+        len(original), body.theta, rope.original, fast=rope.high, slow=rope.low, rounded=rope.rounded
+    ).to(original.device)
     return original * share + original / rope.factor * (1 - share), rope.amplitude
-
-
-def _llama3_share(original: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Return the weight of the original frequencies, by their number of turns in the original context (Llama 3.1)."""
-    turns = rope.original * original / (2 * math.pi)
-    return ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)

@@ -30,6 +30,10 @@ def check_plan(config: Any, size: int, *, recurrent: bool) -> None:
             f"{model_type} has no plan for tensor parallelism in this version of transformers; {remedy}"
         )
     text = config.get_text_config(decoder=True)
+    if getattr(text, "is_heterogeneous", False):
+        raise UnsupportedModel(
+            f"{model_type} has layers of different sizes, which Outrider does not split over ranks; {remedy}"
+        )
     counts = {"attention heads": getattr(text, "num_attention_heads", None)}
     if any(name.rpartition(".")[2] in _KEY_PROJECTIONS for name in plan):
         counts["key/value heads"] = getattr(text, "num_key_value_heads", None)

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, processors
 from tokenizers.models import BPE
 
-from outrider.core.markers import CALL_END, CALL_START
+from outrider.core.markers import TEXT_MARKERS
 from outrider.core.tokenizer import NAMED, FastTokenizer
 from outrider.errors import OutriderError
 
@@ -132,11 +132,11 @@ def _with_text_markers(backend: Tokenizer) -> Tokenizer:
     forced.
     """
     added = backend.get_added_tokens_decoder().values()
-    if not any(token.special and token.content in (CALL_START, CALL_END) for token in added):
+    if not any(token.special and token.content in TEXT_MARKERS for token in added):
         return backend
     description = json.loads(backend.to_str())
     for token in description["added_tokens"]:
-        token["special"] = token["special"] and token["content"] not in (CALL_START, CALL_END)
+        token["special"] = token["special"] and token["content"] not in TEXT_MARKERS
     return Tokenizer.from_str(json.dumps(description))
 
 

@@ -61,7 +61,14 @@ def _frequencies(rope: Rope, config: Any, dim: int) -> tuple[torch.Tensor, float
     elif kind == "linear":
         frequency, scale = 1.0 / powers / rope["factor"], 1.0
     elif kind == "llama3":
-        frequency, scale = _llama3(1.0 / powers, rope), 1.0
+        frequency = llama3(
+            1.0 / powers,
+            rope["original_max_position_embeddings"],
+            factor=rope["factor"],
+            low=rope["low_freq_factor"],
+            high=rope["high_freq_factor"],
+        )
+        scale = 1.0
     elif kind == "yarn":
         frequency, scale = _yarn(powers, rope, config)
     elif kind == "longrope":
@@ -73,10 +80,16 @@ def _frequencies(rope: Rope, config: Any, dim: int) -> tuple[torch.Tensor, float
     return frequency, scale
 
 
-def _llama3(frequency: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Scale low frequencies, and those between `low_freq_factor` and `high_freq_factor` in part (Llama 3.1)."""
-    original, factor = rope["original_max_position_embeddings"], rope["factor"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+def llama3(frequency: torch.Tensor, original: float, *, factor: float, low: float, high: float) -> torch.Tensor:
+    """Scale frequencies for contexts longer than the original one (Llama 3.1).
+
+    Args:
+        frequency: [R / 2].
+        original: the original context, in tokens.
+        factor: low frequencies are divided by it, and those between the bounds in part.
+        low: turns in the original context of the highest of the low frequencies.
+        high: turns in it of the lowest of those that are not changed.
+    """
     length = 2 * math.pi / frequency
     scaled = torch.where(length > original / low, frequency / factor, frequency)
     share = (original / length - low) / (high - low)

@@ -14,9 +14,8 @@ from rich.table import Table
 from outrider.errors import OutriderError
 
 INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
-INTERRUPTED = 130  # the exit code after Ctrl-C, as shells have it
 NONE = "–"  # printed in place of a missing number
-_FILE_WIDTH = 160  # columns of tables if the output is not a terminal
+FILE_WIDTH = 160  # columns of tables if the output is not a terminal
 
 Document = dict[str, Any]
 
@@ -25,7 +24,7 @@ def standard_output() -> Console:
     """Return a console for tables on standard output."""
     console = Console()
     if not console.is_terminal:
-        console.width = _FILE_WIDTH
+        console.width = FILE_WIDTH
     return console
 
 

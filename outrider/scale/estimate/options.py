@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from outrider.core.option import MODEL, Option
+from outrider.errors import OutriderError
+from outrider.lab.common.number_lists import parse_figures, parse_whole
 
 _MODELS = "Models"
 _MACHINE = "Machine"
@@ -14,14 +16,13 @@ _EFFICIENCY = "Efficiency of the software"
 _RL = "Reinforcement learning"
 _LAYOUT = "Several devices"
 _SEPARATE = "Prefill and decode on separate devices"
-
-
-_CASES = "One figure, or three: pessimistic, middle, optimistic. Default: by the machine's kind."
+_MAX_NUMBER = 10**9  # largest batch size and context
+_MAX_DRAFT_TOKENS = 1024  # largest k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectOptions:
-    """The options of `outrider project`, as strings and numbers of the command line."""
+    """The options of `outrider project`. () selects the default of a list."""
 
     target: Annotated[str | None, Option("DIR|SIZE", MODEL)] = None
     """Folder with a config.json, a name on the Hub, or a size: 8B, 70B, 30B-A3B."""
@@ -44,7 +45,7 @@ class ProjectOptions:
     """TFLOP/s of one device. Default: its datasheet."""
     memory: Annotated[float | None, Option(panel=_MACHINE)] = None
     """GB of one device. Default: its datasheet."""
-    alpha: Annotated[str | None, Option("RATES", _SPECULATION)] = None
+    alpha: Annotated[tuple[float, ...], Option("RATES", _SPECULATION, parse=parse_figures)] = ()
     """Acceptance: one value for all positions, such as 0.8, or one for each, such as 0.85,0.8,0.7."""
     source: Annotated[str | None, Option("FILE", _SPECULATION, flags="--from")] = None
     """Read the acceptance from the output of outrider bench."""
@@ -52,26 +53,26 @@ class ProjectOptions:
     """Category of that benchmark. Default: all."""
     nodes: Annotated[float | None, Option(panel=_SPECULATION)] = None
     """Draft tokens verified per position: 1 for chains, more for trees."""
-    batch: Annotated[str, Option("LIST", _SPECULATION)] = "1,2,4,8,16,32,64,128"
+    batch: Annotated[tuple[int, ...], Option("LIST", _SPECULATION, parse=parse_whole)] = (1, 2, 4, 8, 16, 32, 64, 128)
     """Batch sizes."""
-    context: Annotated[str, Option("LIST", _SPECULATION)] = "2048"
+    context: Annotated[tuple[int, ...], Option("LIST", _SPECULATION, parse=parse_whole)] = (2048,)
     """Cached tokens of each sequence."""
-    k: Annotated[str | None, Option("LIST", _SPECULATION)] = None
+    k: Annotated[tuple[int, ...], Option("LIST", _SPECULATION, parse=parse_whole)] = ()
     """Draft tokens per round to choose from. Default: up to 12."""
-    bandwidth_share: Annotated[str | None, Option("LIST", _EFFICIENCY)] = None
+    bandwidth_share: Annotated[tuple[float, ...], Option("LIST", _EFFICIENCY, parse=parse_figures)] = ()
     """Share of the bandwidth reached. One figure, or three: pessimistic, middle, optimistic. Default: by the machine's
     kind."""
-    arithmetic_share: Annotated[str | None, Option("LIST", _EFFICIENCY)] = None
+    arithmetic_share: Annotated[tuple[float, ...], Option("LIST", _EFFICIENCY, parse=parse_figures)] = ()
     """Share of the arithmetic throughput reached."""
-    exposed: Annotated[str | None, Option("LIST", _EFFICIENCY)] = None
+    exposed: Annotated[tuple[float, ...], Option("LIST", _EFFICIENCY, parse=parse_figures)] = ()
     """Share of the shorter of memory and arithmetic time that does not overlap with the longer."""
-    round_ms: Annotated[str | None, Option("LIST", _EFFICIENCY)] = None
+    round_ms: Annotated[tuple[float, ...], Option("LIST", _EFFICIENCY, parse=parse_figures)] = ()
     """Milliseconds of a round outside its passes."""
-    layer_us: Annotated[str | None, Option("LIST", _EFFICIENCY)] = None
+    layer_us: Annotated[tuple[float, ...], Option("LIST", _EFFICIENCY, parse=parse_figures)] = ()
     """Microseconds of overhead per layer."""
-    draft_pass_us: Annotated[str | None, Option("LIST", _EFFICIENCY)] = None
+    draft_pass_us: Annotated[tuple[float, ...], Option("LIST", _EFFICIENCY, parse=parse_figures)] = ()
     """Microseconds of overhead of a draft's pass, or of ngram per round: its launch, and the choice of its token."""
-    allreduce_us: Annotated[str | None, Option("LIST", _EFFICIENCY)] = None
+    allreduce_us: Annotated[tuple[float, ...], Option("LIST", _EFFICIENCY, parse=parse_figures)] = ()
     """Microseconds of all-reduces per layer."""
     draft_us: Annotated[float | None, Option(panel=_EFFICIENCY)] = None
     """Measured microseconds of drafting: of one pass of a draft model, head or block, or of ngram per sequence and
@@ -104,3 +105,21 @@ class ProjectOptions:
     """With --rate: tokens of a prompt. Default: 1024."""
     output_tokens: Annotated[int | None, Option(panel=_SEPARATE)] = None
     """With --rate: tokens of an output. Default: 256."""
+
+    def __post_init__(self) -> None:
+        for name, values, low, high in (
+            ("batch", self.batch, 1, _MAX_NUMBER),
+            ("context", self.context, 1, _MAX_NUMBER),
+            ("k", self.k, 0, _MAX_DRAFT_TOKENS),
+        ):
+            if min(values, default=low) < low:
+                raise OutriderError(f"{name} is {min(values)}; use at least {low}")
+            if max(values, default=low) > high:
+                raise OutriderError(f"{name} is {max(values)}; use at most {high}")
+
+    @property
+    def shares(self) -> dict[str, tuple[float, ...]]:
+        """The efficiencies that are given, by the names of `machines.Kind`."""
+        names = ("bandwidth_share", "arithmetic_share", "exposed", "round_ms", "layer_us", "draft_pass_us")
+        given = {name: getattr(self, name) for name in (*names, "allreduce_us")}
+        return {name.removesuffix("_share"): values for name, values in given.items() if values}

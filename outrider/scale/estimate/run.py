@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
 from outrider._version import __version__
+from outrider.core.option import as_json
 from outrider.errors import OutriderError
 from outrider.runtime import machine
 from outrider.scale.estimate.equations import Efficiency, Machine, Model, free_tokens
@@ -23,8 +24,7 @@ from outrider.scale.estimate.rl import step_limit, step_speedup
 from outrider.scale.estimate.separate import separate_prefill
 
 USABLE = 0.9  # share of the memory for weights and caches; the rest is for buffers
-_MAX_NUMBER = 10**9  # largest batch size, context and --draft-us
-_MAX_DRAFT_TOKENS = 1024  # largest k
+_MAX_NUMBER = 10**9  # largest --draft-us
 _DEFAULT_DRAFT_US = 20.0
 _DEFAULT_DRAFT_BITS = 16.0
 _DEFAULT_MAX_K = 12
@@ -53,29 +53,7 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedLists:
-    """The options that are lists, parsed. () selects the default."""
-
-    batch: tuple[int, ...]
-    context: tuple[int, ...]
-    k: tuple[int, ...] = ()
-    alpha: tuple[float, ...] = ()
-    shares: Mapping[str, tuple[float, ...]]  # by the names of `machines.Kind`
-
-    def __post_init__(self) -> None:
-        for name, values, low, high in (
-            ("batch", self.batch, 1, _MAX_NUMBER),
-            ("context", self.context, 1, _MAX_NUMBER),
-            ("k", self.k, 0, _MAX_DRAFT_TOKENS),
-        ):
-            if min(values, default=low) < low:
-                raise OutriderError(f"{name} is {min(values)}; use at least {low}")
-            if max(values, default=low) > high:
-                raise OutriderError(f"{name} is {max(values)}; use at most {high}")
-
-
-def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
+def run_project(options: ProjectOptions) -> dict[str, Any]:
     """Estimate the speedup for each batch size and context, in three cases.
 
     Returns:
@@ -89,13 +67,13 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
     target = find_model(options.target, Bits(weights=options.weight_bits, cache=options.cache_bits))
     drafting = find_drafting(options, target)
     hardware, sheet = _find_machine(options)
-    acceptance, source = _acceptance(options, lists.alpha)
-    ks = _draft_lengths(lists.k, acceptance)
-    cases = efficiencies(sheet.kind, lists.shares)
-    layout = find_layout(options, target, hardware, ks, given_k=bool(lists.k))
-    if layout.filled and not lists.k:
+    acceptance, source = _acceptance(options)
+    ks = _draft_lengths(options.k, acceptance)
+    cases = efficiencies(sheet.kind, options.shares)
+    layout = find_layout(options, target, hardware, ks, given_k=bool(options.k))
+    if layout.filled and not options.k:
         ks = tuple(k for k in ks if k < layout.pipeline)
-    draft_devices = find_draft_devices(options, drafting, lists.shares)
+    draft_devices = find_draft_devices(options, drafting, options.shares)
     pairs = [
         Pair(
             target=target,
@@ -112,7 +90,7 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
     return {
         "benchmark": "outrider project",
         "projection": NOTE,
-        "arguments": asdict(options),
+        "arguments": as_json(options),
         "machine": _machine(hardware, sheet),
         "target": _model(target),
         "draft": _drafting(drafting),
@@ -121,11 +99,11 @@ def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
         "layout": asdict(layout) | {"groups": layout.groups},
         "draft_machine": None if draft_devices[0] is None else asdict(draft_devices[0]),
         "free_tokens": {case.name: _free_tokens(target, hardware, case) for case in cases},
-        "memory": [_memory(pairs[0], context, lists.batch) for context in lists.context],
-        **separate_prefill(options, pairs, lists.batch, ks),
+        "memory": [_memory(pairs[0], context, options.batch) for context in options.context],
+        **separate_prefill(options, pairs, options.batch, ks),
         **({"rl": training} if training else {}),
-        "results": _results(pairs, lists, ks, training),
-        "stops_paying": [_stops_paying(pairs, context, ks) for context in lists.context],
+        "results": _results(pairs, options, ks, training),
+        "stops_paying": [_stops_paying(pairs, context, ks) for context in options.context],
         "versions": {"outrider": __version__},
         "commit": machine.commit(),
         "definitions": dict(DEFINITIONS),
@@ -144,12 +122,12 @@ def _find_machine(options: ProjectOptions) -> tuple[Machine, Datasheet]:
 
 
 def _results(
-    pairs: Sequence[Pair], lists: ParsedLists, ks: Sequence[int], training: Mapping[str, Any]
+    pairs: Sequence[Pair], options: ProjectOptions, ks: Sequence[int], training: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the entries of all contexts and batch sizes."""
     results = []
-    for context in lists.context:
-        results += [_result(pairs, batch, context, ks) for batch in lists.batch]
+    for context in options.context:
+        results += [_result(pairs, batch, context, ks) for batch in options.batch]
     for result in results:
         _add_step_speedup(result, training)
     return results
@@ -213,9 +191,9 @@ def find_drafting(options: ProjectOptions, target: Model) -> Drafting:
     )
 
 
-def _acceptance(options: ProjectOptions, alpha: Sequence[float]) -> tuple[Acceptance, dict[str, Any]]:
+def _acceptance(options: ProjectOptions) -> tuple[Acceptance, dict[str, Any]]:
     """Return the acceptance, and its source for the document."""
-    if bool(alpha) == bool(options.source):
+    if bool(options.alpha) == bool(options.source):
         raise OutriderError("give the acceptance once: --alpha 0.8, or --from a file that outrider bench wrote")
     if options.source:
         measured = read_bench(options.source, category=options.category)
@@ -229,7 +207,7 @@ def _acceptance(options: ProjectOptions, alpha: Sequence[float]) -> tuple[Accept
     if options.category:
         raise OutriderError("--category is a category of a benchmark; give its output as well, with --from")
     nodes = 1.0 if options.nodes is None else options.nodes
-    return Acceptance(rates=tuple(alpha), repeat_last=len(alpha) == 1, nodes=nodes), {"source": "assumed"}
+    return Acceptance(rates=options.alpha, repeat_last=len(options.alpha) == 1, nodes=nodes), {"source": "assumed"}
 
 
 def _draft_lengths(ks: Sequence[int], acceptance: Acceptance) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -21,17 +20,18 @@ from outrider.scale.fleet.speculation import AcceptanceRates, parse_policy
 _MAX_REPLICAS = 10_000
 
 
-def run_fleet(options: FleetOptions, *, alpha: Sequence[float], replicas: Sequence[int]) -> dict[str, Any]:
+def run_fleet(options: FleetOptions) -> dict[str, Any]:
     """Simulate each number of replicas with each router and each policy of speculation.
 
     Raises:
         OutriderError: an option is invalid, or SimPy is not installed.
     """
-    if not all(1 <= count <= _MAX_REPLICAS for count in replicas):
-        raise OutriderError(f"--replicas is {options.replicas}; use numbers from 1 to {_MAX_REPLICAS}")
+    for count in options.replicas:
+        if not 1 <= count <= _MAX_REPLICAS:
+            raise OutriderError(f"--replicas is {count}; use numbers from 1 to {_MAX_REPLICAS}")
     server = _costs(options)
     costs = server.costs
-    acceptance = AcceptanceRates(tuple(alpha))
+    acceptance = AcceptanceRates(options.alpha)
     settings = ReplicaSettings(
         costs=costs,
         acceptance=acceptance,
@@ -46,18 +46,19 @@ def run_fleet(options: FleetOptions, *, alpha: Sequence[float], replicas: Sequen
         prefix_cache_tokens=options.prefix_cache_tokens,
     )
     results = []
-    for count in replicas:
+    for count in options.replicas:
         arrivals = _arrivals(options, count)
         for routing, speculation in product(options.routing.split(","), options.speculation.split(",")):
             policy = parse_policy(speculation, costs, acceptance)
             fleet = Fleet(settings, policy, replicas=count, routing=routing, seed=options.seed)
             figures = summarize(fleet.run_open(arrivals))
             results.append({"replicas": count, "routing": routing, "speculation": speculation, **figures})
+    alpha = ",".join(f"{rate:g}" for rate in options.alpha)
     source = options.costs or f"{options.target} on {options.machine}"
     return {
         "benchmark": "outrider fleet",
         "simulation": NOTE,
-        "description": f"costs of {source}, requests {options.arrivals}, acceptance {options.alpha}",
+        "description": f"costs of {source}, requests {options.arrivals}, acceptance {alpha}",
         "arguments": as_json(options),
         "results": results,
         "versions": {"outrider": __version__},

@@ -9,6 +9,7 @@ from typing import Annotated
 from outrider.core.config import SERVER_ENGINE, EngineConfig
 from outrider.core.option import Option, Shown
 from outrider.errors import OutriderError
+from outrider.lab.common.number_lists import parse_figures, parse_whole
 from outrider.scale.fleet.arrivals import is_trace
 
 # Options of random arrivals. A trace has its own times, lengths and prefixes.
@@ -20,7 +21,7 @@ _FLEET = "Fleet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """The options of `outrider fleet`, as strings and numbers of the command line."""
+    """The options of `outrider fleet`."""
 
     engine: Annotated[EngineConfig, Shown(("max_num_seqs", "max_num_batched_tokens", "max_round_ms"))] = SERVER_ENGINE
     costs: Annotated[str | None, Option("FILE", _REPLICA)] = None
@@ -33,7 +34,7 @@ class FleetOptions:
     """H100, RTX-4090, ...; an unknown name lists all."""
     devices: Annotated[int, Option(panel=_REPLICA)] = 1
     """Tensor-parallel devices."""
-    alpha: Annotated[str, Option("RATES", _REPLICA)] = "0.7"
+    alpha: Annotated[tuple[float, ...], Option("RATES", _REPLICA, parse=parse_figures)] = (0.7,)
     """Acceptance: one value for all positions, such as 0.8, or one for each, such as 0.85,0.8,0.7."""
     prefix_cache_tokens: Annotated[int, Option(panel=_REPLICA, min=0)] = 100000
     """Tokens of shared prefixes that are kept."""
@@ -50,7 +51,7 @@ class FleetOptions:
     """Shared prefixes for each replica. 0: none."""
     prefix_tokens: Annotated[int, Option(panel=_LOAD, min=0)] = 512
     """Tokens of a shared prefix."""
-    replicas: Annotated[str, Option("LIST", _FLEET)] = "10"
+    replicas: Annotated[tuple[int, ...], Option("LIST", _FLEET, parse=parse_whole)] = (10,)
     """Numbers of replicas."""
     routing: Annotated[str, Option("LIST", _FLEET)] = "least-loaded"
     """round-robin, least-loaded, prefix."""

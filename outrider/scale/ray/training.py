@@ -11,18 +11,18 @@ from typing import Any
 from outrider.errors import OutriderError
 from outrider.runtime.bar import shown_on_stderr
 from outrider.runtime.processes import world_size
-from outrider.runtime.report.page import check_report
+from outrider.runtime.report.console import print_document
 from outrider.scale.ray.cluster import connect
 from outrider.scale.ray.package import import_ray, import_train
 from outrider.scale.ray.train_settings import RayWorkers
-from outrider.train.command import show_results
 from outrider.train.distributed import TIMEOUT
+from outrider.train.report.table import show
 from outrider.train.run import Training
 from outrider.train.settings import Settings
 
 
 def train_on_ray(kind: str, settings: Settings, workers: RayWorkers, *, as_json: bool) -> None:
-    """Train with the processes of `workers`, print the results, and write the report if `settings` ask for one.
+    """Train with the processes of `workers`, and print the results.
 
     Raises:
         OutriderError: Ray is not installed or cannot be reached, or a process fails. The message says why.
@@ -30,8 +30,6 @@ def train_on_ray(kind: str, settings: Settings, workers: RayWorkers, *, as_json:
     num_workers = workers.ray_workers or 1
     if world_size() > 1:
         raise OutriderError("torchrun and --ray-workers both start processes; use one of them")
-    if settings.report:
-        check_report(settings.report)  # fail before the training, not after it
     ray = import_ray()
     train, torch = import_train()
     cpus = settings.engine.threads or 1
@@ -48,12 +46,12 @@ def train_on_ray(kind: str, settings: Settings, workers: RayWorkers, *, as_json:
                 run_config=train.RunConfig(storage_path=storage),  # the training writes its own files
             )
             try:
-                document, lines = trainer.fit().return_value
+                document, _ = trainer.fit().return_value
             except train.TrainingFailedError as error:
                 raise OutriderError(_reason(error)) from error
     finally:
         ray.shutdown()
-    show_results(document, lines, settings.report, as_json=as_json)
+    print_document(document, show, as_json=as_json)
 
 
 def _train(*, kind: str, settings: Settings, folder: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

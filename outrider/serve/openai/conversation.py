@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 from outrider.core.conversation import InvalidMessage
 from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
+from outrider.serve.openai.call_formats import CallFormat, format_of
 from outrider.serve.openai.messages import FunctionCall, Message
-from outrider.serve.openai.tools import Tools, supports_tool_calls
+from outrider.serve.openai.tools import Tools
 
+_SHORT_ID = 9  # characters of the ids that Mistral's templates take
 _TOOLS_PROMPT = """You may call functions. Each line between <tools> and </tools> describes one:
 <tools>
 {tools}
@@ -48,9 +51,9 @@ def conversation(messages: Sequence[Message], tools: Tools | None, *, template: 
     """
     _check_call_ids(messages)
     roles = {} if "developer" in template else {"developer": "system"}
-    if supports_tool_calls(template):
+    if format := format_of(template):
         return tuple(
-            Turn(fields=_template_message(message, i, roles.get(message.role, message.role)), origin=i)
+            Turn(fields=_template_message(message, i, roles.get(message.role, message.role), format), origin=i)
             for i, message in enumerate(messages)
         )
     turns: list[Turn] = []
@@ -101,17 +104,33 @@ def _check_call_ids(messages: Sequence[Message]) -> None:
             )
 
 
-def _template_message(message: Message, index: int, role: str) -> dict[str, Any]:
+def _template_message(message: Message, index: int, role: str, format: CallFormat) -> dict[str, Any]:
     """Return a message for a chat template that supports tools."""
     fields: dict[str, Any] = _common_fields(message, role) | {"content": message.text()}
     if message.tool_calls:
         fields["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": _parse_call(call.function, index)}
+            {
+                "id": _template_id(call.id, format),
+                "type": "function",
+                "function": _template_call(call.function, index, format),
+            }
             for call in message.tool_calls
         ]
     if message.tool_call_id:
-        fields["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = _template_id(message.tool_call_id, format)
     return fields
+
+
+def _template_id(id: str, format: CallFormat) -> str:
+    """Return the id of a call as the template takes it."""
+    takes = not format.short_ids or (len(id) == _SHORT_ID and id.isascii() and id.isalnum())
+    return id if takes else sha256(id.encode()).hexdigest()[:_SHORT_ID]
+
+
+def _template_call(call: FunctionCall, index: int, format: CallFormat) -> dict[str, Any]:
+    """Return a call with its arguments as the template takes them."""
+    parsed = _parse_call(call, index)
+    return parsed | {"arguments": json.dumps(parsed["arguments"])} if format.text_arguments else parsed
 
 
 def _text_turn(message: Message, index: int, role: str) -> Turn:

@@ -13,6 +13,7 @@ from uuid import uuid4
 from outrider.core.stats import Stats
 from outrider.core.token_text import SingleTokens
 from outrider.core.types import Completion, FinishReason
+from outrider.serve.openai.call_formats import CallFormat
 from outrider.serve.openai.logprobs import LogprobsBuilder, TokenOffsets
 from outrider.serve.openai.tool_calls import ToolCallParser
 from outrider.serve.stream.request_stream import StreamChunk
@@ -30,7 +31,7 @@ class ResponseBuilder:
     tokens: SingleTokens
     logprobs: LogprobsBuilder | None = None  # if the request wants them
     include_speculation: bool = False  # whether chunks have a `speculation` field
-    has_tools: bool = False  # whether the text may have function calls
+    calls: CallFormat | None = None  # of the function calls that the text may have
     token_ids: bool = False  # whether choices have the ids of their tokens
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -110,8 +111,8 @@ class ResponseBuilder:
         if not self.chat:
             return choice | {"text": completion.text}
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
-        if self.has_tools:
-            parser = ToolCallParser()
+        if self.calls:
+            parser = ToolCallParser(self.calls)
             message["content"] = parser.add_text(completion.text, last=True).get("content")
             choice["finish_reason"] = _finish_reason(completion, parser)
             if parser.calls:
@@ -125,7 +126,7 @@ class ChunkBuilder:
     def __init__(self, builder: ResponseBuilder, index: int, prompt: Sequence[int]) -> None:
         self._builder = builder
         self._index = index  # of the completion
-        self._parser = ToolCallParser() if builder.has_tools else None
+        self._parser = ToolCallParser(builder.calls) if builder.calls else None
         self._started = False
         self._offsets = TokenOffsets(builder.decode, prompt)
 

@@ -348,6 +348,13 @@ class TokenizeRequest(RequestBody):
     prompt: str
 
 
+class DetokenizeRequest(RequestBody):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[_Token]
+
+
 def _as_list(texts: _Texts | None) -> list[_Text | None] | None:
     """Return texts as a list. A single one is a string or a list of token ids."""
     if texts is None:

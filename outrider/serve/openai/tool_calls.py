@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from outrider.core.markers import CALL_END, CALL_START
-
-_BODY_END = "}\n" + CALL_END
-_CALL_NAME = re.compile(r'\n\{"name": "([^"]*)", "arguments": ')
+from outrider.serve.openai.call_formats import CallFormat
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,62 +22,147 @@ class ParsedCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-class ToolCallParser:
-    """Splits generated text into content and function calls."""
+class JsonEnd:
+    """Finds the end of a JSON value whose text comes in parts."""
 
     def __init__(self) -> None:
+        self._depth = 0  # open objects and arrays
+        self._in_string = False
+        self._escaped = False  # whether the next character belongs to an escape
+        self._started = False
+
+    def find(self, text: str) -> int | None:
+        """Add text and return where in it the value ends; None: the value goes on."""
+        for i, char in enumerate(text):
+            if self._in_string:
+                self._add_to_string(char)
+                if not self._in_string and not self._depth:
+                    return i + 1
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[" and (self._depth or not self._started):
+                self._depth += 1
+            elif not self._depth and char in "{}[],<\n":  # what follows a number, true, false or null
+                return i
+            elif char in "}]":
+                self._depth -= 1
+                if not self._depth:
+                    return i + 1
+            self._started = True
+        return None
+
+    def _add_to_string(self, char: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_string = False
+
+
+class ToolCallParser:
+    """Splits generated text into content and function calls. The parts in which the text comes do not matter."""
+
+    def __init__(self, format: CallFormat) -> None:
+        """Parse the calls of a format. The grammar of the request has enforced it."""
         self.calls: list[ParsedCall] = []
+        self._format = format
         self._buffer = ""  # text that is not parsed yet, because it may end with a part of a marker
-        self._in_call = False
-        self._has_name = False  # whether the name of the current call is parsed
+        self._last = False
+        self._parse = self._parse_start if format.at_start else self._parse_content
+        self._json_end = JsonEnd()
+        self._content = ""  # this and the next: what `add_text` returns
+        self._call_deltas: dict[int, dict[str, Any]] = {}  # by index of the call
 
     def add_text(self, text: str, *, last: bool) -> dict[str, Any]:
         """Add text and return the `delta` of a stream: content, tool_calls, both or none."""
         self._buffer += text
-        content = ""
-        call_deltas: dict[int, dict[str, Any]] = {}  # by index of the call
-        length_before = -1
-        while length_before != len(self._buffer):
-            length_before = len(self._buffer)
-            if not self._in_call:
-                content += self._parse_content(last)
-            elif not self._has_name:
-                self._parse_name(call_deltas)
-            else:
-                self._parse_arguments(call_deltas)
-        delta: dict[str, Any] = {"content": content} if content else {}
-        return delta | ({"tool_calls": list(call_deltas.values())} if call_deltas else {})
+        self._last = last
+        self._content = ""
+        self._call_deltas = {}
+        while self._parse():
+            pass
+        delta: dict[str, Any] = {"content": self._content} if self._content else {}
+        return delta | ({"tool_calls": list(self._call_deltas.values())} if self._call_deltas else {})
 
-    def _parse_content(self, last: bool) -> str:
-        text, marker, rest = self._buffer.partition(CALL_START)
-        num_held = 0 if marker or last else _partial_marker_length(text, CALL_START)
-        end = len(text) - num_held
-        self._in_call = bool(marker)
-        self._buffer = rest if marker else text[end:]
-        # Ignore the line break between two calls.
-        return "" if self.calls else text[:end]
+    # Each of these parses one part, sets what parses the next one, and returns whether the buffer may hold more.
 
-    def _parse_name(self, call_deltas: dict[int, dict[str, Any]]) -> None:
-        if match := _CALL_NAME.match(self._buffer):
-            call = ParsedCall(name=match[1])
-            index = len(self.calls)
-            self._buffer = self._buffer[match.end() :]
-            self._has_name = True
-            self.calls.append(call)
-            call_deltas[index] = {"index": index} | call.to_openai()
+    def _parse_start(self) -> bool:
+        trigger = self._format.trigger
+        if not self._last and trigger != self._buffer and trigger.startswith(self._buffer):
+            return False
+        starts = self._skip(trigger)
+        self._parse = self._parse_name if starts else self._parse_rest
+        return True
 
-    def _parse_arguments(self, call_deltas: dict[int, dict[str, Any]]) -> None:
-        text, marker, rest = self._buffer.partition(_BODY_END)
-        num_held = 0 if marker else _partial_marker_length(text, _BODY_END)
-        end = len(text) - num_held
-        index = len(self.calls) - 1
-        if arguments := text[:end]:
+    def _parse_rest(self) -> bool:
+        self._content += self._buffer
+        self._buffer = ""
+        return False
+
+    def _parse_content(self) -> bool:
+        trigger = self._format.trigger
+        text, found, rest = self._buffer.partition(trigger)
+        held = 0 if found or self._last else _partial_marker_length(text, trigger)
+        self._content += text[: len(text) - held]
+        self._buffer = rest if found else text[len(text) - held :]
+        if found:
+            self._parse = self._parse_name
+        return bool(found)
+
+    def _parse_name(self) -> bool:
+        start, middle, rest = self._buffer.partition(self._format.middle)
+        if not middle:
+            return False
+        call = ParsedCall(name=start.removeprefix(self._format.open))
+        if self._format.short_ids:
+            call.id = call.id[-9:]
+        index = len(self.calls)
+        self.calls.append(call)
+        self._call_deltas[index] = {"index": index} | call.to_openai()
+        self._buffer = rest
+        self._json_end = JsonEnd()
+        self._parse = self._parse_arguments
+        return True
+
+    def _parse_arguments(self) -> bool:
+        end = self._json_end.find(self._buffer)
+        arguments = self._buffer[:end]
+        self._buffer = self._buffer[len(arguments) :]
+        if arguments:
+            index = len(self.calls) - 1
             self.calls[index].arguments += arguments
-            call_delta = call_deltas.setdefault(index, {"index": index, "function": {"arguments": ""}})
-            call_delta["function"]["arguments"] += arguments
-        self._in_call = not marker
-        self._has_name = not marker
-        self._buffer = rest if marker else text[end:]
+            delta = self._call_deltas.setdefault(index, {"index": index, "function": {"arguments": ""}})
+            delta["function"]["arguments"] += arguments
+        if end is not None:
+            self._parse = self._parse_close
+        return end is not None
+
+    def _parse_close(self) -> bool:
+        close = self._format.close
+        if len(self._buffer) < len(close):
+            return False
+        self._skip(close)
+        self._parse = self._parse_separator
+        return True
+
+    def _parse_separator(self) -> bool:
+        separator = self._format.separator
+        may_follow = [marker for marker in (separator, self._format.end) if marker]
+        if any(marker != self._buffer and marker.startswith(self._buffer) for marker in may_follow) and not self._last:
+            return False
+        if separator and self._skip(separator):
+            self._parse = self._parse_name
+            return True
+        self._skip(self._format.end)
+        self._parse = self._parse_rest if self._format.at_start else self._parse_content
+        return True
+
+    def _skip(self, marker: str) -> bool:
+        """Skip a marker at the beginning of the buffer, if it is there."""
+        found = self._buffer.startswith(marker)
+        self._buffer = self._buffer.removeprefix(marker)
+        return found
 
 
 def _partial_marker_length(text: str, marker: str) -> int:

@@ -1,8 +1,4 @@
-"""The tools of a request, and the grammar that enforces their schemas.
-
-Calls have the format of Hermes and Qwen models: {"name": ..., "arguments": ...} on a line between <tool_call> and
-</tool_call>.
-"""
+"""The tools of a request, and the grammar that enforces the format of their calls and their schemas."""
 
 from __future__ import annotations
 
@@ -13,9 +9,9 @@ from typing import Any
 
 from outrider.core.constraint import STYLE, Constraint
 from outrider.core.guidance_tokenizer import ANY_SPECIAL
-from outrider.core.markers import CALL_END, CALL_START
 from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
+from outrider.serve.openai.call_formats import HERMES, CallFormat
 from outrider.serve.openai.schema import ChatRequest, Function, NamedTool
 
 # The schema of a function without arguments.
@@ -57,29 +53,39 @@ class Tools:
             parallel=body.parallel_tool_calls is not False and not is_named,
         )
 
-    def constraint(self) -> Constraint:
-        """Return the constraint of the output: text or calls, or only calls if one is required.
+    def constraint(self, format: CallFormat = HERMES) -> Constraint:
+        """Return the constraint of the output: text or calls in a format, or only calls if one is required.
 
         Text before a call is free: any token may be part of it, also special tokens and bytes that are no characters.
         """
         rules = ["%llguidance {}"]
-        more_calls = f' ("\\n{CALL_START}" call)*' if self.parallel else ""
+        trigger = json.dumps(format.trigger, ensure_ascii=False)
+        calls = "call"
+        if self.parallel and format.separator is not None:
+            calls += f" ({json.dumps(format.separator, ensure_ascii=False)} call)*"
+        if format.end:
+            calls += f" {json.dumps(format.end, ensure_ascii=False)}"
         if self.required:
-            rules.append(f'start: "{CALL_START}" call{more_calls}')
+            rules.append(f"start: {trigger} {calls}")
+        elif format.at_start:  # a text that begins like a call is one
+            rules += [
+                f"start: silent* (TEXT | {trigger} {calls})",
+                f"silent: TEXT? {ANY_SPECIAL}",
+                f"TEXT: ~({trigger} ANY)",
+                "ANY: /(?s:.*)/ | ~/(?s:.*)/",
+            ]
         else:
             rules += [
-                f"start: silent* (TEXT | head call{more_calls})",
+                f"start: silent* (TEXT | head {calls})",
                 f"silent: TEXT? {ANY_SPECIAL}",
-                f'head[lazy]: TEXT "{CALL_START}"',
+                f"head[lazy]: TEXT {trigger}",
                 "TEXT: /(?s:.*)/ | ~/(?s:.*)/",  # ~ is the complement: bytes that are not UTF-8
             ]
-        rules.append(f'call: "\\n" body "\\n{CALL_END}"')
-        rules.append("body: " + " | ".join(f"body_{i}" for i in range(len(self.functions))))
+        rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(self.functions))))
         for i, function in enumerate(self.functions):
-            opening = json.dumps(f'{{"name": "{function.name}", "arguments": ')
             parameters = _NO_ARGUMENTS if function.parameters is None else function.parameters
             schema = {"x-guidance": dict(STYLE)} | parameters
-            rules.append(f'body_{i}: {opening} arguments_{i} "}}"')
+            rules.append(f"call_{i}: {format.one_call(function.name, f'arguments_{i}')}")
             rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
         return Constraint.grammar("\n".join(rules))
 
@@ -101,8 +107,3 @@ class Tools:
             {"type": "function", "function": function.model_dump(exclude={"strict"}, exclude_none=True)}
             for function in self.functions
         ]
-
-
-def supports_tool_calls(template: str) -> bool:
-    """Return whether a chat template uses this format of tools and calls."""
-    return all(part in template for part in ("tools", CALL_START, '"name"', '"arguments"'))

@@ -259,7 +259,7 @@ def test_history_of_zero_tokens_is_rejected():
 @pytest.mark.parametrize("length", [1, 40, 900])
 def test_history_memory_is_bounded(length):
     rng = random.Random(length)
-    max_tokens = 4000
+    max_tokens = 2000
     tracemalloc.start()
     history = History(max_tokens)
     for i in range(3 * max_tokens // length):

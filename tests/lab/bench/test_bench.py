@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -10,16 +11,16 @@ from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams, Stats
 from outrider.cli.app import app
+from outrider.core.planner import FixedPlanner
 from outrider.core.prompts import by_category, read_prompts
-from outrider.lab.bench.conditions import conditions
-from outrider.lab.bench.interleave import Workload, interleave
+from outrider.lab.bench.figures import compare, expected_speedup
 from outrider.lab.bench.pass_work import bytes_per_pass, flops_per_token
-from outrider.lab.bench.report import Sample, expected_speedup, report
 from outrider.lab.bench.run import run_bench
 from outrider.lab.bench.settings import Settings
-from outrider.lab.bench.variants import OutriderRunner, SwitchPlanner, Trial
 from outrider.lab.common.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, token_gaps, with_times
 from outrider.lab.common.jobs import Condition, Job, PromptBatch
+from outrider.lab.common.trial import Trial, Variant, run
+from outrider.lab.common.turns import Turns, with_planner
 from outrider.models.loader.embedded import embedded
 from tests.helpers import tiny
 from tests.helpers.configured import with_engine
@@ -130,7 +131,6 @@ def test_unreadable_prompt_file(tmp_path):
         {"limit": 0},
         {"k": 0},
         {"max_tokens": 1},
-        {"peer": "x"},
         {"temperatures": (-1.0,)},
     ],
 )
@@ -138,11 +138,6 @@ def test_invalid_settings(settings):
     names = {"batches": "batch is 0", "temperatures": "temperature is -1"}
     with pytest.raises(OutriderError, match=names.get(*settings, *settings)):
         with_engine(Settings, **settings)
-
-
-def test_peer_needs_batch_1():
-    with pytest.raises(OutriderError, match="batch 1"):
-        Settings(peer="transformers", batches=(2,))
 
 
 def emit_events(*counts):
@@ -176,39 +171,51 @@ def test_timed_takes_rounds_and_seconds_between_snapshots():
     assert (stats.passes, stats.rounds, stats.target_seconds, stats.host_seconds) == (7, 3, 3.0, 1.5)
 
 
-def trial(tokens, seconds, stats):
-    return Trial(speed=DecodeSpeed(tokens=tokens, seconds=seconds), inter_token_latencies=(seconds,), stats=stats)
+def trial(k, seconds, stats, *, repeat=0, tokens=10):
+    return Trial(
+        variant=Variant(proposer="ngram" if k else "", k=k, batch=1, temperature=0.0),
+        repeat=repeat,
+        batch_number=0,
+        tokens=tokens,
+        seconds=seconds,
+        prefill_seconds=0.0,
+        speed=DecodeSpeed(tokens=tokens, seconds=seconds),
+        gaps=(seconds,) if seconds else (),
+        stats=stats,
+        categories={"c": stats},
+        output_thirds=(),
+    )
 
 
 def test_report_of_made_up_trials():
     plain = Stats(rounds=10, passes=10, output_tokens=10, target_seconds=1.0)
     speculative = Stats(rounds=5, passes=5, output_tokens=10, reached=(5,), accepted=(5,), target_seconds=0.5)
-    seconds = {"plain": (2.0, 1.0, 4.0), "speculative": (1.0, 1.0, 1.0)}
-    samples = [
-        Sample(category="c", name=name, repeat=i, trial=trial(10, each, plain if name == "plain" else speculative))
-        for name, times in seconds.items()
+    seconds = {0: (2.0, 1.0, 4.0), 4: (1.0, 1.0, 1.0)}
+    trials = [
+        trial(k, each, speculative if k else plain, repeat=i)
+        for k, times in seconds.items()
         for i, each in enumerate(times)
     ]
-    figures = report(samples)
+    figures = compare(trials, 4)
     assert list(figures) == ["c", "overall"]
     assert figures["c"] == figures["overall"]
-    assert figures["c"]["plain"]["tokens_per_s"] == {"median": 5.0, "min": 2.5, "max": 10.0}
-    assert figures["c"]["speculative"]["speedup"] == {"median": 2.0, "min": 1.0, "max": 4.0}
-    assert figures["c"]["speculative"]["expected_speedup"] == pytest.approx(2.0)
-    assert figures["c"]["plain"]["latency_ms"] == {"p50": 2000.0, "p95": 4000.0, "p99": 4000.0}
-    assert figures["c"]["speculative"]["tau"] == 2.0
+    document = figures["c"].as_dict()
+    assert document["plain"]["tokens_per_s"] == {"median": 5.0, "min": 2.5, "max": 10.0}
+    assert document["plain"]["latency_ms"] == {"p50": 2000.0, "p95": 4000.0, "p99": 4000.0}
+    assert document["speculative"]["speedup"] == {"median": 2.0, "min": 1.0, "max": 4.0}
+    assert document["speculative"]["expected_speedup"] == pytest.approx(2.0)
+    assert document["speculative"]["tau"] == 2.0
+    assert compare(trials, 0)["c"].speculative == figures["c"].plain
 
 
 def test_report_of_completions_that_end_in_one_round():
     stats = Stats(passes=1, output_tokens=1)
-    names = ("plain", "speculative")
-    empty = Trial(speed=DecodeSpeed(tokens=0, seconds=0.0), inter_token_latencies=(), stats=stats)
-    figures = report([Sample(category="c", name=name, repeat=0, trial=empty) for name in names])["overall"]
-    for name in names:
-        assert figures[name]["tokens_per_s"] is None
-        assert figures[name]["speedup"] is None
-        assert figures[name]["latency_ms"] is None
-    assert figures["speculative"]["expected_speedup"] is None
+    figures = compare([trial(k, 0.0, stats, tokens=0) for k in (0, 4)], 4)["overall"]
+    for decoding in (figures.plain, figures.speculative):
+        assert decoding.tokens_per_s is None
+        assert decoding.speedup is None
+        assert decoding.latency_ms is None
+    assert figures.expected_speedup is None
 
 
 def test_expected_speedup_counts_a_pass_without_draft_as_a_rejection():
@@ -219,14 +226,14 @@ def test_expected_speedup_counts_a_pass_without_draft_as_a_rejection():
     assert expected_speedup(plain, speculative) == pytest.approx(1.5 / 1.25)
 
 
-def test_switch_planner_measures_both_variants_with_one_llm():
-    planner = SwitchPlanner()
-    llm = LLM(dtype="float32", max_num_seqs=2, max_model_len=64, planner=planner)
-    jobs = [Job(prompt=llm.encode("import os\n"), params=SamplingParams(max_tokens=12, seed=0))] * 2
-    plain = OutriderRunner("plain", llm, planner, k=0).run(jobs)
-    speculative = OutriderRunner("speculative", llm, planner, k=4).run(jobs)
-    assert plain.stats is not None
-    assert speculative.stats is not None
+def test_plain_and_speculative_decoding_share_one_llm():
+    llm = LLM(dtype="float32", max_num_seqs=2, max_model_len=64, planner=FixedPlanner(0))
+    job = Job(prompt=llm.encode("import os\n"), params=SamplingParams(max_tokens=12, seed=0))
+    batch = PromptBatch(number=0, jobs=(job, job), categories=("code", "code"))
+    plain, speculative = (
+        run(with_planner(llm, FixedPlanner(k), plain=not k), Variant(proposer="", k=k, batch=2, temperature=1.0), batch)
+        for k in (0, 4)
+    )
     assert (plain.stats.draft_tokens, plain.stats.tau) == (0, 1.0)
     assert speculative.stats.tau > 1
     assert speculative.stats.output_tokens == plain.stats.output_tokens == 24
@@ -237,24 +244,23 @@ def test_switch_planner_measures_both_variants_with_one_llm():
 
 def test_no_variant_drafts_from_outputs_of_plain_decoding_or_of_earlier_repeats():
     """All variants and repeats complete the same prompts. A memory of outputs would draft copies of them."""
-    planner = SwitchPlanner()
-    llm = LLM(proposer="suffix:1000", dtype="float32", max_num_seqs=1, max_model_len=64, planner=planner)
+    llm = LLM(proposer="suffix:1000", dtype="float32", max_num_seqs=1, max_model_len=64, planner=FixedPlanner(0))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    jobs = (Job(prompt=llm.encode("import os\n"), params=params),)
-    runners = [OutriderRunner(name, llm, planner, k=k) for name, k in (("plain", 0), ("speculative", 4))]
-    workload = Workload(
-        condition=Condition(batch=1, temperature=0.0),
-        variants=tuple(runners),
-        batches=(PromptBatch(category="code", jobs=jobs),),
+    batch = PromptBatch(number=0, jobs=(Job(prompt=llm.encode("import os\n"), params=params),), categories=("code",))
+    plain = Variant(proposer="", k=0, batch=1, temperature=0.0)
+    speculative = replace(plain, proposer="suffix:1000", k=4)
+    turns = Turns(
+        batches={Condition(batch=1, temperature=0.0): [batch]},
+        variants=lambda condition: [plain, speculative],
+        engine_for=lambda variant: with_planner(llm, FixedPlanner(variant.k), plain=variant.plain),
+        repeats=2,
     )
-    (samples,) = interleave([workload], 2).values()
-    (first, second) = (sample.trial.stats for sample in samples if sample.name == "speculative")
-    assert first is not None
-    assert second is not None
+    trials = [trial for _, group in turns.run() for trial in group if trial.variant == speculative]
+    first, second = (trial.stats for trial in trials)
     assert (second.passes, second.accepted) == (first.passes, first.accepted)
-    again = runners[1].run([job.with_seed(0) for job in jobs]).stats  # this one remembers the last repeat
-    assert again is not None
-    assert again.passes < first.passes
+    same = with_planner(llm, FixedPlanner(4))
+    alone, again = (run(same, speculative, batch).stats for _ in range(2))  # this one remembers its first run
+    assert again.passes < alone.passes
 
 
 def test_bytes_per_pass():
@@ -286,13 +292,13 @@ def test_bytes_and_flops_of_routed_experts(kernels, tmp_path):
     assert 2 <= stats.experts / stats.rounds < 3  # one token after another, but for the prompt
 
 
-def test_run_with_peer(prompts):
-    settings = with_engine(Settings, prompts=prompts, repeats=2, max_tokens=6, dtype="float32", peer="transformers")
-    document = run_bench(settings, progress=Console(quiet=True))
+def test_document_of_a_run(prompts):
+    settings = with_engine(Settings, prompts=prompts, repeats=2, max_tokens=6, dtype="float32")
+    document = run_bench(settings, progress=Console(quiet=True)).as_dict()
     json.dumps(document, allow_nan=False)
     assert list(document["results"]) == ["code", "talk", "overall"]
     for figures in document["results"].values():
-        assert list(figures) == ["plain", "speculative", "transformers", "transformers_assisted"]
+        assert list(figures) == ["plain", "speculative"]
         assert figures["plain"]["tau"] == 1.0
         assert figures["speculative"]["tau"] >= 1.0
         assert all(variant["tokens_per_s"]["median"] > 0 for variant in figures.values())
@@ -325,7 +331,6 @@ def test_command_prints_tables_and_document(prompts):
 def test_results_are_printed_if_files_cannot_be_written(prompts, tmp_path, monkeypatch):
     monkeypatch.setattr("outrider.drafting.plan.store.check_writable", lambda path: None)
     monkeypatch.setattr("outrider.lab.bench.command.check_report", lambda file: None)
-    monkeypatch.setattr("outrider.lab.bench.command.page", lambda document: "")
     arguments = ["bench", "--prompts", prompts, *SHORT, "--proposer", "ngram"]
     files = ["--k", "auto", "--plan", str(tmp_path / "none/plan.json"), "--report", str(tmp_path)]
     result = CliRunner().invoke(app, [*arguments, *files])
@@ -347,12 +352,6 @@ def test_command_with_quantized_target(prompts, kernels):
     assert document["compile_seconds"] >= 0
     assert (document["arguments"]["kernels"], document["arguments"]["quantize"]) == (kernels, "int8")
     assert document["limits"]["weight_bytes_per_pass"] == pytest.approx(17.3e6, rel=0.05)
-    shown = dict(conditions(document))
-    assert shown["bits per weight"] == "8"
-    assert ("compilation of the kernels" in shown) is (kernels == "native")
-    for seconds, text in ((0.0, "done by an earlier run"), (12.3, "12.3 s")):
-        shown = dict(conditions({**document, "kernels": "native", "compile_seconds": seconds}))
-        assert shown["compilation of the kernels"] == text
 
 
 @pytest.mark.parametrize(

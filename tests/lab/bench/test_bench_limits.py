@@ -7,9 +7,10 @@ import mmap
 import pytest
 import torch
 
-from outrider import LLM, OutriderError, SamplingParams
+from outrider import LLM, OutriderError, SamplingParams, Stats
 from outrider.drafting.plan.speedup import roof, sequences_instead
-from outrider.lab.bench.limits import Roofline, limits
+from outrider.lab.bench.figures import Comparison, Decoding, Spread
+from outrider.lab.bench.limits import Limit, Roofline, limits
 from outrider.lab.bench.pass_work import cache_bytes_per_token
 from outrider.lab.bench.rates import Rates, best_rates, gemm_rate, read_bandwidth
 from outrider.lab.common.jobs import Job
@@ -70,6 +71,12 @@ def test_best_rates_are_the_highest():
     assert best_rates(measurements) == (6.0, 7.0)
 
 
+def decoding(tau, drafted, *, rate=None, experts=0.0):
+    """Return the figures of 8 passes."""
+    stats = Stats(rounds=8, passes=8, output_tokens=int(8 * tau), draft_tokens=drafted, experts=8 * experts)
+    return Decoding(tokens_per_s=Spread.of([rate]), speedup=None, latency_ms=None, stats=stats)
+
+
 def test_limits_of_plain_and_speculative_decoding():
     """A pass reads 100 bytes of weights and 2 sequences of 10 tokens of 5 bytes. Arithmetic allows 40 tokens/s."""
     roofline = Roofline(
@@ -79,13 +86,12 @@ def test_limits_of_plain_and_speculative_decoding():
         read_bytes_per_s=1000.0,
         gemm_flops_per_s=120.0,
     )
-    plain = {"tau": 1.0, "draft_tokens": 0, "passes": 8, "tokens_per_s": {"median": 5.0}}
-    speculative = {"tau": 3.0, "draft_tokens": 32, "passes": 8, "tokens_per_s": None}
-    result = limits(roofline, {"plain": plain, "speculative": speculative}, seqs=2, cached=10.0)
-    assert (result["bytes_per_pass"], result["bytes_per_token"]) == (200.0, 100.0)
-    assert result["plain"] == {"limit_passes_per_s": 5.0, "limit_tokens_per_s": 10.0, "share_of_limit": 0.5}
+    figures = Comparison(plain=decoding(1, 0, rate=5.0), speculative=decoding(3, 32))
+    result = limits(roofline, figures, seqs=2, cached=10.0)
+    assert (result.bytes_per_pass, result.bytes_per_token) == (200.0, 100.0)
+    assert result.plain == Limit(limit_passes_per_s=5.0, limit_tokens_per_s=10.0, share_of_limit=0.5)
     # With 5 tokens per sequence and pass, arithmetic is the limit.
-    assert result["speculative"] == {"limit_passes_per_s": 4.0, "limit_tokens_per_s": 24.0, "share_of_limit": None}
+    assert result.speculative == Limit(limit_passes_per_s=4.0, limit_tokens_per_s=24.0, share_of_limit=None)
 
 
 def test_limits_count_the_experts_of_a_pass():
@@ -98,16 +104,22 @@ def test_limits_count_the_experts_of_a_pass():
         read_bytes_per_s=1200.0,
         gemm_flops_per_s=1e9,
     )
-    plain = {"tau": 1.0, "draft_tokens": 0, "passes": 8, "tokens_per_s": None, "experts": 2.0}
-    speculative = {"tau": 3.0, "draft_tokens": 32, "passes": 8, "tokens_per_s": None, "experts": 6.0}
-    result = limits(roofline, {"plain": plain, "speculative": speculative}, seqs=1, cached=10.0)
-    assert result["weight_bytes_per_pass"] == result["bytes_per_pass"] == 120
-    assert result["plain"]["limit_passes_per_s"] == 10
-    assert result["speculative"]["limit_passes_per_s"] == 7.5
+    figures = Comparison(plain=decoding(1, 0, experts=2), speculative=decoding(3, 32, experts=6))
+    result = limits(roofline, figures, seqs=1, cached=10.0)
+    assert result.weight_bytes_per_pass == result.bytes_per_pass == 120
+    assert result.plain.limit_passes_per_s == 10
+    assert result.speculative.limit_passes_per_s == 7.5
 
 
 def test_draft_in_sequences():
-    use = MemoryUse(sequences=4, context=64, target_weights=1000, target_cache=80, draft_weights=30, draft_cache=10)
+    use = MemoryUse(
+        sequences=4,
+        context=64,
+        target_weight_bytes=1000,
+        target_cache_bytes=80,
+        draft_weight_bytes=30,
+        draft_cache_bytes=10,
+    )
     assert use.draft_in_sequences == 2.0
     assert use.as_dict()["draft_in_sequences"] == 2.0
 
@@ -119,12 +131,13 @@ def test_memory_of_an_attention_target(proposer):
     jobs = [Job(prompt=llm.encode("import os\n"), params=SamplingParams(max_tokens=4))] * 2
     use = measure_memory(llm, jobs)
     assert not llm.engine.busy()
-    assert (use.sequences, use.context, use.other) == (2, 64, None)
-    assert use.target_weights == llm.parts.target.bytes() > use.target_cache == llm.parts.target.cache.bytes() > 0
-    assert cache_bytes_per_token(llm) == use.target_cache / 2 / 64
+    assert (use.sequences, use.context, use.other_bytes) == (2, 64, None)
+    target = llm.parts.target
+    assert use.target_weight_bytes == target.bytes() > use.target_cache_bytes == target.cache.bytes() > 0
+    assert cache_bytes_per_token(llm) == use.target_cache_bytes / 2 / 64
     if proposer is None:
-        assert use.draft_weights + use.draft_cache == llm.parts.proposer.bytes()
-        assert use.draft_weights > use.draft_cache > 0
+        assert use.draft_weight_bytes + use.draft_cache_bytes == llm.parts.proposer.bytes()
+        assert use.draft_weight_bytes > use.draft_cache_bytes > 0
     else:
         assert use.draft_in_sequences == 0
 
@@ -134,6 +147,6 @@ def test_memory_of_a_recurrent_target(tmp_path):
     llm = LLM(Shelf(tmp_path).folder("mamba2"), proposer="ngram", dtype="float32", max_num_seqs=2, max_model_len=64)
     jobs = [Job(prompt=(3, 4, 5), params=SamplingParams(max_tokens=2))] * 2
     use = measure_memory(llm, jobs)
-    assert use.target_cache == llm.parts.target.cache.bytes() > 0
+    assert use.target_cache_bytes == llm.parts.target.cache.bytes() > 0
     assert cache_bytes_per_token(llm) == 0
     assert use.draft_in_sequences == 0

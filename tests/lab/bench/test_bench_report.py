@@ -1,20 +1,19 @@
-"""Tests of the HTML report: it is complete and self-contained, and says what is missing."""
+"""Tests of the tables of `outrider bench`, and of the page with them."""
 
 from __future__ import annotations
 
 import io
 import json
-import re
-import sys
-from html.parser import HTMLParser
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outrider import OutriderError
+from outrider import OutriderError, Stats
 from outrider.cli.app import app
-from outrider.lab.bench.html import page
+from outrider.core.bound import TotalVariation
+from outrider.lab.bench.figures import Spread
 from outrider.lab.bench.run import run_bench
 from outrider.lab.bench.settings import Settings
 from outrider.lab.bench.table import show
@@ -22,134 +21,64 @@ from outrider.models.loader.embedded import embedded
 from outrider.runtime.report.page import check_report, write_report
 from tests.helpers.configured import with_engine
 
-TITLES = [
-    "Tokens/s and the limit",
-    "Speedup by category",
-    "Acceptance by position",
-    "Acceptance by temperature",
-    "Time between tokens",
-    "Time of a round",
-    "Tokens/s against k",
-    "Tokens/s against batch",
-    "Tokens/s against context",
-]
-SWEPT = {"Acceptance by temperature", "Tokens/s against k", "Tokens/s against batch", "Tokens/s against context"}
-
 
 @pytest.fixture(scope="module")
-def document(tmp_path_factory):
+def result(tmp_path_factory):
     file = tmp_path_factory.mktemp("bench") / "prompts.jsonl"
     lines = [{"category": "a<b>&c", "prompt": "<|endoftext|>import os\n"}, {"category": "talk", "prompt": "One two"}]
     file.write_text("\n".join(map(json.dumps, lines)))
-    sweep = {"ks": (0, 2), "batches": (1, 2), "contexts": (32, 64), "temperatures": (0.0, 1.0)}
     nano = str(embedded("nano"))
     models = {"target": nano, "proposer": f"draft:{nano}", "dtype": "float32", "k": 4}
-    settings = with_engine(Settings, prompts=str(file), repeats=1, max_tokens=6, **sweep, **models)
-    return json.loads(json.dumps(run_bench(settings, progress=Console(quiet=True))))
+    settings = with_engine(Settings, prompts=str(file), repeats=1, max_tokens=6, **models)
+    return run_bench(settings, progress=Console(quiet=True))
 
 
-class PageParser(HTMLParser):
-    """Checks that elements nest, and collects ids and texts."""
-
-    VOID_TAGS = frozenset({"meta", "path", "use", "rect", "circle", "br"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.texts: dict[str, list[str]] = {}
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.ids += [value for name, value in attrs if name == "id"]
-        if tag not in self.VOID_TAGS:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.ids += [value for name, value in attrs if name == "id"]
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID_TAGS:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open:
-            self.texts.setdefault(self.open[-1], []).append(data)
+def shown(result, width=160):
+    console = Console(width=width, file=io.StringIO())
+    show(result, console)
+    return console.file.getvalue()
 
 
-def test_page_is_complete(document):
-    text = page(document)
-    parser = PageParser(text)
-    assert not parser.open
-    assert parser.texts["h3"] == TITLES
-    assert len(parser.ids) == len(set(parser.ids))
-    assert set(re.findall(r'(?:href="|url\()#([^")]+)', text)) <= set(parser.ids)
-    headings = ["By category", "Against k", "Against batch", "Against context", "Against temperature"]
-    assert parser.texts["h2"] == [*headings, "Memory", "Conditions"]
-    cells = " ".join(parser.texts["td"])
-    for part in (document["hardware"]["cpu"], document["versions"]["torch"], "GB/s", "GFLOP/s", "float32"):
-        assert part in cells
+def with_figures(result, **changes):
+    """Return a result whose figures of all categories are changed."""
+    overall = result.measured.overall
+    decoding = [replace(each, **changes) for each in (overall.plain, overall.speculative)]
+    figures = replace(overall, plain=decoding[0], speculative=decoding[1])
+    return replace(
+        result, measured=replace(result.measured, by_category={"function_writing": figures, "overall": figures})
+    )
 
 
-def test_page_is_self_contained(document):
-    """The page loads nothing and has no scripts, and every color is a CSS variable of the page."""
-    text = page(document)
-    assert not re.search(r"https?:|//|<script|<link|@import|src=", text)
-    assert "prefers-color-scheme: dark" in text
-    assert 'name="viewport"' in text
-    body = text.split("</style>", 1)[1]
-    assert set(re.findall(r"(?:fill|stroke): (#\w+)", body)) == set()
-    assert set(re.findall(r"var\((--[\w-]+)\)", text)) <= set(re.findall(r"(--[\w-]+):", text))
+def test_tables_of_completions_that_end_in_one_round(result):
+    """There is no speed, no latency and no draft token. The tables say so."""
+    stats = Stats(passes=1, output_tokens=1)
+    text = shown(with_figures(result, tokens_per_s=None, speedup=None, latency_ms=None, stats=stats))
+    assert "plain –, speculative –" in text
 
 
-def test_category_names_are_escaped(document):
-    text = page(document)
-    assert "a&lt;b&gt;&amp;c" in text
-    assert "a<b>" not in text
+def test_inexact_verifier_is_reported(result):
+    assert "not exact" not in shown(result)
+    assert "(not exact)" in shown(replace(result, exact=False))
+    bounded = replace(result, exact=False, bound=TotalVariation(0.1))
+    assert "(not exact, total variation distance of at most 0.1 per token)" in shown(bounded)
 
 
-def test_plots_without_data_are_left_out(document):
-    text = page(document | {"sweeps": {}})
-    assert PageParser(text).texts["h3"] == [title for title in TITLES if title not in SWEPT]
+def test_summary_names_a_model_of_the_hub(result):
+    engine = replace(result.settings.engine, target="org/model@v1")
+    named = replace(result, settings=replace(result.settings, engine=engine), proposer="ngram")
+    assert named.summary().startswith("org/model@v1 with ngram")
 
 
-def test_page_of_completions_that_end_in_one_round(document):
-    """There is no speed, no latency and no draft token. The page says so."""
-    missing = {"tokens_per_s": None, "speedup": None, "latency_ms": None, "acceptance_by_position": [], "rounds": 0}
-    figures = {name: each | missing for name, each in document["results"]["overall"].items()}
-    limits = {name: document["limits"][name] | {"share_of_limit": None} for name in ("plain", "speculative")}
-    changed = {"results": {"overall": figures}, "sweeps": {}, "limits": document["limits"] | limits}
-    parser = PageParser(page(document | changed))
-    assert "h3" not in parser.texts
-    assert parser.texts["h1"] == ["Too few tokens to measure speed"]
-
-
-def test_inexact_verifier_is_reported(document):
-    assert "not exact" not in page(document)
-    assert "not exact" in page(document | {"exact": False})
-
-
-def test_long_drafts_leave_room_for_the_speeds(document):
+def test_long_drafts_leave_room_for_the_speeds(result):
     """A terminal of 80 columns shows whole numbers, although the draft has 32 positions."""
-    figures = {name: dict(each) for name, each in document["results"]["overall"].items()}
-    for each in figures.values():
-        each["acceptance_by_position"] = [0.91] * 32
-        each["tokens_per_s"] = {"median": 2370.0, "min": 2000.0, "max": 2400.0}
-        each["speedup"] = {"median": 1.67, "min": 1.5, "max": 1.9}
-    console = Console(width=80, file=io.StringIO())
-    show(document | {"results": {"function_writing": figures, "overall": figures}}, console)
-    table = console.file.getvalue().partition("Milliseconds")[0]
+    stats = Stats(rounds=1, passes=100, output_tokens=200, reached=(100,) * 32, accepted=(91,) * 32)
+    rate = Spread(median=2370.0, min=2000.0, max=2400.0)
+    speedup = Spread(median=1.67, min=1.5, max=1.9)
+    text = shown(with_figures(result, tokens_per_s=rate, speedup=speedup, stats=stats), width=80)
+    table = text.partition("Milliseconds")[0]
     assert "…" not in table
     assert table.count("2370") == 4  # plain and speculative, in two rows
     assert table.count(" 91") == 16  # the first 8 positions, in two rows
-
-
-def test_missing_matplotlib_is_reported_before_measuring(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = CliRunner().invoke(app, ["bench", "--report", str(tmp_path / "r.html"), "--prompts", "nothing.jsonl"])
-    assert result.exit_code == 2
-    assert 'pip install "outrider[report]"' in result.stderr
 
 
 @pytest.mark.parametrize("file", [".", "nowhere/report.html"])
@@ -164,20 +93,21 @@ def test_report_is_refused_with_the_suffix_of_another_format(tmp_path):
         check_report(tmp_path / "page.pdf")
 
 
-def test_write_report(document, tmp_path):
-    file = tmp_path / "report.html"
-    check_report(file)
-    write_report(page(document), file)
-    assert file.read_text(encoding="utf-8") == page(document)
+def test_report_that_cannot_be_written(tmp_path):
     with pytest.raises(OutriderError, match="cannot be written"):
-        write_report(page(document), tmp_path / "nowhere" / "report.html")
+        write_report({}, lambda document, console: None, tmp_path / "nowhere" / "report.html")
 
 
-def test_command_writes_report(monkeypatch, document, tmp_path):
-    monkeypatch.setattr("outrider.lab.bench.command.run_bench", lambda settings, **_: document)
+def test_command_writes_report(monkeypatch, result, tmp_path):
+    """The page has the tables and the document. It loads nothing and has no scripts."""
+    monkeypatch.setattr("outrider.lab.bench.command.run_bench", lambda settings, **_: result)
     file = tmp_path / "report.html"
-    result = CliRunner().invoke(app, ["bench", "--report", str(file)])
-    assert result.exit_code == 0, result.output
-    assert file.is_file()
-    assert json.loads(result.stdout.splitlines()[-1]) == document
-    assert f"the report is in {file}" in result.stderr
+    done = CliRunner().invoke(app, ["bench", "--report", str(file)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout.splitlines()[-1])["results"].keys() == {"a<b>&c", "talk", "overall"}
+    assert f"the report is in {file}" in done.stderr
+    text = file.read_text("utf-8")
+    for part in ("Decoding, tokens/s", "GFLOP/s", "a&lt;b&gt;&amp;c", result.hardware["cpu"], "gemm_flops_per_s"):
+        assert part in text
+    assert "a<b>" not in text
+    assert not any(part in text for part in ("<script", "<link", "src=", "@import"))

@@ -1,53 +1,48 @@
-"""Made-up documents of measurements and certificates."""
+"""Made-up measurements and certificates."""
 
 from __future__ import annotations
 
-from outrider.lab.tune.trial import label
+from outrider.lab.common.memory import MemoryUse
+from outrider.lab.tune.figures import AcceptanceSummary, Case, Estimate, Plain, RoundMs
+from outrider.lab.tune.measurement import Measurement
+
+ROUND = RoundMs(draft=0.0, target=1.0, host=0.0)
 
 
-def case(proposer, k, value, *, low=None, high=None, tau=2.0, temperature=0.0):
-    return {
-        "proposer": proposer,
-        "k": k,
-        "batch": 1,
-        "temperature": temperature,
-        "draft_quantize": None,
-        "overall": {"value": value, "low": low, "high": high},
-        "total": {"tau": tau},
-    }
+def case(proposer, k, value, *, low=None, high=None, tau=2.0, temperature=0.0, draft_quantize=None):
+    return Case(
+        proposer=proposer,
+        k=k,
+        batch=1,
+        temperature=temperature,
+        draft_quantize=draft_quantize,
+        tokens_per_s=100.0 * value,
+        speedup=None,
+        overall=Estimate(value=value, low=low, high=high),
+        total=AcceptanceSummary(tau=tau, acceptance=()),
+        nodes=2.0,
+        parts=ROUND,
+        categories={},
+        output_thirds={},
+        exact=True,
+    )
 
 
-def measured(*cases, speculate=True, batches=4):
-    """The document of a measurement, whose first case is the recommended one if it speculates."""
-    best = cases[0]
-    return {
-        "plain": [
-            {"batch": 1, "temperature": each, "batches": batches, "tokens_per_s": 100.0, "prefill_share": 0.1}
-            for each in dict.fromkeys(each["temperature"] for each in cases)
-        ],
-        "cases": list(cases),
-        "memory": {
-            label(each["proposer"], each["draft_quantize"]): {
-                "draft_weight_bytes": _draft_bytes(each),
-                "draft_cache_bytes": 0,
-            }
-            for each in cases
-        },
-        "advice": {
-            "speculate": speculate,
-            "proposer": best["proposer"] if speculate else "none",
-            "k": best["k"] if speculate else 0,
-            "fixed_k": best["k"],
-            "draft_quantize": best["draft_quantize"] if speculate else None,
-        },
-        "settings": {"proposer": best["proposer"], "k": best["k"]},
-    }
+def measured(*cases, batches=4):
+    temperatures = dict.fromkeys(each.temperature for each in cases)
+    plain = {"batch": 1, "batches": batches, "tokens_per_s": 100.0, "prefill_share": 0.1, "parts": ROUND}
+    memory = {"sequences": 1, "context": 64, "target_weight_bytes": 1, "target_cache_bytes": 1}
+    return Measurement(
+        plain=tuple(Plain(temperature=each, **plain) for each in temperatures),
+        cases=cases,
+        memory={each.label: MemoryUse(draft_weight_bytes=_draft_bytes(each), **memory) for each in cases},
+    )
 
 
 def _draft_bytes(case):
-    if "draft" not in case["proposer"]:
+    if "draft" not in case.proposer:
         return 0
-    return 1_000_000 if case["draft_quantize"] == "int8" else 2_000_000
+    return 1_000_000 if case.draft_quantize == "int8" else 2_000_000
 
 
 def certificate(passed):

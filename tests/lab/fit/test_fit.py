@@ -14,21 +14,21 @@ from outrider.cli.app import app
 from outrider.drafting.plan.pass_cost import CostModel, PassCost
 from outrider.errors import OutriderError
 from outrider.lab.audit.prompts import DEFAULT
+from outrider.lab.common import turns
 from outrider.lab.fit import checks, run, stages
 from outrider.lab.fit.prompts import read_split
 from outrider.lab.fit.settings import Settings, parse_ascending
 from outrider.lab.fit.state import State
-from outrider.lab.tune import measure as tune_measure
 from outrider.train.run import FACTS
 from outrider.train.trainer import STATE
 from tests.helpers.configured import with_engine
 from tests.helpers.gguf_files import SIZES, write_gguf
 from tests.helpers.tiny import compiles, make_config, save
-from tests.lab.fit.made_up import certificate
+from tests.lab.fit.made_up import case, certificate, measured
 
 WORDS = ["red", "green", "blue", "black", "white", "grey", "pink", "brown", "gold", "lime"]
 PROMPTS = [{"category": "ab"[i % 2], "prompt": f"{word} {word} {word}"} for i, word in enumerate(WORDS)]
-FINAL = {"kernels": "torch", "advice": {"proposer": "ngram", "fixed_k": 2, "draft_quantize": None}}
+CHOSEN = measured(case("ngram", 2, 1.5)).advice
 QUICK = {
     "--minutes": 0.002,
     "--measure-minutes": 5,
@@ -182,14 +182,13 @@ def test_draft_model_is_compared_with_8_and_4_bits(fit, tmp_path, monkeypatch):
     def record(settings, prompts, proposers, drafts, progress, **named):
         asked.append(dict(drafts))
         document = stages.measure_proposers(settings, prompts, proposers, drafts, progress, **named)
-        for case in document["cases"]:
-            fastest = case["draft_quantize"] == "int8"
-            case["overall"] = {"value": 1.5 if fastest else 1.1, "low": None, "high": None}
-        document["advice"] |= {"speculate": True, "proposer": draft, "k": 2, "fixed_k": 2, "draft_quantize": "int8"}
+        for each in document["cases"]:
+            fastest = each["draft_quantize"] == "int8"
+            each["overall"] = {"value": 1.5 if fastest else 1.1, "low": None, "high": None}
         return document
 
-    def certify(settings, target, final, *, tokens_per_s):
-        certified.append(final["advice"]["draft_quantize"])
+    def certify(settings, target, advice, **_):
+        certified.append(advice.draft_quantize)
         return certificate(True)
 
     draft = f"draft:{save(tmp_path / 'small', make_config('LlamaConfig', hidden_size=64))}"
@@ -267,7 +266,8 @@ def test_certificate_of_chosen_proposer(fit, copied, monkeypatch):
 
     monkeypatch.setattr(stages, "run_audit", audit)
     state = json.loads((copied / "state.json").read_text())
-    state["stages"]["final"]["advice"] |= {"speculate": True, "proposer": "ngram", "k": 2, "fixed_k": 2}
+    for each in state["stages"]["final"]["cases"]:
+        each["overall"] = {"value": 1.5 if each["proposer"] == "ngram" else 1.0, "low": None, "high": None}
     (copied / "state.json").write_text(json.dumps(state))
     result = fit(copied, **{"--samples": 100})
     assert result.exit_code == 1, result.output
@@ -281,14 +281,14 @@ def test_certificate_of_chosen_proposer(fit, copied, monkeypatch):
 def test_real_audit(target, monkeypatch):
     monkeypatch.setattr("outrider.lab.audit.prompts.DEFAULT", DEFAULT[:2])
     settings = with_engine(Settings, out="out", target=str(target), samples=100, threads=1, kernels="torch")
-    found = stages.certify(settings, target, FINAL, tokens_per_s=1e6)
+    found = stages.certify(settings, target, CHOSEN, native=False, tokens_per_s=1e6)
     assert found["passed"] is True
 
 
 def test_audit_that_does_not_fit_into_memory_is_left_out(target, monkeypatch):
     monkeypatch.setattr("outrider.models.loader.memory.free_memory", lambda: 1000)
     settings = with_engine(Settings, out="out", target=str(target), device="cpu")
-    found = stages.certify(settings, target, FINAL, tokens_per_s=1e6)
+    found = stages.certify(settings, target, CHOSEN, native=False, tokens_per_s=1e6)
     assert found["passed"] is None
     assert "are free" in found["reason"]
 
@@ -351,16 +351,16 @@ def test_finished_fit_leaves_no_state_of_its_training(finished):
 
 def test_interrupted_measurement_resumes_from_its_runs(fit, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    unchanged, runs = tune_measure.run, []
+    unchanged, runs = turns.run, []
 
-    def interrupt_later(llm, variant, batch):
-        runs.append(variant)
-        if len(runs) > 16:
+    def interrupt_later(*words):
+        runs.append(words)
+        if len(runs) > 14:
             raise KeyboardInterrupt
-        return unchanged(llm, variant, batch)
+        return unchanged(*words)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tune_measure, "run", interrupt_later)
+        patch.setattr(turns, "run", interrupt_later)
         result = fit(out, **{"--minutes": 0})
     assert result.exit_code == 130
     assert "Its runs so far are kept" in result.stderr
@@ -393,7 +393,7 @@ def test_no_training(fit, tmp_path):
 
 @pytest.mark.slow
 def test_head_that_does_not_fit_is_left_out(fit, tmp_path, monkeypatch):
-    def refused(*_):
+    def refused(*_, **__):
         raise OutriderError("this target has no hidden states")
 
     monkeypatch.setattr(run, "make_training", refused)
@@ -453,10 +453,10 @@ def test_full_disk_is_one_line_and_keeps_finished_stages(fit, copied, monkeypatc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        measured = stages.measure_proposers
+        unchanged = stages.measure_proposers
 
         def filling(*words, **named):
-            document = measured(*words, **named)
+            document = unchanged(*words, **named)
             patch.setattr("pathlib.Path.write_text", full)
             return document
 
@@ -470,10 +470,10 @@ def test_full_disk_is_one_line_and_keeps_finished_stages(fit, copied, monkeypatc
 
 
 def test_disk_that_is_full_before_the_first_result(fit, tmp_path, monkeypatch):
-    measured = stages.measure_proposers
+    unchanged = stages.measure_proposers
 
     def filling(*words, **named):
-        document = measured(*words, **named)
+        document = unchanged(*words, **named)
         monkeypatch.setattr("outrider.lab.fit.state.write_whole", lambda *_: refuse())
         return document
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.drafting.plan.pass_cost import CostModel, PassCost
+from outrider.lab.common.records import from_json
 from outrider.lab.fit.option import Option, size
 from outrider.lab.fit.outcome import Outcome, duration
 from outrider.lab.fit.rules import (
@@ -81,10 +82,10 @@ def test_best_case_of_each_proposer():
 
 def test_best_weights_of_a_draft_are_measured_again_and_named():
     draft = "draft:/x/small"
-    fast = case(draft, 4, 1.5) | {"draft_quantize": "int8"}
-    first = measured(fast, case(draft, 4, 1.3) | {"draft_quantize": None}, case("ngram", 4, 1.2))
-    assert finalists(first["cases"], None) == (draft, "ngram")
-    assert draft_quantizes((draft, "draft:/x/head"), first["cases"]) == {draft: ("int8",)}
+    fast = case(draft, 4, 1.5, draft_quantize="int8")
+    first = measured(fast, case(draft, 4, 1.3), case("ngram", 4, 1.2))
+    assert finalists(first.cases, None) == (draft, "ngram")
+    assert draft_quantizes((draft, "draft:/x/head"), first.cases) == {draft: ("int8",)}
     found = outcome(first)
     assert [option.name for option in found.options] == ["plain decoding", "draft:small in int8, k 4", "ngram, k 4"]
     assert found.options[1].verdict == "chosen"
@@ -121,7 +122,7 @@ def test_speedups_at_both_temperatures_are_shown():
     assert [option.verdict for option in found.options] == ["the model itself", "chosen", "slower at temperature 1"]
     stored = found.as_dict()["options"][2]
     assert [each["speedup"] for each in stored["by_temperature"]] == [1.9, 0.97]
-    assert Option.from_dict(stored) == found.options[2]
+    assert from_json(Option, stored) == found.options[2]
 
 
 def test_an_interval_around_1_is_no_sure_gain():
@@ -134,7 +135,7 @@ def test_an_interval_around_1_is_no_sure_gain():
 
 
 def test_plain_decoding_if_every_proposer_loses_at_one_temperature():
-    found = outcome(measured(*FRAGILE, speculate=False), measured(*FRAGILE, speculate=False))
+    found = outcome(measured(*FRAGILE), measured(*FRAGILE))
     assert "on 4 held-out prompts without being slower at one of the temperatures" in words(found)
 
 
@@ -163,7 +164,7 @@ def test_only_lookups_are_merged_with_head():
 
 
 def test_plain_decoding_is_chosen_if_nothing_pays():
-    first = measured(case("ngram", 2, 1.01, low=0.9, high=1.1), case("suffix", 2, 0.7), speculate=False)
+    first = measured(case("ngram", 2, 1.01, low=0.9, high=1.1), case("suffix", 2, 0.7))
     found = outcome(first, first)
     assert not found.speculates
     assert [(option.name, option.verdict) for option in found.options] == [

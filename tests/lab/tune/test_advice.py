@@ -13,17 +13,17 @@ from outrider.core.stats import Stats
 from outrider.drafting.propose.expression import command_line_form, short
 from outrider.drafting.propose.registry import parse
 from outrider.lab.common.memory import MemoryUse
+from outrider.lab.common.trial import Variant, split
 from outrider.lab.tune.advice import advise
 from outrider.lab.tune.engines import other_engines
 from outrider.lab.tune.figures import AcceptanceSummary, Estimate, RoundMs, figures, ratio
-from outrider.lab.tune.trial import Variant, split
 from outrider.lab.tune.wording import summary
 from outrider.models.heads.store import write_head
 from outrider.models.loader.embedded import embedded
 from tests.helpers.heads import cases, random_draft
 from tests.lab.tune.trials import make_trials, make_variant, trial
 
-MEMORY = MemoryUse(sequences=1, context=64, target_weights=50, target_cache=10)
+MEMORY = MemoryUse(sequences=1, context=64, target_weight_bytes=50, target_cache_bytes=10)
 
 
 def advise_for(speeds, **options):
@@ -31,7 +31,7 @@ def advise_for(speeds, **options):
 
 
 def summary_text(advice, memory=MEMORY):
-    return " ".join(summary(advice, {advice.best.variant.label: memory}))
+    return " ".join(summary(advice, {advice.best.label: memory}))
 
 
 def test_fastest_proposer_is_recommended():
@@ -111,7 +111,7 @@ def test_one_proposer_for_all_temperatures():
     advice = both_temperatures(speeds, prefill=0.0)
     assert (advice.proposer, advice.k, list(advice.choice.speedups)) == ("suffix", 4, [0.0, 1.0])
     assert advice.choice.overall.value == pytest.approx((1.7 * 1.5) ** 0.5)
-    assert [case.variant for case in advice.cases] == [make_variant("suffix", 4, temperature=t) for t in (0.0, 1.0)]
+    assert [(each.proposer, each.temperature) for each in advice.cases] == [("suffix", 0.0), ("suffix", 1.0)]
     assert advice.others == ()
     text = summary_text(advice)
     assert "at batch 1 and temperature 0: 1.70 (1.70 to 1.70) overall" in text
@@ -182,7 +182,7 @@ def test_mixed_batches_have_no_speedup_by_category():
 
 def test_summary_of_the_memory_of_a_draft():
     advice = advise_for({make_variant("draft:/some/where/small", 4): 2.0})
-    memory = replace(MEMORY, draft_weights=40_000_000, draft_cache=10_000_000, target_cache=10_000_000)
+    memory = replace(MEMORY, draft_weight_bytes=40_000_000, draft_cache_bytes=10_000_000, target_cache_bytes=10_000_000)
     text = summary_text(advice, memory)
     assert "50 MB" in text
     assert "the memory of 5.0 sequences of 64 tokens" in text

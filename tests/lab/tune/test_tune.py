@@ -16,7 +16,9 @@ from rich.console import Console
 from outrider import OutriderError
 from outrider.core.config import EngineConfig
 from outrider.core.params import AUTO
+from outrider.lab.common import turns
 from outrider.lab.tune import measure as tune_measure
+from outrider.lab.tune.budget import Budget
 from outrider.lab.tune.figures import figures
 from outrider.lab.tune.measure import measure
 from outrider.lab.tune.run import default_proposers
@@ -179,19 +181,19 @@ def test_time_limit_leaves_out_prompts_for_all_proposers_alike(tmp_path):
 
 def test_temperatures_share_the_time_limit(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    unchanged = tune_measure.run
+    unchanged = turns.run
 
     def run_for_a_second(*words):
         clock.now += 1
         return unchanged(*words)
 
-    monkeypatch.setattr(tune_measure, "run", run_for_a_second)
-    monkeypatch.setattr(tune_measure, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(turns, "run", run_for_a_second)
+    monkeypatch.setattr(turns, "perf_counter", lambda: clock.now)
     settings = four_prompts(tmp_path, repeats=1, temperatures=(0.0, 1.0))
     # A warm-up takes two seconds, and each prompt two. Temperature 0 has seven of the seconds.
     measured = measure(settings, Console(quiet=True), max_seconds=14.0)
     plains, _ = figures(measured.trials, seed=0)
-    assert [(plain.variant.temperature, plain.batches) for plain in plains] == [(0.0, 3), (1.0, 2)]
+    assert [(plain.temperature, plain.batches) for plain in plains] == [(0.0, 3), (1.0, 2)]
 
 
 def test_costs_are_measured_once_for_all_variants_and_temperatures(tmp_path, monkeypatch):
@@ -207,7 +209,7 @@ def test_costs_are_measured_once_for_all_variants_and_temperatures(tmp_path, mon
 
 def interrupt_after(monkeypatch, count):
     """Let Ctrl-C come in a later run."""
-    unchanged, runs = tune_measure.run, []
+    unchanged, runs = turns.run, []
 
     def run(*words):
         runs.append(words)
@@ -215,7 +217,7 @@ def interrupt_after(monkeypatch, count):
             raise KeyboardInterrupt
         return unchanged(*words)
 
-    monkeypatch.setattr(tune_measure, "run", run)
+    monkeypatch.setattr(turns, "run", run)
     return runs
 
 
@@ -248,7 +250,7 @@ def test_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", fail)
         with pytest.raises(OutriderError, match=r"advice\.json\.runs cannot be written .*; free some space"):
-            store.begin({"a": 1})
+            store.begin(Budget(max_tokens=4, variants=2))
     assert list(tmp_path.iterdir()) == before
 
 

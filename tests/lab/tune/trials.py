@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.core.stats import Stats
 from outrider.lab.common.clock import DecodeSpeed
-from outrider.lab.tune.trial import Trial, Variant
+from outrider.lab.common.trial import Trial, Variant
 
 
 def trial(variant, batch_number=0, *, seconds=1.0, prefill=0.1, tokens=10, category="code", accepted=(2, 1)):
@@ -20,15 +20,16 @@ def trial(variant, batch_number=0, *, seconds=1.0, prefill=0.1, tokens=10, categ
     )
     return Trial(
         variant=variant,
+        repeat=0,
         batch_number=batch_number,
         tokens=tokens,
         seconds=seconds,
         prefill_seconds=prefill,
         speed=DecodeSpeed(tokens=tokens - 1, seconds=seconds - prefill),
+        gaps=(),
         stats=stats,
         categories={category: stats},
         output_thirds=(stats, stats, stats),
-        exact=True,
     )
 
 

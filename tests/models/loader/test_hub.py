@@ -18,7 +18,6 @@ from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.drafting.propose.expression import absolute, fetch_models, model_names
 from outrider.errors import OutriderError
-from outrider.lab.bench.report import summary
 from outrider.lab.tune.config import settings_dict
 from outrider.llm import LLM
 from outrider.models.loader.embedded import absolute_name, embedded, model_folder, model_name
@@ -434,11 +433,3 @@ def test_paths_do_not_import_the_client_of_the_hub():
     module = "outrider.models.loader.embedded"
     code = f"import sys; from {module} import model_folder; model_folder('./a'); model_folder('a.gguf')"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'huggingface_hub' not in sys.modules"], check=True)
-
-
-def test_the_summary_of_a_benchmark_names_the_model():
-    arguments = {"target": "org/model@v1", "temperature": 0, "k": 2, "batch": 1, "repeats": 1}
-    hardware = {"gpu": "GPU"}
-    document = {"arguments": arguments, "hardware": hardware, "exact": True, "proposer": "ngram", "verifier": "walk"}
-    precision = {"weight_types": ["bfloat16"], "weight_bits": 16, "dtype": "bfloat16"}
-    assert summary({**document, **precision, "kernels": "torch"}).startswith("org/model@v1 with ngram")

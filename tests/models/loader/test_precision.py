@@ -11,8 +11,6 @@ from typer.testing import CliRunner
 
 from outrider import LLM
 from outrider.cli.app import app
-from outrider.lab.bench.conditions import conditions
-from outrider.lab.bench.report import summary
 from outrider.lab.bench.run import run_bench
 from outrider.lab.bench.settings import Settings
 from outrider.models.loader.embedded import embedded
@@ -76,11 +74,9 @@ def test_report_of_a_benchmark_names_the_types_of_the_file(tmp_path):
         dtype="float32",
         kernels="torch",
     )
-    document = run_bench(settings, progress=Console(quiet=True))
-    shown = dict(conditions(document))
-    assert shown["bits per weight"] == "5"
-    assert shown["precision"] == "Q4_1 weights of 5 bits, float32 otherwise"
-    assert "greedy, Q4_1 weights of 5 bits, float32 otherwise, torch kernels" in summary(document)
+    result = run_bench(settings, progress=Console(quiet=True))
+    assert result.as_dict()["weight_bits"] == 5
+    assert "greedy, Q4_1 weights of 5 bits, float32 otherwise, torch kernels" in result.summary()
 
 
 def test_run_names_the_types_of_the_file(tmp_path):

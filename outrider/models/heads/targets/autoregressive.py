@@ -48,6 +48,10 @@ class AutoregressiveTarget(HeadRunner):
         self.cache = StateCache(self._kv_cache, self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1)
         # The state after each node, by sequence and node. Node -1 is the last committed token.
         self._node_states: list[dict[int, torch.Tensor]] = []
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Prepare what a subclass needs."""
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         head_batch = skip_tokens(batch)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from outrider.core import tree
-from outrider.core.config import FULL_BITS
 from outrider.core.target import draft_by_scores
-from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule
-from outrider.models.heads.modules.autoregressive import AutoregressiveHead
+from outrider.core.types import Batch, Draft, DraftChains, Scores, StopRule
 from outrider.models.heads.targets.autoregressive import AutoregressiveTarget, NativeHead, skip_tokens
 from outrider.models.heads.targets.base import at_depth
 
@@ -21,21 +19,9 @@ class MaskedTarget(AutoregressiveTarget):
     nodes at one depth have the same logits.
     """
 
-    def __init__(
-        self,
-        module: AutoregressiveHead,
-        tables: SharedWeights,
-        *,
-        slots: int,
-        context: int,
-        window: int | None = None,
-    ) -> None:
-        super().__init__(module, tables, slots=slots, context=context, window=window)
-        self._prepare_masks(module)
-
-    def _prepare_masks(self, module: AutoregressiveHead) -> None:
-        assert module.description.masks is not None
-        self._masks = module.description.masks
+    def _prepare(self) -> None:
+        assert self.module.description.masks is not None
+        self._masks = self.module.description.masks
         self.max_draft_tokens = self._masks.draft_tokens
         self._logits = torch.empty(0)  # [B, 1 + masks, Vd] of the current round
 
@@ -67,16 +53,3 @@ class NativeMaskedTarget(MaskedTarget, NativeHead):
 
     It does not implement `ChainSampler`, because the kernels draft chains token by token.
     """
-
-    def __init__(
-        self,
-        module: AutoregressiveHead,
-        tables: SharedWeights,
-        *,
-        slots: int,
-        context: int,
-        window: int | None = None,
-        bits: int = FULL_BITS,
-    ) -> None:
-        NativeHead.__init__(self, module, tables, slots=slots, context=context, window=window, bits=bits)
-        self._prepare_masks(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from outrider.core.config import FULL_BITS
@@ -18,6 +18,8 @@ from outrider.models.native.pack import FLOAT_DTYPES
 
 if TYPE_CHECKING:
     from outrider.models.heads.targets.base import HeadTarget
+
+_TARGETS = "outrider.models.heads.targets"  # few heads need all modules of it
 
 _log = logging.getLogger("outrider")
 
@@ -61,20 +63,21 @@ def make_head_target(
     if quantized and not _fits_kernels(tables):
         raise UnsupportedModel("the native kernels need a CPU, and a target in bfloat16 or float32")
     if not is_autoregressive(module):
-        return _target_class(_other_kind(module))(module, tables, slots=slots, context=context)
-    masked = module.description.masks is not None
+        other_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{_other_kind(module)}")
+        return other_class(module, tables, slots=slots, context=context)
+    file, name = "autoregressive", "AutoregressiveTarget"
+    if module.description.masks is not None:
+        file, name = "masked", "MaskedTarget"
     on_native = tables.packed is not None
     if on_native or (native and _fits_kernels(tables)):
-        native_class = _target_class(
-            "masked:NativeMaskedTarget" if masked else "autoregressive:NativeAutoregressiveTarget"
-        )
+        native_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{file}:Native{name}")
         try:
             return native_class(module, tables, slots=slots, context=context, window=window, bits=bits)
         except UnsupportedModel as reason:
             if quantized:
                 raise
             _log.log(logging.WARNING if on_native else logging.INFO, "the draft head runs on torch: %s", reason)
-    torch_class = _target_class("masked:MaskedTarget" if masked else "autoregressive:AutoregressiveTarget")
+    torch_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{file}:{name}")
     return torch_class(module, tables, slots=slots, context=context, window=window)
 
 
@@ -87,13 +90,6 @@ def _other_kind(module: HeadModule) -> str:
     if isinstance(module, KVSharingHead):
         return "kv_sharing:KVSharingTarget"
     return "multi_module:MultiModuleTarget"
-
-
-def _target_class(name: str) -> Callable[..., HeadTarget]:
-    """Return a class of this folder by the names of its module and of itself. Few heads need all of them."""
-    module, _, attribute = name.partition(":")
-    made: Callable[..., HeadTarget] = getattr(import_module(f"outrider.models.heads.targets.{module}"), attribute)
-    return made
 
 
 def _fits_kernels(tables: SharedWeights) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from outrider.core.markers import CALL_END, CALL_START
+from outrider.core.markers import TEXT_MARKERS
 from outrider.core.tokenizer import FastTokenizer
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.loader.gguf.file import GGUFFile
@@ -158,7 +158,7 @@ def _add_tokens(backend: Tokenizer, tokens: list[str], types: Iterable[int]) -> 
     plain: list[AddedToken] = []
     for token, type in zip(tokens, types, strict=False):
         if token and type in (_CONTROL, _USER_DEFINED):
-            is_special = type == _CONTROL and token not in (CALL_START, CALL_END)
+            is_special = type == _CONTROL and token not in TEXT_MARKERS
             (special if is_special else plain).append(AddedToken(token, normalized=False, special=is_special))
     backend.add_special_tokens(special)
     backend.add_tokens(plain)

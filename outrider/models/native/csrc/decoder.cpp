@@ -620,9 +620,8 @@ class Decoder final : public Runner {
     sine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
     const int words = spaced(widest);  // enough for inputs of all formats, of which floats are the widest
     words_.resize(count * words);
-    scale_.resize(count * widest / kSmallGroup);
-    total_.resize(count * widest / kSmallGroup);
-    packed_ = {words_.data(), scale_.data(), total_.data(), words, widest / kSmallGroup};
+    groups_.resize(count * widest / kSmallGroup);
+    packed_ = {words_.data(), groups_.data(), words, widest / kSmallGroup};
     if (max_experts_) reserve_experts(columns);
   }
 
@@ -637,9 +636,8 @@ class Decoder final : public Runner {
     expert_wide_.resize(rows * max_expert_ffn_);
     expert_out_.resize(rows * model_.hidden);
     routed_words_.resize(rows * words);
-    routed_scale_.resize(rows * widest / kSmallGroup);
-    routed_total_.resize(rows * widest / kSmallGroup);
-    routed_ = {routed_words_.data(), routed_scale_.data(), routed_total_.data(), words, widest / kSmallGroup};
+    routed_groups_.resize(rows * widest / kSmallGroup);
+    routed_ = {routed_words_.data(), routed_groups_.data(), words, widest / kSmallGroup};
   }
 
   Model model_;
@@ -651,10 +649,11 @@ class Decoder final : public Runner {
   std::vector<Scratch<Element>> scratch_;  // [threads]
   // [columns][...]. `pair_` holds embedding and state of a draft head. `wide_` holds the outputs of qkv, attention and
   // gate_up, and `output_` those of attention and MLP before a norm or a factor.
-  std::vector<float> aux_states_, fused_, pair_, states_, residual_, normed_, wide_, output_, cosine_, sine_, scale_;
+  std::vector<float> aux_states_, fused_, pair_, states_, residual_, normed_, wide_, output_, cosine_, sine_;
   std::vector<float> logits_;
   std::vector<Element> query_;
-  std::vector<int32_t> words_, total_, empty_tails_, best_;
+  std::vector<int32_t> words_, empty_tails_, best_;
+  std::vector<InputGroup> groups_;
   Rows packed_{};  // inputs of the next linear layer
   // Routed experts. A row is a column with one of its experts.
   int max_experts_ = 0, max_top_ = 0, max_expert_ffn_ = 0;  // of all layers
@@ -662,8 +661,9 @@ class Decoder final : public Runner {
   int64_t touched_experts_ = 0;    // by the last pass
   std::vector<int32_t> choices_;  // of the last pass, [layers with experts][columns][top]
   std::vector<float> mlp_input_, router_logits_;            // [columns][...]
-  std::vector<float> expert_wide_, expert_out_, routed_scale_;  // [rows][...]
-  std::vector<int32_t> routed_words_, routed_total_;        // [rows][...]
+  std::vector<float> expert_wide_, expert_out_;  // [rows][...]
+  std::vector<int32_t> routed_words_;               // [rows][...]
+  std::vector<InputGroup> routed_groups_;           // [rows][...]
   Rows routed_{};  // inputs of the router, with a row for each column, or of the experts
 };
 

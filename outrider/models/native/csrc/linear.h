@@ -17,18 +17,25 @@
 namespace outrider {
 
 constexpr int kTile = kRegLanes == kLanes ? 12 : 6;  // rows whose sums fit into registers, for two registers of outputs
+constexpr int kCodeTile = kRegLanes == kLanes ? 12 : 4;  // the same for codes, which need more registers
 constexpr int kAhead = 2048;        // bytes to prefetch ahead
 constexpr int kLine = 16;           // words of a cache line
 // Words of inputs after which the other outputs of the panel are computed, while the panel is still in the cache.
 constexpr int kRun = 64;
 
-// Input rows in the format of a linear layer: float, bfloat16, or bytes with a scale and a sum for each group. If the
-// processor cannot multiply pairs of bfloat16, bfloat16 inputs are stored as rounded floats. Tiles then need not split
-// the pairs of a row.
+// A group of inputs that are bytes.
+struct InputGroup {
+  float scale;
+  float scaled_total;  // the sum of the bytes times `scale`
+  int32_t total;       // the sum of the bytes
+  int32_t start;       // what the sum of the products with weights begins with, see `Codes::center`
+};
+
+// Input rows in the format of a linear layer: float, bfloat16, or bytes in groups. If the processor cannot multiply pairs
+// of bfloat16, bfloat16 inputs are stored as rounded floats. Tiles then need not split the pairs of a row.
 struct Rows {
-  int32_t* words;   // [rows][stride]
-  float* scale;     // [rows][groups]
-  int32_t* total;   // [rows][groups]
+  int32_t* words;      // [rows][stride]
+  InputGroup* group;   // [rows][groups]
   int stride, groups;  // groups: capacity, for the smallest groups
 };
 
@@ -59,10 +66,10 @@ inline void set_bytes(int32_t* row, int bits, int begin, const int32_t* values, 
   }
 }
 
-// Convert a group of inputs to bytes: row[begin ..] = round(x / scale), for values of `value_bits` bits. Set their scale and
-// their sum.
-inline void pack_group(const float* x, int32_t* row, int begin, int group, int value_bits, float& scale,
-                       int32_t& total) {
+// Convert inputs [Format::group] to bytes: row[begin ..] = round(x / scale).
+template <class Format>
+inline void pack_group(const float* x, int32_t* row, int begin, int center, InputGroup& out) {
+  constexpr int group = Format::group;
   Floats sizes{};
   for (int i = 0; i < group; i += kRegLanes) {
     const FloatReg size = bits<FloatReg>(bits<IntReg>(load_reg(x + i)) & 0x7fffffff);
@@ -71,13 +78,17 @@ inline void pack_group(const float* x, int32_t* row, int begin, int group, int v
     store(lanes, size > most ? size : most);  // leaves NaN out
   }
   const float max = largest(sizes);
-  scale = max / 127;
   const float inverse = max > 0 ? 127 / max : 0;
-  int32_t values[kGroup];
+  int32_t values[group], sums[4] = {};  // of the first, second, third and fourth inputs of all steps
   for (int i = 0; i < group; i += kRegLanes) store(values + i, to_nearest(load_reg(x + i) * inverse));
-  set_bytes(row, value_bits, begin, values, group);
-  total = 0;
-  for (int i = 0; i < group; i++) total += values[i];
+  set_bytes(row, Format::value_bits, begin, values, group);
+  for (int i = 0; i < group; i++) sums[i % 4] += values[i];
+  out.scale = max / 127;
+  out.total = sums[0] + sums[1] + sums[2] + sums[3];
+  out.scaled_total = out.scale * float(out.total);
+  out.start = -center * out.total;
+  if (Format::narrow)
+    out.start = int32_t((-center * (sums[0] + sums[1]) & 0xffff) | uint32_t(-center * (sums[2] + sums[3])) << 16);
 }
 
 // Return x [size] in the order of the columns of a layer, in memory of this thread.
@@ -94,28 +105,35 @@ inline void pack_row(const Rows& rows, int r, const float* x, int size, const Li
   if (layer.bits == 32 || layer.values == Values::kHalf) return copy_row<float>(rows, r, x, size);
   if (layer.bits == 16) return copy_row<InputBfloat16>(rows, r, x, size);
   int32_t* row = rows.words + size_t(r) * rows.stride;
-  const int value_bits = with_codes(layer, [](auto format) { return decltype(format)::value_bits; });
-  for (int g = 0; g < padded(size) / layer.group; g++) {
-    const int begin = g * layer.group;
-    const int count = std::min(layer.group, size - begin);
-    float tail[kGroup] = {};  // the last inputs, and zeros
-    if (count > 0 && count < layer.group) std::memcpy(tail, x + begin, sizeof(float) * count);
-    const size_t at = size_t(r) * rows.groups + g;
-    pack_group(count == layer.group ? x + begin : tail, row, begin, layer.group, value_bits, rows.scale[at],
-               rows.total[at]);
-  }
+  with_codes(layer, [&](auto format) {
+    using Format = decltype(format);
+    constexpr int group = Format::group;
+    for (int g = 0; g < padded(size) / group; g++) {
+      const int begin = g * group;
+      const int count = std::min(group, size - begin);
+      float tail[group] = {};  // the last inputs, and zeros
+      if (count > 0 && count < group) std::memcpy(tail, x + begin, sizeof(float) * count);
+      pack_group<Format>(count == group ? x + begin : tail, row, begin, Format::center(layer.offset),
+                         rows.group[size_t(r) * rows.groups + g]);
+    }
+  });
 }
 
-// The functions that compute a panel for 1, 2, ... rows, from row r on. They are compiled in tiles_*.cpp.
-struct Tiles {
-  void (*function[kTile])(const Linear& layer, int panel, const Rows& x, int r, Floats (*out)[2]);
-};
+constexpr int kRowBlock = 128;  // rows that are multiplied with the same unpacked weights
+
+// Computes a panel for `rows` rows from row r on, at most kRowBlock. Each format has its own, compiled in tiles_*.cpp.
+typedef void Tiles(const Linear& layer, int panel, const Rows& x, int r, int rows, float (*out)[kPanel]);
 template <class Format>
-const Tiles& tiles();
+Tiles tiles;
 
-inline const Tiles& tiles(const Linear& layer) {
-  return with_format(layer, [](auto format) -> const Tiles& { return tiles<decltype(format)>(); });
+inline Tiles& tiles(const Linear& layer) {
+  return with_format(layer, [](auto format) -> Tiles& { return tiles<decltype(format)>; });
 }
+
+// The number of parts of `size` items that are as equal as possible, with at most `most` items each, and where one begins.
+inline int parts(int size, int most) { return (size + most - 1) / most; }
+inline int part_begin(int size, int parts, int part) { return size / parts * part + std::min(part, size % parts); }
+
 
 // How the outputs of a layer are stored.
 enum class Store {
@@ -170,13 +188,16 @@ void compute_panel(MatrixUnits& units, const Linear& layer, int panel, const Row
                    int stride) {
   if (layer.bits == 16 && layer.values == Values::kPlain && has_matrix_units())
     return compute_matrix<mode>(units, layer, panel, x, begin, end, out, stride);
-  const Tiles& functions = tiles(layer);
-  Floats sums[kTile][2];
-  for (int r = begin; r < end; r += kTile) {
-    const int count = std::min(kTile, end - r);
-    functions.function[count - 1](layer, panel, x, r, sums);
-    for (int m = 0; m < count; m++)
-      store_panel<mode>(layer, panel, sums[m][0], sums[m][1], out + size_t(r + m) * stride);
+  Tiles& compute = tiles(layer);
+  const int rows = end - begin, blocks = parts(rows, kRowBlock);
+  alignas(64) float sums[kRowBlock][kPanel];
+  for (int i = 0; i < blocks; i++) {
+    const int first = begin + part_begin(rows, blocks, i), last = begin + part_begin(rows, blocks, i + 1);
+    compute(layer, panel, x, first, last - first, sums);
+    for (int r = first; r < last; r++) {
+      const float* sum = sums[r - first];
+      store_panel<mode>(layer, panel, load(sum), load(sum + kLanes), out + size_t(r) * stride);
+    }
   }
 }
 

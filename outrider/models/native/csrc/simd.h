@@ -143,14 +143,6 @@ inline I half_of(I pair, int second) {
 // Return whether values of `bits` bits are summed in 16-bit numbers.
 constexpr bool sums_narrow(int bits) { return kNarrowSums && bits < 8; }
 
-// Return how often two products of values of `bits` bits with bytes can be added to a 16-bit sum, at most 8 times. It is
-// a power of two.
-constexpr int narrow_steps(int bits) {
-  int steps = 8;
-  while (steps * 2 * ((1 << bits) - 1) * 127 > 32767) steps /= 2;
-  return steps;
-}
-
 // Words that hold four neighboring bytes of an input row, for values of `bits` bits. One word if bytes are multiplied
 // with bytes. Otherwise two words with two 16-bit numbers each: bytes 1 and 3, then bytes 2 and 4.
 constexpr int byte_words(int bits) { return kByteProducts || sums_narrow(bits) ? 1 : 2; }

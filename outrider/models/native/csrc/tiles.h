@@ -1,18 +1,17 @@
 // Products of one panel of weights with a few rows of inputs, for every format of weights.
 //
-// The functions for 1, 2, ... rows add up the products of a row in the same order, with the same instructions.
+// Sums of a row add up its products in the same order, with the same instructions, for any number of rows.
 #pragma once
 
 #include "linear.h"
 
 namespace outrider {
 
-// Copy the sums of a panel, computed `Regs` registers at a time, into vectors.
+// Copy the sums of a panel, computed `Regs` registers at a time, to rows.
 template <int Steps, int M, int Regs>
-inline void copy_sums(const FloatReg (&sums)[Steps][M][Regs], Floats (&acc)[M][2]) {
+inline void copy_sums(const FloatReg (&sums)[Steps][M][Regs], float (*out)[kPanel]) {
   for (int i = 0; i < Steps; i++)
-    for (int m = 0; m < M; m++)
-      std::memcpy(reinterpret_cast<float*>(acc[m]) + i * Regs * kRegLanes, sums[i][m], sizeof sums[i][m]);
+    for (int m = 0; m < M; m++) std::memcpy(out[m] + i * Regs * kRegLanes, sums[i][m], sizeof sums[i][m]);
 }
 
 // Prefetch weights that are read later, for outputs in `Regs` registers. Each part of a panel prefetches its own weights,
@@ -63,7 +62,7 @@ inline void add_words(FloatReg (&sums)[M][Regs], const Stored<Element>* w, const
 
 // Compute a panel for M rows, with weights that are floats, half floats or bfloat16.
 template <class Element, int M>
-inline void tile_words(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
+void tile_words(const Linear& layer, int panel, const Rows& x, int r, float (*out)[kPanel]) {
   constexpr int regs = kPanel / kRegLanes;
   constexpr int regs_per_step = std::min(regs, M <= 2 ? 4 : 2);  // as many as fit into registers
   const int words = layer.inputs / (std::is_same_v<Element, uint16_t> ? 2 : 1);
@@ -75,7 +74,7 @@ inline void tile_words(const Linear& layer, int panel, const Rows& x, int r, Flo
     for (int i = 0; i < regs / regs_per_step; i++)
       add_words<Element>(sums[i], w + size_t(k) * kPanel + i * regs_per_step * kRegLanes, inputs + kParts<Element> * k,
                          x.stride, std::min(run, words - k));
-  copy_sums(sums, acc);
+  copy_sums(sums, out);
 }
 
 // Call f with the numbers 0 .. count - 1 as constants.
@@ -99,14 +98,10 @@ inline IntReg codes_at(const int32_t* w, int step) {
   return codes;
 }
 
-// What is subtracted from the values of a format before they are multiplied.
-template <class Format>
-constexpr int kSubtracted = kSignedBytes && Format::value_bits == 8 ? 128 : 0;
-
-// Return the values of a step less `kSubtracted`, one byte each.
+// Return the values of a step less `Format::subtracted`, one byte each.
 template <class Format>
 inline IntReg values_at(const int32_t* w, int step) {
-  constexpr int32_t flipped = int32_t(kSubtracted<Format> * 0x01010101u);
+  constexpr int32_t flipped = int32_t(Format::subtracted * 0x01010101u);
   const IntReg codes = codes_at<Format::bits>(w, step);
   if constexpr (Format::table != Values::kPlain) return look_up(table_entries<Format::table>(), codes) ^ flipped;
   if constexpr (flipped) return codes ^ flipped;
@@ -145,119 +140,217 @@ inline ScaleRegs scales_at(const Linear& panel, int g, int lane) {
   return out;
 }
 
-// Add the products of one step to the sums of some outputs of a panel, for M rows. `w` is the first word of the chunk,
-// `step` the number of the step in it, and `x` its inputs.
-template <class Format, bool narrow, int M, int Regs>
-inline void add_step(IntReg (&acc)[M][Regs], const int32_t* w, int step, const int32_t* x, int stride) {
-  constexpr int words = byte_words(Format::value_bits);
-  for (int i = step * Format::bits / 8; i < (step + 1) * Format::bits / 8; i++) prefetch<Regs>(w + i * kPanel);
-  for (int word = 0; word < words; word++) {
-    IntReg weights[Regs];
-    for (int p = 0; p < Regs; p++) weights[p] = bytes_for<words>(values_at<Format>(w + p * kRegLanes, step), word);
-    for (int m = 0; m < M; m++) {
-      const IntReg input = IntReg{} + x[size_t(m) * stride + word];
-      for (int p = 0; p < Regs; p++) {
-        acc[m][p] = narrow ? dot_narrow(acc[m][p], weights[p], input) : dot_bytes(acc[m][p], weights[p], input);
-        settle(acc[m][p]);
-      }
-    }
-  }
-}
-
-// Add the products of some steps of a chunk to the sums of some outputs of a panel, for M rows. `w` is the first word of
-// the chunk, `x` the first inputs of the steps.
-template <class Format, int First, int Steps, int M, int Regs>
-inline void add_codes(IntReg (&sums)[M][Regs], const int32_t* w, const int32_t* x, int stride) {
-  constexpr int words = byte_words(Format::value_bits);
-  constexpr bool narrow = sums_narrow(Format::value_bits);
-  constexpr int run = narrow ? std::min(Steps, narrow_steps(Format::value_bits)) : Steps;
-  if constexpr (Format::bits == 8) {  // each step has its own word: a loop is as fast as its steps one by one
-    for (int step = 0; step < Steps; step++) add_step<Format, false>(sums, w, First + step, x + step * words, stride);
-    return;
-  }
-  for_each<Steps / run>([&](auto number) {
-    IntReg acc[M][Regs] = {};
-    for_each<run>([&](auto i) {
-      constexpr int step = decltype(number)::value * run + decltype(i)::value;
-      add_step<Format, narrow>(acc, w, First + step, x + step * words, stride);
-    });
-    for (int m = 0; m < M; m++)
-      for (int p = 0; p < Regs; p++)
-        sums[m][p] = narrow ? add_narrow(sums[m][p], acc[m][p]) : sums[m][p] + acc[m][p];
-  });
-}
-
-// Add the products of group `g` of a panel to the sums of some outputs, which begin at `lane`, for M rows. `w` is the
-// chunk of the group, which begins at step `First` of it.
-template <class Format, int First, int M, int Regs>
-inline void add_group(FloatReg (&sums)[M][Regs], const Linear& panel, int g, const int32_t* w, int lane, const Rows& x,
-                      int r) {
+// Add the products of group `g` to the sums of some outputs of a panel, which begin at `lane`, for one row. `w` is the
+// chunk of the group, which begins at step `First` of it. The weights are unpacked in registers.
+template <class Format, int First, int Regs>
+inline void add_group(FloatReg (&sums)[Regs], const Linear& panel, int g, const int32_t* w, int lane, const int32_t* x,
+                      const InputGroup& input) {
   constexpr int chunks = std::max(1, Format::group / kChunk);
   constexpr int steps = std::min(kChunk, Format::group) / 4;
   constexpr int words = byte_words(Format::value_bits);
-  const int32_t* inputs = x.words + size_t(r) * x.stride + g * Format::group / 4 * words;
-  const size_t first = size_t(r) * x.groups + g;
-  IntReg group_sum[M][Regs];
-  for (int m = 0; m < M; m++)
-    for (int p = 0; p < Regs; p++)
-      group_sum[m][p] = IntReg{} - (panel.offset - kSubtracted<Format>) * x.total[first + size_t(m) * x.groups];
-  if constexpr (Format::any_scales)
-    for (int p = 0; panel.zero && p < Regs; p++) {
-      const IntReg zeros = byte_to_int_reg(panel.zero + size_t(g) * kPanel + lane + p * kRegLanes);
-      for (int m = 0; m < M; m++) group_sum[m][p] -= zeros * x.total[first + size_t(m) * x.groups];
+  IntReg acc[Regs];
+  for (int p = 0; p < Regs; p++) acc[p] = IntReg{} + input.start;
+  for (int c = 0; c < chunks; c++, w += Format::bits * kPanel, x += steps * words)
+    for_each<steps>([&](auto i) {
+      constexpr int step = First + decltype(i)::value;
+      for (int k = step * Format::bits / 8; k < (step + 1) * Format::bits / 8; k++) prefetch<Regs>(w + lane + k * kPanel);
+      for_each<words>([&](auto word) {
+        const IntReg inputs = IntReg{} + x[i * words + word];
+        for_each<Regs>([&](auto p) {
+          const IntReg weights = bytes_for<words>(values_at<Format>(w + lane + p * kRegLanes, step), word);
+          IntReg sum = Format::narrow ? dot_narrow(acc[p], weights, inputs) : dot_bytes(acc[p], weights, inputs);
+          settle(sum);
+          acc[p] = sum;
+        });
+      });
+    });
+  const int correction = (Format::center(panel.offset) - panel.offset) * input.total;
+  for_each<Regs>([&](auto p) {
+    const int at = lane + p * kRegLanes;
+    IntReg total = Format::narrow ? add_narrow(IntReg{}, acc[p]) + correction : acc[p];
+    if constexpr (Format::any_scales)
+      if (panel.zero) total -= byte_to_int_reg(panel.zero + size_t(g) * kPanel + at) * input.total;
+    const ScaleRegs scales = scales_at<Format>(panel, g, at);
+    sums[p] = multiply_add(sums[p], __builtin_convertvector(total, FloatReg), scales.scale * input.scale);
+    if (panel.minimum) sums[p] = multiply_add(sums[p], scales.minimum, input.scaled_total - FloatReg{});
+  });
+}
+
+// Compute a panel for one row.
+template <class Format>
+inline void tile_row(const Linear& panel, const int32_t* x, const InputGroup* group, float (*out)[kPanel]) {
+  constexpr int regs = kPanel / kRegLanes, regs_per_step = std::min(regs, 4);  // as many as fit into registers
+  constexpr int span = std::max(kChunk, Format::group);                        // inputs of whole chunks and whole groups
+  constexpr int groups = span / Format::group, words = Format::group / 4 * byte_words(Format::value_bits);
+  const auto* w = static_cast<const int32_t*>(panel.weight);
+  FloatReg sums[regs / regs_per_step][1][regs_per_step] = {};
+  for (int g = 0; g < panel.inputs / Format::group; g += groups, w += span / kChunk * Format::bits * kPanel)
+    for (int i = 0; i < regs / regs_per_step; i++)
+      for_each<groups>([&](auto part) {
+        constexpr int first = decltype(part)::value * Format::group / 4;
+        add_group<Format, first>(sums[i][0], panel, g + part, w, i * regs_per_step * kRegLanes, x + (g + part) * words,
+                                 group[g + part]);
+      });
+  copy_sums(sums, out);
+}
+
+// The weights of some inputs of a panel, unpacked to what is multiplied with the words of input rows.
+constexpr int kSpan = 256;  // inputs
+struct alignas(64) Unpacked {
+  int32_t word[kSpan / 2][kPanel];
+  float scale[kSpan / kSmallGroup][kPanel], minimum[kSpan / kSmallGroup][kPanel];  // of each group
+  int32_t zero[kSpan / kChunk][kPanel];  // of each group, if the format has zero points
+};
+
+// Unpack the weights of the groups from number `first` on. `w` is the first word of their chunk.
+template <class Format>
+inline void unpack(const Linear& panel, const int32_t* w, int first, int groups, Unpacked& out) {
+  constexpr int words = byte_words(Format::value_bits);
+  for (int c = 0; c < groups * Format::group / kChunk; c++)
+    for (int lane = 0; lane < kPanel; lane += kRegLanes)
+      for_each<kChunkSteps>([&](auto step) {
+        const IntReg values = values_at<Format>(w + c * Format::bits * kPanel + lane, step);
+        for (int i = 0; i < words; i++)
+          store(out.word[(c * kChunkSteps + step) * words + i] + lane, bytes_for<words>(values, i));
+      });
+  for (int g = 0; g < groups; g++)
+    for (int lane = 0; lane < kPanel; lane += kRegLanes) {
+      const ScaleRegs scales = scales_at<Format>(panel, first + g, lane);
+      store(out.scale[g] + lane, scales.scale);
+      if (panel.minimum) store(out.minimum[g] + lane, scales.minimum);
+      if constexpr (Format::any_scales)
+        if (panel.zero) store(out.zero[g] + lane, byte_to_int_reg(panel.zero + size_t(first + g) * kPanel + lane));
     }
-  for (int c = 0; c < chunks; c++)
-    add_codes<Format, First, steps>(group_sum, w + c * Format::bits * kPanel + lane, inputs + c * steps * words,
-                                    x.stride);
-  for (int p = 0; p < Regs; p++) {
-    const ScaleRegs scales = scales_at<Format>(panel, g, lane + p * kRegLanes);
-    for (int m = 0; m < M; m++) {
-      const size_t at = first + size_t(m) * x.groups;
-      const FloatReg products = __builtin_convertvector(group_sum[m][p], FloatReg);
-      sums[m][p] = multiply_add(sums[m][p], products, scales.scale * x.scale[at]);
-      if (panel.minimum)
-        sums[m][p] = multiply_add(sums[m][p], scales.minimum, FloatReg{} + x.scale[at] * float(x.total[at]));
+}
+
+// What all rows of a tile have in common.
+struct Span {
+  const Unpacked* weights;
+  int groups;
+  int correction;      // that is multiplied with the sum of the inputs of a group, and added
+  bool minimum, zero;  // whether the weights have them
+  const int32_t* ahead;  // weights that are needed next
+  int lines;             // cache lines of them to prefetch for each group in each pass
+};
+
+constexpr int kUnrolled = 4;                                         // words that are multiplied without a loop
+constexpr int kPassRegs = std::min(2, kPanel / kRegLanes);           // outputs whose sums are in registers
+constexpr int kPasses = kPanel / (kPassRegs * kRegLanes);  // over the inputs of a span
+
+// Add the products of a span to the sums of M rows. `x` and `group` are the inputs of the first row in this span. Lambdas
+// must be inlined, or the sums lie in memory.
+template <int Group, bool narrow, int M>
+__attribute__((flatten)) void multiply(const Span& span, const Rows& rows, const int32_t* x, const InputGroup* group,
+                                       float (*sums)[kPanel]) {
+  constexpr int regs = kPassRegs;
+  constexpr int words = Group / 4 * (narrow ? 1 : byte_words(8));
+  const Unpacked& w = *span.weights;
+  const int32_t* ahead = span.ahead;
+  for (int lane = 0; lane < kPanel; lane += regs * kRegLanes) {
+    for (int g = 0; g < span.groups; g++) {
+      for (int i = 0; i < span.lines; i++, ahead += kLine) __builtin_prefetch(ahead);
+      const auto input = [&](int m) -> const InputGroup& { return group[size_t(m) * rows.groups + g]; };
+      IntReg acc[M][regs];
+      for_each<M>([&](auto m) {
+        for_each<regs>([&](auto p) { acc[m][p] = IntReg{} + input(m).start; });
+      });
+      for (int first = g * words; first < (g + 1) * words; first += kUnrolled)
+        for_each<kUnrolled>([&](auto i) {
+          const int k = first + i;
+          IntReg weights[regs];
+          for_each<regs>([&](auto p) { weights[p] = load_reg(w.word[k] + lane + p * kRegLanes); });
+          for_each<M>([&](auto m) {
+            const IntReg word = IntReg{} + x[size_t(m) * rows.stride + k];
+            for_each<regs>([&](auto p) {
+              IntReg sum = narrow ? dot_narrow(acc[m][p], weights[p], word) : dot_bytes(acc[m][p], weights[p], word);
+              settle(sum);
+              acc[m][p] = sum;
+            });
+          });
+        });
+      for_each<M>([&](auto m) {
+        IntReg total[regs];
+        for_each<regs>([&](auto p) { total[p] = narrow ? add_narrow(IntReg{}, acc[m][p]) : acc[m][p]; });
+        if (span.correction || span.zero) {
+          for_each<regs>([&](auto p) {
+            total[p] += span.correction * input(m).total;
+            if (span.zero) total[p] -= load_reg(w.zero[g] + lane + p * kRegLanes) * input(m).total;
+          });
+        }
+        FloatReg sum[regs];
+        for_each<regs>([&](auto p) {
+          const int at = lane + p * kRegLanes;
+          const FloatReg scale = load_reg(w.scale[g] + at) * input(m).scale;
+          sum[p] = multiply_add(load_reg(sums[m] + at), __builtin_convertvector(total[p], FloatReg), scale);
+        });
+        if (span.minimum) {
+          const FloatReg scaled_total = input(m).scaled_total - FloatReg{};
+          for_each<regs>([&](auto p) {
+            sum[p] = multiply_add(sum[p], load_reg(w.minimum[g] + lane + p * kRegLanes), scaled_total);
+          });
+        }
+        for_each<regs>([&](auto p) { store(sums[m] + lane + p * kRegLanes, sum[p]); });
+      });
     }
   }
 }
 
-// Compute a panel for M rows, with quantized weights.
-template <class Format, int M>
-inline void tile_codes(const Linear& layer, int number, const Rows& x, int r, Floats (&acc)[M][2]) {
-  constexpr int regs = kPanel / kRegLanes;
-  constexpr int regs_per_step = std::min(regs, M == 1 ? 4 : 2);  // as many as fit into registers
-  constexpr int span = std::max(kChunk, Format::group);          // inputs of whole chunks and whole groups
-  constexpr int groups = span / Format::group;
+typedef void Multiply(const Span& span, const Rows& rows, const int32_t* x, const InputGroup* group,
+                      float (*sums)[kPanel]);
+struct Multipliers { Multiply* of_rows[kCodeTile]; };  // for 1, 2, ... rows
+
+template <int Group, bool narrow, int... I>
+constexpr Multipliers make_multipliers(std::integer_sequence<int, I...>) {
+  return {{multiply<Group, narrow, I + 1>...}};
+}
+
+// Compute a panel with quantized weights.
+template <class Format>
+void tile_codes(const Linear& layer, int number, const Rows& x, int r, int rows, float (*out)[kPanel]) {
+  static constexpr Multipliers multipliers =
+      make_multipliers<Format::group, Format::narrow>(std::make_integer_sequence<int, kCodeTile>());
+  constexpr int span_words = kSpan * Format::bits / 32 * kPanel;
+  constexpr int words = byte_words(Format::value_bits);
   const Linear panel = from_panel(layer, number);
+  if (rows == 1)
+    return tile_row<Format>(panel, x.words + size_t(r) * x.stride, x.group + size_t(r) * x.groups, out);
   const auto* w = static_cast<const int32_t*>(panel.weight);
-  FloatReg sums[regs / regs_per_step][M][regs_per_step] = {};
-  for (int g = 0; g < layer.inputs / Format::group; g += groups, w += span / kChunk * Format::bits * kPanel)
-    for (int i = 0; i < regs / regs_per_step; i++)
-      for_each<groups>([&](auto part) {
-        constexpr int first = decltype(part)::value * Format::group / 4;
-        add_group<Format, first>(sums[i], panel, g + part, w, i * regs_per_step * kRegLanes, x, r);
-      });
-  copy_sums(sums, acc);
+  Unpacked weights;
+  Span span{&weights, 0, Format::narrow ? Format::center(layer.offset) - layer.offset : 0, panel.minimum != nullptr, panel.zero != nullptr};
+  const int tiles = parts(rows, kCodeTile);
+  std::memset(out, 0, sizeof(*out) * rows);
+  for (int begin = 0; begin < layer.inputs; begin += kSpan, w += span_words) {
+    const int first = begin / Format::group;
+    span.groups = std::min(kSpan, layer.inputs - begin) / Format::group;
+    unpack<Format>(panel, w, first, span.groups, weights);
+    span.lines = parts(Format::group * Format::bits / 16 / kPasses, tiles);
+    for (int i = 0; i < tiles; i++) {
+      const int m = part_begin(rows, tiles, i), count = part_begin(rows, tiles, i + 1) - m;
+      span.ahead = w + span_words + i * kPasses * span.lines * span.groups * kLine;
+      multipliers.of_rows[count - 1](span, x, x.words + size_t(r + m) * x.stride + begin / 4 * words,
+                                     x.group + size_t(r + m) * x.groups + first, out + m);
+    }
+  }
 }
 
-// Compute a panel for M rows, from row r on.
-template <class Format, int M>
-void compute_tile(const Linear& layer, int panel, const Rows& x, int r, Floats (*out)[2]) {
-  Floats acc[M][2];
-  if constexpr (kIsElement<Format>)
-    tile_words<Format>(layer, panel, x, r, acc);
-  else
-    tile_codes<Format>(layer, panel, x, r, acc);
-  std::memcpy(out, acc, sizeof acc);
+template <class Element, int... I>
+void tile_elements(const Linear& layer, int panel, const Rows& x, int r, int rows, float (*out)[kPanel],
+                   std::integer_sequence<int, I...>) {
+  typedef void Function(const Linear&, int, const Rows&, int, float (*)[kPanel]);
+  static constexpr Function* functions[] = {tile_words<Element, I + 1>...};
+  const int tiles = parts(rows, kTile);
+  for (int i = 0; i < tiles; i++) {
+    const int m = part_begin(rows, tiles, i), count = part_begin(rows, tiles, i + 1) - m;
+    functions[count - 1](layer, panel, x, r + m, out + m);
+  }
 }
-
-template <class Format, int... I>
-constexpr Tiles make_tiles(std::integer_sequence<int, I...>) { return {{compute_tile<Format, I + 1>...}}; }
 
 template <class Format>
-const Tiles& tiles() {
-  static constexpr Tiles all = make_tiles<Format>(std::make_integer_sequence<int, kTile>());
-  return all;
+void tiles(const Linear& layer, int panel, const Rows& x, int r, int rows, float (*out)[kPanel]) {
+  if constexpr (kIsElement<Format>)
+    tile_elements<Format>(layer, panel, x, r, rows, out, std::make_integer_sequence<int, kTile>());
+  else
+    tile_codes<Format>(layer, panel, x, r, rows, out);
 }
 
 }  // namespace outrider

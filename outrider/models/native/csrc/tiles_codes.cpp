@@ -3,11 +3,11 @@
 
 namespace outrider {
 
-template const Tiles& tiles<Codes<2, 16>>();
-template const Tiles& tiles<Codes<3, 16>>();
-template const Tiles& tiles<Codes<5, 32>>();
-template const Tiles& tiles<Codes<6, 16>>();
-template const Tiles& tiles<Codes<4, 32, Values::kIQ4>>();
-template const Tiles& tiles<Codes<4, 32, Values::kFP4>>();
+template Tiles tiles<Codes<2, 16>>;
+template Tiles tiles<Codes<3, 16>>;
+template Tiles tiles<Codes<5, 32>>;
+template Tiles tiles<Codes<6, 16>>;
+template Tiles tiles<Codes<4, 32, Values::kIQ4>>;
+template Tiles tiles<Codes<4, 32, Values::kFP4>>;
 
 }  // namespace outrider

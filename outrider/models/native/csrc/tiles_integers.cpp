@@ -3,12 +3,12 @@
 
 namespace outrider {
 
-template const Tiles& tiles<float>();
-template const Tiles& tiles<Half>();
-template const Tiles& tiles<uint16_t>();
-template const Tiles& tiles<Codes<8, kGroup>>();
-template const Tiles& tiles<Codes<8, 32>>();
-template const Tiles& tiles<Codes<4, kGroup>>();
-template const Tiles& tiles<Codes<4, 32>>();
+template Tiles tiles<float>;
+template Tiles tiles<Half>;
+template Tiles tiles<uint16_t>;
+template Tiles tiles<Codes<8, kGroup>>;
+template Tiles tiles<Codes<8, 32>>;
+template Tiles tiles<Codes<4, kGroup>>;
+template Tiles tiles<Codes<4, 32>>;
 
 }  // namespace outrider

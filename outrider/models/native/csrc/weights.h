@@ -86,6 +86,21 @@ struct Codes {
   static constexpr Number number = Table == Values::kFP4 ? Number::kExponent : Number::kHalf;
   static constexpr bool may_have_two_levels = Group < kGroup && Table != Values::kFP4;
   static constexpr bool joint_scales = Bits == 2;  // `sub_scale` holds the minimum, too
+
+  // Products are summed in 16-bit numbers if the processor has instructions for that. These sums are those of
+  // (value - center) * input. They may overflow on the way, but the sum of a group fits. The center is the offset of the
+  // layer, or the middle of all values if sums with the offset would not fit.
+  static constexpr bool narrow = sums_narrow(value_bits);
+  static constexpr int last_value = Table == Values::kFP4 ? 24 : (1 << value_bits) - 1, middle = (last_value + 1) / 2;
+  static constexpr bool fits(int center) {
+    return std::max(center, last_value - center) * (Group / 2) * 127 <= 32767;
+  }
+  static_assert(!narrow || fits(middle));
+  static constexpr int subtracted = kSignedBytes && value_bits == 8 ? 128 : 0;  // from the values before the product
+  static constexpr int center(int offset) {
+    if (!narrow) return offset - subtracted;
+    return fits(offset) ? offset : middle;
+  }
 };
 
 // Call f with the format of a quantized layer.

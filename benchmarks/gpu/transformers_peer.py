@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -11,8 +10,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from outrider.errors import OutriderError
-from outrider.lab.bench.variants import Trial
-from outrider.lab.common.clock import EmitEvent, decode_speed, token_gaps
+from outrider.lab.common.clock import DecodeSpeed, EmitEvent, decode_speed
 from outrider.lab.common.jobs import Job
 from outrider.llm import LLM
 from outrider.models.loader.model_class import auto_class
@@ -43,11 +41,7 @@ class Peer:
         self._model = model
         self._assistant = assistant
 
-    def forget_outputs(self) -> None:
-        pass  # `generate` remembers nothing
-
-    def run(self, jobs: Sequence[Job]) -> Trial:
-        (job,) = jobs
+    def run(self, job: Job) -> DecodeSpeed:
         torch.manual_seed(job.seed)
         tokens = torch.tensor([job.prompt], device=self._model.device)
         recorder = _Recorder(len(job.prompt))
@@ -63,8 +57,7 @@ class Peer:
                 assistant_model=self._assistant,
                 **sampling,
             )
-        events = recorder.events
-        return Trial(speed=decode_speed(events), inter_token_latencies=tuple(token_gaps(events)))
+        return decode_speed(recorder.events)
 
 
 def load_peers(llm: LLM, target: Path, draft: Path | None) -> list[Peer]:
@@ -80,7 +73,7 @@ def load_peers(llm: LLM, target: Path, draft: Path | None) -> list[Peer]:
 
 def _load(folder: Path, llm: LLM) -> Any:
     if is_gguf(folder):
-        raise OutriderError(f"{folder} does not run on transformers here; leave --peer out, or give a folder")
+        raise OutriderError(f"{folder} does not run on transformers here; leave --peers out, or give a folder")
     model_class = auto_class(read_transformers_config(folder))
     model = model_class.from_pretrained(folder, dtype=llm.parts.dtype, local_files_only=True)
     return model.to(llm.parts.device).eval()

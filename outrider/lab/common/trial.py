@@ -1,24 +1,26 @@
-"""Runs one variant over one batch of prompts and records its acceptance."""
+"""Runs one way to decode over one batch of prompts and records its speed and acceptance."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from itertools import accumulate
 from operator import add
 from typing import TYPE_CHECKING
 
 from outrider.core.stats import Stats
-from outrider.core.types import SequenceState
 from outrider.drafting.propose.expression import short
 from outrider.lab.common.clock import DecodeSpeed
-from outrider.lab.common.jobs import Job
+from outrider.lab.common.jobs import Condition, PromptBatch
 from outrider.lab.common.timeline import run_jobs
-from outrider.lab.tune.settings import PHASES
 
 if TYPE_CHECKING:
     from outrider.llm import LLM
+
+PHASES = ("first", "middle", "last")  # thirds of an output
+MIN_BATCHES = 2  # batches of prompts that are measured in spite of a time limit, so that there is an interval
+WARMUP_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,28 +50,34 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptBatch:
-    """Prompts that run together."""
-
-    number: int
-    jobs: tuple[Job, ...]
-    categories: tuple[str, ...]  # of each prompt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One run of a variant over one batch of prompts."""
 
     variant: Variant
+    repeat: int
     batch_number: int  # of the prompts
     tokens: int  # emitted by all sequences
     seconds: float  # from the prompts to the last token
     prefill_seconds: float  # part of `seconds` until every sequence has a token
     speed: DecodeSpeed  # the rest: decoding only
+    gaps: tuple[float, ...]  # seconds between the tokens of a sequence, over all sequences
     stats: Stats  # passes of the whole run; rounds and seconds of decoding only
     categories: Mapping[str, Stats]  # passes only
     output_thirds: tuple[Stats, ...]  # passes that began in each third of their output
-    exact: bool
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, prefill included."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """Runs of all variants on one batch of prompts, which are comparable with each other."""
+
+    repeat: int
+    condition: Condition
+    number: int  # of the batch of prompts
 
 
 def label(proposer: str, draft_quantize: str | None) -> str:
@@ -77,26 +85,26 @@ def label(proposer: str, draft_quantize: str | None) -> str:
     return proposer if draft_quantize is None else f"{proposer} in {draft_quantize}"
 
 
-def run(llm: LLM, variant: Variant, batch: PromptBatch) -> Trial:
+def run(llm: LLM, variant: Variant, batch: PromptBatch, repeat: int = 0) -> Trial:
     """Complete the prompts of a batch together."""
     timeline = run_jobs(llm, batch.jobs)
-    passes = [_stats(seq.rounds, seq) for seq in timeline.seqs]
-    thirds = (map(partial(_stats, seq=seq), split(seq.rounds)) for seq in timeline.seqs)
+    thirds = [[timeline.passes(seq, third) for third in split(seq.rounds)] for seq in timeline.seqs]
     categories = {}
     for category in dict.fromkeys(batch.categories):
-        group = [stats for stats, name in zip(passes, batch.categories, strict=True) if name == category]
-        categories[category] = reduce(add, group)
+        seqs = [seq for seq, name in zip(timeline.seqs, batch.categories, strict=True) if name == category]
+        categories[category] = reduce(add, (timeline.passes(seq, seq.rounds) for seq in seqs))
     return Trial(
         variant=variant,
+        repeat=repeat,
         batch_number=batch.number,
         tokens=timeline.tokens,
         seconds=timeline.seconds,
         prefill_seconds=timeline.prefill_seconds,
         speed=timeline.speed(),
-        stats=timeline.with_times(reduce(add, passes)),
+        gaps=timeline.token_gaps(),
+        stats=timeline.stats,
         categories=categories,
         output_thirds=tuple(reduce(add, third) for third in zip(*thirds, strict=True)),
-        exact=timeline.exact,
     )
 
 
@@ -111,9 +119,3 @@ def split(passes: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, in
         yield [
             each for start, each in zip(starts, passes, strict=False) if len(PHASES) * start // output_tokens == third
         ]
-
-
-def _stats(passes: Sequence[tuple[int, int, int]], seq: SequenceState) -> Stats:
-    """Return the statistics of some passes. Draft tokens are only known for all passes of a sequence together."""
-    drafted = seq.num_draft_tokens if len(passes) == len(seq.rounds) else 0
-    return Stats.of_passes(passes, drafted=drafted, prompt=len(seq.request.prompt_token_ids))

@@ -1,0 +1,120 @@
+"""Function calls in the formats that models are trained on."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.serve.openai.call_formats import HERMES, format_of
+from outrider.serve.openai.schema import ChatRequest
+from outrider.serve.openai.tool_calls import ToolCallParser
+from outrider.serve.openai.tools import Tools
+from tests.helpers.serving import serving
+
+CALLS = [("weather", '{"city": "O}]\\"\\n</tool_call>", "days": [1, {"a": 2}]}'), ("now", "{}")]
+BEGIN, END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+CASES = {  # a part of a chat template with this format, the content, and the text of the first call and of both
+    "Hermes": (
+        'tools <tool_call> "name" "arguments"',
+        "Let me see.",
+        'Let me see.<tool_call>\n{"name": "weather", "arguments": A0}\n</tool_call>'
+        '\n<tool_call>\n{"name": "now", "arguments": A1}\n</tool_call>',
+    ),
+    "Llama 3": ('tools ipython {"name": x, "parameters": y}', "", '{"name": "weather", "parameters": A0}'),
+    "Mistral": ("tools [TOOL_CALLS] [ARGS]", "Ok ", "Ok [TOOL_CALLS]weather[ARGS]A0[TOOL_CALLS]now[ARGS]A1"),
+    "Mistral list": (
+        "tools [TOOL_CALLS] [",
+        "Ok ",
+        'Ok [TOOL_CALLS] [{"name": "weather", "arguments": A0}, {"name": "now", "arguments": A1}]',
+    ),
+    "DeepSeek": (
+        f"tools <｜tool▁calls▁begin｜>{SEP}",
+        "Ok",
+        f"Ok<｜tool▁calls▁begin｜>{BEGIN}weather{SEP}A0{END}{BEGIN}now{SEP}A1{END}<｜tool▁calls▁end｜>",
+    ),
+    "DeepSeek R1": (
+        f"tools <｜tool▁calls▁begin｜>{SEP} ```json",
+        "Ok",
+        f"Ok<｜tool▁calls▁begin｜>{BEGIN}function{SEP}weather\n```json\nA0\n```{END}"
+        f"\n{BEGIN}function{SEP}now\n```json\nA1\n```{END}<｜tool▁calls▁end｜>",
+    ),
+}
+
+
+def parse(format, parts):
+    """Return the content and the calls of a stream, which are those that the parser has."""
+    parser = ToolCallParser(format)
+    content = ""
+    calls = {}
+    for i, part in enumerate(parts, 1):
+        delta = parser.add_text(part, last=i == len(parts))
+        content += delta.get("content", "")
+        for each in delta.get("tool_calls", ()):
+            call = calls.setdefault(each["index"], {"arguments": ""})
+            call["name"] = each["function"].get("name", call.get("name"))
+            call["arguments"] += each["function"]["arguments"]
+    streamed = [(call["name"], call["arguments"]) for call in calls.values()]
+    assert streamed == [(call.name, call.arguments) for call in parser.calls]
+    return content, streamed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_of_each_format_are_parsed_from_every_split(name):
+    template, content, text = CASES[name]
+    text = text.replace("A0", CALLS[0][1]).replace("A1", CALLS[1][1])
+    expected = (content, CALLS[: 1 + ("now" in text)])
+    format = format_of(template)
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(st.sets(st.integers(1, len(text) - 1)))
+    def check(cuts):
+        ends = [0, *sorted(cuts), len(text)]
+        assert parse(format, [text[start:end] for start, end in pairwise(ends)]) == expected
+
+    check()
+    assert parse(format, list(text)) == expected
+    assert all(parse(format, [text[:i], text[i:]]) == expected for i in range(len(text)))
+
+
+@pytest.fixture(scope="module")
+def codec():
+    with serving() as (_, async_llm):
+        yield async_llm.codec
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_grammar_takes_the_calls_of_each_format_and_no_others(codec, name, choice):
+    template, content, text = CASES[name]
+    city = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}
+    functions = [{"name": "weather", "parameters": city}, {"name": "now"}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": choice}
+    constraint = Tools.of(ChatRequest.model_validate(body)).constraint(format_of(template))
+
+    def takes(text):
+        matcher = codec.prepare(constraint).start(codec.end_ids)
+        for token in codec.tokenizer.encode(text, add_special_tokens=False):
+            if not matcher.allowed()[token >> 3] >> (token & 7) & 1:
+                return False
+            matcher.advance(token)
+        return True
+
+    text = text.removeprefix(content if choice == "required" else "").replace("A1", "{}")
+    assert takes(text.replace("A0", '{"city": "Oslo"}'))
+    assert not takes(text.replace("A0", '{"city": "Bonn"}'))
+    assert takes("Just {text.") == (choice == "auto")
+
+
+def test_a_template_without_a_known_format_has_none():
+    assert format_of("{{ message.content }}") is None
+    assert format_of('tools <tool_call> "name" "arguments"') is HERMES
+
+
+def test_a_text_that_does_not_begin_like_a_call_is_content():
+    llama = format_of(CASES["Llama 3"][0])
+    assert parse(llama, ['{"na', 'me": 1}']) == ('{"name": 1}', [])
+    assert parse(llama, ['{"na']) == ('{"na', [])
