@@ -63,7 +63,7 @@ def _linear_parts(linear: CLinear) -> dict[int, int]:
 
 
 def _model_parts(model: CModel, element: int) -> dict[int, int]:
-    """Return the sizes in bytes of the memory of a model, by address. The embedding has entries of `element` bytes."""
+    """Return the bytes of the memory of a model, by address. `element` is the size of an element of the embedding."""
     parts = {
         ctypes.addressof(model.layer.contents): model.layers * ctypes.sizeof(CLayer),
         model.embedding: model.head.outputs * model.hidden * element,
