@@ -8,6 +8,7 @@ from rich.console import Console
 
 from outrider.lab.bench.calibration import run_calibration, show_calibration
 from outrider.lab.bench.run import load, run_bench
+from outrider.lab.bench.scaling import run_scaling, show_scaling
 from outrider.lab.bench.settings import Settings
 from outrider.lab.bench.table import show
 from outrider.runtime.ranks import is_first_rank
@@ -18,6 +19,11 @@ from outrider.runtime.report.page import check_report, write_report
 def calibrate(settings: Settings, *, as_json: bool) -> None:
     """Measure the time of passes and print it."""
     print_document(run_calibration(load(settings)), show_calibration, as_json=as_json)
+
+
+def scale(settings: Settings, *, as_json: bool) -> None:
+    """Measure the time of passes by the number of threads and print it."""
+    print_document(run_scaling(settings), show_scaling, as_json=as_json)
 
 
 def measure(settings: Settings, *, as_json: bool) -> None:

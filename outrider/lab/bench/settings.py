@@ -20,7 +20,7 @@ _SET_BY_BENCH = {
     "max_model_len": "has --context",
     "prefix_caching": "processes each prompt anew",
 }
-# Options that have no effect with --calibrate.
+# Options that have no effect with --calibrate and --scaling.
 _MEASURING = ("k", "plan", "sweep", "temperature", "report", *(each.name for each in fields(RepeatedSettings)))
 
 
@@ -75,6 +75,8 @@ class Settings(RepeatedSettings):
     """Write the tables and the JSON document as an HTML page, for example report.html."""
     calibrate: Annotated[bool, Option(panel=MEASURE)] = False
     """Only measure what forward passes cost on this machine, for --k auto."""
+    scaling: Annotated[tuple[int, ...], Option("LIST", MEASURE, parse=parse_whole)] = ()
+    """Only measure passes of the target with each number of CPU threads of a list, such as 1,2,4,8."""
 
     def __post_init__(self) -> None:
         self._check_engine()
@@ -82,6 +84,10 @@ class Settings(RepeatedSettings):
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise OutriderError(f"{name} is {value}; use at least 1")
+        if self.scaling and (min(self.scaling) < 1 or self.engine.device not in ("auto", "cpu")):
+            raise OutriderError(
+                "--scaling measures threads of a CPU; give it numbers of at least 1, and no other --device"
+            )
         for k in self.ks:
             check_draft_length(k)
         if self.max_tokens < 2:
@@ -144,13 +150,14 @@ class Settings(RepeatedSettings):
         return as_json(self) | first | {"sweep": asdict(self.sweep)}
 
 
-def check_calibration(given: Collection[str]) -> None:
-    """Refuse options that have no effect with --calibrate.
+def check_only_passes(given: Collection[str]) -> None:
+    """Refuse options that have no effect with --calibrate or --scaling.
 
     Raises:
-        OutriderError: `given` has one of them.
+        OutriderError: `given` has one of these two and an option without effect.
     """
-    if useless := [name for name in _MEASURING if name in given]:
-        raise OutriderError(
-            f"--calibrate only measures passes; leave --{useless[0].replace('_', '-')} or --calibrate out"
-        )
+    useless = {"calibrate": _MEASURING, "scaling": (*_MEASURING, "calibrate", "threads", "proposer", "tp")}
+    for mode, names in useless.items():
+        for name in names:
+            if {mode, name} <= set(given):
+                raise OutriderError(f"--{mode} only measures passes; leave --{name.replace('_', '-')} or --{mode} out")

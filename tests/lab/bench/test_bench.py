@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -354,6 +355,17 @@ def test_command_with_quantized_target(prompts, kernels):
     assert document["limits"]["weight_bytes_per_pass"] == pytest.approx(17.3e6, rel=0.05)
 
 
+def test_scaling_measures_each_number_of_threads():
+    before = torch.get_num_threads()
+    result = CliRunner().invoke(app, ["bench", "--target", "@nano", "--scaling", "1,2", "--json"])
+    torch.set_num_threads(before)
+    assert result.exit_code == 0, result.output
+    teams = json.loads(result.stdout.splitlines()[-1])["teams"]
+    assert [team["threads"] for team in teams] == [1, 2]
+    assert all(0 < team["pass_seconds"]["1"] <= team["pass_seconds"]["64"] for team in teams)
+    assert all(team["share_of_bandwidth"] > 0 for team in teams)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -364,6 +376,8 @@ def test_command_with_quantized_target(prompts, kernels):
         (["--max-tokens", "2040", "--limit", "1", "--repeats", "1"], "is too small"),
         (["--calibrate", "--sweep", "k=0..2"], "leave --sweep or --calibrate out"),
         (["--calibrate", "--max-tokens", "9"], "leave --max-tokens or --calibrate out"),
+        (["--scaling", "1,2", "--threads", "2"], "leave --threads or --scaling out"),
+        (["--scaling", "0,2"], "give it numbers of at least 1"),
         (["--proposer", "nobody"], "proposer 'nobody' is unknown"),
     ],
 )
