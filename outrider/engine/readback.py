@@ -92,10 +92,15 @@ def _read_device(draft: Draft, verdict: Verdict, scores: Scores) -> tuple[list[A
     # Ids and counts are far below 2**53, so float64 represents them exactly.
     single = torch.stack([verdict.accepted, verdict.bonus, _finite(scores)], 1)
     parts = (single, verdict.path, draft.tokens, verdict.logprob)
-    copied = torch.cat([part.double() for part in parts], 1).cpu()
-    *ids, logprob = torch.split(copied, [part.shape[1] for part in parts], 1)
-    single, path, tokens = (part.long() for part in ids)
-    return (*single.T.tolist(), path.tolist(), tokens.tolist(), logprob.tolist())
+    copied = torch.cat([part.double() for part in parts], 1).tolist()
+    ends = (3, 3 + draft.size, 3 + 2 * draft.size)
+    columns: tuple[list[Any], ...] = ([], [], [], [], [], [])
+    for values in copied:
+        ids = list(map(int, values[: ends[2]]))
+        row = (*ids[: ends[0]], ids[ends[0] : ends[1]], ids[ends[1] :], values[ends[2] :])
+        for column, value in zip(columns, row, strict=True):
+            column.append(value)
+    return columns
 
 
 def _finite(scores: Scores) -> torch.Tensor:

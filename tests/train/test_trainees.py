@@ -128,7 +128,7 @@ def test_identity_has_what_changes_the_weights():
     identity = make_settings().identity()
     for change in ({"mask_token_id": 0}, {"dtype": "float32"}, {"quantize": "int8"}):
         assert make_settings(**change).identity() == identity | change != identity
-    assert make_settings(threads=1, k=3, max_num_seqs=2, target="x", report="page.html").identity() == identity
+    assert make_settings(threads=1, k=3, max_num_seqs=2, target="x", tensorboard=True).identity() == identity
 
 
 def test_invalid_settings_are_rejected():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
-from operator import add
+from operator import add, attrgetter
 from statistics import median
 from typing import Any
 
@@ -176,4 +176,5 @@ def _decoding(trials: Sequence[Trial], base: Sequence[float | None], bound: Boun
 def _rates(trials: Sequence[Trial]) -> list[float | None]:
     """Return the tokens/s of each repeat."""
     repeats = group_by(trials, lambda trial: trial.repeat)
-    return [reduce(add, (trial.speed for trial in repeats[repeat])).rate for repeat in sorted(repeats)]
+    speeds = (map(attrgetter("speed"), repeats[repeat]) for repeat in sorted(repeats))
+    return [reduce(add, each).rate for each in speeds]

@@ -59,7 +59,7 @@ class Result:
             "limits": asdict(self.roofline) | asdict(self.measured.limits),
             "memory": self.memory.as_dict(),
             "results": {name: each.as_dict() for name, each in self.measured.by_category.items()},
-            "sweeps": {axis: [entry.as_dict() for entry in entries] for axis, entries in self.sweeps.items()},
+            "sweeps": {axis: list(map(Entry.as_dict, entries)) for axis, entries in self.sweeps.items()},
             "definitions": {**figures.DEFINITIONS, **limits.DEFINITIONS},
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 from operator import add
 from typing import TYPE_CHECKING
@@ -88,7 +88,7 @@ def label(proposer: str, draft_quantize: str | None) -> str:
 def run(llm: LLM, variant: Variant, batch: PromptBatch, repeat: int = 0) -> Trial:
     """Complete the prompts of a batch together."""
     timeline = run_jobs(llm, batch.jobs)
-    thirds = [[timeline.passes(seq, third) for third in split(seq.rounds)] for seq in timeline.seqs]
+    thirds = [list(map(partial(timeline.passes, seq), split(seq.rounds))) for seq in timeline.seqs]
     categories = {}
     for category in dict.fromkeys(batch.categories):
         seqs = [seq for seq, name in zip(timeline.seqs, batch.categories, strict=True) if name == category]

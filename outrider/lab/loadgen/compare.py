@@ -83,8 +83,8 @@ def table(loads: Sequence[ServerLoad], figures: Sequence[Figures], ratios: Mappi
     for name, label in _RATES.items():
         side_by_side.add_row(label, *(f"{getattr(each, name):.2f}" for each in figures), _text(ratios[name]))
     for name, label in _LATENCIES.items():
-        cells = [" / ".join(f"{value:.1f}" for value in each.ms[name].values()) or NONE for each in figures]
-        side_by_side.add_row(f"{name}: {label}, ms", *cells, _text(ratios[f"{name}_p50"]))
+        cells = [" / ".join(map("{:.1f}".format, each.ms[name].values())) for each in figures]
+        side_by_side.add_row(f"{name}: {label}, ms", *(cell or NONE for cell in cells), _text(ratios[f"{name}_p50"]))
     side_by_side.add_row("failed requests", *(str(len(each.errors)) for each in figures))
     side_by_side.add_row("requests sent again", *(str(each.retries) for each in figures))
     return side_by_side

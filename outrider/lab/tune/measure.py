@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -97,10 +98,9 @@ def measure(
             highlight=False,
             soft_wrap=True,
         )
+    shorten = partial(_shortened, max_tokens=budget.max_tokens)
     turns = Turns(
-        batches={
-            condition: [_shortened(batch, budget.max_tokens) for batch in group] for condition, group in batches.items()
-        },
+        batches={condition: list(map(shorten, group)) for condition, group in batches.items()},
         variants=lambda condition: most_promising(_variants(engines, settings.ks, condition), budget.variants),
         engine_for=engines.engine_for,
         repeats=settings.repeats,

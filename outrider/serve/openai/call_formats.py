@@ -106,5 +106,5 @@ def format_of(template: str) -> CallFormat | None:
     """Return the format of the function calls of a chat template; None: the template has none that is known."""
     if "tools" not in template:
         return None
-    found = next((each for each in FORMATS if all(part in template for part in each.in_template)), None)
+    found = next((each for each in FORMATS if all(map(template.__contains__, each.in_template))), None)
     return _mistral_list(template) if found is _MISTRAL_LIST else found
