@@ -227,10 +227,10 @@ inline void unpack(const Linear& panel, const int32_t* w, int first, int groups,
 struct Span {
   const Unpacked* weights;
   int groups;
-  int correction;      // that is multiplied with the sum of the inputs of a group, and added
-  bool minimum, zero;  // whether the weights have them
-  const int32_t* ahead;  // weights that are needed next
-  int lines;             // cache lines of them to prefetch for each group in each pass
+  int correction;                  // that is multiplied with the sum of the inputs of a group, and added
+  bool minimum, zero;              // whether the weights have them
+  const int32_t* ahead = nullptr;  // weights that are needed next
+  int lines = 0;                   // cache lines of them to prefetch for each group in each pass
 };
 
 constexpr int kUnrolled = 4;                                         // words that are multiplied without a loop
@@ -316,7 +316,8 @@ void tile_codes(const Linear& layer, int number, const Rows& x, int r, int rows,
     return tile_row<Format>(panel, x.words + size_t(r) * x.stride, x.group + size_t(r) * x.groups, out);
   const auto* w = static_cast<const int32_t*>(panel.weight);
   Unpacked weights;
-  Span span{&weights, 0, Format::narrow ? Format::center(layer.offset) - layer.offset : 0, panel.minimum != nullptr, panel.zero != nullptr};
+  const int correction = Format::narrow ? Format::center(layer.offset) - layer.offset : 0;
+  Span span{&weights, 0, correction, panel.minimum != nullptr, panel.zero != nullptr};
   const int tiles = parts(rows, kCodeTile);
   std::memset(out, 0, sizeof(*out) * rows);
   for (int begin = 0; begin < layer.inputs; begin += kSpan, w += span_words) {
