@@ -137,8 +137,12 @@ def bench(*, settings: BenchSettings, printing: Printing, given: set[str]) -> No
     from outrider.lab.bench import command
 
     with joined(settings.engine.tp, settings.engine.device):
-        run = command.scale if settings.scaling else command.calibrate if settings.calibrate else command.measure
-        run(settings, as_json=printing.json)
+        if settings.scaling:
+            command.scale(settings, as_json=printing.json)
+        elif settings.calibrate:
+            command.calibrate(settings, as_json=printing.json)
+        else:
+            command.measure(settings, as_json=printing.json)
 
 
 @app.command()

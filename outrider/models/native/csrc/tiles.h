@@ -233,8 +233,8 @@ struct Span {
   int lines = 0;                   // cache lines of them to prefetch for each group in each pass
 };
 
-constexpr int kUnrolled = 4;                                         // words that are multiplied without a loop
-constexpr int kPassRegs = std::min(2, kPanel / kRegLanes);           // outputs whose sums are in registers
+constexpr int kUnrolled = 4;                                // words that are multiplied without a loop
+constexpr int kPassRegs = std::min(2, kPanel / kRegLanes);  // registers of sums for each row
 constexpr int kPasses = kPanel / (kPassRegs * kRegLanes);  // over the inputs of a span
 
 // Add the products of a span to the sums of M rows. `x` and `group` are the inputs of the first row in this span. Lambdas
