@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from outrider.models.triton.barrier import wait_for_all
-from outrider.models.triton.noise import accept_uniform, clamp_prob, find_block, find_token, target_uniform
+from outrider.models.triton.noise import accepts, clamp_prob, find_block, find_token, target_uniform
 from outrider.models.triton.verdicts import (
     ONE_HOT,
     WITHOUT_REPLACEMENT,
@@ -199,7 +199,7 @@ def descend(
         )
         left = scale * current_mass(p, p_row, residuals, b, version, token, vocab).to(tl.float64)
         prob = clamp_prob(left / draft_prob(q, q_row, node_kind, token, excluded, divisor, vocab, HAS_Q))
-        if accept_uniform(tl.load(seed + b), tl.load(first + b), node) < prob:
+        if accepts(tl.load(seed + b), tl.load(first + b), node, prob):
             at = node
             depth += 1
             version = 0
@@ -263,7 +263,9 @@ def traverse(
         else:
             node = at
             share = element(shares, at + 1)
-            active = (at >= 0) & (accept_uniform(tl.load(seed + b), tl.load(first + b), at) >= share)
+            active = at >= 0
+            if active:
+                active = accepts(tl.load(seed + b), tl.load(first + b), at, share) == 0
             if active:
                 at = tl.load(parent + b * size + node).to(tl.int32)
                 depth -= 1

@@ -14,7 +14,7 @@ import triton.language as tl
 from outrider.models.triton.barrier import launch_options, programs_per_row, wait_for_all
 from outrider.verify.sampling import SamplingTensors
 
-_BLOCK = 16384  # token ids that one program takes at once
+_BLOCK = 8192  # token ids that one program takes at once
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def filter_rows(
         # All values below this have less than 1 - top_p together.
         bound = (total * (1 - top_p) / vocab).to(tl.float32)
         lowest, step = _smallest_kept(
-            row, tl.maximum(tl.minimum(bound, 1.0), 1e-37), 2.0, total * top_p, scratch, arrived, step, vocab, True,
+            row, tl.maximum(tl.minimum(bound, 1.0), 1e-37), tl.full((), 2.0, tl.float32), total * top_p, scratch, arrived, step, vocab, True,
             BLOCK, BLOCKS, STEPS, SPLIT,
         )  # fmt: skip
     if (top_p < 1) | (min_p > 0):
