@@ -146,8 +146,9 @@ def filter_rows(
     if top_p < 1:
         # All values below this have less than 1 - top_p together.
         bound = (total * (1 - top_p) / vocab).to(tl.float32)
+        bound = tl.maximum(tl.minimum(bound, 1.0), 1e-37)
         lowest, step = _smallest_kept(
-            row, tl.maximum(tl.minimum(bound, 1.0), 1e-37), tl.full((), 2.0, tl.float32), total * top_p, scratch, arrived, step, vocab, True,
+            row, bound, tl.full((), 2.0, tl.float32), total * top_p, scratch, arrived, step, vocab, True,
             BLOCK, BLOCKS, STEPS, SPLIT,
         )  # fmt: skip
     if (top_p < 1) | (min_p > 0):
