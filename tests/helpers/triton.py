@@ -58,7 +58,9 @@ def _patch_once(patch):
 
     class Scope(interpreter._LangPatchScope):
         def set_attr(self, owner, name, value):
-            patch.setattr(owner, name, value, raising=False)
+            # NumPy 2.4 makes no number of an array with one dimension, as which the interpreter holds numbers.
+            index = name == "__index__"
+            patch.setattr(owner, name, _as_number if index else value, raising=False)
 
     original = interpreter._patch_lang
     patch.setattr(interpreter, "_LangPatchScope", Scope)
@@ -71,6 +73,10 @@ def _patch_once(patch):
         return scopes[module]
 
     return patch_language
+
+
+def _as_number(tensor):
+    return tensor.handle.data.item()
 
 
 def _dot(builder, left, right, start, input_precision, max_num_imprecise_acc):
