@@ -152,7 +152,7 @@ def _limit(bits, token, inside, WORDS: tl.constexpr):
 
 @triton.jit
 def _word(bits, token, inside, word, WORDS: tl.constexpr):
-    """Return 64 entries from a multiple of 64, counted from the prefix: all are seen before it, and none after the end."""
+    """Return 64 entries from a multiple of 64, counted from the prefix: all before it, none after the end."""
     held = tl.load(
         bits + token * WORDS + word, mask=inside & (word >= 0) & (word < WORDS), other=tl.where(word < 0, -1, 0)
     )
@@ -316,9 +316,7 @@ def _combine(
         exists = (piece >= begin) & (piece < end)
         peak_of = tl.load(peaks + at + piece, mask=exists, other=float("-inf"))
         weight_of = tl.load(weights + at + piece, mask=exists, other=0.0)
-        part = tl.load(
-            sums + (at + piece)[:, None] * PADDED + channel[None, :], mask=exists[:, None], other=0.0
-        )
+        part = tl.load(sums + (at + piece)[:, None] * PADDED + channel[None, :], mask=exists[:, None], other=0.0)
         higher = tl.maximum(peak, tl.max(peak_of, 0))
         level = tl.where(higher == float("-inf"), 0.0, higher)
         share = tl.exp2(peak_of - level)

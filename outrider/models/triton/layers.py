@@ -172,9 +172,7 @@ def _rms_norm(x, residual, weight, total, out, epsilon, WIDTH: tl.constexpr, PAD
     tl.store(out + place, normed.to(row.dtype), mask=exists)
 
 
-def move_entries(
-    entries: torch.Tensor, block_table: torch.Tensor, source: torch.Tensor, target: torch.Tensor
-) -> None:
+def move_entries(entries: torch.Tensor, block_table: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy entries of sequences to other places, in all layers: all are read before one is written.
 
     Args:
@@ -183,7 +181,7 @@ def move_entries(
         source: [R, N] int32: entries of each row; -1 moves nothing.
         target: [R, N] int32: where they go.
     """
-    blocks, layers, key_heads, _, block, dim = entries.shape
+    _, layers, key_heads, _, block, dim = entries.shape
     rows, moves = source.shape
     _move[(layers * key_heads * 2, rows)](
         entries,

@@ -8,7 +8,8 @@ import torch
 from tests.helpers import triton as helper
 from tests.models.triton import paged
 
-from outrider.models.triton import attention  # isort: skip
+# isort: split
+from outrider.models.triton import attention
 
 SHAPE = attention.Shape(keys=16, piece=64, programs=8)
 

@@ -7,7 +7,8 @@ import torch
 
 from tests.helpers import triton as helper
 
-from outrider.models.triton import layers  # isort: skip
+# isort: split
+from outrider.models.triton import layers
 
 
 def numbers(*size, seed=0, dtype=torch.float32):
