@@ -58,6 +58,8 @@ def _patch_once(patch):
 
     class Scope(interpreter._LangPatchScope):
         def set_attr(self, owner, name, value):
+            if name == "__index__":  # of a number that a kernel computes, which is an array of one
+                value = _whole_number
             patch.setattr(owner, name, value, raising=False)
 
     original = interpreter._patch_lang
@@ -71,6 +73,10 @@ def _patch_once(patch):
         return scopes[module]
 
     return patch_language
+
+
+def _whole_number(tensor):
+    return int(tensor.handle.data.item())
 
 
 def _dot(builder, left, right, start, input_precision, max_num_imprecise_acc):
