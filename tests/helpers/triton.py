@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
 
@@ -45,6 +46,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
                 if isinstance(value, runtime.JITFunction):
                     patch.setattr(module, name, interpreter.InterpretedFunction(value.fn))
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+        patch.setattr(interpreter.InterpreterBuilder, "cast_impl", _cast)
         patch.setattr(triton.knobs.runtime, "interpret", True)
         patch.setattr(interpreter, "_patch_lang", _patch_once(patch))
         yield
@@ -58,9 +60,9 @@ def _patch_once(patch):
 
     class Scope(interpreter._LangPatchScope):
         def set_attr(self, owner, name, value):
-            if name == "__index__":  # of a number that a kernel computes, which is an array of one
-                value = _whole_number
-            patch.setattr(owner, name, value, raising=False)
+            # NumPy 2.4 makes no number of an array with one dimension, as which the interpreter holds numbers.
+            index = name == "__index__"
+            patch.setattr(owner, name, _as_number if index else value, raising=False)
 
     original = interpreter._patch_lang
     patch.setattr(interpreter, "_LangPatchScope", Scope)
@@ -75,8 +77,8 @@ def _patch_once(patch):
     return patch_language
 
 
-def _whole_number(tensor):
-    return int(tensor.handle.data.item())
+def _as_number(tensor):
+    return tensor.handle.data.item()
 
 
 def _dot(builder, left, right, start, input_precision, max_num_imprecise_acc):
@@ -85,7 +87,16 @@ def _dot(builder, left, right, start, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(product + start.data, start.dtype.scalar)
 
 
+def _cast(builder, source, target):
+    """Convert numbers; to bfloat16 with rounding, where the interpreter cuts the last bits off."""
+    if target.scalar == language.bfloat16:
+        rounded = torch.from_numpy(numpy.ascontiguousarray(_numbers(source), dtype=numpy.float32)).bfloat16()
+        return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), language.bfloat16)
+    return interpreter.TensorHandle(_numbers(source).astype(interpreter._get_np_dtype(target)), target.scalar)
+
+
 def _numbers(handle):
+    """Return the numbers of a handle: the interpreter keeps the bits of bfloat16 as whole numbers."""
     if handle.dtype.scalar == language.bfloat16:
         return (handle.data.astype(numpy.uint32) << 16).view(numpy.float32)
     return handle.data
