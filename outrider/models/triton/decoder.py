@@ -8,6 +8,7 @@ product of down with the residual.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -18,19 +19,23 @@ from weakref import WeakSet
 import torch
 from torch.nn import functional
 
+from outrider.core.config import FULL_BITS
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.native.dimensions import Dimensions
-from outrider.models.torch.group_weight import GroupWeight
+from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.weights import Weight, Weights, check_weights, tied_weight
 from outrider.models.triton.attention import attend, attend_prompt
 from outrider.models.triton.layers import rms_norm, rotate_and_write
-from outrider.models.triton.linear import linear
+from outrider.models.triton.linear import Norm, linear
 from outrider.models.triton.passes import MAX_COLUMNS, Rows
-from outrider.models.triton.quantized import DeviceWeight, quantize, repack
+from outrider.models.triton.quantized import QuantizedWeight, from_weight, quantize, stacked
+from outrider.runtime.grouping import instances
 
 _HEAD = "lm_head"
+_log = logging.getLogger("outrider")
 _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
+Matrix = torch.Tensor | QuantizedWeight  # [N, K]
 _MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer
 
 
@@ -38,10 +43,10 @@ _MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer
 class _Layer:
     """The weights of a decoder layer. A norm that the layer does not have is None."""
 
-    qkv: DeviceWeight
-    out: DeviceWeight
-    gate_up: DeviceWeight  # the rows of gate and up in turns
-    down: DeviceWeight
+    qkv: Matrix
+    out: Matrix
+    gate_up: Matrix
+    down: Matrix
     qkv_bias: torch.Tensor | None
     out_bias: torch.Tensor | None
     norms: Mapping[str, torch.Tensor]  # by the name of the module
@@ -59,7 +64,14 @@ class Decoder:
     """The weights of a model and its forward pass."""
 
     def __init__(
-        self, weights: Weights, config: Any, *, dtype: torch.dtype, device: torch.device, context: int, bits: int = 16
+        self,
+        weights: Weights,
+        config: Any,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        context: int,
+        bits: int = FULL_BITS,
     ) -> None:
         """Copy the weights of a model to the device. They are not needed afterward.
 
@@ -137,7 +149,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [K, V] float32 of hidden states [K, H] before the last norm."""
-        logits = linear(hidden, self._head, norm=(self._norm, self.shape.epsilon), out_dtype=torch.float32)
+        logits = linear(hidden, self._head, norm=Norm(self._norm, self.shape.epsilon), out_dtype=torch.float32)
         if self.shape.logit_divisor != 1:
             logits = logits / self.shape.logit_divisor
         if self.shape.logit_cap:
@@ -161,14 +173,14 @@ class Decoder:
                 attended[group.take[group.real]] = part[group.real]
         hidden = self._added(hidden, attended, layer.out, layer, family.attention_post_norm, layer.out_bias)
         norm = self._factors(layer, family.mlp_norm)
-        gated = linear(hidden, layer.gate_up, norm=norm, gate="gelu" if shape.gelu else "silu")
+        gated = linear(hidden, layer.gate_up, norm=norm, gate="gelu_tanh" if shape.gelu else "silu")
         return self._added(hidden, gated, layer.down, layer, family.mlp_post_norm)
 
     def _added(
         self,
         hidden: torch.Tensor,
         inputs: torch.Tensor,
-        weight: DeviceWeight,
+        weight: Matrix,
         layer: _Layer,
         post_norm: str | None,
         bias: torch.Tensor | None = None,
@@ -182,8 +194,8 @@ class Decoder:
             out, _ = rms_norm(out, layer.norms[post_norm], self.shape.epsilon)
         return torch.add(hidden, out, alpha=scale)
 
-    def _factors(self, layer: _Layer, name: str | None) -> tuple[torch.Tensor, float] | None:
-        return None if name is None else (layer.norms[name], self.shape.epsilon)
+    def _factors(self, layer: _Layer, name: str | None) -> Norm | None:
+        return None if name is None else Norm(layer.norms[name], self.shape.epsilon)
 
     def _attend(self, i: int, layer: _Layer, qkv: torch.Tensor, rows: Rows, pages: torch.Tensor) -> torch.Tensor:
         """Write the keys and values of rows and return attention [T, heads * dim]."""
@@ -229,7 +241,7 @@ class Decoder:
         other = self.make_submodel(self.stack)
         other.bits = bits
         other._layers = {i: _requantized(layer, bits) for i, layer in self._layers.items()}
-        other._head = quantize(self._head.dequantize(), max(bits, 8))
+        other._head = quantize(_expanded(self._head), 8)
         self._copies.add(other)
         return other
 
@@ -241,7 +253,7 @@ class Decoder:
         """
         if self._source is not None:
             raise OutriderError("load new weights into the target; its self-drafts follow")
-        if self.types or self.bits < 16:
+        if self.types or self.bits < FULL_BITS:
             raise OutriderError("quantized weights on a GPU take no new ones; load the unquantized model")
         check_weights(weights, self.shapes)
         new = {name: value.detach().to(self.device, self.dtype) for name, value in weights.items()}
@@ -254,8 +266,8 @@ class Decoder:
                 _copy_layer(self._layers[i], self._make_layer(i, {**self._state(i), **new}))
         if table in new:
             self._embedding.copy_(new[table])
-        if f"{_HEAD}.weight" in new and not self._tied:
-            _copy_weight(self._head, quantize(new[f"{_HEAD}.weight"], self.bits))
+        if f"{_HEAD}.weight" in new and not self._tied and isinstance(self._head, torch.Tensor):
+            self._head.copy_(new[f"{_HEAD}.weight"])
         if f"{self._body}.norm.weight" in new:
             self._norm.copy_(self._norm_factors(new[f"{self._body}.norm.weight"]))
         for other in self._copies:
@@ -266,14 +278,14 @@ class Decoder:
         assert self._source is not None
         for i, layer in self._source._layers.items():
             _copy_layer(self._layers[i], _requantized(layer, self.bits))
-        _copy_weight(self._head, quantize(self._source._head.dequantize(), max(self.bits, 8)))
+        _copy_weight(self._head, quantize(_expanded(self._source._head), 8))
 
     def bytes(self) -> int:
         """Return the bytes of the weights, without those of the decoder that this one was made from."""
         if self._source is not None and self._layers is self._source._layers:
             return 0
         layers, head = self.read_bytes()
-        has_own_table = self._source is None and not (self._tied and self.bits == 16)
+        has_own_table = self._source is None and not (self._tied and self.bits == FULL_BITS)
         return sum(layers) + head + (self._embedding.nbytes if has_own_table else 0)
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
@@ -287,7 +299,10 @@ class Decoder:
         scale = self.shape.table_scale
         embedding = self._embedding if scale == 1 else self._embedding * torch.tensor(scale, dtype=self.dtype)
         return SharedWeights(
-            embedding=embedding, head=self._head.dequantize(), norm=self._norm, epsilon=self.shape.epsilon
+            embedding=embedding,
+            head=_expanded(self._head).to(self.dtype),
+            norm=self._norm,
+            epsilon=self.shape.epsilon,
         )
 
     def _state(self, i: int) -> dict[str, torch.Tensor]:
@@ -295,10 +310,9 @@ class Decoder:
         layer = self._layers[i]
         family = self.shape.family
         prefix = f"{self._body}.layers.{i}"
-        gate_up = layer.gate_up.dequantize()
-        values = {family.attention: layer.qkv.dequantize(), (_OUT,): layer.out.dequantize()}
-        values |= {family.mlp: torch.cat([gate_up[0::2], gate_up[1::2]]), (_DOWN,): layer.down.dequantize()}
-        state = {}
+        names = {family.attention: layer.qkv, (_OUT,): layer.out, family.mlp: layer.gate_up, (_DOWN,): layer.down}
+        values = {parts: _expanded(weight) for parts, weight in names.items()}
+        state: dict[str, torch.Tensor] = {}
         for parts, value in values.items():
             sizes = [self.shapes[f"{prefix}.{part}.weight"][0] for part in parts]
             state |= {f"{prefix}.{part}.weight": rows for part, rows in zip(parts, value.split(sizes), strict=True)}
@@ -315,23 +329,23 @@ class Decoder:
         return _Layer(
             qkv=self._matrix(state, [f"{prefix}.{part}" for part in family.attention]),
             out=self._matrix(state, [f"{prefix}.{_OUT}"]),
-            gate_up=self._matrix(state, [f"{prefix}.{part}" for part in family.mlp], gated=True),
+            gate_up=self._matrix(state, [f"{prefix}.{part}" for part in family.mlp]),
             down=self._matrix(state, [f"{prefix}.{_DOWN}"]),
             qkv_bias=self._bias(state, [f"{prefix}.{part}" for part in family.attention]),
             out_bias=self._bias(state, [f"{prefix}.{_OUT}"]),
             norms={name: self._norm_factors(value) for name, value in stored.items()},
         )
 
-    def _matrix(self, state: Mapping[str, Weight], parts: Sequence[str], *, gated: bool = False) -> DeviceWeight:
-        """Return the weights of linear layers, one above the other; with `gated`, the rows of both halves in turns."""
+    def _matrix(self, state: Mapping[str, Weight], parts: Sequence[str]) -> Matrix:
+        """Return the weights of linear layers, one above the other. Quantized ones stay so, if they can."""
         weights = [state[f"{part}.weight"] for part in parts]
-        groups = [weight for weight in weights if isinstance(weight, GroupWeight)]
-        if groups and len(groups) == len(weights):
-            return repack(groups, gated=gated, device=self.device, dtype=self.dtype)
+        if all(isinstance(weight, BlockWeight) for weight in weights):
+            try:
+                return stacked([from_weight(weight) for weight in instances(weights, BlockWeight)]).to(self.device)
+            except UnsupportedModel as reason:
+                _log.info("%s: %s; it is expanded to %s", parts[0], reason, self.dtype)
         dense = torch.cat([self._dense(weight) for weight in weights])
-        if gated:
-            dense = torch.stack(dense.chunk(2), 1).flatten(0, 1)
-        return quantize(dense, self.bits)
+        return dense if self.bits == FULL_BITS else quantize(dense, self.bits)
 
     def _dense(self, weight: Weight) -> torch.Tensor:
         """Return a weight on the device, in the type of the model."""
@@ -350,10 +364,10 @@ class Decoder:
     def _load_embedding(self, weights: Weights) -> None:
         self._embedding = self._dense(weights[f"{self._body}.embed_tokens.weight"])
 
-    def _make_head(self, weights: Weights) -> DeviceWeight:
+    def _make_head(self, weights: Weights) -> Matrix:
         """Return the LM head. It is the embedding if they are tied; with 4 bits it has 8."""
         head = self._embedding if self._tied else self._dense(weights[f"{_HEAD}.weight"])
-        return quantize(head, max(self.bits, 8))
+        return head if self.bits == FULL_BITS else quantize(head, 8)
 
     def _make_angles(self, context: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return cosines and sines [positions, R / 2] of each rotary table, and of layers without a rotation last."""
@@ -369,7 +383,7 @@ class Decoder:
 
 def _requantized(layer: _Layer, bits: int) -> _Layer:
     """Return a layer with weights of fewer bits."""
-    weights = {name: quantize(getattr(layer, name).dequantize(), bits) for name in _MATRICES}
+    weights: dict[str, Any] = {name: quantize(_expanded(getattr(layer, name)), bits) for name in _MATRICES}
     return replace(layer, **weights)
 
 
@@ -384,8 +398,16 @@ def _copy_layer(layer: _Layer, new: _Layer) -> None:
         value.copy_(new.norms[name])
 
 
-def _copy_weight(weight: DeviceWeight, new: DeviceWeight) -> None:
+def _expanded(weight: Matrix) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+
+
+def _copy_weight(weight: Matrix, new: Matrix) -> None:
     """Copy the tensors of a weight into those of another of the same kind."""
+    if isinstance(weight, torch.Tensor):
+        assert isinstance(new, torch.Tensor)
+        weight.copy_(new)
+        return
     for part in fields(weight):
         if isinstance(tensor := getattr(weight, part.name), torch.Tensor):
             tensor.copy_(getattr(new, part.name))

@@ -69,7 +69,7 @@ class Buffers:
         # In this order: the id of each token, or ~i for draft token i of the flat draft; its entry;
         # the number of tokens in the feed of each row; the entry of node 0; the first entry of the
         # row; its budget; the token of each node; the block tables.
-        self._sizes = (grid, grid, rows, rows, rows, rows, grid, rows * reach)
+        self._sizes = [grid, grid, rows, rows, rows, rows, grid, rows * reach]
         self._integers = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
         self._parts = torch.split(self._integers, self._sizes)
         self._draft = torch.zeros(rows, max(bucket.nodes, 1), dtype=torch.int64, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -16,12 +17,12 @@ from outrider.errors import UnsupportedModel
 from outrider.models.loader.check import check_target
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
-from tests.helpers import tiny
+from tests.helpers import tiny, triton_reference
 from tests.helpers.configs import make_config
 from tests.helpers.recorder import FakeRecorder
 
 kernels = pytest.importorskip("tests.helpers.triton")
-from outrider.models.triton import attention, layers, linear  # noqa: E402
+from outrider.models.triton import attention, decoder, layers, linear  # noqa: E402
 from outrider.models.triton.target import TritonTarget  # noqa: E402
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
@@ -34,15 +35,22 @@ CONFIGS = {
         {"sliding_window": 64, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
     ),
     "phi3": ("Phi3Config", {"head_dim": ..., "hidden_size": 64, "sliding_window": None}),  # one layer for all
-    "granite": ("GraniteConfig", {"head_dim": ..., "hidden_size": 64, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
-    "smollm3": ("SmolLM3Config", {"head_dim": ..., "hidden_size": 64, "no_rope_layers": [1, 0]}),  # a layer without rotation
+    "granite": (
+        "GraniteConfig",
+        {"head_dim": ..., "hidden_size": 64, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
+    "smollm3": (
+        "SmolLM3Config",
+        {"head_dim": ..., "hidden_size": 64, "no_rope_layers": [1, 0]},
+    ),  # a layer without rotation
 }
 PROMPTS = [[1, 2, 3], [5, 6, 7, 5, 6, 7, 5], list(range(90)), [9] * 20]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def interpreter():
-    with kernels.interpreted(attention, layers, linear), torch.inference_mode():
+def reference():
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        triton_reference.use(patch)
         yield
 
 
@@ -78,21 +86,44 @@ def test_logits_equal_those_of_transformers(name, folder):
     check_target(target, checkpoint)  # raises where the logits of a tree differ
 
 
+def test_kernels_in_the_interpreter(folder, monkeypatch):
+    results = []
+    for uses_kernels in (False, True):
+        if uses_kernels:
+            for function in (linear.linear, layers.rms_norm, layers.rotate_and_write, attention.attend):
+                monkeypatch.setattr(decoder, function.__name__, function)
+        target, _ = load(folder("gemma2"))
+        row = tiny.admit(target, 0, PROMPTS[0])
+        draft = tree.one_hot_tree(torch.tensor([[4, 5, 6]]), torch.tensor([[-1, 0, -1]]), (3,))
+        with kernels.interpreted(attention, layers, linear) if uses_kernels else nullcontext():
+            results.append(target.score(tiny.everything([row]), draft).logits)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["gemma2", "qwen3"])
 def test_texts_are_those_of_torch(name, folder):
     path = folder(name)
     assert generate(path, proposer="none") == generate(path, proposer="none", kernels="torch")
 
 
-@pytest.mark.parametrize("proposer", ["ngram", "exit:1", "quantized:int8", "draft", "tree", "merge(ngram,suffix)"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("proposer", "temperature"),
+    [
+        ("ngram", 0.0),
+        ("merge(ngram,suffix)", 0.0),
+        ("exit:1", 0.0),
+        ("exit:1", 1.0),
+        ("quantized:int8", 0.0),
+        ("quantized:int8", 1.0),
+        ("draft:qwen3", 0.0),
+        ("tree:qwen3", 0.0),
+    ],
+)
 def test_speculation_does_not_change_texts(proposer, temperature, folder):
     path = folder("llama")
-    spec = f"{proposer}:{folder('qwen3')}" if proposer in ("draft", "tree") else proposer
-    rule = {"verifier": "coupled" if temperature else "walk"} if proposer != "tree" else {}
-    if temperature and (proposer in ("tree", "draft") or proposer.startswith("merge")):
-        pytest.skip("only the coupled rule keeps sampled texts, and it takes chains of sampled drafts")
-    plain = generate(path, proposer="none", temperature=temperature, **({"verifier": "coupled"} if temperature else {}))
+    rule = {"verifier": "coupled"} if temperature else {}
+    plain = generate(path, proposer="none", temperature=temperature, **rule)
+    spec = proposer.replace("qwen3", str(folder("qwen3")))
     assert generate(path, proposer=spec, k=3, temperature=temperature, **rule) == plain
 
 
