@@ -116,15 +116,15 @@ def build(
     Args:
         kernel: a `triton.jit` function.
         types: the type of each argument that is no constant, such as `*bf16`, `i32`. Pointers and whole numbers are
-            taken as divisible by 16, as addresses and most strides are: otherwise Triton neither vectorizes nor
-            pipelines loads.
+            taken as divisible by 16, as addresses and most strides are, unless the kernel has them in `do_not_specialize`:
+            otherwise Triton neither vectorizes nor pipelines loads.
         constants: the values of the `tl.constexpr` arguments.
         cache: a folder for what the compiler writes.
         options: num_warps, num_stages.
     """
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    whole = [name for name, kind in types.items() if not kind.startswith("fp")]
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in whole}
+    whole = [p for p in kernel.params if not types.get(p.name, "fp").startswith("fp") and not p.do_not_specialize]
+    attributes = {(parameter.num,): [["tt.divisibility", 16]] for parameter in whole}
     source = ASTSource(kernel, signature, dict(constants), attributes)
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(cache)

@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     Attributes:
         rows: query rows of a tile: columns times the query heads of a key head.
         keys: keys of a tile, at most 64.
-        piece: keys that are summed at once, a multiple of `keys`.
+        piece: keys that are summed at once, a multiple of `keys` and of a block.
         programs: about how many programs share the work.
         warps: warps of a program.
         stages: tiles of keys in flight.
@@ -141,28 +141,38 @@ def _end_of(word):
 
 
 @triton.jit
-def _limit(bits, token, inside, WORDS: tl.constexpr):
+def _words(bits, token, inside, WORDS: tl.constexpr):
+    """Return the words of each token: entries of the tail that it sees."""
+    words = ()
+    for index in tl.static_range(WORDS):
+        word = tl.load(bits + token * WORDS + index, mask=inside, other=0)
+        words = words + (word.to(tl.uint64, bitcast=True),)
+    return words
+
+
+@triton.jit
+def _limit(words, WORDS: tl.constexpr):
     """Return one more than the last entry of the tail that each token sees, counted from its prefix."""
-    limit = tl.zeros_like(token)
-    for word in tl.static_range(WORDS):
-        held = tl.load(bits + token * WORDS + word, mask=inside, other=0).to(tl.uint64, bitcast=True)
-        limit = tl.maximum(limit, tl.where(held != 0, 64 * word + _end_of(held), 0))
+    limit = tl.zeros_like(words[0]).to(tl.int32)
+    for index in tl.static_range(WORDS):
+        limit = tl.maximum(limit, tl.where(words[index] != 0, 64 * index + _end_of(words[index]), 0))
     return limit
 
 
 @triton.jit
-def _word(bits, token, inside, word, WORDS: tl.constexpr):
-    """Return 64 entries from a multiple of 64, counted from the prefix: all before it, none after the end."""
-    held = tl.load(
-        bits + token * WORDS + word, mask=inside & (word >= 0) & (word < WORDS), other=tl.where(word < 0, -1, 0)
-    )
-    return held.to(tl.uint64, bitcast=True)
+def _word(words, at, WORDS: tl.constexpr):
+    """Return word `at` of each token, counted from the prefix: before it all entries are seen, after the tail none."""
+    none = tl.zeros_like(words[0])
+    found = tl.where(at < 0, none - 1, none)
+    for index in tl.static_range(WORDS):
+        found = tl.where(at == index, words[index], found)
+    return found
 
 
 @triton.jit
 def _first(position, prefix, WINDOW: tl.constexpr):
     """Return the first entry in the window of a position."""
-    if WINDOW:
+    if WINDOW > 0:
         first = tl.minimum(tl.maximum(position - WINDOW + 1, 0), prefix)
     else:
         first = tl.zeros_like(position)
@@ -173,7 +183,7 @@ def _first(position, prefix, WINDOW: tl.constexpr):
 def _capped(scores, scale, SOFTCAP: tl.constexpr):
     """Return logits in powers of two. `scale` contains log2(e)."""
     scores = scores * scale
-    if SOFTCAP:
+    if SOFTCAP != 0.0:
         bound: tl.constexpr = SOFTCAP * 1.4426950408889634
         scores = bound * (2 * tl.sigmoid(scores * (2 / bound)) - 1)
     return scores
@@ -234,12 +244,14 @@ def _attend_pieces(
     token = row * columns + place // GROUP
     head = (token * HEADS + key_head * GROUP + place % GROUP).to(tl.int64)
     before = tl.load(prefix + row)
-    limit = before + tl.max(_limit(bits, token, inside, WORDS), 0)
+    words = _words(bits, token, inside, WORDS)
+    limit = before + tl.max(_limit(words, WORDS), 0)
     own_position = tl.load(position + token, mask=inside, other=0x7FFFFFFF)
     own_first = _first(own_position, before, WINDOW)
     first = tl.min(own_first, 0)
     entry = tl.arange(0, KEYS)
     channel = tl.arange(0, PADDED)
+    turn = tl.arange(0, PIECE // BLOCK)
     exists = (channel < D) | (D == PADDED)
     queries = tl.load(query + head[:, None] * D + channel[None, :], mask=inside[:, None] & exists[None, :], other=0.0)
 
@@ -248,8 +260,11 @@ def _attend_pieces(
         weight = tl.zeros([ROWS], tl.float32)
         values = tl.zeros([ROWS, PADDED], tl.float32)
         begin = tl.maximum(piece * PIECE, first // KEYS * KEYS)
+        # No load inside the loop has an address from another load: tiles of keys then arrive in several stages.
+        index = piece * (PIECE // BLOCK) + turn
+        blocks = tl.load(block_table + row * table_stride + index, mask=index * BLOCK < limit, other=0)
         for start in range(begin, tl.minimum(piece * PIECE + PIECE, limit), KEYS):
-            block = tl.load(block_table + row * table_stride + start // BLOCK).to(tl.int64)
+            block = tl.sum(tl.where(index == start // BLOCK, blocks, 0), 0).to(tl.int64)
             held = entries + block * BLOCK_STRIDE + (key_head * 2 * BLOCK + start % BLOCK) * D
             key = tl.load(held + entry[None, :] * D + channel[:, None], mask=exists[:, None], other=0.0)
             own = start + entry
@@ -262,10 +277,9 @@ def _attend_pieces(
             # The bits of the tile's entries: these start inside one word and end inside the next.
             word = (start - before) >> 6
             shift = ((start - before) & 63).to(tl.uint64)
-            seen = _word(bits, token, inside, word, WORDS) >> shift
-            seen |= (_word(bits, token, inside, word + 1, WORDS) << 1) << (63 - shift)
+            seen = (_word(words, word, WORDS) >> shift) | ((_word(words, word + 1, WORDS) << 1) << (63 - shift))
             sees = ((seen[:, None] >> entry[None, :].to(tl.uint64)) & 1) != 0
-            if WINDOW:
+            if WINDOW > 0:
                 sees &= own[None, :] >= own_first[:, None]
             scores = _capped(tl.dot(queries, key, input_precision="ieee"), scale, SOFTCAP)
             scores = tl.where(sees, scores, float("-inf"))
@@ -300,7 +314,7 @@ def _combine(
     token = tl.program_id(0)
     head = tl.program_id(1)
     before = tl.load(prefix + token // columns)
-    limit = before + _limit(bits, token, True, WORDS)
+    limit = before + _limit(_words(bits, token, True, WORDS), WORDS)
     begin = _first(tl.load(position + token), before, WINDOW) // PIECE
     end = tl.cdiv(limit, PIECE)
     at = (token * HEADS + head).to(tl.int64) * pieces
