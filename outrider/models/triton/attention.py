@@ -132,6 +132,77 @@ def _shape(query: torch.Tensor) -> Shape:
     return Shape(keys=min(64, max(16, fitting)))
 
 
+def attend_prompt(
+    query: torch.Tensor,
+    entries_of_layer: torch.Tensor,
+    block_table: torch.Tensor,
+    prefix: torch.Tensor,
+    bits: torch.Tensor,
+    position: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    rows: int,
+    columns: int,
+    shape: Shape | None = None,
+) -> torch.Tensor:
+    """Attend with any number of tokens of each sequence. Column c of a row sees the entries up to prefix + c.
+
+    The window holds for all entries, also those of the row. The bits of a token's output do not depend on how a prompt
+    is cut into chunks, but they are not those of `attend`.
+
+    Args:
+        query: [T, Hq, D]; as all other arguments, see `attend`.
+        bits: [T, W] int64: 0 for padding, which sees nothing; other values mean the same.
+        shape: `rows`, `keys`, `warps` and `stages` count.
+
+    Returns:
+        [T, Hq, D]; zeros for padding.
+    """
+    shape = shape or _prompt_shape(query)
+    _, heads, dim = query.shape
+    key_heads, _, block, _ = entries_of_layer.shape[1:]
+    groups = heads // key_heads
+    out = torch.empty_like(query)
+    _attend_prompt[(triton.cdiv(columns * groups, shape.rows), key_heads, rows)](
+        query,
+        prefix,
+        bits,
+        position,
+        entries_of_layer,
+        block_table,
+        sinks,
+        out,
+        scale * LOG2_E,
+        columns,
+        bits.stride(0),
+        block_table.stride(0),
+        HEADS=heads,
+        GROUP=groups,
+        D=dim,
+        PADDED=triton.next_power_of_2(dim),
+        BLOCK=block,
+        BLOCK_STRIDE=entries_of_layer.stride(0),
+        ROWS=shape.rows,
+        KEYS=min(shape.keys, block),
+        WINDOW=window,
+        SOFTCAP=softcap,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    return out
+
+
+def _prompt_shape(query: torch.Tensor) -> Shape:
+    """Return tiles whose sums fit the registers and whose keys fit the shared memory of every chip."""
+    if query.element_size() > 2:
+        return Shape(rows=32, keys=16, stages=2)
+    wide = query.shape[2] > 128
+    return Shape(rows=64 if wide else 128, keys=32 if wide else 64, warps=8, stages=2)
+
+
 @triton.jit
 def _end_of(word):
     """Return one more than the index of the highest bit that is set in each uint64; 0 or less if there is none."""
@@ -146,7 +217,7 @@ def _words(bits, token, inside, WORDS: tl.constexpr):
     words = ()
     for index in tl.static_range(WORDS):
         word = tl.load(bits + token * WORDS + index, mask=inside, other=0)
-        words = words + (word.to(tl.uint64, bitcast=True),)
+        words = (*words, word.to(tl.uint64, bitcast=True))
     return words
 
 
@@ -201,7 +272,10 @@ def _weigh(scores, peak, weight, values, value):
     return higher, weight, values
 
 
-@triton.jit(do_not_specialize=["columns", "tiles", "splits", "pieces", "table_stride"])
+@triton.jit(
+    do_not_specialize=["columns", "tiles", "splits", "pieces", "table_stride"],
+    do_not_specialize_on_alignment=["prefix", "bits", "position", "block_table", "peaks", "weights"],
+)
 def _attend_pieces(
     query,
     prefix,
@@ -290,7 +364,10 @@ def _attend_pieces(
         tl.store(sums + at[:, None] * PADDED + channel[None, :], values, mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["columns", "pieces"])
+@triton.jit(
+    do_not_specialize=["columns", "pieces"],
+    do_not_specialize_on_alignment=["prefix", "bits", "position", "peaks", "weights"],
+)
 def _combine(
     prefix,
     bits,
@@ -341,3 +418,81 @@ def _combine(
     values = values / tl.where(weight == 0.0, 1.0, weight)
     to = out + (token * HEADS + head).to(tl.int64) * D + channel
     tl.store(to, values.to(out.dtype.element_ty), mask=channel < D)
+
+
+@triton.jit(
+    do_not_specialize=["columns", "words", "table_stride"],
+    do_not_specialize_on_alignment=["prefix", "bits", "position", "block_table"],
+)
+def _attend_prompt(
+    query,
+    prefix,
+    bits,
+    position,
+    entries,
+    block_table,
+    sinks,
+    out,
+    scale,
+    columns,
+    words,
+    table_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Attend with one tile of queries of a key head. The longest tiles start first."""
+    row = tl.program_id(2)
+    key_head = tl.program_id(1)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    place = tile * ROWS + tl.arange(0, ROWS)
+    inside = place < columns * GROUP
+    column = place // GROUP
+    token = row * columns + column
+    own_head = key_head * GROUP + place % GROUP
+    before = tl.load(prefix + row)
+    real = tl.load(bits + token * words, mask=inside, other=0) != 0
+    own_limit = tl.where(real, before + column + 1, 0)
+    limit = tl.max(own_limit, 0)
+    own_first = _first(tl.load(position + token, mask=real, other=0x7FFFFFFF), own_limit, WINDOW)
+    first = tl.min(tl.where(real, own_first, 0x7FFFFFFF), 0)
+    entry = tl.arange(0, KEYS)
+    channel = tl.arange(0, PADDED)
+    exists = (channel < D) | (D == PADDED)
+    at = (token.to(tl.int64) * HEADS + own_head)[:, None] * D + channel[None, :]
+    queries = tl.load(query + at, mask=inside[:, None] & exists[None, :], other=0.0)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        peak = tl.load(sinks + own_head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        weight += 1.0
+    values = tl.zeros([ROWS, PADDED], tl.float32)
+    begin = tl.minimum(first, limit) // KEYS * KEYS
+    table = block_table + row * table_stride
+    # The address of a tile is loaded one tile ahead: tiles of keys then arrive in several stages.
+    block = tl.load(table + begin // BLOCK)
+    for start in range(begin, limit, KEYS):
+        held = entries + block.to(tl.int64) * BLOCK_STRIDE + (key_head * 2 * BLOCK + start % BLOCK) * D
+        block = tl.load(table + tl.minimum(start + KEYS, limit - 1) // BLOCK)
+        own = start + entry
+        key = tl.load(held + entry[None, :] * D + channel[:, None], mask=exists[:, None], other=0.0)
+        value = tl.load(
+            held + BLOCK * D + entry[:, None] * D + channel[None, :],
+            mask=((own >= first) & (own < limit))[:, None] & exists[None, :],
+            other=0.0,
+        )
+        sees = own[None, :] < own_limit[:, None]
+        if WINDOW > 0:
+            sees &= own[None, :] >= own_first[:, None]
+        scores = _capped(tl.dot(queries, key, input_precision="ieee"), scale, SOFTCAP)
+        scores = tl.where(sees, scores, float("-inf"))
+        peak, weight, values = _weigh(scores, peak, weight, values, value)
+    values = values / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside[:, None] & exists[None, :])
