@@ -117,14 +117,17 @@ def build(
         kernel: a `triton.jit` function.
         types: the type of each argument that is no constant, such as `*bf16`, `i32`. Pointers and whole numbers are
             taken as divisible by 16, as addresses and most strides are: otherwise Triton neither vectorizes nor
-            pipelines loads.
+            pipelines loads. Those in the kernel's `do_not_specialize` and `do_not_specialize_on_alignment` are not.
         constants: the values of the `tl.constexpr` arguments.
         cache: a folder for what the compiler writes.
         options: num_warps, num_stages.
     """
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    whole = [name for name, kind in types.items() if not kind.startswith("fp")]
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in whole}
+    attributes = {}
+    for parameter in kernel.params:
+        is_loose = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        if not types.get(parameter.name, "fp").startswith("fp") and not is_loose:
+            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, dict(constants), attributes)
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(cache)
