@@ -68,26 +68,74 @@ def linear(
     """
     if len(x) > MAX_ROWS:
         return _many_rows(x, weight, norm, residual, gate, bias, out_dtype or x.dtype)
+    call = _call(x, weight, norm, residual, gate, bias, out_dtype, tile)
+    _product[call.grid](*call.arguments, **call.options)
+    return call.out
+
+
+def compile_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    *,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    gate: str = "",
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """Compile the kernel that `linear` runs for these arguments, and run nothing.
+
+    In a `triton.runtime._async_compile.AsyncCompileMode` kernels are compiled at the same time.
+    """
+    call = _call(x, weight, norm, residual, gate, bias, out_dtype, tile)
+    _product.warmup(*call.arguments, grid=call.grid, **call.options)
+
+
+class _Call(NamedTuple):
+    """A call of the kernel, and the tensor that it fills."""
+
+    out: torch.Tensor
+    grid: tuple[int]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def _call(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    norm: Norm | None,
+    residual: torch.Tensor | None,
+    gate: str,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    tile: Tile | None,
+) -> _Call:
+    """Return the call of the kernel for the arguments of `linear`."""
     rows, inputs = x.shape
     outputs = weight.shape[0]
     quantized = weight if isinstance(weight, QuantizedWeight) else None
-    kind = quantized.kind if quantized else "dense"
-    results = outputs // 2 if gate else outputs
-    out = x.new_empty(rows, results, dtype=out_dtype)
-    tile = tile or choose_tile(rows, outputs, grouped=bool(quantized and quantized.group))
-    values = quantized.values if quantized else weight
-    scale = quantized.scale if quantized else None
-    zero = quantized.zero if quantized else None
-    _product[triton.cdiv(outputs, tile.outputs),](
-        x, values, scale, zero, norm and norm.weight, bias, residual, out,
-        rows, outputs, inputs, x.stride(0), values.shape[1], residual.stride(0) if residual is not None else 0,
+    values = weight.values if isinstance(weight, QuantizedWeight) else weight
+    group = quantized.group if quantized else 0
+    tile = tile or choose_tile(rows, outputs, grouped=group > 0)
+    out = x.new_empty(rows, outputs // 2 if gate else outputs, dtype=out_dtype or x.dtype)
+    arguments = (
+        x, values, quantized and quantized.scale, quantized and quantized.zero, norm and norm.weight, bias, residual,
+        out, rows, outputs, inputs, x.stride(0), values.shape[1], 0 if residual is None else residual.stride(0),
         norm.epsilon if norm else 0.0,
-        KIND=kind, GROUP=quantized.group if quantized else 0, SCALE_ROWS=quantized.scale_rows if quantized else 1,
-        GATE=gate, EVEN=inputs % 256 == 0,
-        OUTPUTS=tile.outputs, ROWS=max(8, triton.next_power_of_2(rows)),
-        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return out
+    options = {
+        "KIND": quantized.kind if quantized else "dense",
+        "GROUP": group,
+        "SCALE_ROWS": quantized.scale_rows if quantized else 1,
+        "GATE": gate,
+        "EVEN": inputs % 256 == 0,
+        "OUTPUTS": tile.outputs,
+        "ROWS": max(8, triton.next_power_of_2(rows)),
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+    return _Call(out, (triton.cdiv(outputs, tile.outputs),), arguments, options)
 
 
 def choose_tile(rows: int, outputs: int, *, grouped: bool) -> Tile:
