@@ -20,7 +20,10 @@ Read = Callable[[str], Tensor]
 
 
 class WeightBuilder:
-    """Builds weights for the configuration `large` from the small model's. `read` returns a small weight by name."""
+    """Builds weights for the configuration `large` from the small model's. `read` returns a small weight by name.
+
+    They are built on the device of the small weights.
+    """
 
     def __init__(self, *, small: Any, large: Any, read: Read, seed: int) -> None:
         self._small = small
@@ -30,7 +33,9 @@ class WeightBuilder:
         # Shares and factors are applied in a higher precision, so that their own rounding has no effect.
         self._work_dtype = torch.float32 if self._dtype in (torch.bfloat16, torch.float16) else torch.float64
         self._read_small = read
-        self._stream = make_stream(small.hidden_size, large.hidden_size, constant=large.vocab_size > small.vocab_size)
+        self._device = read("model.norm.weight").device
+        stream = make_stream(small.hidden_size, large.hidden_size, constant=large.vocab_size > small.vocab_size)
+        self._stream = stream.to(self._device)
         self._norm_factor = math.sqrt(self._stream.energy * small.hidden_size / large.hidden_size)
         self._head_ratio = large.head_dim // small.head_dim
         # For each index of the large model, the index of the small model that it copies.
@@ -143,20 +148,21 @@ class WeightBuilder:
 
     def _real_tokens(self) -> Tensor:
         """Return the token of the small model that each token is, or is a copy of."""
-        return torch.arange(self._large.vocab_size).remainder(self._small.vocab_size)
+        return torch.arange(self._large.vocab_size, device=self._device).remainder(self._small.vocab_size)
 
     def _head_rows(self, heads: Sequence[int], dims: Sequence[int]) -> Tensor:
         """Return the small row of each large row, head by head. -1: it has none."""
         size = self._small.head_dim
-        return torch.tensor([-1 if dim < 0 else head * size + dim for head in heads for dim in dims])
+        rows = [-1 if dim < 0 else head * size + dim for head in heads for dim in dims]
+        return torch.tensor(rows, device=self._device)
 
     def _random(self, name: str, rows: int, columns: int) -> Tensor:
         """Return a random matrix. Its product with a normalized residual has about unit variance."""
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        out = torch.empty(rows, columns, dtype=self._dtype)
+        generator = torch.Generator(device=self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        out = torch.empty(rows, columns, dtype=self._dtype, device=self._device)
         for start in range(0, rows, _ROWS):
             part = out[start : start + _ROWS]
-            part.copy_(torch.randn(part.shape, generator=generator).mul_(columns**-0.5))
+            part.copy_(torch.randn(part.shape, generator=generator, device=self._device).mul_(columns**-0.5))
         return out
 
     def _equal_pairs(self, name: str, rows: int) -> Tensor:
@@ -167,7 +173,7 @@ class WeightBuilder:
     def _opposite_pairs(self, name: str, columns: int) -> Tensor:
         """Return a random matrix whose columns 2i and 2i + 1 add up to zero. A last column without a pair is zero."""
         half = self._random(name, self._large.hidden_size, columns // 2)
-        out = torch.zeros(len(half), columns, dtype=self._dtype)
+        out = torch.zeros(len(half), columns, dtype=self._dtype, device=self._device)
         out[:, 0 : columns // 2 * 2 : 2] = half
         out[:, 1::2] = -half
         return out
