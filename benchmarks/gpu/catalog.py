@@ -7,9 +7,9 @@ A cell has the name GROUP:CELL. The cells of a group share one pair of models, w
 | triton_rules, triton_attention, triton_products | do single Triton kernels agree with torch, and what do they take |
 | load | seconds and bytes to make the pair and its engine, and the time to the first token |
 | bandwidth | bytes per second that the GPU reads |
-| texts | greedy texts that differ from plain decoding alone, and where |
+| texts, texts_batched | greedy texts that differ from plain decoding of each prompt alone, and where |
 | step, step_uncompiled | ms of a pass over 1 to 64 tokens by cached tokens, and its share of the bandwidth limit |
-| split, split_uncompiled | ms of drafting, of the target's pass and of the rest of a round, for k = 1, 2, 4, 8 |
+| split | ms of drafting, of the target's pass and of the rest of a round, for k = 1, 2, 4, 8 |
 | compile | seconds of compiling the layers and recording passes |
 | race | tokens/s of speculation and plain decoding, one sequence |
 | k_auto | what k auto chooses at several acceptances, and tokens/s beside plain decoding and fixed k |
@@ -65,15 +65,15 @@ _MODEL_CELLS = {
     "load": Cell("pair:loaded", 60),
     "bandwidth": Cell("passes:bandwidth", 15),
     "texts": Cell("rounds:texts", 40),
+    "texts_batched": Cell("rounds:texts_batched", 45),
     "step_uncompiled": Cell("passes:step_uncompiled", 20),
-    "split_uncompiled": Cell("rounds:split", 25),
     "compile": Cell("pair:compile_layers", 70),
     "step": Cell("passes:step", 45),
     "split": Cell("rounds:split", 30),
     "race": Cell("rounds:race", 30),
-    "k_auto": Cell("rounds:k_auto", 40),
+    "k_auto": Cell("rounds:k_auto", 50),
     "offline_1": Cell("offline:one", 25),
-    "offline_8": Cell("offline:eight", 30),
+    "offline_8": Cell("offline:eight", 60),
     "offline_32": Cell("offline:many", 35),
     "offline_64": Cell("offline:most", 45),
     "memory": Cell("passes:memory", 5),
@@ -91,12 +91,13 @@ _PART_CELLS = {
     "triton_products": Cell("triton_products:run", 45),
     "gpu": Cell("tests_on_gpu:run", 300),
 }
-_CORE = ("texts", "step", "split", "race", "offline_1", "offline_8", "offline_32", "k_auto", "offline_64", "memory")
+_FIRST = ("texts", "step", "split", "race", "offline_1", "offline_8", "k_auto")
+_BATCHED = ("texts_batched", "offline_32", "offline_64", "memory")
 _QUANTIZED = ("texts", "step", "race")
 _ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (  # the most important first
     (_PARTS, ("triton_rules", "triton_attention", "triton_products")),
-    ("triton", _CORE),
-    ("auto", ("bandwidth", "step_uncompiled", "split_uncompiled", "compile", *_CORE)),
+    ("triton", (*_FIRST, *_BATCHED)),
+    ("auto", ("bandwidth", "step_uncompiled", "compile", "split", "k_auto", "race", *_FIRST, *_BATCHED)),
     ("int4", _QUANTIZED),
     ("fp8", _QUANTIZED),
     ("triton", ("kernels", "round", "sampled")),
@@ -107,7 +108,7 @@ _ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (  # the most important first
 
 def default_cells() -> list[str]:
     """Return the names of the cells of a run, in their order."""
-    return [f"{group}:{cell}" for group, cells in _ORDER for cell in cells]
+    return list(dict.fromkeys(f"{group}:{cell}" for group, cells in _ORDER for cell in cells))
 
 
 def chosen_cells(names: str) -> list[str]:

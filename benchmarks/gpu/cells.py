@@ -17,6 +17,7 @@ import json
 import multiprocessing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
@@ -140,7 +141,13 @@ class Run:
     def note(self, name: str, outcome: dict[str, Any]) -> None:
         """Keep and show the outcome of a cell."""
         self.results[name] = outcome
-        document = {"benchmark": "gpu cells", "options": self.options, **self.facts, "cells": self.results}
+        document = {
+            "benchmark": "gpu cells",
+            "date": datetime.now(UTC).date().isoformat(),
+            "options": self.options,
+            **self.facts,
+            "cells": self.results,
+        }
         self.out.write_text(json.dumps(document, indent=1, default=str) + "\n")
         message = outcome.get("error") or outcome.get("skipped") or ""
         print(f"{name:24} {outcome.get('seconds', 0.0):6.1f} s  {message}", flush=True)

@@ -71,9 +71,10 @@ def _title(document: Mapping[str, Any]) -> str:
     options = document.get("options", {})
     versions = ", ".join(f"{name} {version}" for name, version in document.get("versions", {}).items() if version)
     models = {"8b": "mini and nano, inflated to the dimensions of Llama 3 8B and 1B"}
+    card = hardware.get("gpu") or hardware.get("cpu")
     return (
-        f"# One GPU, cell by cell\n\n{hardware.get('gpu') or hardware.get('cpu')}; {versions}; commit"
-        f" {document.get('commit')}.\nModels: {models.get(options.get('like'), 'as they are')}, {options.get('dtype')}."
+        f"# One GPU, cell by cell\n\n{card}, {document.get('date')}; {versions}; commit {document.get('commit')}."
+        f"\nModels: {models.get(options.get('like'), 'as they are')}, {options.get('dtype')}."
         " `benchmarks/gpu/short.sh` measured it.\n\nThe group `auto` runs on torch with CUDA graphs, the others on the"
         " Triton kernels: in the type of the model, or with quantized weights."
     )
@@ -143,10 +144,8 @@ def _pass(time: Mapping[str, float] | None) -> str:
 def _split(models: Mapping[str, Results]) -> str:
     rows = []
     for group, results in models.items():
-        for cell in ("split_uncompiled", "split"):
-            for k, times in results.get(cell, {}).items():
-                name = f"{group}{' (uncompiled)' * (cell != 'split')}"
-                rows.append((name, k, *(times[key] for key in _TIMES)))
+        for k, times in results.get("split", {}).items():
+            rows.append((group, k, *(times[key] for key in _TIMES)))
     header = ("Group", "k", "draft ms", "target ms", "rest ms", "tau", "tokens/s")
     return _table("The parts of a round", header, rows)
 
@@ -156,19 +155,20 @@ def _k_auto(models: Mapping[str, Results]) -> str:
     for group, results in models.items():
         for kept, planners in results.get("k_auto", {}).items():
             if kept != "costs":
-                fixed = [planners[k]["tokens_per_s"] for k in ("0", "2", "4", "8")]
+                fixed = [planners[k]["tokens_per_s"] for k in ("0", "2", "4")]
                 rows.append((group, kept, planners["auto"]["tokens_per_s"], planners["auto"]["k"], *fixed))
-    header = ("Group", "Share of draft tokens kept", "k auto", "its k", "k = 0", "k = 2", "k = 4", "k = 8")
+    header = ("Group", "Share of draft tokens kept", "k auto", "its k", "k = 0", "k = 2", "k = 4")
     return _table("Tokens/s of k auto and of fixed draft lengths", header, rows)
 
 
 def _texts(models: Mapping[str, Results]) -> str:
     rows = []
     for group, results in models.items():
-        for name, found in results.get("texts", {}).items():
-            if name != "texts":
-                differ = f"{found['different']} of {results['texts']['texts']}"
-                rows.append((group, name, differ, found["first_positions"]))
+        for cell, where in (("texts", ""), ("texts_batched", ", in batches")):
+            for name, found in results.get(cell, {}).items():
+                if name != "texts":
+                    differ = f"{found['different']} of {results[cell]['texts']}"
+                    rows.append((group, f"{name}{where}", differ, found["first_positions"]))
     header = ("Group", "Setting", "Texts that differ", "First positions")
     return _table("Greedy texts against plain decoding of each prompt alone", header, rows)
 

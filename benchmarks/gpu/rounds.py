@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -19,7 +19,6 @@ from outrider import LLM
 from outrider.core.config import EngineConfig
 from outrider.core.planner import FixedPlanner, Planner
 from outrider.core.proposer import Proposer
-from outrider.core.target import Target
 from outrider.core.types import Batch, Draft, Needs, Request, Round
 from outrider.engine.build import assemble, auto_planner, build_engine
 from outrider.lab.common.clock import DecodeSpeed
@@ -31,7 +30,7 @@ from outrider.train.model.presets import Sizes, describe
 
 _LENGTHS = (1, 2, 4, 8)  # draft lengths of the split
 _KEPT = (0.55, 0.8, 1.0)  # share of the draft tokens that is left as drafted
-_FIXED = (0, 2, 4, 8)  # draft lengths beside k auto; 0: plain decoding
+_FIXED = (0, 2, 4)  # draft lengths beside k auto; 0: plain decoding
 _EVERY = 3  # of the prompts, one in so many runs with each planner
 _RULES = ("block", "walk", "rejection")  # verifiers of sampled decoding
 _HEAD_LENGTHS = (1, 5)  # draft lengths of the EAGLE-3 head
@@ -217,31 +216,28 @@ def round_times(setup: Setup) -> dict[str, Any]:
 
 def texts(setup: Setup) -> dict[str, Any]:
     """Return how many greedy texts differ from plain decoding of each prompt alone, and the first positions that do."""
-    k = setup.inputs.k
-    plain, speculative = setup.engine(0), setup.engine(k)
-    expected = _alone(plain, setup.jobs)
-    others = {
-        f"k = {k}": _alone(speculative, setup.jobs),
-        "k auto": _alone(with_planner(setup.llm, auto_planner(*_models(setup))), setup.jobs),
-        "plain, in batches": _together(plain, setup.jobs, setup.pair.scale.slots),
-        f"k = {k}, in batches": _together(speculative, setup.jobs, setup.pair.scale.slots),
-    }
-    return {"texts": len(expected), **{name: _differences(expected, each) for name, each in others.items()}}
+    parts = setup.llm.parts
+    auto = with_planner(setup.llm, auto_planner(parts.target, parts.proposer))
+    return _compared(setup, {f"k = {setup.inputs.k}": setup.engine(setup.inputs.k), "k auto": auto}, 1)
 
 
-def _models(setup: Setup) -> tuple[Target, Proposer]:
-    return setup.llm.parts.target, setup.llm.parts.proposer
+def texts_batched(setup: Setup) -> dict[str, Any]:
+    """Return the same for prompts that run together."""
+    engines = {"plain": setup.engine(0), f"k = {setup.inputs.k}": setup.engine(setup.inputs.k)}
+    return _compared(setup, engines, setup.pair.scale.slots)
 
 
-def _alone(llm: LLM, jobs: Sequence[Job]) -> list[Sequence[int]]:
-    return [_together(llm, [job], 1)[0] for job in jobs]
+def _compared(setup: Setup, engines: Mapping[str, LLM], batch: int) -> dict[str, Any]:
+    expected = _together(setup.engine(0), setup.jobs, 1)
+    differences = {name: _differences(expected, _together(llm, setup.jobs, batch)) for name, llm in engines.items()}
+    return {"texts": len(expected), **differences}
 
 
-def _together(llm: LLM, jobs: Sequence[Job], slots: int) -> list[Sequence[int]]:
-    """Return the tokens of prompts that run together, at most as many as there are slots."""
+def _together(llm: LLM, jobs: Sequence[Job], batch: int) -> list[Sequence[int]]:
+    """Return the tokens of prompts of which so many run together."""
     outputs: list[Sequence[int]] = []
-    for start in range(0, len(jobs), slots):
-        group = jobs[start : start + slots]
+    for start in range(0, len(jobs), batch):
+        group = jobs[start : start + batch]
         completions = llm.generate([list(job.prompt) for job in group], [job.params for job in group])
         outputs += [completion.token_ids for completion in completions]
     return outputs

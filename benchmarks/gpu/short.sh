@@ -10,7 +10,8 @@ out=$(cd "$out" && pwd)
 cd "$(dirname "$0")/../.." || exit 1
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 python=${PYTHON:-python3}
-"$python" benchmarks/gpu/cells.py "$out/results.json" "$@" 2> >(tee "$out/log.txt" | tail -n 40 >&2)
+"$python" benchmarks/gpu/cells.py "$out/results.json" "$@" 2>"$out/log.txt"
 code=$?
+tail -n 30 "$out/log.txt" >&2
 [ -f "$out/results.json" ] && "$python" benchmarks/gpu/page.py "$out/results.json" | tee "$out/page.md"
 exit $code

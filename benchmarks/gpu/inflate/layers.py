@@ -79,14 +79,15 @@ class WeightBuilder:
         yield "input_layernorm.weight", self._norm(f"{layer}input_layernorm.weight", 0.0)
         query = self._read_input(f"{attention}q_proj.weight", math.sqrt(self._head_ratio))
         rows = self._head_rows(self._heads, self._rotary_dims)
-        added = (rows < 0).nonzero()[:, 0]
+        added = [i for i, row in enumerate(rows) if row < 0]
         random = self._random(f"{attention}q", len(added), query.shape[1])
-        yield "self_attn.q_proj.weight", query[rows].index_copy_(0, added, random)
+        yield "self_attn.q_proj.weight", query[rows].index_copy_(0, self._index(added), random)
         rows = self._head_rows(self._kv_heads, self._rotary_dims)
-        yield "self_attn.k_proj.weight", self._read_input(f"{attention}k_proj.weight")[rows] * (rows >= 0)[:, None]
+        is_copy = (self._index(rows) >= 0)[:, None]
+        yield "self_attn.k_proj.weight", self._read_input(f"{attention}k_proj.weight")[rows] * is_copy
         rows = self._head_rows(self._kv_heads, self._value_dims)
         yield "self_attn.v_proj.weight", self._read_input(f"{attention}v_proj.weight")[rows]
-        columns = self._head_rows(self._heads, self._value_dims).tolist()
+        columns = self._head_rows(self._heads, self._value_dims)
         yield "self_attn.o_proj.weight", self._read_output(f"{attention}o_proj.weight", columns)
         yield "post_attention_layernorm.weight", self._norm(f"{layer}post_attention_layernorm.weight", 0.0)
         yield "mlp.gate_proj.weight", self._read_input(f"{mlp}gate_proj.weight")[self._neurons]
@@ -150,11 +151,13 @@ class WeightBuilder:
         """Return the token of the small model that each token is, or is a copy of."""
         return torch.arange(self._large.vocab_size, device=self._device).remainder(self._small.vocab_size)
 
-    def _head_rows(self, heads: Sequence[int], dims: Sequence[int]) -> Tensor:
+    def _head_rows(self, heads: Sequence[int], dims: Sequence[int]) -> list[int]:
         """Return the small row of each large row, head by head. -1: it has none."""
         size = self._small.head_dim
-        rows = [-1 if dim < 0 else head * size + dim for head in heads for dim in dims]
-        return torch.tensor(rows, device=self._device)
+        return [-1 if dim < 0 else head * size + dim for head in heads for dim in dims]
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _random(self, name: str, rows: int, columns: int) -> Tensor:
         """Return a random matrix. Its product with a normalized residual has about unit variance."""
