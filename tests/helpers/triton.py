@@ -82,8 +82,12 @@ def _as_number(tensor):
 
 
 def _dot(builder, left, right, start, input_precision, max_num_imprecise_acc):
-    """Multiply as the interpreter does, and bfloat16 as well, of which the interpreter multiplies the raw bits."""
-    product = numpy.matmul(_numbers(left), _numbers(right), dtype=start.data.dtype)
+    """Multiply bfloat16 as well, of which the interpreter multiplies the raw bits.
+
+    Each element is summed in one order: in a product of BLAS, the order may depend on the place of the row.
+    """
+    numbers = (_numbers(side).astype(start.data.dtype) for side in (left, right))
+    product = numpy.einsum("...ik,...kj->...ij", *numbers)
     return interpreter.TensorHandle(product + start.data, start.dtype.scalar)
 
 

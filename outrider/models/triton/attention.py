@@ -217,7 +217,7 @@ def _words(bits, token, inside, WORDS: tl.constexpr):
     words = ()
     for index in tl.static_range(WORDS):
         word = tl.load(bits + token * WORDS + index, mask=inside, other=0)
-        words = (*words, word.to(tl.uint64, bitcast=True))
+        words = words + (word.to(tl.uint64, bitcast=True),)  # noqa: RUF005  Triton does not unpack
     return words
 
 
