@@ -148,7 +148,7 @@ def choose_tile(rows: int, outputs: int, *, grouped: bool) -> Tile:
     """
     stages = {8: 5, 16: 4}.get(max(8, triton.next_power_of_2(rows)), 3)
     if outputs < 3072 or (grouped and rows > 32):
-        return Tile(16, 4, min(6, stages + 1))
+        return Tile(16, 4, min(6, stages + (rows <= 32)))
     return Tile(32, 4, stages)
 
 
