@@ -43,6 +43,11 @@ class Group:
     kernels: str = "auto"
     quantize: str | None = None
 
+    @property
+    def paged(self) -> bool:
+        """Whether sequences share the memory of the cache, so that each may be long."""
+        return self.kernels == "triton"
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -62,7 +67,7 @@ GROUPS: Mapping[str, Group] = MappingProxyType(
     }
 )
 _MODEL_CELLS = {
-    "load": Cell("pair:loaded", 60),
+    "load": Cell("pair:loaded", 80),
     "bandwidth": Cell("passes:bandwidth", 15),
     "texts": Cell("rounds:texts", 40),
     "texts_batched": Cell("rounds:texts_batched", 45),

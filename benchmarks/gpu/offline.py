@@ -16,6 +16,7 @@ from outrider.lab.common.timeline import Timeline, run_jobs
 from outrider.lab.common.turns import with_planner
 
 _REPEATED = 8  # batches of up to this size run twice, and the second time is measured
+_WARM = (64, 24)  # tokens of the prompts and outputs with which all batches run first
 
 
 def offline(batch: int, setup: Setup) -> dict[str, Any]:
@@ -24,27 +25,27 @@ def offline(batch: int, setup: Setup) -> dict[str, Any]:
     The seconds in which passes are recorded are left out: a server records them when it starts.
     """
     batch = min(batch, setup.pair.scale.slots)
-    jobs = _jobs(setup, batch)
+    scale = setup.pair.scale
+    jobs = _jobs(setup, batch, scale.prompt, scale.output)
+    short = _jobs(setup, batch, min(_WARM[0], scale.prompt), min(_WARM[1], scale.output))
     parts = setup.llm.parts
     engines = {
         "plain": setup.engine(0),
         "k_auto": with_planner(setup.llm, auto_planner(parts.target, parts.proposer)),
     }
-    results: dict[str, Any] = {"batch": batch, "prompt": setup.pair.scale.prompt, "output": setup.pair.scale.output}
+    results: dict[str, Any] = {"batch": batch, "prompt": scale.prompt, "output": scale.output}
     for name, llm in engines.items():
-        if batch <= _REPEATED:
-            run_jobs(llm, jobs)
+        run_jobs(llm, jobs if batch <= _REPEATED else short)  # compiles and records
         results[name] = _measure(setup, llm, jobs)
     ratio = results["k_auto"]["tokens_per_s"] / results["plain"]["tokens_per_s"]
     return results | {"k_auto_against_plain": ratio, "compiled": setup.compiled}
 
 
-def _jobs(setup: Setup, batch: int) -> tuple[Job, ...]:
+def _jobs(setup: Setup, batch: int, prompt: int, output: int) -> tuple[Job, ...]:
     """Return jobs with random prompts of the vocabulary, which do not end before their last token."""
-    scale = setup.pair.scale
     generator = torch.Generator().manual_seed(batch)
-    prompts = torch.randint(setup.llm.parts.vocab, (batch, scale.prompt), generator=generator).tolist()
-    params = SamplingParams(max_tokens=scale.output, ignore_eos=True)
+    prompts = torch.randint(setup.llm.parts.vocab, (batch, prompt), generator=generator).tolist()
+    params = SamplingParams(max_tokens=output, ignore_eos=True)
     return tuple(Job(prompt=tuple(prompt), params=params) for prompt in prompts)
 
 

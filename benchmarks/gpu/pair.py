@@ -52,7 +52,7 @@ class Scale:
 
     dims: tuple[Dims, Dims]  # of target and draft
     slots: int  # sequences of the engine at once
-    context: int  # tokens of a sequence
+    context: int  # tokens of a sequence, if each has memory for all of them
     cached: tuple[int, ...]  # tokens before the timed passes
     prompt: int  # tokens of a random prompt
     output: int  # tokens that follow it
@@ -149,9 +149,9 @@ class Pair:
         """
         began = perf_counter()
         self.scale = SCALES[inputs.like]
-        context = max(self.scale.context, max(self.scale.cached) + 2 * _CHUNK)
+        self.longest = max(self.scale.context, max(self.scale.cached) + 2 * _CHUNK)  # tokens of a sequence
         self.target, self.draft = (
-            Inflated(source, dims, context=context, dtype=inputs.dtype, device=inputs.device)
+            Inflated(source, dims, context=self.longest, dtype=inputs.dtype, device=inputs.device)
             for source, dims in zip(inputs.small, self.scale.dims, strict=True)
         )
         synchronize(inputs.device)
@@ -187,9 +187,10 @@ class Setup:
         return self.llm.parts.target.bytes() - self.pair.target.embedding_bytes()
 
     def long_target(self) -> Target:
-        """Return another target with the same weights, for few long sequences."""
-        context = self.pair.target.config.max_position_embeddings
-        config = _config(self.inputs, self.group, slots=2, context=context)
+        """Return a target with the same weights for few long sequences."""
+        if self.group.paged:
+            return self.llm.parts.target
+        config = _config(self.inputs, self.group, slots=2, context=self.pair.longest)
         target = prepare_target(self.pair.target.checkpoint(), config).model
         target.cache.set_prefix_caching(False)
         return target
@@ -202,7 +203,8 @@ def set_up(inputs: Inputs, pair: Pair, group: Group) -> Setup:
         OutriderError: the kernels refuse the models or the settings.
     """
     began = perf_counter()
-    config = _config(inputs, group, slots=pair.scale.slots, context=pair.scale.context)
+    context = pair.longest if group.paged else pair.scale.context
+    config = _config(inputs, group, slots=pair.scale.slots, context=context)
 
     def draft(setup: ProposerSetup) -> DraftModelProposer:
         checkpoint = pair.draft.checkpoint()
