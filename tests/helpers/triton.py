@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="Triton has no package for this platform")
 
@@ -45,6 +46,7 @@ def interpreted(*modules: ModuleType) -> Iterator[None]:
                 if isinstance(value, runtime.JITFunction):
                     patch.setattr(module, name, interpreter.InterpretedFunction(value.fn))
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+        patch.setattr(interpreter.InterpreterBuilder, "cast_impl", _cast)
         patch.setattr(triton.knobs.runtime, "interpret", True)
         patch.setattr(interpreter, "_patch_lang", _patch_once(patch))
         yield
@@ -58,7 +60,9 @@ def _patch_once(patch):
 
     class Scope(interpreter._LangPatchScope):
         def set_attr(self, owner, name, value):
-            patch.setattr(owner, name, value, raising=False)
+            # NumPy 2.4 makes no number of an array with one dimension, as which the interpreter holds numbers.
+            index = name == "__index__"
+            patch.setattr(owner, name, _as_number if index else value, raising=False)
 
     original = interpreter._patch_lang
     patch.setattr(interpreter, "_LangPatchScope", Scope)
@@ -73,13 +77,30 @@ def _patch_once(patch):
     return patch_language
 
 
+def _as_number(tensor):
+    return tensor.handle.data.item()
+
+
 def _dot(builder, left, right, start, input_precision, max_num_imprecise_acc):
-    """Multiply as the interpreter does, and bfloat16 as well, of which the interpreter multiplies the raw bits."""
-    product = numpy.matmul(_numbers(left), _numbers(right), dtype=start.data.dtype)
+    """Multiply bfloat16 as well, of which the interpreter multiplies the raw bits.
+
+    Each element is summed in one order: in a product of BLAS, the order may depend on the place of the row.
+    """
+    numbers = (_numbers(side).astype(start.data.dtype) for side in (left, right))
+    product = numpy.einsum("...ik,...kj->...ij", *numbers)
     return interpreter.TensorHandle(product + start.data, start.dtype.scalar)
 
 
+def _cast(builder, source, target):
+    """Convert numbers; to bfloat16 with rounding, where the interpreter cuts the last bits off."""
+    if target.scalar == language.bfloat16:
+        rounded = torch.from_numpy(numpy.ascontiguousarray(_numbers(source), dtype=numpy.float32)).bfloat16()
+        return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), language.bfloat16)
+    return interpreter.TensorHandle(_numbers(source).astype(interpreter._get_np_dtype(target)), target.scalar)
+
+
 def _numbers(handle):
+    """Return the numbers of a handle: the interpreter keeps the bits of bfloat16 as whole numbers."""
     if handle.dtype.scalar == language.bfloat16:
         return (handle.data.astype(numpy.uint32) << 16).view(numpy.float32)
     return handle.data
@@ -100,14 +121,17 @@ def build(
         kernel: a `triton.jit` function.
         types: the type of each argument that is no constant, such as `*bf16`, `i32`. Pointers and whole numbers are
             taken as divisible by 16, as addresses and most strides are: otherwise Triton neither vectorizes nor
-            pipelines loads.
+            pipelines loads. Those in the kernel's `do_not_specialize` and `do_not_specialize_on_alignment` are not.
         constants: the values of the `tl.constexpr` arguments.
         cache: a folder for what the compiler writes.
         options: num_warps, num_stages.
     """
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    whole = [name for name, kind in types.items() if not kind.startswith("fp")]
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in whole}
+    attributes = {}
+    for parameter in kernel.params:
+        is_loose = parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+        if not types.get(parameter.name, "fp").startswith("fp") and not is_loose:
+            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, dict(constants), attributes)
     with triton.knobs.cache.scope():
         triton.knobs.cache.dir = str(cache)
