@@ -37,21 +37,28 @@ def interpreted():
 
 # Exactness, by enumeration.
 
-CHAINS = {"sampled": (2, chain(2), (S, S)), "mixed, 3 tokens": (3, chain(1), (W,))}
+CHAINS = {"sampled": (2, chain(2), (S, S)), "one": (3, chain(1), (W,))}
 TREES = {"without replacement": (3, (-1, -1), (W, W)), "tree": (2, (-1, -1, 0), (S, H, W))}
 
 
+@pytest.mark.fast_cases(
+    "walk-one",
+    "coupled-sampled",
+    "rejection-one",
+    "block-sampled",
+    "siblings-without replacement",
+    "traversal-without replacement",
+)
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [*((name, shape) for name in EXACT for shape in CHAINS), *((name, shape) for name in EXACT for shape in TREES)],
+    [(name, shape) for name in EXACT for shape in (*CHAINS, *TREES) if EXACT[name].trees or shape in CHAINS],
 )
 def test_kernels_are_exact(name, shape, interpreted, monkeypatch):
-    if shape in TREES and not EXACT[name].trees:
-        pytest.skip("the rule takes chains only")
-    instance = make_instance(*(CHAINS | TREES)[shape], zeros=0.2, ending=0.3)
+    instance = make_instance(*(CHAINS | TREES)[shape], zeros=0.2)
     assert_exact(prove(ReplayedRule(name, monkeypatch), instance))
 
 
+@pytest.mark.fast_cases("rejection", "traversal")
 @pytest.mark.parametrize("name", ["rejection", "block", "siblings", "traversal"])
 def test_the_enumeration_detects_a_biased_kernel(name, interpreted, monkeypatch):
     for module in (masses, residuals):
@@ -77,7 +84,7 @@ def assert_equals_torch(name, draft, p, noise):
     torch.testing.assert_close(verdict.logprob, expected.logprob)
 
 
-CASES = [
+CASES = [  # the first of each rule is fast
     ("walk", "tree", "one-hot", {"zeros": 0.5}),
     ("walk", "chain", "sampled", {"near": True}),
     ("coupled", "star", "mixed", {"near": True}),
@@ -93,7 +100,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shape", "kinds", "options"), CASES, ids=str)
+@pytest.mark.fast_cases(*(case[0] for case in CASES[::2]))
+@pytest.mark.parametrize(
+    ("name", "shape", "kinds", "options"),
+    CASES,
+    ids=[name if not i % 2 else f"{name} 2" for i, (name, *_) in enumerate(CASES)],
+)
 def test_verdict_equals_torch_rule(name, shape, kinds, options, interpreted, monkeypatch):
     """The vocabulary takes two blocks, the second of them in part."""
     monkeypatch.setattr(rules, "_BLOCK", 32)
@@ -180,7 +192,10 @@ BUILDS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "constants", "capability"), BUILDS, ids=str)
+@pytest.mark.fast_cases("sum_masses-80", "traverse-90", "decide_chain-80")
+@pytest.mark.parametrize(
+    ("name", "constants", "capability"), BUILDS, ids=[f"{name}-{capability}" for name, _, capability in BUILDS]
+)
 def test_kernels_build_without_spills(name, constants, capability, tmp_path):
     kernel = next(getattr(module, name) for module, names in KERNELS.items() if name in names)
     types = {key: TYPES[key] for key in kernel.arg_names if key in TYPES}

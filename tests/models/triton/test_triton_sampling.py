@@ -30,6 +30,7 @@ def assert_equals_torch(logits, params, of=slice(None)):
     return probs
 
 
+@pytest.mark.fast_cases("333-512-0.3", "5-8-3.0")
 @pytest.mark.parametrize(("vocab", "block", "spread"), [(5, 8, 3.0), (333, 512, 0.3), (100, 32, 3.0)])
 def test_probs_equal_torch(vocab, block, spread, interpreted, monkeypatch):
     monkeypatch.setattr(sampling, "_BLOCK", block)
@@ -77,6 +78,7 @@ def test_non_finite_logits_affect_only_their_sequence(value, interpreted):
         torch.testing.assert_close(probs[1:], expected, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.fast_cases("80-1")
 @pytest.mark.parametrize(("capability", "split"), [(80, 1), (90, 8), (100, 8)])
 def test_kernel_builds_without_spills(capability, split, tmp_path):
     types = {"logits": "*fp32", "params": "*fp32", "probs": "*fp32", "scratch": "*fp64", "arrived": "*i32"}
