@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     Attributes:
         rows: query rows of a tile: columns times the query heads of a key head.
         keys: keys of a tile, at most 64.
-        piece: keys that are summed at once, a multiple of `keys`.
+        piece: keys that are summed at once, a multiple of `keys` and of a block.
         programs: about how many programs share the work.
         warps: warps of a program.
         stages: tiles of keys in flight.
@@ -132,6 +132,77 @@ def _shape(query: torch.Tensor) -> Shape:
     return Shape(keys=min(64, max(16, fitting)))
 
 
+def attend_prompt(
+    query: torch.Tensor,
+    entries_of_layer: torch.Tensor,
+    block_table: torch.Tensor,
+    prefix: torch.Tensor,
+    bits: torch.Tensor,
+    position: torch.Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    rows: int,
+    columns: int,
+    shape: Shape | None = None,
+) -> torch.Tensor:
+    """Attend with any number of tokens of each sequence. Column c of a row sees the entries up to prefix + c.
+
+    The window holds for all entries, also those of the row. The bits of a token's output do not depend on how a prompt
+    is cut into chunks, but they are not those of `attend`.
+
+    Args:
+        query: [T, Hq, D]; as all other arguments, see `attend`.
+        bits: [T, W] int64: 0 for padding, which sees nothing; other values mean the same.
+        shape: `rows`, `keys`, `warps` and `stages` count.
+
+    Returns:
+        [T, Hq, D]; zeros for padding.
+    """
+    shape = shape or _prompt_shape(query)
+    _, heads, dim = query.shape
+    key_heads, _, block, _ = entries_of_layer.shape[1:]
+    groups = heads // key_heads
+    out = torch.empty_like(query)
+    _attend_prompt[(triton.cdiv(columns * groups, shape.rows), key_heads, rows)](
+        query,
+        prefix,
+        bits,
+        position,
+        entries_of_layer,
+        block_table,
+        sinks,
+        out,
+        scale * LOG2_E,
+        columns,
+        bits.stride(0),
+        block_table.stride(0),
+        HEADS=heads,
+        GROUP=groups,
+        D=dim,
+        PADDED=triton.next_power_of_2(dim),
+        BLOCK=block,
+        BLOCK_STRIDE=entries_of_layer.stride(0),
+        ROWS=shape.rows,
+        KEYS=min(shape.keys, block),
+        WINDOW=window,
+        SOFTCAP=softcap,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    return out
+
+
+def _prompt_shape(query: torch.Tensor) -> Shape:
+    """Return tiles whose sums fit the registers and whose keys fit the shared memory of every chip."""
+    if query.element_size() > 2:
+        return Shape(rows=32, keys=16, stages=2)
+    wide = query.shape[2] > 128
+    return Shape(rows=64 if wide else 128, keys=32 if wide else 64, warps=8, stages=2)
+
+
 @triton.jit
 def _end_of(word):
     """Return one more than the index of the highest bit that is set in each uint64; 0 or less if there is none."""
@@ -141,28 +212,38 @@ def _end_of(word):
 
 
 @triton.jit
-def _limit(bits, token, inside, WORDS: tl.constexpr):
+def _words(bits, token, inside, WORDS: tl.constexpr):
+    """Return the words of each token: entries of the tail that it sees."""
+    words = ()
+    for index in tl.static_range(WORDS):
+        word = tl.load(bits + token * WORDS + index, mask=inside, other=0)
+        words = words + (word.to(tl.uint64, bitcast=True),)  # noqa: RUF005  Triton does not unpack
+    return words
+
+
+@triton.jit
+def _limit(words, WORDS: tl.constexpr):
     """Return one more than the last entry of the tail that each token sees, counted from its prefix."""
-    limit = tl.zeros_like(token)
-    for word in tl.static_range(WORDS):
-        held = tl.load(bits + token * WORDS + word, mask=inside, other=0).to(tl.uint64, bitcast=True)
-        limit = tl.maximum(limit, tl.where(held != 0, 64 * word + _end_of(held), 0))
+    limit = tl.zeros_like(words[0]).to(tl.int32)
+    for index in tl.static_range(WORDS):
+        limit = tl.maximum(limit, tl.where(words[index] != 0, 64 * index + _end_of(words[index]), 0))
     return limit
 
 
 @triton.jit
-def _word(bits, token, inside, word, WORDS: tl.constexpr):
-    """Return 64 entries from a multiple of 64, counted from the prefix: all before it, none after the end."""
-    held = tl.load(
-        bits + token * WORDS + word, mask=inside & (word >= 0) & (word < WORDS), other=tl.where(word < 0, -1, 0)
-    )
-    return held.to(tl.uint64, bitcast=True)
+def _word(words, at, WORDS: tl.constexpr):
+    """Return word `at` of each token, counted from the prefix: before it all entries are seen, after the tail none."""
+    none = tl.zeros_like(words[0])
+    found = tl.where(at < 0, none - 1, none)
+    for index in tl.static_range(WORDS):
+        found = tl.where(at == index, words[index], found)
+    return found
 
 
 @triton.jit
 def _first(position, prefix, WINDOW: tl.constexpr):
     """Return the first entry in the window of a position."""
-    if WINDOW:
+    if WINDOW > 0:
         first = tl.minimum(tl.maximum(position - WINDOW + 1, 0), prefix)
     else:
         first = tl.zeros_like(position)
@@ -173,7 +254,7 @@ def _first(position, prefix, WINDOW: tl.constexpr):
 def _capped(scores, scale, SOFTCAP: tl.constexpr):
     """Return logits in powers of two. `scale` contains log2(e)."""
     scores = scores * scale
-    if SOFTCAP:
+    if SOFTCAP != 0.0:
         bound: tl.constexpr = SOFTCAP * 1.4426950408889634
         scores = bound * (2 * tl.sigmoid(scores * (2 / bound)) - 1)
     return scores
@@ -191,7 +272,10 @@ def _weigh(scores, peak, weight, values, value):
     return higher, weight, values
 
 
-@triton.jit(do_not_specialize=["columns", "tiles", "splits", "pieces", "table_stride"])
+@triton.jit(
+    do_not_specialize=["columns", "tiles", "splits", "pieces", "table_stride"],
+    do_not_specialize_on_alignment=["prefix", "bits", "position", "block_table", "peaks", "weights"],
+)
 def _attend_pieces(
     query,
     prefix,
@@ -234,12 +318,14 @@ def _attend_pieces(
     token = row * columns + place // GROUP
     head = (token * HEADS + key_head * GROUP + place % GROUP).to(tl.int64)
     before = tl.load(prefix + row)
-    limit = before + tl.max(_limit(bits, token, inside, WORDS), 0)
+    words = _words(bits, token, inside, WORDS)
+    limit = before + tl.max(_limit(words, WORDS), 0)
     own_position = tl.load(position + token, mask=inside, other=0x7FFFFFFF)
     own_first = _first(own_position, before, WINDOW)
     first = tl.min(own_first, 0)
     entry = tl.arange(0, KEYS)
     channel = tl.arange(0, PADDED)
+    turn = tl.arange(0, PIECE // BLOCK)
     exists = (channel < D) | (D == PADDED)
     queries = tl.load(query + head[:, None] * D + channel[None, :], mask=inside[:, None] & exists[None, :], other=0.0)
 
@@ -248,8 +334,11 @@ def _attend_pieces(
         weight = tl.zeros([ROWS], tl.float32)
         values = tl.zeros([ROWS, PADDED], tl.float32)
         begin = tl.maximum(piece * PIECE, first // KEYS * KEYS)
+        # No load inside the loop has an address from another load: tiles of keys then arrive in several stages.
+        index = piece * (PIECE // BLOCK) + turn
+        blocks = tl.load(block_table + row * table_stride + index, mask=index * BLOCK < limit, other=0)
         for start in range(begin, tl.minimum(piece * PIECE + PIECE, limit), KEYS):
-            block = tl.load(block_table + row * table_stride + start // BLOCK).to(tl.int64)
+            block = tl.sum(tl.where(index == start // BLOCK, blocks, 0), 0).to(tl.int64)
             held = entries + block * BLOCK_STRIDE + (key_head * 2 * BLOCK + start % BLOCK) * D
             key = tl.load(held + entry[None, :] * D + channel[:, None], mask=exists[:, None], other=0.0)
             own = start + entry
@@ -262,10 +351,9 @@ def _attend_pieces(
             # The bits of the tile's entries: these start inside one word and end inside the next.
             word = (start - before) >> 6
             shift = ((start - before) & 63).to(tl.uint64)
-            seen = _word(bits, token, inside, word, WORDS) >> shift
-            seen |= (_word(bits, token, inside, word + 1, WORDS) << 1) << (63 - shift)
+            seen = (_word(words, word, WORDS) >> shift) | ((_word(words, word + 1, WORDS) << 1) << (63 - shift))
             sees = ((seen[:, None] >> entry[None, :].to(tl.uint64)) & 1) != 0
-            if WINDOW:
+            if WINDOW > 0:
                 sees &= own[None, :] >= own_first[:, None]
             scores = _capped(tl.dot(queries, key, input_precision="ieee"), scale, SOFTCAP)
             scores = tl.where(sees, scores, float("-inf"))
@@ -276,7 +364,10 @@ def _attend_pieces(
         tl.store(sums + at[:, None] * PADDED + channel[None, :], values, mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["columns", "pieces"])
+@triton.jit(
+    do_not_specialize=["columns", "pieces"],
+    do_not_specialize_on_alignment=["prefix", "bits", "position", "peaks", "weights"],
+)
 def _combine(
     prefix,
     bits,
@@ -300,7 +391,7 @@ def _combine(
     token = tl.program_id(0)
     head = tl.program_id(1)
     before = tl.load(prefix + token // columns)
-    limit = before + _limit(bits, token, True, WORDS)
+    limit = before + _limit(_words(bits, token, True, WORDS), WORDS)
     begin = _first(tl.load(position + token), before, WINDOW) // PIECE
     end = tl.cdiv(limit, PIECE)
     at = (token * HEADS + head).to(tl.int64) * pieces
@@ -327,3 +418,81 @@ def _combine(
     values = values / tl.where(weight == 0.0, 1.0, weight)
     to = out + (token * HEADS + head).to(tl.int64) * D + channel
     tl.store(to, values.to(out.dtype.element_ty), mask=channel < D)
+
+
+@triton.jit(
+    do_not_specialize=["columns", "words", "table_stride"],
+    do_not_specialize_on_alignment=["prefix", "bits", "position", "block_table"],
+)
+def _attend_prompt(
+    query,
+    prefix,
+    bits,
+    position,
+    entries,
+    block_table,
+    sinks,
+    out,
+    scale,
+    columns,
+    words,
+    table_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Attend with one tile of queries of a key head. The longest tiles start first."""
+    row = tl.program_id(2)
+    key_head = tl.program_id(1)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    place = tile * ROWS + tl.arange(0, ROWS)
+    inside = place < columns * GROUP
+    column = place // GROUP
+    token = row * columns + column
+    own_head = key_head * GROUP + place % GROUP
+    before = tl.load(prefix + row)
+    real = tl.load(bits + token * words, mask=inside, other=0) != 0
+    own_limit = tl.where(real, before + column + 1, 0)
+    limit = tl.max(own_limit, 0)
+    own_first = _first(tl.load(position + token, mask=real, other=0x7FFFFFFF), own_limit, WINDOW)
+    first = tl.min(tl.where(real, own_first, 0x7FFFFFFF), 0)
+    entry = tl.arange(0, KEYS)
+    channel = tl.arange(0, PADDED)
+    exists = (channel < D) | (D == PADDED)
+    at = (token.to(tl.int64) * HEADS + own_head)[:, None] * D + channel[None, :]
+    queries = tl.load(query + at, mask=inside[:, None] & exists[None, :], other=0.0)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        peak = tl.load(sinks + own_head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        weight += 1.0
+    values = tl.zeros([ROWS, PADDED], tl.float32)
+    begin = tl.minimum(first, limit) // KEYS * KEYS
+    table = block_table + row * table_stride
+    # The address of a tile is loaded one tile ahead: tiles of keys then arrive in several stages.
+    block = tl.load(table + begin // BLOCK)
+    for start in range(begin, limit, KEYS):
+        held = entries + block.to(tl.int64) * BLOCK_STRIDE + (key_head * 2 * BLOCK + start % BLOCK) * D
+        block = tl.load(table + tl.minimum(start + KEYS, limit - 1) // BLOCK)
+        own = start + entry
+        key = tl.load(held + entry[None, :] * D + channel[:, None], mask=exists[:, None], other=0.0)
+        value = tl.load(
+            held + BLOCK * D + entry[:, None] * D + channel[None, :],
+            mask=((own >= first) & (own < limit))[:, None] & exists[None, :],
+            other=0.0,
+        )
+        sees = own[None, :] < own_limit[:, None]
+        if WINDOW > 0:
+            sees &= own[None, :] >= own_first[:, None]
+        scores = _capped(tl.dot(queries, key, input_precision="ieee"), scale, SOFTCAP)
+        scores = tl.where(sees, scores, float("-inf"))
+        peak, weight, values = _weigh(scores, peak, weight, values, value)
+    values = values / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside[:, None] & exists[None, :])

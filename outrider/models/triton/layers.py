@@ -74,7 +74,10 @@ def _normed(channels, norm, channel, square, epsilon, D: tl.constexpr):
     return channels
 
 
-@triton.jit(do_not_specialize=["columns", "table_stride"])
+@triton.jit(
+    do_not_specialize=["columns", "table_stride"],
+    do_not_specialize_on_alignment=["position", "entry", "block_table"],
+)
 def _rotate_and_write(
     qkv,
     cos,
@@ -199,7 +202,10 @@ def move_entries(entries: torch.Tensor, block_table: torch.Tensor, source: torch
     )
 
 
-@triton.jit(do_not_specialize=["table_stride", "moves"])
+@triton.jit(
+    do_not_specialize=["table_stride", "moves"],
+    do_not_specialize_on_alignment=["block_table", "source", "target"],
+)
 def _move(
     entries,
     block_table,

@@ -41,3 +41,20 @@ def test_attention(case, dtype):
     out = run(given, scale=0.3, **options)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), paged.expected(given, scale=0.3, **options), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 24])
+def test_prompt(window, dtype):
+    given = paged.random_pass([37, 0], 50, heads=6, dim=80, dtype=dtype, tree=False)
+    sinks = torch.linspace(-1, 2, 6)
+    options = {"scale": 0.3, "window": window, "softcap": 5.0, "sinks": sinks}
+    shape = attention.Shape(rows=32, keys=16)
+    with helper.interpreted(attention):
+        out = attention.attend_prompt(*given, rows=2, columns=50, shape=shape, **options)
+    # Column by column, the entries before it are committed.
+    every = given._replace(
+        prefix=given.position, bits=torch.ones_like(given.bits), block_table=given.block_table.repeat_interleave(50, 0)
+    )
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), paged.expected(every, **options), rtol=0, atol=tolerance)
