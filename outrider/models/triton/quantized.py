@@ -7,7 +7,8 @@ j + 32 in its high bits. Scales, and zero points of integers, lie in [groups of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ class QuantizedWeight:
     scale_rows: int = 1  # outputs that share a scale
 
     @property
-    def bytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of the values, scales and zero points."""
         return sum(each.nbytes for each in (self.values, self.scale, self.zero) if each is not None)
 
@@ -172,6 +173,26 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
 def from_weight(weight: GroupWeight | BlockWeight) -> QuantizedWeight:
     """Return the weight of a checkpoint or a GGUF file. Errors: as `from_groups` and `from_blocks`."""
     return from_groups(weight.groups()) if isinstance(weight, GroupWeight) else from_blocks(weight)
+
+
+def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return weights of equal inputs as one, one above the other.
+
+    Raises:
+        UnsupportedModel: they are quantized in different ways.
+    """
+    first = parts[0]
+    ways = {(part.kind, part.group, part.scale_rows, part.zero is None) for part in parts}
+    if len(ways) > 1 or (first.scale_rows > 1 and any(part.shape[0] % first.scale_rows for part in parts[:-1])):
+        raise UnsupportedModel("its parts are quantized in different ways")
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return replace(
+        first,
+        shape=torch.Size([sum(part.shape[0] for part in parts), first.shape[1]]),
+        values=torch.cat([part.values for part in parts]),
+        scale=torch.cat([part.scale for part in parts], -1),
+        zero=torch.cat(zeros, -1) if zeros else None,
+    )
 
 
 def _integers(

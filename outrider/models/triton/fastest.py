@@ -1,0 +1,26 @@
+"""Choose the fastest kernels of a device for verification: Triton on a GPU, C++ on a CPU, else torch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from outrider.models.native import rules as native
+from outrider.verify.rules import Verifier
+
+
+def fastest_verifier(verifier: Verifier, device: torch.device) -> Verifier:
+    """Return the verifier with its fastest implementation for the device. All give the same results."""
+    if _has_triton(device):
+        from outrider.models.triton.rules import on_device
+
+        return on_device(verifier)
+    return native.fastest_verifier(verifier, device)
+
+
+def _has_triton(device: torch.device) -> bool:
+    """Return whether Triton can be imported and has kernels for the device: an NVIDIA GPU from Ampere on."""
+    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
