@@ -8,13 +8,22 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
+from outrider.core import tree
 from outrider.errors import UnsupportedModel
+from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.quantized.weights import QuantizedWeights
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.quantize import QuantizedLinear
 from outrider.models.triton.quantized import from_weight, quantize, stacked
 from tests.helpers import quantized_files as files
+from tests.helpers import tiny
+from tests.helpers.configs import make_config
+
+pytest.importorskip("tests.helpers.triton")
+from outrider.models.triton.target import TritonTarget
+from tests.helpers import triton_reference
 
 GPTQ = {"quant_method": "gptq", "bits": 4}
 GPTQ8 = {"quant_method": "gptq", "bits": 8}
@@ -88,3 +97,22 @@ def test_gguf_types_without_equal_blocks_are_refused():
 def test_own_quantization_is_that_of_the_cpu(bits):
     dense = torch.randn(32, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(quantize(dense, bits).dequantize(), QuantizedLinear(dense, None, bits=bits).values())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["AWQ", "FP8 of blocks"])
+def test_models_keep_their_weights_quantized(name, tmp_path, monkeypatch):
+    triton_reference.use(monkeypatch)
+    settings, store = STORED[name]
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = make_config("LlamaConfig", **sizes, num_hidden_layers=2, max_position_embeddings=256)
+    written = files.write_quantized(tmp_path, AutoModelForCausalLM.from_config(config), store, settings)
+    checkpoint = load_checkpoint(tmp_path, device="cpu", dtype="float32", kernels="triton")
+    target = TritonTarget(checkpoint, slots=1, context=128)
+    layer = target._decoder._layers[0]
+    assert {layer.qkv.kind, layer.down.kind} == {"int4" if name == "AWQ" else "fp8"}
+    prompt = list(range(3, 20))
+    row = tiny.admit(target, 0, prompt)
+    logits = target.score(tiny.everything([row]), tree.empty(1, torch.device("cpu"))).logits
+    expected = written.model(torch.tensor([prompt])).logits[:, -1]
+    torch.testing.assert_close(logits.view(1, -1), expected, rtol=1e-3, atol=1e-3)
