@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional
 
 from outrider.lab.bench.rates import read_bandwidth
+from outrider.models.torch.fp8_weight import Fp8
 from outrider.models.triton import linear as products
 from outrider.models.triton.linear import Norm, Tile, compile_linear, linear
 from outrider.models.triton.quantized import QuantizedWeight, from_fp8, quantize
@@ -205,9 +206,10 @@ class _Bench:
             return quantize(dense, int(kind[3:]))
         if kind == "fp8":
             scale = dense.abs().amax(1, keepdim=True).float() / 448
-            return from_fp8((dense / scale.to(dense.dtype)).to(torch.float8_e4m3fn), scale)
+            values = (dense / scale.to(dense.dtype)).to(torch.float8_e4m3fn)
+            return from_fp8(Fp8(values=values, scale=scale, block=(1, shape.inputs)))
         blocks = self._random(-(-shape.outputs // 128), shape.inputs // 128).abs()
-        return from_fp8(dense.to(torch.float8_e4m3fn), blocks)
+        return from_fp8(Fp8(values=dense.to(torch.float8_e4m3fn), scale=blocks, block=(128, 128)))
 
     def _time(self, calls: list[Callable[[], object]]) -> float:
         """Return the microseconds of a call, from a CUDA graph of all."""

@@ -34,6 +34,65 @@ class Build(NamedTuple):
     stack: int
 
 
+class Launch(NamedTuple):
+    """A launch of a kernel: the values of its arguments by name, and num_warps and num_stages."""
+
+    kernel: runtime.JITFunction
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+    def build(self, capability: int, cache: Path) -> Build:
+        """Compile the kernel as for this launch; see `build`."""
+        types = {name: TYPES[_kind(value)] for name, value in self.arguments.items() if _kind(value) in TYPES}
+        constant = {p.name for p in self.kernel.params if p.is_constexpr or self.arguments.get(p.name) is None}
+        constants = {name: self.arguments[name] for name in constant if name in self.arguments}
+        types = {name: kind for name, kind in types.items() if name not in constant}
+        return build(self.kernel, types, constants, capability=capability, cache=cache, **self.options)
+
+
+TYPES = {
+    int: "i32",
+    float: "fp32",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+}
+
+
+def _kind(value):
+    return getattr(value, "dtype", type(value))
+
+
+@contextmanager
+def recorded(*modules: ModuleType) -> Iterator[list[Launch]]:
+    """Note the launches of the kernels of `modules` instead of running them. Tensors may be on the meta device."""
+    launches: list[Launch] = []
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def note(*values, **named):
+                names = self.kernel.arg_names
+                arguments = dict(zip(names, values, strict=False)) | {k: v for k, v in named.items() if k in names}
+                options = {name: value for name, value in named.items() if name not in names}
+                launches.append(Launch(self.kernel, arguments, options))
+
+            return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, runtime.JITFunction):
+                    patch.setattr(module, name, Recorder(value))
+        yield launches
+
+
 @contextmanager
 def interpreted(*modules: ModuleType) -> Iterator[None]:
     """Run the kernels of `modules` in Triton's interpreter, on CPU tensors, while the context is open.

@@ -80,7 +80,7 @@ def _open_folder(path: Path, dtype: str, device: torch.device, kernels: str) -> 
     choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=quantized)
     if choice.dtype not in _NATIVE_DTYPES and kernels != "triton":
         return None
-    stored = open_stored(path, config, choice.dtype)
+    stored = open_stored(path, config, choice.dtype, kernels)
     weights = name_weights(stored, config, choice.dtype)
     if weights is None:
         return None
@@ -277,7 +277,7 @@ def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto",
         _transformers().check_fits(path, dtype, place, kernels=kernels)
         return
     choice = choose_dtype(dtype, config, place, kernels=kernels, quantized=quantized)
-    stored = open_stored(path, config, choice.dtype) if quantized else None
+    stored = open_stored(path, config, choice.dtype, kernels) if quantized else None
     check_memory(path, _memory_of(path, config, stored, choice.dtype), place)
 
 

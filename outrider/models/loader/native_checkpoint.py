@@ -111,8 +111,10 @@ class FolderWeights(Weights):
             self._stored.release(name)
 
 
-def open_stored(folder: Path, config: ModelConfig, dtype: torch.dtype) -> TensorFiles | QuantizedWeights:
-    """Return the weights of a folder as its files have them.
+def open_stored(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, kernels: str = "native"
+) -> TensorFiles | QuantizedWeights:
+    """Return the weights of a folder as its files have them. Those that the kernels multiply stay quantized.
 
     Raises:
         OutriderError: a file is missing or damaged.
@@ -121,7 +123,8 @@ def open_stored(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Tensor
     settings = quantization_of(config)
     if settings is None:
         return TensorFiles.of(folder)
-    return QuantizedWeights(folder, settings, dtype, blocks=dtype == torch.bfloat16)
+    on_triton = kernels == "triton"
+    return QuantizedWeights(folder, settings, dtype, blocks=on_triton or dtype == torch.bfloat16, fp8=on_triton)
 
 
 def name_weights(

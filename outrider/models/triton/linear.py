@@ -120,7 +120,7 @@ def _call(
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     group = quantized.group if quantized else 0
     bits = 8 * values.itemsize if values.shape[1] == inputs else 4
-    tile = tile or choose_tile(rows, outputs, bits, grouped=group > 0)
+    tile = tile or choose_tile(rows, outputs, bits, grouped=group > 0, input_bytes=x.itemsize)
     out = x.new_empty(rows, outputs // 2 if gate else outputs, dtype=out_dtype or x.dtype)
     arguments = (
         x, values, quantized and quantized.scale, quantized and quantized.zero, norm and norm.weight, bias, residual,
@@ -142,7 +142,7 @@ def _call(
     return _Call(out, grid, arguments, options)
 
 
-def choose_tile(rows: int, outputs: int, bits: int, *, grouped: bool) -> Tile:
+def choose_tile(rows: int, outputs: int, bits: int, *, grouped: bool, input_bytes: int = 2) -> Tile:
     """Return the tile of a product of `rows` rows. It changes the time of the product and not its bits.
 
     As many stages as fit into 99 KB, which all chips have, hide the latency of memory. Small tiles make enough programs
@@ -153,10 +153,12 @@ def choose_tile(rows: int, outputs: int, bits: int, *, grouped: bool) -> Tile:
         outputs: rows of the weight.
         bits: of a weight in memory.
         grouped: whether scales belong to groups of inputs, whose sums take registers of their own.
+        input_bytes: of an input.
     """
-    size = 16 if outputs < 3072 else 32
-    tile_rows = min(32 if grouped else 64, max(8, triton.next_power_of_2(rows)))
-    stage = _STEP * (size * bits // 8 + 2 * tile_rows + 4)  # bytes: weights, inputs, and the weight of a norm
+    size = 16 if outputs < 3072 or input_bytes == 4 else 32
+    largest = 8 if input_bytes == 4 else 32 if grouped else 64
+    tile_rows = min(largest, max(8, triton.next_power_of_2(rows)))
+    stage = _STEP * (size * bits // 8 + input_bytes * tile_rows + 4)  # bytes: weights, inputs, and the weight of a norm
     return Tile(size, tile_rows, 4, min(6, 1 + 99 * 1024 // stage))
 
 

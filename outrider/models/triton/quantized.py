@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from outrider.errors import OutriderError, UnsupportedModel
+from outrider.models.torch.fp8_weight import Fp8, Fp8Weight
 from outrider.models.torch.gguf_linear import BlockWeight
 from outrider.models.torch.group_weight import Groups, GroupWeight
 from outrider.models.torch.quantize import group_size, to_integers
@@ -69,40 +70,27 @@ class QuantizedWeight:
         return wide.T.repeat_interleave(self.group, 1)[:, : self.shape[1]]
 
 
-def from_fp8(values: torch.Tensor, scale: torch.Tensor) -> QuantizedWeight:
-    """Return an FP8 weight.
-
-    Args:
-        values: [N, K] float8_e4m3fn.
-        scale: one number, [N, 1], or [N / rows, K / inputs] of blocks, as 128 x 128.
+def from_fp8(weight: Fp8) -> QuantizedWeight:
+    """Return a weight of FP8.
 
     Raises:
         UnsupportedModel: the blocks have no multiple of 64 inputs.
     """
-    outputs, inputs = values.shape
-    scale = scale.float().reshape(len(scale), -1) if scale.dim() else scale.float().reshape(1, 1)
-    if scale.shape[1] == 1:
+    outputs, inputs = weight.values.shape
+    rows, group = weight.block
+    scale = weight.scale.float().T
+    if group >= inputs:
         group = 0
-        scale = scale.flatten().expand(outputs) if len(scale) == 1 else scale.flatten()
+        scale = scale.flatten().repeat_interleave(min(rows, outputs))[:outputs]
         rows = 1
-    else:
-        group = _block(inputs, scale.shape[1])
-        rows = _block(outputs, scale.shape[0])
-        scale = scale.T
     if group % _CHUNK:
         raise UnsupportedModel(
             f"FP8 with blocks of {group} inputs is not supported on a GPU; use a checkpoint with blocks of 128"
         )
     return QuantizedWeight(
-        kind="fp8", shape=values.shape, values=values.contiguous().view(torch.uint8), scale=scale.contiguous(),
-        group=group, scale_rows=rows,
+        kind="fp8", shape=weight.values.shape, values=weight.values.contiguous().view(torch.uint8),
+        scale=scale.contiguous(), group=group, scale_rows=rows,
     )  # fmt: skip
-
-
-def _block(size: int, blocks: int) -> int:
-    """Return the size of a block, a power of two, where the last block may be smaller."""
-    block = -(-size // blocks)
-    return 1 << (block - 1).bit_length()
 
 
 def from_groups(groups: Groups) -> QuantizedWeight:
@@ -170,8 +158,10 @@ def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     return _integers(unsigned, bits, scale.flatten() if bits == 8 else scale, None, 0 if bits == 8 else group)
 
 
-def from_weight(weight: GroupWeight | BlockWeight) -> QuantizedWeight:
-    """Return the weight of a checkpoint or a GGUF file. Errors: as `from_groups` and `from_blocks`."""
+def from_weight(weight: BlockWeight) -> QuantizedWeight:
+    """Return the weight of a checkpoint or a GGUF file. Errors: as `from_fp8`, `from_groups` and `from_blocks`."""
+    if isinstance(weight, Fp8Weight):
+        return from_fp8(weight.fp8())
     return from_groups(weight.groups()) if isinstance(weight, GroupWeight) else from_blocks(weight)
 
 

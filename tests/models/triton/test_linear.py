@@ -10,6 +10,7 @@ from torch.nn import functional
 from tests.helpers import triton as helper
 
 from outrider.models.triton import linear as products  # isort: skip
+from outrider.models.torch.fp8_weight import Fp8
 from outrider.models.torch.group_weight import Groups, Layout, pack_integers
 from outrider.models.triton.linear import Norm, Tile, linear
 from outrider.models.triton.quantized import QuantizedWeight, from_fp8, from_groups, quantize
@@ -27,10 +28,10 @@ def made(kind: str, outputs: int, inputs: int) -> torch.Tensor | QuantizedWeight
         return quantize(dense, int(kind[3:]))
     if kind == "fp8":
         scale = dense.abs().amax(1, keepdim=True) / 448
-        return from_fp8((dense / scale).to(torch.float8_e4m3fn), scale)
+        return from_fp8(Fp8(values=(dense / scale).to(torch.float8_e4m3fn), scale=scale, block=(1, inputs)))
     if kind == "fp8 blocks":
         scale = torch.rand(-(-outputs // 128), -(-inputs // 128), generator=generator) + 0.5
-        return from_fp8(dense.to(torch.float8_e4m3fn), scale)
+        return from_fp8(Fp8(values=dense.to(torch.float8_e4m3fn), scale=scale, block=(128, 128)))
     bits, group, zero = map(int, kind.split("-"))
     group = group or inputs
     values = torch.randint(0, 1 << bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
@@ -149,11 +150,11 @@ def in_order(left, right, dtype):
 def test_row_has_the_same_bits_alone_and_among_others(kind, monkeypatch):
     monkeypatch.setattr(numpy, "matmul", in_order)
     generator = torch.Generator().manual_seed(0)
-    weight = made(kind, 48, 320)
+    weight = made(kind, 32, 320)
     norm = Norm(torch.rand(320, generator=generator), 1e-6)
     x = torch.randn(64, 320, generator=generator)
     whole = product(x, weight, norm=norm, gate="silu")
-    for first, rows in ((0, 1), (63, 1), (7, 5), (40, 17)):
+    for first, rows in ((0, 1), (63, 1), (40, 17)):
         part = x[first : first + rows]
         assert torch.equal(product(part, weight, norm=norm, gate="silu"), whole[first : first + rows]), (first, rows)
-    assert torch.equal(product(x[3:5], weight, norm=norm, gate="silu", tile=Tile(16, 8, 4, 3)), whole[3:5])
+    assert torch.equal(product(x[3:5], weight, norm=norm, gate="silu", tile=Tile(32, 64, 4, 3)), whole[3:5])

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from outrider.models.loader.quantized.format import Format, Parts, Settings, by_block, refuse, shifted
+from outrider.models.loader.quantized.format import Format, Parts, Settings, refuse, shifted
+from outrider.models.torch.fp8_weight import Fp8, by_block
 from outrider.models.torch.group_weight import Groups, Layout, unpack
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
@@ -47,6 +48,8 @@ def compressed_tensors(settings: Settings) -> Format:
         dense=_dense,
         layout=_layout,
         groups=_groups,
+        is_fp8=_is_fp8,
+        fp8=_fp8,
         activations=next(filter(None, map(_activations, schemes)), ""),
     )
 
@@ -108,12 +111,26 @@ def _dense(parts: Parts) -> torch.Tensor:
     if _layout(parts) is not None:
         return _groups(parts).dequantize()
     weight = parts[".weight"].float()
-    zero = parts.find(_ZERO)
+    scale, block = _blocks(parts)
+    if (zero := parts.find(_ZERO)) is not None:
+        weight -= by_block(zero.view(scale.shape), weight.shape, block)
+    return weight * by_block(scale, weight.shape, block)
+
+
+def _is_fp8(parts: Parts) -> bool:
+    return _PACKED not in parts and parts.kind(".weight") == "F8_E4M3" and _ZERO not in parts
+
+
+def _fp8(parts: Parts) -> Fp8:
+    scale, block = _blocks(parts)
+    return Fp8(values=parts[".weight"], scale=scale, block=block)
+
+
+def _blocks(parts: Parts) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Return the scales of float weights, and the rows and columns of a block."""
+    outputs, inputs = parts.shape(".weight")
     scale = parts[_SCALE]
     if scale.numel() == 1:
         scale = scale.reshape(1, 1)
     scale = scale.view(len(scale), -1)
-    block = (-(-weight.shape[0] // scale.shape[0]), -(-weight.shape[1] // scale.shape[1]))
-    if zero is not None:
-        weight -= by_block(zero.view(scale.shape), weight.shape, block)
-    return weight * by_block(scale, weight.shape, block)
+    return scale, (-(-outputs // scale.shape[0]), -(-inputs // scale.shape[1]))

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from outrider.errors import UnsupportedModel
+from outrider.models.torch.fp8_weight import Fp8
 from outrider.models.torch.group_weight import Groups, Layout
 from outrider.models.torch.tensor_files import TensorFiles
 
@@ -55,6 +56,8 @@ class Format:
     dense: Callable[[Parts], torch.Tensor]  # the weight in float32
     layout: Callable[[Parts], Layout | None] = lambda parts: None  # None: this weight is no matrix of integers
     groups: Callable[[Parts], Groups] | None = None
+    is_fp8: Callable[[Parts], bool] = lambda parts: False  # whether this weight is a matrix of FP8
+    fp8: Callable[[Parts], Fp8] | None = None
     weight: str = ".weight"  # the end of the name of the weight in transformers
     activations: str = ""  # how the checkpoint quantizes activations, which Outrider does not do; empty: not at all
 
@@ -68,15 +71,3 @@ def shifted(values: torch.Tensor) -> torch.Tensor:
     """Return int8 values [outputs, inputs] plus 128, in words [outputs, inputs / 4] int32."""
     unsigned = values.view(torch.uint8) ^ 128
     return functional.pad(unsigned, (0, -values.shape[1] % 4)).view(torch.int32)
-
-
-def by_block(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
-    """Return the scale of each weight in float32, from scales of blocks [outputs / rows, inputs / columns].
-
-    Args:
-        scale: the scales.
-        shape: of the matrix, whose last blocks may be smaller.
-        block: rows and columns of a block.
-    """
-    wide = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return wide[: shape[0], : shape[1]]

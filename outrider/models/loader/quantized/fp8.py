@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.models.loader.quantized.format import Format, Parts, Settings, by_block, refuse
+from outrider.models.loader.quantized.format import Format, Parts, Settings, refuse
+from outrider.models.torch.fp8_weight import Fp8
 
 _SCALES = (".weight_scale_inv", ".weight_scale")
 
@@ -19,20 +20,21 @@ def fp8(settings: Settings) -> Format:
         raise refuse(f"FP8 with experts in {experts}")
     rows, columns = settings.get("weight_block_size") or (0, 0)
 
-    def dense(parts: Parts) -> torch.Tensor:
-        weight = parts[".weight"].float()
+    def read(parts: Parts) -> Fp8:
+        values = parts[".weight"]
         scale = next(parts[end] for end in _SCALES if end in parts)
         if scale.dtype == torch.uint8:  # exponents
             scale = (scale.float() - 127).exp2()
-        if not rows:
-            return weight * scale.float()
-        return weight * by_block(scale, weight.shape, (rows, columns))
+        block = (rows or values.shape[0], columns or values.shape[1])
+        return Fp8(values=values, scale=scale if rows else scale.reshape(1, 1), block=block)
 
     return Format(
         name="FP8",
         keys=_SCALES,
         parts=(".weight", ".input_scale", ".activation_scale"),
         shape=lambda parts: parts.shape(".weight"),
-        dense=dense,
+        dense=lambda parts: read(parts).dequantize(),
+        is_fp8=lambda parts: parts.kind(".weight") == "F8_E4M3" and len(parts.shape(".weight")) == 2,
+        fp8=read,
         activations=f"FP8 ({settings.get('activation_scheme', 'dynamic')})",
     )

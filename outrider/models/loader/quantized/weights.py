@@ -21,6 +21,7 @@ from outrider.models.loader.quantized.fp8 import fp8
 from outrider.models.loader.quantized.gptq import gptq
 from outrider.models.loader.quantized.mxfp4 import mxfp4
 from outrider.models.torch.checkpoint import WeightFormat
+from outrider.models.torch.fp8_weight import Fp8Weight
 from outrider.models.torch.group_weight import GroupWeight, Layout
 from outrider.models.torch.tensor_files import TensorFiles
 from outrider.models.torch.weights import Weight, Weights
@@ -88,11 +89,13 @@ class QuantizedWeights(Weights):
     """The weights of a folder. A value is made when it is accessed.
 
     Matrices of integers that the native kernels multiply without loss are a `GroupWeight` if
-    `blocks` is set. Other quantized weights are tensors of the type `dtype`. Those that are not
-    quantized are as they are stored.
+    `blocks` is set, and matrices of FP8 are an `Fp8Weight` if `fp8` is set. Other quantized weights
+    are tensors of the type `dtype`. Those that are not quantized are as they are stored.
     """
 
-    def __init__(self, folder: Path, settings: Settings, dtype: torch.dtype, *, blocks: bool = False) -> None:
+    def __init__(
+        self, folder: Path, settings: Settings, dtype: torch.dtype, *, blocks: bool = False, fp8: bool = False
+    ) -> None:
         """List the weights.
 
         Raises:
@@ -108,11 +111,15 @@ class QuantizedWeights(Weights):
         self._quantized = {prefix + form.weight: Parts(self._files, prefix) for prefix in prefixes}
         stored = {prefix + end for prefix in prefixes for end in (*form.keys, *form.parts)}
         self._dense = self._files.keys() - stored
-        # The sizes of matrices that stay as they are. All others are dequantized.
+        # The kinds of matrices that stay as they are, and the sizes of those of integers. All others are dequantized.
+        self._kinds: dict[str, str] = {}
         self._layouts: dict[str, Layout] = {}
         for name in self._quantized if blocks else ():
             if (layout := self._of(name, form.layout)) is not None and layout.packable:
                 self._layouts[name] = layout
+                self._kinds[name] = f"int{layout.bits}"
+            elif fp8 and self._of(name, form.is_fp8):
+                self._kinds[name] = "fp8"
         if not prefixes:
             raise OutriderError(
                 f"config.json in {folder} says that the weights are quantized ({form.name}), and"
@@ -122,7 +129,7 @@ class QuantizedWeights(Weights):
 
     @property
     def types(self) -> tuple[str, ...]:
-        return tuple(sorted({f"int{layout.bits}" for layout in self._layouts.values()}))
+        return tuple(sorted(set(self._kinds.values())))
 
     def __len__(self) -> int:
         return len(self._quantized) + len(self._dense)
@@ -137,12 +144,15 @@ class QuantizedWeights(Weights):
     def __getitem__(self, name: str) -> Weight:
         if name not in self._quantized:
             return self._files[name]
-        layout = self._layouts.get(name)
-        if layout is None:
+        kind = self._kinds.get(name)
+        if kind is None:
             return self._of(name, self.format.dense).to(self._dtype)
-        groups = self.format.groups
+        groups, fp8 = self.format.groups, self.format.fp8
+        if kind == "fp8":
+            assert fp8 is not None
+            return Fp8Weight(partial(self._of, name, fp8), self.shape(name), self._stored_bytes(name))
         assert groups is not None
-        return GroupWeight(partial(self._of, name, groups), layout, self._stored_bytes(name))
+        return GroupWeight(partial(self._of, name, groups), self._layouts[name], self._stored_bytes(name))
 
     def is_float(self, name: str) -> bool:
         """Return whether a weight has float values."""
@@ -155,7 +165,7 @@ class QuantizedWeights(Weights):
     def expand(self, names: Iterable[str]) -> None:
         """Dequantize these weights, also those whose integers the native kernels multiply."""
         for name in names:
-            self._layouts.pop(name, None)
+            self._kinds.pop(name, None)
 
     def _of(self, name: str, read: Callable[[Parts], Value]) -> Value:
         """Read something of a quantized weight.
@@ -190,7 +200,7 @@ class QuantizedWeights(Weights):
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of a weight in memory."""
-        if name in self._layouts:
+        if name in self._kinds:
             return self._stored_bytes(name)
         return self.shape(name).numel() * self._dtype.itemsize
 
@@ -208,17 +218,17 @@ class QuantizedWeights(Weights):
             shape = self.shape(weight)
             if len(shape) < 2:
                 continue
-            layout = self._layouts.get(weight)
-            held = name if layout is None else f"int{layout.bits}"
+            kind = self._kinds.get(weight)
+            held = kind or name
             types.add(f"{held} (from {self.format.name})" if weight in self._quantized else held)
-            bits += 8 * (self._stored_bytes(weight) if layout else shape.numel() * dtype.itemsize)
+            bits += 8 * (self._stored_bytes(weight) if kind else shape.numel() * dtype.itemsize)
             count += shape.numel()
         return WeightFormat(tuple(sorted(types)), bits / count)
 
     def report(self, dtype: torch.dtype) -> None:
         """Log what the checkpoint has that the model does not: weights that are expanded, and activations."""
         name = str(dtype).removeprefix("torch.")
-        expanded = sorted(self._quantized.keys() - self._layouts.keys())
+        expanded = sorted(self._quantized.keys() - self._kinds.keys())
         if expanded:
             size = sum(self.shape(weight).numel() for weight in expanded) * dtype.itemsize
             stored = sum(map(self._stored_bytes, expanded))
