@@ -104,6 +104,7 @@ _ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (  # the most important first
     ("triton", (*_FIRST, *_BATCHED)),
     ("auto", ("bandwidth", "step_uncompiled", "compile", "split", "k_auto", "race", *_FIRST, *_BATCHED)),
     ("int4", _QUANTIZED),
+    ("int8", _QUANTIZED),
     ("fp8", _QUANTIZED),
     ("triton", ("kernels", "round", "sampled")),
     ("auto", ("kernels", "round", "sampled", "head", "attention", "rows")),
