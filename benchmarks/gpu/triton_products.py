@@ -56,11 +56,11 @@ _SHAPES = {
 }
 _TINY = {"tiny qkv": Shape(48, 256, norm=True), "tiny gate up": Shape(64, 256, norm=True, gate="silu")}
 _TILES = {
-    8: (Tile(16, 4, 4), Tile(16, 4, 6), Tile(32, 4, 4), Tile(32, 4, 5), Tile(64, 4, 4)),
-    16: (Tile(16, 4, 5), Tile(32, 4, 4), Tile(64, 4, 3)),
-    32: (Tile(16, 4, 4), Tile(32, 4, 3), Tile(32, 4, 4), Tile(64, 4, 3)),
-    64: (Tile(16, 4, 3), Tile(32, 4, 3), Tile(32, 4, 4), Tile(64, 4, 3)),
-}  # by the padded rows
+    8: (Tile(16, 8, 4, 4), Tile(16, 8, 4, 6), Tile(32, 8, 4, 4), Tile(32, 8, 4, 5), Tile(64, 8, 4, 4)),
+    16: (Tile(16, 16, 4, 6), Tile(32, 16, 4, 4), Tile(32, 16, 4, 5), Tile(64, 16, 4, 3)),
+    32: (Tile(16, 32, 4, 4), Tile(32, 32, 4, 4), Tile(64, 32, 4, 3), Tile(64, 16, 4, 3)),
+    64: (Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(32, 32, 4, 4), Tile(64, 32, 4, 3), Tile(64, 64, 4, 3)),
+}  # by the rows
 
 
 def run(device: torch.device) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class _Bench:
         figures = {}
         expected = linear(x, copies[0])
         for tile in _TILES[len(x)]:
-            label = f"{tile.outputs} outputs, {tile.stages} stages"
+            label = f"{tile.outputs} outputs x {tile.rows} rows, {tile.stages} stages"
             try:
                 equal = torch.equal(linear(x, copies[0], tile=tile), expected)
                 us = self._time([partial(linear, x, each, tile=tile) for each in copies])

@@ -45,9 +45,8 @@ from outrider.models.loader.check import make_checked_target
 from outrider.models.loader.check_store import CheckResult
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.load import load_checkpoint
-from outrider.models.native.sampling import fastest_sampling
 from outrider.models.torch.checkpoint import Checkpoint, Precision, WeightFormat
-from outrider.models.triton.fastest import fastest_verifier
+from outrider.models.triton.fastest import fastest_sampling, fastest_verifier
 from outrider.runtime.machine import free_memory
 from outrider.runtime.progress import stage
 from outrider.runtime.ranks import current, join

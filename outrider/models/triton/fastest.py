@@ -6,8 +6,9 @@ from importlib.util import find_spec
 
 import torch
 
-from outrider.models.native import rules as native
+from outrider.models.native import rules, sampling
 from outrider.verify.rules import Verifier
+from outrider.verify.sampling import ProbsFunction
 
 
 def fastest_verifier(verifier: Verifier, device: torch.device) -> Verifier:
@@ -16,7 +17,16 @@ def fastest_verifier(verifier: Verifier, device: torch.device) -> Verifier:
         from outrider.models.triton.rules import on_device
 
         return on_device(verifier)
-    return native.fastest_verifier(verifier, device)
+    return rules.fastest_verifier(verifier, device)
+
+
+def fastest_sampling(device: torch.device) -> ProbsFunction:
+    """Return the fastest `target_probs` for the device. All give the same results, up to rounding."""
+    if _has_triton(device):
+        from outrider.models.triton.sampling import target_probs
+
+        return target_probs
+    return sampling.fastest_sampling(device)
 
 
 def _has_triton(device: torch.device) -> bool:

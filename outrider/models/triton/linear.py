@@ -26,6 +26,7 @@ from torch.nn import functional
 from outrider.models.triton.quantized import QuantizedWeight
 
 MAX_ROWS = 64  # above, the product is one of cuBLAS
+_STEP = 256  # inputs of an iteration
 
 
 class Norm(NamedTuple):
@@ -36,9 +37,10 @@ class Norm(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a product is cut: the outputs of a program, its warps, and the stages of its pipeline."""
+    """How a product is cut: the outputs and rows of a program, its warps, and the stages of its pipeline."""
 
     outputs: int
+    rows: int  # 8, 16, 32 or 64
     warps: int
     stages: int
 
@@ -96,7 +98,7 @@ class _Call(NamedTuple):
     """A call of the kernel, and the tensor that it fills."""
 
     out: torch.Tensor
-    grid: tuple[int]
+    grid: tuple[int, int]  # programs with the same weights follow each other
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
@@ -117,7 +119,8 @@ def _call(
     quantized = weight if isinstance(weight, QuantizedWeight) else None
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     group = quantized.group if quantized else 0
-    tile = tile or choose_tile(rows, outputs, grouped=group > 0)
+    bits = 8 * values.itemsize if values.shape[1] == inputs else 4
+    tile = tile or choose_tile(rows, outputs, bits, grouped=group > 0)
     out = x.new_empty(rows, outputs // 2 if gate else outputs, dtype=out_dtype or x.dtype)
     arguments = (
         x, values, quantized and quantized.scale, quantized and quantized.zero, norm and norm.weight, bias, residual,
@@ -131,25 +134,30 @@ def _call(
         "GATE": gate,
         "EVEN": inputs % 256 == 0,
         "OUTPUTS": tile.outputs,
-        "ROWS": max(8, triton.next_power_of_2(rows)),
+        "ROWS": tile.rows,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    return _Call(out, (triton.cdiv(outputs, tile.outputs),), arguments, options)
+    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs))
+    return _Call(out, grid, arguments, options)
 
 
-def choose_tile(rows: int, outputs: int, *, grouped: bool) -> Tile:
+def choose_tile(rows: int, outputs: int, bits: int, *, grouped: bool) -> Tile:
     """Return the tile of a product of `rows` rows. It changes the time of the product and not its bits.
+
+    As many stages as fit into 99 KB, which all chips have, hide the latency of memory. Small tiles make enough programs
+    for all processors.
 
     Args:
         rows: 1 to 64.
         outputs: rows of the weight.
+        bits: of a weight in memory.
         grouped: whether scales belong to groups of inputs, whose sums take registers of their own.
     """
-    stages = {8: 5, 16: 4}.get(max(8, triton.next_power_of_2(rows)), 3)
-    if outputs < 3072 or (grouped and rows > 32):
-        return Tile(16, 4, min(6, stages + (rows <= 32)))
-    return Tile(32, 4, stages)
+    size = 16 if outputs < 3072 else 32
+    tile_rows = min(32 if grouped else 64, max(8, triton.next_power_of_2(rows)))
+    stage = _STEP * (size * bits // 8 + 2 * tile_rows + 4)  # bytes: weights, inputs, and the weight of a norm
+    return Tile(size, tile_rows, 4, min(6, 1 + 99 * 1024 // stage))
 
 
 def _many_rows(
@@ -186,7 +194,34 @@ _ACTIVATIONS: dict[str, Any] = {
 
 def expand(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Return a quantized weight [N, K] in a float dtype."""
-    return weight.dequantize().to(dtype)
+    outputs, inputs = weight.shape
+    out = weight.values.new_empty(outputs, inputs, dtype=dtype)
+    width = weight.values.shape[1]
+    _expand[triton.cdiv(outputs, 16), triton.cdiv(width, 128)](
+        weight.values, weight.scale, weight.zero, out, outputs, inputs, width,
+        KIND=weight.kind, GROUP=weight.group, SCALE_ROWS=weight.scale_rows, OUTPUTS=16, BYTES=128,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _expand(
+    values, scale, zero, out, outputs, inputs, width,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    """Write the weights of BYTES bytes of OUTPUTS rows."""
+    n = (tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS))[:, None]
+    byte = (tl.program_id(1) * BYTES + tl.arange(0, BYTES))[None, :]
+    q = tl.load(values + n.to(tl.int64) * width + byte, mask=(n < outputs) & (byte < width), other=0)
+    for half in tl.static_range(2 if KIND == "int4" else 1):
+        k = byte // 32 * 64 + byte % 32 + half * 32 if KIND == "int4" else byte
+        inside = (n < outputs) & (k < inputs)
+        w = _floats((q >> 4 if half else q & 15) if KIND == "int4" else q, KIND, tl.float32)
+        place = k // GROUP * tl.cdiv(outputs, SCALE_ROWS) + n // SCALE_ROWS if GROUP else n + k * 0
+        if zero is not None:
+            w -= tl.load(zero + place, mask=inside, other=0).to(tl.float32)
+        w *= tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + n.to(tl.int64) * inputs + k, w.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "epsilon"])
@@ -196,9 +231,9 @@ def _product(
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUTPUTS outputs of all rows."""
+    """Compute OUTPUTS outputs of ROWS rows."""
     n = _weight_rows(outputs, GATE, OUTPUTS)
-    t = tl.arange(0, ROWS)
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     total, squares = _sum_products(
         x + t[None, None, :] * x_stride, values + n.to(tl.int64)[None, :, None] * values_stride, scale, zero, norm,
         (t < rows)[None, None, :], (n // SCALE_ROWS)[None, :], tl.cdiv(outputs, SCALE_ROWS), inputs,
@@ -212,11 +247,11 @@ def _product(
     if bias is not None:
         result += tl.load(bias + n).to(tl.float32)[:, None]
     width = outputs
-    column = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     if GATE != "":
         result = _gated(result, GATE)
         width = outputs // 2
-        column = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        column = tl.program_id(1) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
     inside = (column < width)[:, None] & (t < rows)[None, :]
     if residual is not None:
         result += tl.load(residual + t[None, :] * residual_stride + column[:, None], mask=inside).to(tl.float32)
@@ -363,9 +398,9 @@ def _weight_rows(outputs, GATE: tl.constexpr, OUTPUTS: tl.constexpr):
     """
     i = tl.arange(0, OUTPUTS)
     if GATE == "":
-        return tl.minimum(tl.program_id(0) * OUTPUTS + i, outputs - 1)
+        return tl.minimum(tl.program_id(1) * OUTPUTS + i, outputs - 1)
     half = outputs // 2
-    column = tl.program_id(0) * (OUTPUTS // 2) + i // 16 * 8 + i % 8
+    column = tl.program_id(1) * (OUTPUTS // 2) + i // 16 * 8 + i % 8
     return tl.minimum(column, half - 1) + i // 8 % 2 * half
 
 

@@ -14,6 +14,7 @@ import triton
 from outrider.core.noise import Noise, PositionNoise
 from outrider.core.types import Draft, Packed, Verdict
 from outrider.models.triton import masses, residuals
+from outrider.models.triton.barrier import launch_options, programs_per_row
 from outrider.verify.rules import PackedVerifyFunction, Verifier
 
 _BLOCK = 4096  # token ids that one program sums
@@ -73,7 +74,8 @@ class _Launch:
     def run(self, kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
         """Launch a kernel with its arguments among these and `arguments`."""
         every = {**self.arguments, **arguments}
-        kernel[grid](**{name: every[name] for name in kernel.arg_names}, num_warps=8)
+        split = every.get("SPLIT", 1)
+        kernel[grid](**{name: every[name] for name in kernel.arg_names}, num_warps=8, **launch_options(split))
 
     def verdict(self) -> Verdict:
         return Verdict(path=self.path, accepted=self.accepted, bonus=self.bonus, logprob=self.logprob)
@@ -90,26 +92,27 @@ def _by_masses(rule: int, decide: Callable[[], Any], draft: Draft, p: Packed, no
         "winners": launch.empty(launch.batch_size, nodes, blocks, dtype=torch.int32),
     }
     options = {"RULE": rule, "BLOCK": block, "BLOCKS": triton.next_power_of_2(blocks)}
+    if rule in (masses.WALK.value, masses.COUPLED.value):
+        options["HAS_Q"] = False
     launch.run(masses.sum_masses, (blocks, nodes, launch.batch_size), **scratch, **options)
     launch.run(decide(), (launch.batch_size,), **scratch, **options)
     return launch.verdict()
 
 
-def _by_residuals(traversal: bool, draft: Draft, p: Packed, noise: Noise) -> Verdict:
+def _by_residuals(rule: str, draft: Draft, p: Packed, noise: Noise) -> Verdict:
     """Verify a tree in one launch, by one residual after another."""
     launch = _Launch(draft, p, noise)
     block = min(_BLOCK, triton.next_power_of_2(launch.vocab))
     blocks = triton.cdiv(launch.vocab, block)
-    split = _split(launch)
-    levels = max(draft.depth, default=0) if traversal else 1
+    split = programs_per_row(launch.device, launch.batch_size, blocks)
+    levels = max(1, *draft.depth) if rule == "traversal" else 1
     launch.run(
-        residuals.descend_and_climb,
+        residuals.traverse if rule == "traversal" else residuals.descend,
         (split, launch.batch_size),
-        residuals=launch.empty(launch.batch_size, max(levels, 1), 2, launch.vocab, dtype=launch.logprob.dtype),
+        residuals=launch.empty(launch.batch_size, levels, 2, launch.vocab, dtype=launch.logprob.dtype),
         sums=launch.empty(launch.batch_size, 2, triton.next_power_of_2(blocks)),
         arrived=torch.zeros(launch.batch_size, dtype=torch.int32, device=launch.device),
-        levels=max(levels, 1),
-        TRAVERSAL=traversal,
+        levels=levels,
         BLOCK=block,
         BLOCKS=triton.next_power_of_2(blocks),
         STEPS=triton.cdiv(blocks, split),
@@ -118,18 +121,13 @@ def _by_residuals(traversal: bool, draft: Draft, p: Packed, noise: Noise) -> Ver
     return launch.verdict()
 
 
-def _split(launch: _Launch) -> int:
-    """Return how many programs share a sequence."""
-    return 1
-
-
 _RULES: Mapping[str, PackedVerifyFunction] = MappingProxyType(
     {
         "walk": partial(_by_masses, masses.WALK.value, lambda: masses.follow_samples),
         "coupled": partial(_by_masses, masses.COUPLED.value, lambda: masses.follow_samples),
         "rejection": partial(_by_masses, masses.REJECTION.value, lambda: masses.decide_chain),
         "block": partial(_by_masses, masses.BLOCK_RULE.value, lambda: masses.decide_chain),
-        "siblings": partial(_by_residuals, False),
-        "traversal": partial(_by_residuals, True),
+        "siblings": partial(_by_residuals, "siblings"),
+        "traversal": partial(_by_residuals, "traversal"),
     }
 )

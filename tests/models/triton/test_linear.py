@@ -14,7 +14,7 @@ from outrider.models.torch.group_weight import Groups, Layout, pack_integers
 from outrider.models.triton.linear import Norm, Tile, linear
 from outrider.models.triton.quantized import QuantizedWeight, from_fp8, from_groups, quantize
 
-ROWS = (1, 2, 5, 16, 17, 33, 64)
+ROWS = (1, 2, 5, 16, 17, 33, 64, 65)  # the last: cuBLAS
 
 
 def made(kind: str, outputs: int, inputs: int) -> torch.Tensor | QuantizedWeight:
@@ -89,6 +89,15 @@ def test_each_type_of_weight(kind):
     torch.testing.assert_close(product(x, weight).double(), reference(x, weight), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_prompts_expand_the_weight(kind):
+    weight = made(kind, 40, 288)
+    x = torch.randn(65, 288, generator=torch.Generator().manual_seed(1))
+    with helper.interpreted(products):
+        torch.testing.assert_close(products.expand(weight, torch.float32), weight.dequantize(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(product(x, weight).double(), reference(x, weight), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("rows", ROWS)
 def test_rows_norm_residual(rows):
     generator = torch.Generator().manual_seed(rows)
@@ -101,10 +110,11 @@ def test_rows_norm_residual(rows):
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu", "gelu_tanh"])
-def test_gate(gate):
+@pytest.mark.parametrize("rows", [3, 65])
+def test_gate(gate, rows):
     generator = torch.Generator().manual_seed(0)
     weight = made("own4", 2 * 25, 320)
-    x = torch.randn(3, 320, generator=generator)
+    x = torch.randn(rows, 320, generator=generator)
     bias = torch.randn(50, generator=generator)
     out = product(x, weight, gate=gate, bias=bias)
     torch.testing.assert_close(out.double(), reference(x, weight, gate=gate, bias=bias), rtol=1e-5, atol=1e-5)
@@ -146,4 +156,4 @@ def test_row_has_the_same_bits_alone_and_among_others(kind, monkeypatch):
     for first, rows in ((0, 1), (63, 1), (7, 5), (40, 17)):
         part = x[first : first + rows]
         assert torch.equal(product(part, weight, norm=norm, gate="silu"), whole[first : first + rows]), (first, rows)
-    assert torch.equal(product(x[3:5], weight, norm=norm, gate="silu", tile=Tile(16, 4, 3)), whole[3:5])
+    assert torch.equal(product(x[3:5], weight, norm=norm, gate="silu", tile=Tile(16, 8, 4, 3)), whole[3:5])
