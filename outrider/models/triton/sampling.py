@@ -80,24 +80,26 @@ def _smallest_kept(
 
 @triton.jit(do_not_specialize=["nodes"])
 def filter_rows(
-    logits, params, probs, scratch, arrived, vocab, nodes,
+    logits, settings, probs, scratch, arrived, vocab, nodes,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Apply temperature, top-k, top-p and min-p to one row. Grid (SPLIT, rows).
 
+    Triton cannot launch a kernel with a parameter `params`, which is a name of its own.
+
     Args:
         logits: [rows, V].
-        params: [rows / nodes, 4] float32: the fields of `DrawParams`.
+        settings: [rows / nodes, 4] float32: the fields of `DrawParams`.
         probs: [rows, V] float32, the result. Until then it holds the scaled logits, then exp(logit - maximum).
         scratch: [rows, 2, 3, BLOCKS] float64.
         arrived: [rows] int32, zero.
     """
     index = tl.program_id(1).to(tl.int64)
-    params += index // nodes * 4
-    temperature = tl.load(params)
-    top_k = tl.load(params + 1)
-    top_p = tl.load(params + 2)
-    min_p = tl.load(params + 3)
+    settings += index // nodes * 4
+    temperature = tl.load(settings)
+    top_k = tl.load(settings + 1)
+    top_p = tl.load(settings + 2)
+    min_p = tl.load(settings + 3)
     row = probs + index * vocab
     scratch += index * 6 * BLOCKS
     arrived += index
