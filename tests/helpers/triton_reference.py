@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from outrider.models.triton import decoder
+from outrider.models.triton import decoder, prompt_products
 
 BLOCK = 64
 ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
@@ -14,6 +14,8 @@ ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x
 def use(patch):
     """Let the decoder call these functions instead of the kernels."""
     patch.setattr("triton.knobs.runtime.interpret", True)
+    patch.setattr(prompt_products, "linear", linear)
+    patch.setattr(prompt_products, "many_rows", linear)
     for function in (linear, rms_norm, rotate_and_write, attend, attend_prompt):
         patch.setattr(decoder, function.__name__, function)
 

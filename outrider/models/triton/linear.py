@@ -69,7 +69,7 @@ def linear(
         tile: how the product is cut; None: as `choose_tile` does.
     """
     if len(x) > MAX_ROWS:
-        return _many_rows(x, weight, norm, residual, gate, bias, out_dtype or x.dtype)
+        return many_rows(x, weight, norm=norm, residual=residual, gate=gate, bias=bias, out_dtype=out_dtype)
     call = _call(x, weight, norm, residual, gate, bias, out_dtype, tile)
     _product[call.grid](*call.arguments, **call.options)
     return call.out
@@ -162,16 +162,18 @@ def choose_tile(rows: int, outputs: int, bits: int, *, grouped: bool, input_byte
     return Tile(size, tile_rows, 4, min(6, 1 + 99 * 1024 // stage))
 
 
-def _many_rows(
+def many_rows(
     x: torch.Tensor,
     weight: torch.Tensor | QuantizedWeight,
-    norm: Norm | None,
-    residual: torch.Tensor | None,
-    gate: str,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    *,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    gate: str = "",
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply the rows of a prompt by cuBLAS."""
+    """Do what `linear` does for any number of rows, on cuBLAS."""
+    out_dtype = out_dtype or x.dtype
     if isinstance(weight, QuantizedWeight):
         weight = expand(weight, x.dtype)
     if norm is not None:
