@@ -36,9 +36,9 @@ class Rows:
     entry: torch.Tensor  # [T] int32 the entry of the sequence where a token is written; -1: padding
     position: torch.Tensor  # [T] int32
     prefix: torch.Tensor  # [R] int32: every token of a row sees the entries before it
-    bits: torch.Tensor  # [T, 1] int64: bit j: the token sees entry prefix + j, too
+    bits: torch.Tensor  # [T, 1] int64: bit j: the token sees entry prefix + j, too; 0 for padding
     table: torch.Tensor  # [R, M] int32 block tables
-    is_prompt: bool = False  # whether each token sees all before it, and `bits` is not used
+    is_prompt: bool = False  # whether each token sees all before it; bits that are not 0 then mark tokens
     take: torch.Tensor | None = None  # [T] int64 the token of the pass of each column; None: the rows are the pass
     real: torch.Tensor | None = None  # int64 the columns that are no padding
 
@@ -135,6 +135,7 @@ class Buffers:
             depth = above.sum(-1).flatten()[node]
             bits = torch.where(is_drafted, own | _ones(fed.long())[:, None], bits)
             position = torch.where(is_drafted, base[:, None] - 1 + depth.int(), position)
+        bits = bits.masked_fill(entry.view(rows, columns) < 0, 0)
         return Rows(
             rows=rows,
             columns=columns,
@@ -296,7 +297,7 @@ class _Columns:
         span = self.spans[piece.b]
         entries = self.entries(piece)
         if piece.is_prompt:  # causal
-            return entries.start, [0] * piece.length, list(entries)
+            return entries.start, [1] * piece.length, list(entries)
         if self._parents is None or not span.nodes:
             return entries.start, [(1 << column + 1) - 1 for column in range(piece.length)], list(entries)
         fed = span.end - span.begin - span.nodes - piece.skip
