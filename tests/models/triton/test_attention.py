@@ -40,11 +40,13 @@ def check(case, dtype, tolerance):
     torch.testing.assert_close(out.double(), paged.expected(given, scale=0.3, **options), rtol=0, atol=tolerance)
 
 
+@pytest.mark.fast_cases("plain", "tree", "window", "cap and sinks")
 @pytest.mark.parametrize("case", CASES)
 def test_attention(case):
     check(case, torch.float32, 1e-5)
 
 
+@pytest.mark.fast_cases("bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_attention_in_half_precision(dtype):
     check("cap and sinks", dtype, 2e-2)
@@ -59,21 +61,20 @@ def test_padding_sees_the_prefix_or_nothing():
 
 
 def test_bits_do_not_depend_on_the_batch(monkeypatch):
-    """One token alone, among 64 columns, and among 32 rows of other lengths, in turns and at once."""
-    options = {"scale": 0.3, "window": 100}
-    wide = paged.random_pass([150], 64, heads=1, key_heads=1, dim=16, dtype=torch.float16, tree=False)
+    """One token alone, among 64 columns, and among 32 rows of other lengths, which take turns."""
+    options = {"scale": 0.3, "window": 100, "shape": SHAPE._replace(keys=32)}
+    sizes = {"heads": 1, "key_heads": 1, "dim": 16, "block": 32, "dtype": torch.float16, "tree": False}
+    wide = paged.random_pass([150], 64, **sizes)
     columns = run(wide, **options)
     for column in (0, 40):
-        alone = run(paged.column(wide, column), **options)
-        assert torch.equal(alone[0], columns[column])
-    many = paged.random_pass([3 * row for row in range(31)], 1, heads=1, key_heads=1, dim=16, dtype=torch.float16)
-    joined = paged.join(many, paged.column(wide, 40))
+        assert torch.equal(run(paged.column(wide, column), **options)[0], columns[column])
+    many = paged.random_pass([3 * row for row in range(31)], 1, **sizes)
     monkeypatch.setattr(attention, "WORKSPACE", 2560)
+    joined = paged.join(many, paged.column(wide, 40))
     assert torch.equal(run(joined, **options)[-1], columns[40])
-    monkeypatch.setattr(attention, "WORKSPACE", 1 << 20)
-    assert torch.equal(run(joined, shape=SHAPE._replace(programs=100), **options)[-1], columns[40])
 
 
+@pytest.mark.fast_cases("24-float32", "0-bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [0, 24])
 def test_prompt(window, dtype):
