@@ -98,7 +98,7 @@ def attend(
         some = (query[tokens], prefix[first : first + count], bits[tokens], position[tokens])
         sums = torch.empty(count * columns, heads, pieces, padded, dtype=torch.float32, device=query.device)
         stats = torch.empty(2, count * columns, heads, pieces, dtype=torch.float32, device=query.device)
-        _attend_pieces[(tiles * splits, heads // groups, count)](
+        _attend_pieces[(tiles * (heads // groups), count, splits)](
             *some,
             entries_of_layer,
             block_table[first : first + count],
@@ -107,7 +107,6 @@ def attend(
             scale * LOG2_E,
             columns,
             tiles,
-            splits,
             pieces,
             block_table.stride(0),
             **constants,
@@ -273,7 +272,7 @@ def _weigh(scores, peak, weight, values, value):
 
 
 @triton.jit(
-    do_not_specialize=["columns", "tiles", "splits", "pieces", "table_stride"],
+    do_not_specialize=["columns", "tiles", "pieces", "table_stride"],
     do_not_specialize_on_alignment=["prefix", "bits", "position", "block_table", "peaks", "weights"],
 )
 def _attend_pieces(
@@ -289,7 +288,6 @@ def _attend_pieces(
     scale,
     columns,
     tiles,
-    splits,
     pieces,
     table_stride,
     HEADS: tl.constexpr,
@@ -307,12 +305,14 @@ def _attend_pieces(
 ):
     """Sum some pieces of one row, for one key head and one tile of its queries.
 
-    The grid does not depend on the lengths: each program takes every `splits`-th piece until the row ends.
+    The grid does not depend on the lengths. Programs share the pieces of a row in turns. Those that have no piece, as
+    the row is short, start last and end at once.
     """
-    row = tl.program_id(2)
-    key_head = tl.program_id(1)
     tile = tl.program_id(0) % tiles
-    split = tl.program_id(0) // tiles
+    key_head = tl.program_id(0) // tiles
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    splits = tl.num_programs(2)
     place = tile * ROWS + tl.arange(0, ROWS)
     inside = place < columns * GROUP
     token = row * columns + place // GROUP
@@ -327,9 +327,11 @@ def _attend_pieces(
     channel = tl.arange(0, PADDED)
     turn = tl.arange(0, PIECE // BLOCK)
     exists = (channel < D) | (D == PADDED)
-    queries = tl.load(query + head[:, None] * D + channel[None, :], mask=inside[:, None] & exists[None, :], other=0.0)
 
     for piece in range(first // PIECE + split, tl.cdiv(limit, PIECE), splits):
+        queries = tl.load(
+            query + head[:, None] * D + channel[None, :], mask=inside[:, None] & exists[None, :], other=0.0
+        )
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         values = tl.zeros([ROWS, PADDED], tl.float32)
