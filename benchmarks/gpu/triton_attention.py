@@ -36,6 +36,7 @@ VARIANTS = {
 PROMPTS = {
     "rows128": Shape(rows=128, warps=8, stages=2),
     "stages3": Shape(rows=128, warps=8, stages=3),
+    "keys32": Shape(rows=128, keys=32, warps=8, stages=3),
     "rows64": Shape(rows=64, warps=4, stages=2),
 }
 

@@ -160,7 +160,7 @@ def attend_prompt(
     Returns:
         [T, Hq, D]; zeros for padding.
     """
-    shape = shape or _prompt_shape(query)
+    shape = shape or _prompt_shape(query, window)
     _, heads, dim = query.shape
     key_heads, _, block, _ = entries_of_layer.shape[1:]
     groups = heads // key_heads
@@ -194,12 +194,12 @@ def attend_prompt(
     return out
 
 
-def _prompt_shape(query: torch.Tensor) -> Shape:
+def _prompt_shape(query: torch.Tensor, window: int) -> Shape:
     """Return tiles whose sums fit the registers and whose keys fit the shared memory of every chip."""
     if query.element_size() > 2:
         return Shape(rows=32, keys=16, stages=2)
     wide = query.shape[2] > 128
-    return Shape(rows=64 if wide else 128, keys=32 if wide else 64, warps=8, stages=2)
+    return Shape(rows=64 if wide else 128, keys=32 if wide or window else 64, warps=8, stages=2)
 
 
 @triton.jit
