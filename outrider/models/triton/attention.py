@@ -215,8 +215,8 @@ def _words(bits, token, inside, WORDS: tl.constexpr):
     """Return the words of each token: entries of the tail that it sees."""
     words = ()
     for index in tl.static_range(WORDS):
-        word = tl.load(bits + token * WORDS + index, mask=inside, other=0)
-        words = words + (word.to(tl.uint64, bitcast=True),)  # noqa: RUF005  Triton does not unpack
+        word = tl.load(bits + token * WORDS + index, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        words = words + (word,)  # type: ignore[assignment]  # noqa: RUF005  Triton does not unpack
     return words
 
 
