@@ -57,7 +57,8 @@ def attend(
 ) -> torch.Tensor:
     """Attend with 1 to 64 tokens of each sequence.
 
-    Entries below the last one that a token of the row sees must be finite, from the start of its window.
+    Entries below the last one that a token of the row sees must be finite, from the start of its window. Padding has
+    bits 0. Bits of entries beyond the block table do no harm.
 
     Args:
         query: [T, Hq, D]; token t is column t % columns of row t // columns.
@@ -328,7 +329,7 @@ def _attend_pieces(
     turn = tl.arange(0, PIECE // BLOCK)
     exists = (channel < D) | (D == PADDED)
 
-    for piece in range(first // PIECE + split, tl.cdiv(limit, PIECE), splits):
+    for piece in range(first // PIECE + split, tl.minimum(tl.cdiv(limit, PIECE), pieces), splits):
         queries = tl.load(
             query + head[:, None] * D + channel[None, :], mask=inside[:, None] & exists[None, :], other=0.0
         )
@@ -338,7 +339,8 @@ def _attend_pieces(
         begin = tl.maximum(piece * PIECE, first // KEYS * KEYS)
         # No load inside the loop has an address from another load: tiles of keys then arrive in several stages.
         index = piece * (PIECE // BLOCK) + turn
-        blocks = tl.load(block_table + row * table_stride + index, mask=index * BLOCK < limit, other=0)
+        given = (index * BLOCK < limit) & (index < table_stride)
+        blocks = tl.load(block_table + row * table_stride + index, mask=given, other=0)
         for start in range(begin, tl.minimum(piece * PIECE + PIECE, limit), KEYS):
             block = tl.sum(tl.where(index == start // BLOCK, blocks, 0), 0).to(tl.int64)
             held = entries + block * BLOCK_STRIDE + (key_head * 2 * BLOCK + start % BLOCK) * D
@@ -395,7 +397,7 @@ def _combine(
     before = tl.load(prefix + token // columns)
     limit = before + _limit(_words(bits, token, True, WORDS), WORDS)
     begin = _first(tl.load(position + token), before, WINDOW) // PIECE
-    end = tl.cdiv(limit, PIECE)
+    end = tl.minimum(tl.cdiv(limit, PIECE), pieces)
     at = (token * HEADS + head).to(tl.int64) * pieces
     channel = tl.arange(0, PADDED)
     peak = float("-inf")

@@ -60,6 +60,14 @@ def test_padding_sees_the_prefix_or_nothing():
     torch.testing.assert_close(out.double(), paged.expected(given, scale=0.3), rtol=0, atol=1e-5)
 
 
+def test_padding_beyond_the_block_table_does_no_harm():
+    given = paged.random_pass([61], 3, heads=2, key_heads=1, dim=16, tree=False)
+    given = given._replace(entries=given.entries.nan_to_num(), block_table=given.block_table[:, :4].contiguous())
+    wanted = run(given, scale=0.3)[:2]
+    given.bits[2] = 2**63 - 1
+    assert torch.equal(run(given, scale=0.3)[:2], wanted)
+
+
 def test_bits_do_not_depend_on_the_batch(monkeypatch):
     """One token alone, among 64 columns, and among 32 rows of other lengths, which take turns."""
     options = {"scale": 0.3, "window": 100, "shape": SHAPE._replace(keys=32)}
