@@ -32,6 +32,7 @@ VARIANTS = {
     "programs528": Shape(programs=528),
     "programs2112": Shape(programs=2112),
     "warps8": Shape(warps=8),
+    "overlaps": Shape(overlaps=True),
 }
 PROMPTS = {
     "rows128": Shape(rows=128, warps=8, stages=2),

@@ -29,6 +29,7 @@ class Shape(NamedTuple):
         programs: about how many programs share the work.
         warps: warps of a program.
         stages: tiles of keys in flight.
+        overlaps: whether the kernel that adds the pieces starts before the other ends. It needs sm_90.
     """
 
     rows: int = 16
@@ -37,6 +38,7 @@ class Shape(NamedTuple):
     programs: int = 1056
     warps: int = 4
     stages: int = 3
+    overlaps: bool = False
 
 
 def attend(
@@ -90,6 +92,7 @@ def attend(
         "PIECE": shape.piece,
         "WORDS": bits.shape[1],
         "WINDOW": window,
+        "OVERLAPS": shape.overlaps,
     }
     at_once = max(1, WORKSPACE // (4 * columns * heads * pieces * padded))
     for first in range(0, rows, at_once):
@@ -121,7 +124,17 @@ def attend(
             num_stages=shape.stages,
         )
         _combine[(count * columns, heads)](
-            *some[1:], sums, *stats, sinks, out[tokens], columns, pieces, **constants, CHUNK=32, num_warps=4
+            *some[1:],
+            sums,
+            *stats,
+            sinks,
+            out[tokens],
+            columns,
+            pieces,
+            **constants,
+            CHUNK=32,
+            num_warps=4,
+            launch_pdl=shape.overlaps,
         )
     return out
 
@@ -302,6 +315,7 @@ def _attend_pieces(
     PIECE: tl.constexpr,
     WORDS: tl.constexpr,
     WINDOW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
     """Sum some pieces of one row, for one key head and one tile of its queries.
@@ -309,6 +323,8 @@ def _attend_pieces(
     The grid does not depend on the lengths. Programs share the pieces of a row in turns. Those that have no piece, as
     the row is short, start last and end at once.
     """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0) % tiles
     key_head = tl.program_id(0) // tiles
     row = tl.program_id(1)
@@ -389,6 +405,7 @@ def _combine(
     PIECE: tl.constexpr,
     WORDS: tl.constexpr,
     WINDOW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Add the pieces of one token and head: `CHUNK` at once, from the first entry on, and the chunks in order."""
@@ -406,6 +423,8 @@ def _combine(
         peak = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         weight = 1.0
     values = tl.zeros([PADDED], tl.float32)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     for chunk in range(begin // CHUNK * CHUNK, end, CHUNK):
         piece = chunk + tl.arange(0, CHUNK)
         exists = (piece >= begin) & (piece < end)
