@@ -45,7 +45,7 @@ def test_build(kind, rows, capability, tmp_path):
     types |= {"out": "*bf16", "epsilon": "fp32", **dict.fromkeys(_NUMBERS, "i32")}
     types |= {argument: kind for argument, kind in (("scale", scale), ("zero", zero)) if kind}
     constants = {"KIND": name, "GROUP": group, "SCALE_ROWS": scale_rows, "GATE": "", "EVEN": True}
-    constants |= {"OUTPUTS": tile.outputs, "ROWS": tile.rows}
+    constants |= {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "OVERLAP": capability >= 90}
     constants |= dict.fromkeys({"scale", "zero", "bias"} - types.keys())
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     built = helper.build(products._product, types, constants, capability=capability, cache=tmp_path, **options)
