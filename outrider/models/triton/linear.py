@@ -124,7 +124,7 @@ def _call(
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     group = quantized.group if quantized else 0
     bits = 8 * values.itemsize if values.shape[1] == inputs else 4
-    tile = tile or choose_tile(rows, outputs, bits, grouped=group > 0, input_bytes=x.itemsize)
+    tile = tile or choose_tile(rows, outputs, bits, x.itemsize)
     overlapped = overlap and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     out = x.new_empty(rows, outputs // 2 if gate else outputs, dtype=out_dtype or x.dtype)
     arguments = (
@@ -150,22 +150,21 @@ def _call(
     return _Call(out, grid, arguments, options)
 
 
-def choose_tile(rows: int, outputs: int, bits: int, *, grouped: bool, input_bytes: int = 2) -> Tile:
+def choose_tile(rows: int, outputs: int, bits: int, input_bytes: int = 2) -> Tile:
     """Return the tile of a product of `rows` rows. It changes the time of the product and not its bits.
 
     As many stages as fit into 99 KB, which all chips have, hide the latency of memory. Small tiles make enough programs
-    for all processors.
+    for all processors. Two programs of 32 rows, at the same time, share the weights through the L2 cache. One of 64
+    rows lacks registers.
 
     Args:
         rows: 1 to 64.
         outputs: rows of the weight.
         bits: of a weight in memory.
-        grouped: whether scales belong to groups of inputs, whose sums take registers of their own.
         input_bytes: of an input.
     """
     size = 16 if outputs < 3072 or input_bytes == 4 else 32
-    largest = 8 if input_bytes == 4 else 32 if grouped else 64
-    tile_rows = min(largest, max(8, triton.next_power_of_2(rows)))
+    tile_rows = min(8 if input_bytes == 4 else 32, max(8, triton.next_power_of_2(rows)))
     stage = _STEP * (size * bits // 8 + input_bytes * tile_rows + 4)  # bytes: weights, inputs, and the weight of a norm
     return Tile(size, tile_rows, 4, min(6, 1 + 99 * 1024 // stage))
 
