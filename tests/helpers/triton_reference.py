@@ -1,4 +1,4 @@
-"""The functions of the Triton kernels in plain torch, to test what calls them in less time than the interpreter takes."""
+"""The functions of the Triton kernels in plain torch, which take less time than the interpreter."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def attend_prompt(query, entries, block_table, prefix, bits, position, *, column
 
 
 def _attend(query, entries, block_table, prefix, seen, position, *, scale, rows, window=0, softcap=0.0):
-    tokens, heads, dim = query.shape
+    tokens, heads, _ = query.shape
     out = torch.zeros_like(query)
     sharing = heads // entries.shape[1]
     for t in range(tokens):

@@ -53,6 +53,11 @@ class _Layer:
     out_bias: torch.Tensor | None
     norms: Mapping[str, torch.Tensor]  # by the name of the module
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights of the products."""
+        return sum(weight.nbytes for weight in (self.qkv, self.out, self.gate_up, self.down))
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Outputs:
@@ -302,9 +307,7 @@ class Decoder:
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         """Return the bytes of weights that a pass over one token reads: of each layer, and of the LM head."""
-        layers = self._layers.values()
-        parts = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in layers]
-        return tuple(sum(weight.nbytes for weight in weights) for weights in parts), self._head.nbytes
+        return tuple(layer.nbytes for layer in self._layers.values()), self._head.nbytes
 
     def share_weights(self) -> SharedWeights:
         """Return the weights that draft heads share."""
