@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from outrider.models.triton.barrier import launch_options, programs_per_row, wait_for_all
+from outrider.models.triton.barrier import block_options, launch_options, wait_for_all
+from outrider.models.triton.residuals import sample_rows
 from outrider.verify.sampling import SamplingTensors
 
 _BLOCK = 8192  # token ids that one program takes at once
@@ -187,22 +188,37 @@ def target_probs(logits: torch.Tensor, sampling: SamplingTensors, of: torch.Tens
     _, nodes, vocab = logits.shape
     rows = logits.shape[0] * nodes
     probs = torch.empty_like(logits, dtype=torch.float32)
-    block = min(_BLOCK, triton.next_power_of_2(vocab))
-    blocks = triton.cdiv(vocab, block)
-    split = programs_per_row(logits.device, rows, blocks)
-    filter_rows[(split, rows)](
+    blocks = block_options(logits.device, rows, vocab, _BLOCK)
+    filter_rows[(blocks["SPLIT"], rows)](
         logits,
         sampling.draw_params[of].contiguous(),
         probs,
-        torch.empty(rows, 6, triton.next_power_of_2(blocks), dtype=torch.float64, device=logits.device),
+        torch.empty(rows, 6, blocks["BLOCKS"], dtype=torch.float64, device=logits.device),
         torch.zeros(rows, dtype=torch.int32, device=logits.device),
         vocab,
         nodes,
-        BLOCK=block,
-        BLOCKS=triton.next_power_of_2(blocks),
-        STEPS=triton.cdiv(blocks, split),
-        SPLIT=split,
+        **blocks,
+        **launch_options(blocks["SPLIT"]),
         num_warps=16,
-        **launch_options(split),
     )
     return probs
+
+
+def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Do what `core.noise.inverse_cdf` does for `probs` [rows, V] and `uniform` [rows]."""
+    probs = probs.contiguous()
+    rows, vocab = probs.shape
+    blocks = block_options(probs.device, rows, vocab, _BLOCK)
+    tokens = torch.empty(rows, dtype=torch.int64, device=probs.device)
+    sample_rows[(blocks["SPLIT"], rows)](
+        probs,
+        uniform.contiguous(),
+        torch.empty(rows, 2, blocks["BLOCKS"], dtype=torch.float64, device=probs.device),
+        torch.zeros(rows, dtype=torch.int32, device=probs.device),
+        tokens,
+        vocab,
+        **blocks,
+        **launch_options(blocks["SPLIT"]),
+        num_warps=16,
+    )
+    return tokens

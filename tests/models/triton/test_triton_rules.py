@@ -24,7 +24,7 @@ from tests.helpers.replayed_kernels import MODULES, ReplayedRule  # isort: skip
 
 KERNELS = {
     masses: ("sum_masses", "follow_samples", "decide_chain"),
-    residuals: ("descend", "traverse"),
+    residuals: ("descend", "traverse", "sample_rows"),
 }
 LAUNCHES = {"walk": 2, "coupled": 2, "rejection": 2, "block": 2, "siblings": 1, "traversal": 1}
 
@@ -178,10 +178,19 @@ def test_verification_takes_few_operations(name, monkeypatch):
 
 LONGS = ("tokens", "parent", "kind", "count", "p_at", "q_at", "seed", "first", "out_path", "out_accepted", "out_bonus")
 TYPES = dict.fromkeys(LONGS, "*i64") | dict.fromkeys(("p", "q", "residuals", "out_logprob"), "*fp32")
-TYPES |= {"sums": "*fp64", "winners": "*i32", "arrived": "*i32", "size": "i32", "vocab": "i32", "levels": "i32"}
+TYPES |= {
+    "sums": "*fp64",
+    "winners": "*i32",
+    "arrived": "*i32",
+    "uniform": "*fp64",
+    "size": "i32",
+    "vocab": "i32",
+    "levels": "i32",
+}
 SIZES = {"HAS_Q": True, "NODES": 32, "BLOCK": 4096, "BLOCKS": 32}
 BUILDS = [
     ("sum_masses", {"RULE": masses.COUPLED.value}, 80),
+    ("sample_rows", {"SPLIT": 8, "STEPS": 4}, 90),
     ("sum_masses", {"RULE": masses.BLOCK_RULE.value}, 90),
     ("follow_samples", {"RULE": masses.WALK.value}, 100),
     ("decide_chain", {"RULE": masses.BLOCK_RULE.value}, 80),

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.core.noise import inverse_cdf
 from outrider.verify.sampling import target_probs
 from tests.helpers import triton as helper
 from tests.models.native.test_native_sampling import PARAMS, sampling_tensors
 
-from outrider.models.triton import barrier, sampling  # isort: skip  # after the check for Triton
+from outrider.models.triton import barrier, noise, residuals, sampling  # isort: skip  # after the check for Triton
 
 
 @pytest.fixture
 def interpreted():
-    with helper.interpreted(sampling, barrier), np.errstate(all="ignore"):  # as on a GPU
+    with helper.interpreted(sampling, barrier, noise, residuals), np.errstate(all="ignore"):  # as on a GPU
         yield
 
 
@@ -76,6 +77,16 @@ def test_non_finite_logits_affect_only_their_sequence(value, interpreted):
         probs = sampling.target_probs(logits, sampling_tensors([params, params], 64), slice(None))
         expected = target_probs(logits[1:], sampling_tensors([params], 64), slice(None))
         torch.testing.assert_close(probs[1:], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_inverse_cdf_equals_torch(interpreted, monkeypatch):
+    monkeypatch.setattr(sampling, "_BLOCK", 16)
+    generator = torch.Generator().manual_seed(0)
+    mass = torch.rand(6, 40, generator=generator) * (torch.rand(6, 40, generator=generator) < 0.3)
+    mass[0, :30] = 0.0
+    uniform = torch.tensor([0.0, 0.5, 1 - 2**-48, 0.25, 0.75, 0.9], dtype=torch.float64)
+    tokens = sampling.inverse_cdf(mass, uniform)
+    assert tokens.tolist() == inverse_cdf(mass, uniform).tolist()
 
 
 @pytest.mark.fast_cases("80-1")
