@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from outrider.lab.audit.distribution import DistributionResult
-from outrider.lab.audit.flips import FlipResult
-from outrider.lab.audit.replay import Mismatch, ReplayResult
-from outrider.lab.audit.result import AuditResult
+if TYPE_CHECKING:
+    from outrider.lab.audit.distribution import DistributionResult
+    from outrider.lab.audit.flips import FlipResult
+    from outrider.lab.audit.replay import Mismatch, ReplayResult
+    from outrider.lab.audit.result import AuditResult
 
 
 class Row(NamedTuple):
