@@ -94,7 +94,8 @@ def test_tree_scores_equal_transformers_on_each_branch(name, shelf):
             assert relative_error(scores.logits[b, nodes], alone.logits[0]) < TOLERANCE
 
 
-@FAST
+# Commits of all fast architectures are tested above, and of all caches in test_commit_fuzz.py.
+@pytest.mark.fast_cases("llama", "qwen2", "deepseek_v3", "bamba", "rwkv")
 @torch.inference_mode()
 def test_committed_cache_equals_fresh_prefill(name, shelf):
     rng = random.Random(5)
