@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -82,6 +84,14 @@ def test_public_names(name):
         value = getattr(module, public)
         assert value is not None
         assert public.startswith("__") or isinstance(value, Mapping) or value.__doc__
+
+
+@pytest.mark.parametrize("name", ["outrider", "outrider.media"])
+def test_type_checkers_see_the_names_that_are_imported_late(name):
+    module = importlib.import_module(name)
+    nodes = ast.walk(ast.parse(inspect.getsource(module)))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert not set(module.__all__) - {alias.name for node in imports for alias in node.names}
 
 
 def test_public_definitions_have_docstrings():
