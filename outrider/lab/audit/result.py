@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.core.placement import DraftPlacement
-from outrider.lab.audit.distribution import DistributionResult
-from outrider.lab.audit.flips import FlipResult
-from outrider.lab.audit.replay import ReplayResult
 from outrider.models.loader.check_store import CheckResult
 from outrider.runtime import machine
 from outrider.verify.rules import Verifier
+
+if TYPE_CHECKING:
+    from outrider.lab.audit.distribution import DistributionResult
+    from outrider.lab.audit.flips import FlipResult
+    from outrider.lab.audit.replay import ReplayResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
