@@ -28,6 +28,7 @@ OWN_FORMAT = "outrider"  # the name of Outrider's own format
 HeadModule = AutoregressiveHead | ParallelHead | BlockHead | KVSharingHead
 
 _log = logging.getLogger("outrider")
+_IDS = (torch.int16, torch.int32, torch.int64)  # types of token ids in a file, the smallest first
 
 
 def make_module(description: HeadDescription) -> HeadModule:
@@ -83,9 +84,10 @@ def import_head(folder: str | Path, target: TargetInfo | None = None) -> Importe
     if KEY in config:
         description = HeadDescription.from_json(config[KEY])
         try:
-            weights = load_file(path / WEIGHTS)
+            stored = load_file(path / WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise OutriderError(f"{path / WEIGHTS} cannot be read ({error}); copy the draft head again") from error
+        weights = {name: value.long() if value.dtype in _IDS else value for name, value in stored.items()}
         return ImportedHead(description=description, weights=weights, ignored={}, format="Outrider's own")
     found = find(path)
     if found is None:
@@ -163,8 +165,13 @@ def write_head(folder: str | Path, module: HeadModule, *, dtype: torch.dtype, **
         OutriderError: the disk is full, or the folder cannot be written.
     """
     weights = {
-        name: value.detach().to(dtype) if value.is_floating_point() else value
+        name: value.detach().to(dtype if value.is_floating_point() else _type_of_ids(value))
         for name, value in module.state_dict().items()
     }
     config = {"model_type": KEY, KEY: module.description.to_json(), **facts}
     write_folder(Path(folder).expanduser(), config, weights, WEIGHTS)
+
+
+def _type_of_ids(ids: torch.Tensor) -> torch.dtype:
+    """Return the smallest type that holds these token ids."""
+    return next(dtype for dtype in _IDS if not len(ids) or int(ids.max()) <= torch.iinfo(dtype).max)

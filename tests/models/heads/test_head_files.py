@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.errors import OutriderError
-from outrider.models.heads.store import import_head, read_head, write_head
+from outrider.models.heads.store import import_head, make_module, read_head, write_head
+from outrider.train.model.presets import Sizes, describe
 from tests.models.heads.checkpoints import CPU, SMALL, TARGET, export_case, export_changed
 
 
@@ -90,3 +91,12 @@ def test_quantization_config_with_unquantized_weights_is_logged(inner, tmp_path,
     file.write_text(json.dumps({**config, "text_config": quantized} if inner else quantized))
     import_head(tmp_path)
     assert "config.json has a quantization_config, but the weights are read as unquantized" in caplog.text
+
+
+@pytest.mark.parametrize(("first", "dtype"), [(30, torch.int16), (2**15, torch.int32)])
+def test_token_ids_have_the_smallest_type_in_a_file(first, dtype, tmp_path):
+    module = make_module(describe("mtp", Sizes(hidden=64, layers=1, vocab=first + 9, epsilon=1e-5, draft_vocab=8)))
+    module.ids.copy_(torch.arange(first, first + 8))
+    write_head(tmp_path, module, dtype=torch.float32)
+    assert load_file(tmp_path / "model.safetensors")["ids"].dtype is dtype
+    assert torch.equal(read_head(tmp_path, dtype=torch.float32, device=CPU).ids, module.ids)
