@@ -77,7 +77,7 @@ def test_texts_are_those_that_can_be_read(texts):
 @pytest.fixture(scope="module")
 def family(texts, tmp_path_factory):
     out = tmp_path_factory.mktemp("family")
-    sizes = "--vocab 320 --target 2x64 --draft 1x32 --tokens 20000 --batch 8 --sequence 64 --context 128 --lr 3e-3"
+    sizes = "--vocab 320 --target 2x64 --draft 1x32 --tokens 32000 --batch 8 --sequence 64 --context 128 --lr 3e-3"
     result = _run(train.main, texts, "--out", out, "--device", "cpu", *sizes.split())
     assert result.exit_code == 0, result.output
     return out, json.loads(result.stdout.splitlines()[-1])

@@ -129,23 +129,15 @@ def texts_of(tokens: torch.Tensor) -> TrainingBatch:
     )
 
 
-def seed_passes(passes):
-    """Seed torch so that the next batch trains the tokens of this number of passes."""
-    for seed in range(100):
-        torch.manual_seed(seed)
-        if int(torch.randint(blocks.CONSISTENCY_PASSES, ())) == passes:
-            torch.manual_seed(seed)
-            return
-    raise AssertionError("no seed gives it")
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("passes", [0, 1, 2])
-def test_consistency_trains_the_tokens_of_the_engine(layout, passes):
+def test_consistency_trains_the_tokens_of_the_engine(layout, passes, monkeypatch):
     """The logits after own tokens equal those of one more Jacobi pass of the engine."""
+    monkeypatch.setattr(blocks, "CONSISTENCY_PASSES", 1)
+    own_tokens = blocks._own_tokens
+    monkeypatch.setattr(blocks, "_own_tokens", lambda *given: own_tokens(*given[:-1], passes))
     head = make_head(description_of(layout, passes=passes + 1, candidates=0))
     texts = texts_of(torch.randint(0, 40, (1, 12)))
-    seed_passes(passes)
     steps = list(unrolled(head.module, texts, 4))
     begin = 5  # position of the last committed token
     seqs = admit(head, [texts.tokens[0, : begin + 1].tolist()])
