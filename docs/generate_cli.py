@@ -86,7 +86,8 @@ def render() -> dict[str, str]:
     groups = {group.name: list(_verbs(group.typer_instance, f"{group.name} ")) for group in app.registered_groups}
     single = list(_verbs(app))
     counts = Counter(chain.from_iterable(map(_rows, chain(single, *groups.values()))))
-    common = {row for row, count in counts.items() if count >= SHARED_BY}
+    often = [row for row, count in counts.most_common() if count >= SHARED_BY]
+    common = set({row.flag: row for row in reversed(often)}.values())  # the most frequent meaning of each option
     purposes = []
     pages = {COMMON: COMMON_HEAD + "\n".join(_tables([row for row in counts if row in common]))}
     for verb in single:
