@@ -125,7 +125,7 @@ DEFECTS = {  # the case that shows each, and its cause in the report
 }
 
 
-@pytest.mark.fast_cases("greedy", "greedy verifier", "greedy draft", "stale penalties")
+@pytest.mark.fast_cases("greedy verifier", "stale penalties")
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_named(audit, defect):
     case, cause = DEFECTS[defect]
