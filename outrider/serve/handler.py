@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -17,7 +17,6 @@ from outrider.core.types import Completion, SpeechOutput
 from outrider.engine.codec import EncodedPrompt
 from outrider.errors import OutriderError
 from outrider.models.torch.speech.audio import Audio
-from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.errors import QueueFull
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.base import unused_fields
@@ -35,6 +34,9 @@ from outrider.serve.speech.session import Session
 from outrider.serve.speech.transcript import Transcript
 from outrider.serve.stream.request_stream import RequestStream, StreamChunk, StreamContent
 from outrider.serve.stream.smoothing import smooth_chunks
+
+if TYPE_CHECKING:
+    from outrider.serve.async_llm import AsyncLLM
 
 Respond = Callable[[list[Completion]], Response]
 _QUEUE_CHECK_INTERVAL = 0.05  # seconds

@@ -14,6 +14,7 @@ from outrider import LLM, OutriderError, SamplingParams, Stats
 from outrider.cli.app import app
 from outrider.core.planner import FixedPlanner
 from outrider.core.prompts import by_category, read_prompts
+from outrider.drafting.plan.pass_cost import CostModel, PassCost
 from outrider.lab.bench.figures import compare, expected_speedup
 from outrider.lab.bench.pass_work import bytes_per_pass, flops_per_token
 from outrider.lab.bench.run import run_bench
@@ -355,14 +356,20 @@ def test_command_with_quantized_target(prompts, kernels):
     assert document["limits"]["weight_bytes_per_pass"] == pytest.approx(17.3e6, rel=0.05)
 
 
-def test_scaling_measures_each_number_of_threads():
+def test_scaling_measures_each_number_of_threads(monkeypatch):
+    def costs(target, drafts, *, whole):
+        seconds = 1 / torch.get_num_threads()
+        cost = PassCost(tokens=(1, 8, 64), seconds=(seconds, 2 * seconds, 4 * seconds), entry=0.0, pair=0.0)
+        return [CostModel(target=cost, draft=cost)]
+
+    monkeypatch.setattr("outrider.lab.bench.scaling.known_costs", costs)
     before = torch.get_num_threads()
     result = CliRunner().invoke(app, ["bench", "--target", "@nano", "--scaling", "1,2", "--json"])
     torch.set_num_threads(before)
     assert result.exit_code == 0, result.output
     teams = json.loads(result.stdout.splitlines()[-1])["teams"]
     assert [team["threads"] for team in teams] == [1, 2]
-    assert all(0 < team["pass_seconds"]["1"] <= team["pass_seconds"]["64"] for team in teams)
+    assert [team["pass_seconds"] for team in teams] == [{"1": 1, "8": 2, "64": 4}, {"1": 0.5, "8": 1, "64": 2}]
     assert all(team["share_of_bandwidth"] > 0 for team in teams)
 
 
