@@ -366,6 +366,20 @@ def test_scaling_measures_each_number_of_threads():
     assert all(team["share_of_bandwidth"] > 0 for team in teams)
 
 
+def test_ceiling_replays_plain_decoding(prompts):
+    arguments = ["bench", "--target", "@nano", "--prompts", prompts, *SHORT[:2], "--max-tokens", "17", "--limit", "1"]
+    result = CliRunner().invoke(app, [*arguments, "--ceiling", "1,0", "--batch", "1,2", "--sweep", "k=3,15", "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    taus = {(each["acceptance"], each["batch"], each["k"]): each["tau"] for each in document["ceilings"]}
+    assert len(taus) == 8
+    for batch in (1, 2):
+        assert 3 < taus[1.0, batch, 3] <= 4 < taus[1.0, batch, 15]
+        assert taus[0.0, batch, 3] == taus[0.0, batch, 15] == 1
+    assert all(each["speedup"]["median"] > 0 for each in document["ceilings"])
+    assert document["plain_tokens_per_s"].keys() == {"1", "2"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -378,6 +392,9 @@ def test_scaling_measures_each_number_of_threads():
         (["--calibrate", "--max-tokens", "9"], "leave --max-tokens or --calibrate out"),
         (["--scaling", "1,2", "--threads", "2"], "leave --threads or --scaling out"),
         (["--scaling", "0,2"], "give it numbers of at least 1"),
+        (["--ceiling", "1,1.5"], "--ceiling has the acceptance 1.5"),
+        (["--ceiling", "1", "--sweep", "k=0..2"], "use k of at least 1"),
+        (["--ceiling", "1", "--proposer", "ngram"], "leave --proposer or --ceiling out"),
         (["--proposer", "nobody"], "proposer 'nobody' is unknown"),
     ],
 )
