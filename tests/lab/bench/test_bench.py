@@ -56,6 +56,31 @@ def test_prompt_file(prompts):
     assert [prompt.id for prompt in read_prompts(prompts, limit=1)] == ["line-1", "line-2"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "name", "category", "content"),
+    [
+        ({"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]}, "81", "writing", "Write."),
+        ({"question": "What is 2 + 2?", "answer": "#### 4"}, "line-1", "prompts", "What is 2 + 2?"),
+        ({"task_id": "HumanEval/0", "prompt": "def add(", "test": ""}, "HumanEval/0", "prompts", "def add("),
+    ],
+    ids=["turns", "question", "task"],
+)
+def test_prompts_of_public_benchmarks(tmp_path, fields, name, category, content):
+    file = tmp_path / "question.jsonl"
+    file.write_text(json.dumps(fields))
+    (prompt,) = read_prompts(file)
+    assert (prompt.id, prompt.category) == (name, category)
+    assert (prompt.prompt or prompt.messages[0]["content"]) == content
+
+
+@pytest.mark.parametrize("fields", [{"turns": []}, {"turns": "one"}, {"turns": [""]}, {"question": 3}])
+def test_a_benchmark_question_must_be_a_text(tmp_path, fields):
+    file = tmp_path / "question.jsonl"
+    file.write_text(json.dumps(fields))
+    with pytest.raises(OutriderError, match="question must be a string"):
+        read_prompts(file)
+
+
 def test_prompt_without_category(tmp_path):
     file = tmp_path / "plain.jsonl"
     file.write_text('{"prompt": "x"}\n{"prompt": "y"}\n{"category": "c", "prompt": "z"}\n')
