@@ -25,6 +25,7 @@ DRAFT_OPTIONS = ("draft_window", "draft_quantize")
 ENGINE_OPTIONS = (
     *TARGET_OPTIONS,
     *DRAFT_OPTIONS,
+    "draft_candidates",
     "proposer",
     "k",
     "verifier",
@@ -80,6 +81,9 @@ class EngineConfig:
     draft_quantize: Annotated[str | None, Option("NAME", MODEL)] = None
     """int8 or int4 weights for a draft model or draft head, LM head included, on the native kernels of a CPU. The
     output does not change. Default: the weights as stored."""
+    draft_candidates: Annotated[int | None, Option("N", MODEL)] = None
+    """Let a small copy of a draft model's LM head rank the vocabulary in panels of 32 tokens, and compute exact logits
+    for the N best panels, such as 64. On the native kernels of a CPU. The output does not change. Default: all."""
     plan: Annotated[str | Path | None, Option("FILE", MODEL)] = None
     """With k auto: load what the planner has learned from this file, if there is one, and save it at the end."""
     tp: Annotated[int, Option("N", MODEL, min=1)] = 1
@@ -140,7 +144,7 @@ class EngineConfig:
         """Check the numbers of sequences, tokens, threads, milliseconds and gigabytes."""
         _check_count("max_num_seqs", self.max_num_seqs)
         _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
-        for name in ("max_model_len", "draft_window"):
+        for name in ("max_model_len", "draft_window", "draft_candidates"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         if self.threads is not None and not _is_whole(self.threads):

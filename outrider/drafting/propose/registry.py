@@ -206,9 +206,13 @@ def has_draft(spec: str) -> bool:
 
 
 def check_draft_settings(
-    *specs: str | Maker, window: int | None = None, quantize: str | None = None, placement: str = AUTO
+    *specs: str | Maker,
+    window: int | None = None,
+    quantize: str | None = None,
+    candidates: int | None = None,
+    placement: str = AUTO,
 ) -> None:
-    """Check that the settings `draft_window`, `draft_quantize` and `draft_placement` apply to one of these proposers.
+    """Check that the settings `draft_window`, `draft_quantize` and so on apply to one of these proposers.
 
     Raises:
         OutriderError: none of them has a draft model or a draft head.
@@ -220,6 +224,7 @@ def check_draft_settings(
     asked = {
         "draft_window": window,
         "draft_quantize": quantize,
+        "draft_candidates": candidates,
         "draft_placement": None if placement == AUTO else placement,
     }
     for option, value in asked.items():
