@@ -102,6 +102,8 @@ class Scheduler:
                 cache.release(slot)
                 break
             heapq.heappop(self._waiting)
+            if seq.num_cached_prompt_tokens < 0:
+                seq.num_cached_prompt_tokens = seq.num_cached_tokens
             seq.slot = heapq.heappop(self._free)
             insort(self._running, seq, key=attrgetter("rank"))
             admitted.append(seq)

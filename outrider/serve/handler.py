@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -21,12 +22,15 @@ from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.errors import QueueFull
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.base import unused_fields
-from outrider.serve.openai.call_formats import HERMES, CallFormat, format_of
+from outrider.serve.openai.call_formats import HERMES, format_of
 from outrider.serve.openai.conversation import Conversation, adaptations, conversation, invalid_message
 from outrider.serve.openai.errors import UnknownModel, attribute_errors, rename_param
 from outrider.serve.openai.logprobs import LogprobsBuilder
+from outrider.serve.openai.output import OutputForm
+from outrider.serve.openai.reasoning import reasoning_of
 from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields
+from outrider.serve.openai.template_options import template_options
 from outrider.serve.openai.tools import Tools
 from outrider.serve.prompt_encoder import PromptEncoder
 from outrider.serve.settings import Settings
@@ -38,6 +42,7 @@ from outrider.serve.stream.smoothing import smooth_chunks
 
 Respond = Callable[[list[Completion]], Response]
 _QUEUE_CHECK_INTERVAL = 0.05  # seconds
+_PROMPT_END = 16  # tokens at the end of a prompt in which reasoning may begin or end
 _CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a closed connection; the client does not receive it
 
 
@@ -105,26 +110,38 @@ class RequestHandler:
             raise InvalidParam(field, f"{field} cannot be combined with tools; remove one of them")
         body.check_continuation()
         template = self._async_llm.codec.chat_template
+        options = template_options(
+            template, options=body.chat_template_kwargs, enable=body.enable_thinking, effort=body.reasoning_effort
+        )
         with attribute_errors("messages"):
             turns = conversation(body.messages, tools, template=template)
         trained = format_of(template)
         calls = trained or HERMES
-        with attribute_errors("tools"):
-            tool_constraint = tools.constraint(calls) if tools else None
+        template_tools = tools.descriptions() if tools and trained else None
+        with attribute_errors("messages"):
+            tokens = await self._encode_chat(body, turns, template_tools, options)
+        reasoning = reasoning_of(template, self._async_llm.codec.decode(tokens[-_PROMPT_END:]))
+        if constraint and reasoning:
+            constraint = replace(constraint, prefix=reasoning.grammar(header=True))
+        if tools:
+            with attribute_errors("tools"):
+                constraint = tools.constraint(calls, reasoning)
         params = body.params(
             max_tokens=body.max_output_tokens(),
             logprobs=body.num_logprobs(),
             scope=body.user or "",
-            constraint=tool_constraint or constraint,
+            constraint=constraint,
         )
-        template_tools = tools.descriptions() if tools and trained else None
-        with attribute_errors("messages"):
-            tokens = await self._encode_chat(body, turns, template_tools)
         await self._prepare(body, 1, params, tools)
-        return await self._respond(body, [EncodedPrompt(tokens)], params, request, calls=calls if tools else None)
+        form = OutputForm(calls=calls if tools else None, reasoning=reasoning)
+        return await self._respond(body, [EncodedPrompt(tokens)], params, request, form=form)
 
     async def _encode_chat(
-        self, body: ChatRequest, turns: Conversation, tools: Sequence[Mapping[str, Any]] | None
+        self,
+        body: ChatRequest,
+        turns: Conversation,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
     ) -> tuple[int, ...]:
         """Return the tokens of a conversation, adapted to the chat template where the template does not take it."""
         first_error: InvalidParam | None = None
@@ -135,6 +152,7 @@ class RequestHandler:
                     tools,
                     add_generation_prompt=body.add_generation_prompt is not False,
                     continue_final_message=body.continue_final_message,
+                    options=options,
                 )
             except InvalidMessage as error:
                 first_error = first_error or invalid_message(adapted, error)
@@ -177,7 +195,7 @@ class RequestHandler:
         params: SamplingParams,
         request: Request,
         *,
-        calls: CallFormat | None = None,
+        form: OutputForm | None = None,
     ) -> Response:
         """Submit the prompts, as tokens, and return the response."""
         content = body.stream_content()
@@ -196,7 +214,7 @@ class RequestHandler:
             tokens=tokens,
             logprobs=None if params.logprobs is None else LogprobsBuilder(tokens=tokens, chat=is_chat, omitted=omitted),
             include_speculation=content >= StreamContent.ROUNDS,
-            calls=calls,
+            form=form if form and (form.calls or form.reasoning) else None,
             token_ids=body.return_token_ids,
         )
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))

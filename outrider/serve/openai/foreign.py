@@ -79,7 +79,6 @@ class ForeignChatFields(ForeignFields):
         Any, Unused(("none", "auto"), "use tool_choice"), Field(description='Only "none" and "auto" are accepted.')
     ] = None
     echo: _Off = None
-    chat_template_kwargs: Annotated[Any, Unused(({},)), Field(description="Only {} is accepted.")] = None
 
 
 class ForeignStreamOptions(StrictModel):

@@ -287,6 +287,13 @@ class ChatRequest(ForeignChatFields, SamplingFields):
     continue_final_message: bool = Field(
         False, description="Extension, as in vLLM. Continue the last message, which is the assistant's."
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Extension, as in vLLM. Variables of the chat template, which must read them."
+    )
+    enable_thinking: bool | None = Field(None, description="Extension. Whether the model may reason.")
+    reasoning_effort: str | None = Field(
+        None, description='For chat templates that read it. "none": as enable_thinking false.'
+    )
 
     def param_name(self, param: str) -> str:
         names = {"prompt": "messages", "logprobs": "top_logprobs"}

@@ -7,6 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from outrider.serve.openai.call_formats import CallFormat
+from outrider.serve.openai.reasoning import partial_marker_length
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,7 +104,7 @@ class ToolCallParser:
     def _parse_content(self) -> bool:
         trigger = self._format.trigger
         text, found, rest = self._buffer.partition(trigger)
-        held = 0 if found or self._last else _partial_marker_length(text, trigger)
+        held = 0 if found or self._last else partial_marker_length(text, trigger)
         self._content += text[: len(text) - held]
         self._buffer = rest if found else text[len(text) - held :]
         if found:
@@ -163,9 +164,3 @@ class ToolCallParser:
         found = self._buffer.startswith(marker)
         self._buffer = self._buffer.removeprefix(marker)
         return found
-
-
-def _partial_marker_length(text: str, marker: str) -> int:
-    """Return the number of characters at the end of a text that may be the start of `marker`."""
-    longest = min(len(marker) - 1, len(text))
-    return next((length for length in range(longest, 0, -1) if marker.startswith(text[-length:])), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.core.constraint import STYLE, Constraint
@@ -12,6 +12,7 @@ from outrider.core.guidance_tokenizer import ANY_SPECIAL
 from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
 from outrider.serve.openai.call_formats import HERMES, CallFormat
+from outrider.serve.openai.reasoning import Reasoning
 from outrider.serve.openai.schema import ChatRequest, Function, NamedTool
 
 # The schema of a function without arguments.
@@ -53,11 +54,11 @@ class Tools:
             parallel=body.parallel_tool_calls is not False and not is_named,
         )
 
-    def constraint(self, format: CallFormat = HERMES) -> Constraint:
+    def constraint(self, format: CallFormat = HERMES, reasoning: Reasoning | None = None) -> Constraint:
         """Return the constraint of the output: text or calls in a format, or only calls if one is required.
 
-        Text before a call is free: any token may be part of it, also special tokens and bytes that
-        are no characters.
+        `reasoning` may come first. Text before a call is free: any token may be part of it, also
+        special tokens and bytes that are no characters.
         """
         rules = ["%llguidance {}"]
         trigger = json.dumps(format.trigger, ensure_ascii=False)
@@ -68,19 +69,16 @@ class Tools:
             calls += f" {json.dumps(format.end, ensure_ascii=False)}"
         if self.required:
             rules.append(f"start: {trigger} {calls}")
-        elif format.at_start:  # a text that begins like a call is one
-            rules += [
-                f"start: silent* (TEXT | {trigger} {calls})",
-                f"silent: TEXT? {ANY_SPECIAL}",
-                f"TEXT: ~({trigger} ANY)",
-                "ANY: /(?s:.*)/ | ~/(?s:.*)/",
-            ]
         else:
+            # A text that begins like a call or like reasoning is one.
+            starts = [trigger] if format.at_start else []
+            starts += [reasoning.lead()] if reasoning and not reasoning.inside else []
             rules += [
-                f"start: silent* (TEXT | head {calls})",
+                f"start: silent* (TEXT | {trigger if format.at_start else 'head'} {calls})",
                 f"silent: TEXT? {ANY_SPECIAL}",
-                f"head[lazy]: TEXT {trigger}",
-                "TEXT: /(?s:.*)/ | ~/(?s:.*)/",  # ~ is the complement: bytes that are not UTF-8
+                "" if format.at_start else f"head[lazy]: TEXT {trigger}",
+                f"TEXT: ~(({' | '.join(starts)}) ANY)" if starts else "TEXT: ANY",
+                "ANY: /(?s:.*)/ | ~/(?s:.*)/",  # ~ is the complement: bytes that are not UTF-8
             ]
         rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(self.functions))))
         for i, function in enumerate(self.functions):
@@ -88,7 +86,8 @@ class Tools:
             schema = {"x-guidance": dict(STYLE)} | parameters
             rules.append(f"call_{i}: {format.one_call(function.name, f'arguments_{i}')}")
             rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
-        return Constraint.grammar("\n".join(rules))
+        grammar = Constraint.grammar("\n".join(rules))
+        return replace(grammar, prefix=reasoning.grammar()) if reasoning else grammar
 
     def check_schemas(self, compile: Callable[[Constraint], object]) -> None:
         """Compile the schema of each function on its own, to find the cause of an error in their common grammar.
