@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -18,10 +17,12 @@ from outrider.core.types import Completion, SpeechOutput
 from outrider.engine.codec import EncodedPrompt
 from outrider.errors import OutriderError
 from outrider.models.torch.speech.audio import Audio
+from outrider.serve.anthropic.errors import in_api_of
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.errors import QueueFull
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.base import unused_fields
+from outrider.serve.openai.blocks import EventWriter
 from outrider.serve.openai.call_formats import HERMES, format_of
 from outrider.serve.openai.conversation import Conversation, adaptations, conversation, invalid_message
 from outrider.serve.openai.errors import UnknownModel, attribute_errors, rename_param
@@ -32,6 +33,7 @@ from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields
 from outrider.serve.openai.template_options import template_options
 from outrider.serve.openai.tools import Tools
+from outrider.serve.openai.translated import TranslatedBody
 from outrider.serve.prompt_encoder import PromptEncoder
 from outrider.serve.settings import Settings
 from outrider.serve.speech.options import TranscriptionOptions
@@ -44,6 +46,14 @@ Respond = Callable[[list[Completion]], Response]
 _QUEUE_CHECK_INTERVAL = 0.05  # seconds
 _PROMPT_END = 16  # tokens at the end of a prompt in which reasoning may begin or end
 _CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a closed connection; the client does not receive it
+
+
+class _ChatPrompt(NamedTuple):
+    """The tokens of a conversation, and what its answer may have."""
+
+    tokens: tuple[int, ...]
+    tools: Tools | None
+    form: OutputForm
 
 
 class RequestHandler:
@@ -69,7 +79,7 @@ class RequestHandler:
         if model not in (None, self._name):
             raise UnknownModel("model", f"model {model!r} is not served here; use {self._name!r}")
 
-    async def handle(self, body: CompletionRequest | ChatRequest, request: Request) -> Response:
+    async def handle(self, body: CompletionRequest | ChatRequest | TranslatedBody, request: Request) -> Response:
         """Return the response to a request.
 
         Raises:
@@ -84,9 +94,21 @@ class RequestHandler:
             field = entry.unused_fields[0]
             raise InvalidParam(field, f"{field}: this field has no effect, and the server has --strict; remove it")
         with rename_param(body):
+            if isinstance(body, CompletionRequest):
+                return await self._handle_completion(body, request)
             if isinstance(body, ChatRequest):
                 return await self._handle_chat(body, request)
-            return await self._handle_completion(body, request)
+            chat = body.chat()
+            with rename_param(chat):
+                return await self._handle_chat(chat, request, body.writer)
+
+    async def count_tokens(self, body: TranslatedBody) -> int:
+        """Return the number of tokens of the prompt of a request. Raises as `handle` does."""
+        self.check_model(body.model)
+        with rename_param(body):
+            chat = body.chat()
+            with rename_param(chat):
+                return len((await self._chat_prompt(chat)).tokens)
 
     async def _handle_completion(self, body: CompletionRequest, request: Request) -> Response:
         inputs = body.inputs()
@@ -101,31 +123,21 @@ class RequestHandler:
             encoded.append(await self.prompt_encoder.encode_with_source(prompt, source))
         return await self._respond(body, encoded, params, request)
 
-    async def _handle_chat(self, body: ChatRequest, request: Request) -> Response:
-        tools = Tools.of(body)
+    async def _handle_chat(
+        self, body: ChatRequest, request: Request, make_writer: Callable[[int], EventWriter] = lambda _: EventWriter()
+    ) -> Response:
         with attribute_errors("constraint"):
             constraint = body.constraint()
-        if tools and constraint:
+        if constraint and body.tools and body.tool_choice != "none":
             field = "structured_outputs" if body.structured_outputs else "response_format"
             raise InvalidParam(field, f"{field} cannot be combined with tools; remove one of them")
-        body.check_continuation()
-        template = self._async_llm.codec.chat_template
-        options = template_options(
-            template, options=body.chat_template_kwargs, enable=body.enable_thinking, effort=body.reasoning_effort
-        )
-        with attribute_errors("messages"):
-            turns = conversation(body.messages, tools, template=template)
-        trained = format_of(template)
-        calls = trained or HERMES
-        template_tools = tools.descriptions() if tools and trained else None
-        with attribute_errors("messages"):
-            tokens = await self._encode_chat(body, turns, template_tools, options)
-        reasoning = reasoning_of(template, self._async_llm.codec.decode(tokens[-_PROMPT_END:]))
+        prompt = await self._chat_prompt(body)
+        tools, reasoning = prompt.tools, prompt.form.reasoning
         if constraint and reasoning:
             constraint = replace(constraint, prefix=reasoning.grammar(header=True))
-        if tools:
+        if tools and prompt.form.calls:
             with attribute_errors("tools"):
-                constraint = tools.constraint(calls, reasoning)
+                constraint = tools.constraint(prompt.form.calls, reasoning)
         params = body.params(
             max_tokens=body.max_output_tokens(),
             logprobs=body.num_logprobs(),
@@ -133,8 +145,26 @@ class RequestHandler:
             constraint=constraint,
         )
         await self._prepare(body, 1, params, tools)
-        form = OutputForm(calls=calls if tools else None, reasoning=reasoning)
-        return await self._respond(body, [EncodedPrompt(tokens)], params, request, form=form)
+        encoded = [EncodedPrompt(prompt.tokens)]
+        writer = make_writer(len(prompt.tokens))
+        return await self._respond(body, encoded, params, request, form=prompt.form, writer=writer)
+
+    async def _chat_prompt(self, body: ChatRequest) -> _ChatPrompt:
+        """Return the prompt of a chat, and what its answer may have."""
+        tools = Tools.of(body)
+        body.check_continuation()
+        template = self._async_llm.codec.chat_template
+        options = template_options(
+            template, options=body.chat_template_kwargs, enable=body.enable_thinking, effort=body.reasoning_effort
+        )
+        trained = format_of(template)
+        template_tools = tools.descriptions() if tools and trained else None
+        with attribute_errors("messages"):
+            turns = conversation(body.messages, tools, template=template)
+            tokens = await self._encode_chat(body, turns, template_tools, options)
+        reasoning = reasoning_of(template, self._async_llm.codec.decode(tokens[-_PROMPT_END:]))
+        calls = (trained or HERMES) if tools else None
+        return _ChatPrompt(tokens, tools, OutputForm(calls=calls, reasoning=reasoning))
 
     async def _encode_chat(
         self,
@@ -196,6 +226,7 @@ class RequestHandler:
         request: Request,
         *,
         form: OutputForm | None = None,
+        writer: EventWriter | None = None,
     ) -> Response:
         """Submit the prompts, as tokens, and return the response."""
         content = body.stream_content()
@@ -218,15 +249,22 @@ class RequestHandler:
             token_ids=body.return_token_ids,
         )
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
+        writer = writer or EventWriter()
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             events = self._stream_events(
-                builder, streams, len(inputs), include_usage=include_usage, request=request, disconnected=disconnected
+                builder,
+                streams,
+                len(inputs),
+                writer=writer,
+                include_usage=include_usage or writer.needs_usage,
+                request=request,
+                disconnected=disconnected,
             )
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
         def respond(completions: list[Completion]) -> Response:
-            return JSONResponse(builder.response(completions, len(inputs)))
+            return JSONResponse(writer.response(builder.response(completions, len(inputs))))
 
         finished = asyncio.create_task(_last_chunks(streams, entry_of(request.scope)))
         return await self._full_response(streams, finished, respond, request=request, disconnected=disconnected)
@@ -323,7 +361,8 @@ class RequestHandler:
             last_chunks = finished.result()
         except TimeoutError:
             log_entry.finish_reason = "timeout"
-            return JSONResponse(error_response(self._timeout_message(), kind="timeout_error"), 504)
+            document = error_response(self._timeout_message(), kind="timeout_error")
+            return in_api_of(request.url.path, JSONResponse(document, 504))
         finally:
             log_entry.output_tokens = sum(stream.num_tokens for stream in streams)
             disconnected.cancel()
@@ -332,7 +371,8 @@ class RequestHandler:
         errors = [chunk.error for chunk in last_chunks if chunk.error]
         if errors:
             log_entry.finish_reason = "error"
-            return JSONResponse(error_response(errors[0], kind="server_error"), 500)
+            document = error_response(errors[0], kind="server_error")
+            return in_api_of(request.url.path, JSONResponse(document, 500))
         completions = [chunk.completion for chunk in last_chunks if chunk.completion]
         log_entry.finish(completions)
         return respond(completions)
@@ -343,6 +383,7 @@ class RequestHandler:
         streams: Sequence[RequestStream],
         num_prompts: int,
         *,
+        writer: EventWriter,
         include_usage: bool,
         request: Request,
         disconnected: asyncio.Task[None],
@@ -357,7 +398,7 @@ class RequestHandler:
         try:
             async with asyncio.timeout(self._settings.request_timeout or None):
                 async for index, chunks in _merge_streams(streams):
-                    events = _chunk_events(chunk_builders[index], chunks, log_entry)
+                    events = _chunk_events(chunk_builders[index], chunks, writer, log_entry)
                     last_chunk = chunks[-1]
                     if last_chunk.error:
                         log_entry.finish_reason = "canceled" if disconnected.done() else "error"
@@ -368,12 +409,12 @@ class RequestHandler:
                     if len(completions) == len(streams):
                         log_entry.finish([completions[i] for i in sorted(completions)])
                         if include_usage:
-                            events += _event(builder.usage_chunk(log_entry.completions, num_prompts))
-                        events += "data: [DONE]\n\n"
+                            events += writer.chunk(builder.usage_chunk(log_entry.completions, num_prompts))
+                        events += writer.end()
                     yield events  # all events of a round together, so that they take one system call
         except TimeoutError:
             log_entry.finish_reason = "timeout"
-            yield _event(error_response(self._timeout_message(), kind="timeout_error"))
+            yield writer.error(error_response(self._timeout_message(), kind="timeout_error"))
         finally:
             disconnected.cancel()
             self._async_llm.cancel(streams)
@@ -427,18 +468,13 @@ async def _merge_streams(streams: Sequence[RequestStream]) -> AsyncIterator[tupl
             reader.cancel()
 
 
-def _chunk_events(builder: ChunkBuilder, chunks: Sequence[StreamChunk], log_entry: Entry) -> str:
+def _chunk_events(builder: ChunkBuilder, chunks: Sequence[StreamChunk], writer: EventWriter, log_entry: Entry) -> str:
     """Return the events of some chunks of a completion. The last one may be an error."""
     events = []
     for chunk in chunks:
         log_entry.add_tokens(len(chunk.tokens))
         if chunk.text or not chunk.error:
-            events.append(_event(builder.build(chunk)))
+            events.append(writer.chunk(builder.build(chunk)))
         if chunk.error:
-            events.append(_event(error_response(chunk.error, kind="server_error")))
+            events.append(writer.error(error_response(chunk.error, kind="server_error")))
     return "".join(events)
-
-
-def _event(document: dict[str, Any]) -> str:
-    """Return a server-sent event."""
-    return f"data: {json.dumps(document)}\n\n"

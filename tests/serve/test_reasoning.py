@@ -18,7 +18,7 @@ from tests.helpers.scripted import base_llm, scripted_llm
 from tests.helpers.serving import serving
 
 TEMPLATE = (
-    '{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}'
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     '{# tools <tool_call> "name" "arguments" #}'
     "<answer>{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 )

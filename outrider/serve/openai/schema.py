@@ -101,7 +101,21 @@ class StructuredOutputs(StrictModel):
         return factories[name](getattr(self, name))
 
 
-class SamplingFields(ForeignFields):
+class EngineFields(RequestBody):
+    """Fields of requests of every API that generates text."""
+
+    seed: int | None = Field(None, ge=-1, lt=2**63, description="-1: a random one.")
+    priority: int = Field(0, ge=-100, le=100, description="Extension. Lower values are scheduled first.")
+    k: int | None = Field(
+        None,
+        json_schema_extra={"minimum": 0, "maximum": MAX_DRAFT_LENGTH},  # `SamplingParams` checks it
+        description="Extension. Most draft tokens per round. 0: plain decoding.",
+    )
+    proposer: str | None = Field(None, description="Extension. A proposer of /v1/models. Default: the planner chooses.")
+    verifier: str | None = Field(None, description="Extension. An exact verifier of /v1/models.")
+
+
+class SamplingFields(ForeignFields, EngineFields):
     """The fields that completions and chat completions have in common."""
 
     model: str | None = Field(None, description="Name of the model, as in /v1/models. Optional.")
@@ -121,15 +135,6 @@ class SamplingFields(ForeignFields):
     )
     ignore_eos: bool = Field(False, description="Extension. Continue after end-of-text.")
     min_tokens: int = Field(0, ge=0, description="Extension. Fewest output tokens.")
-    seed: int | None = Field(None, ge=-1, lt=2**63, description="-1: a random one.")
-    priority: int = Field(0, ge=-100, le=100, description="Extension. Lower values are scheduled first.")
-    k: int | None = Field(
-        None,
-        json_schema_extra={"minimum": 0, "maximum": MAX_DRAFT_LENGTH},  # `SamplingParams` checks it
-        description="Extension. Most draft tokens per round. 0: plain decoding.",
-    )
-    proposer: str | None = Field(None, description="Extension. A proposer of /v1/models. Default: the planner chooses.")
-    verifier: str | None = Field(None, description="Extension. An exact verifier of /v1/models.")
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, TemplateSyntaxError, meta
 
 from outrider.core.params import InvalidParam
+from outrider.serve.openai.reasoning import reasoning_of
 
 _ENABLE = ("enable_thinking", "thinking")  # names of the variable that turns reasoning on and off
 _GIVEN = frozenset(  # variables that the server or the tokenizer sets
@@ -52,6 +53,9 @@ def template_options(
                 f"chat_template_kwargs: the model's chat template does not read {name!r}{others}; remove it",
             )
     chosen = dict(options)
+    if reasoning_of(template, "") is None:  # such a model never reasons
+        enable = enable or None
+        effort = None if effort == "none" else effort
     switch = next((name for name in _ENABLE if name in known), None)
     if enable is not None:
         _set(chosen, switch, enable, "enable_thinking")
