@@ -164,7 +164,9 @@ class RequestHandler:
             tokens = await self._encode_chat(body, turns, template_tools, options)
         reasoning = reasoning_of(template, self._async_llm.codec.decode(tokens[-_PROMPT_END:]))
         calls = (trained or HERMES) if tools else None
-        return _ChatPrompt(tokens, tools, OutputForm(calls=calls, reasoning=reasoning))
+        return _ChatPrompt(
+            tokens, tools, OutputForm(calls=calls, functions=tools.schemas if tools else {}, reasoning=reasoning)
+        )
 
     async def _encode_chat(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.serve.openai.call_formats import CallFormat
@@ -17,10 +17,12 @@ class OutputForm:
 
     Attributes:
         calls: the format of function calls; None: there are none.
+        functions: the schemas of the arguments of functions, by name.
         reasoning: the form of reasoning; None: there is none.
     """
 
     calls: CallFormat | None = None
+    functions: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)
     reasoning: Reasoning | None = None
 
 
@@ -29,7 +31,7 @@ class OutputParser:
 
     def __init__(self, form: OutputForm) -> None:
         self._reasoning = ReasoningParser(form.reasoning) if form.reasoning else None
-        self._calls = ToolCallParser(form.calls) if form.calls else None
+        self._calls = ToolCallParser(form.calls, form.functions) if form.calls else None
 
     @property
     def calls(self) -> list[ParsedCall]:
