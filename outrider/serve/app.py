@@ -19,7 +19,7 @@ from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.handler import RequestHandler
 from outrider.serve.items.schema import ResponsesRequest
 from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
-from outrider.serve.monitoring.metrics import EngineMetrics, exposition
+from outrider.serve.monitoring.metrics import EngineMetrics, VLLMMetrics, exposition
 from outrider.serve.monitoring.request_log import RequestLog
 from outrider.serve.monitoring.tracing import TraceMiddleware, Tracer
 from outrider.serve.openai.errors import (
@@ -88,6 +88,8 @@ def make_app(
     # FastAPI's own pages of the API load their scripts from the internet.
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     async_llm.latency.registry.register(EngineMetrics(async_llm))
+    if settings.vllm_metrics:
+        async_llm.latency.registry.register(VLLMMetrics(async_llm, name))
     handler = RequestHandler(async_llm, settings, name=name)
     _add_routes(app, handler, async_llm, name, videos)
     _add_text_routes(app, handler)

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
 from outrider.core.config import EngineConfig
+from outrider.core.packages import added, load_added
 from outrider.core.params import AUTO
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.types import Needs
@@ -167,7 +169,9 @@ def alternatives(spec: str) -> tuple[str, ...]:
     expression = parse(spec)
     parts = expression.parts if expression.name == "switch" else (expression,)
     known = (*NAMED, *COMBINATIONS)
-    short_names = [part.name if part.name in known else f"{part.name}:{part.argument}" for part in parts]
+    short_names = [
+        f"{part.name}:{part.argument}" if part.argument and part.name not in known else part.name for part in parts
+    ]
     names = []
     for name, part in zip(short_names, parts, strict=True):
         ambiguous = short_names.count(name) > 1 and part.argument
@@ -249,7 +253,7 @@ def draft_sources(spec: str | Maker) -> tuple[str, ...]:
     if not isinstance(spec, str):
         return ("own",)
     leaves = list(parse(spec).leaves())
-    names = [leaf.name if leaf.name in NAMED else leaf.argument for leaf in leaves]
+    names = [leaf.name if leaf.name in NAMED else leaf.argument or leaf.name for leaf in leaves]
     return tuple(
         f"{name}:{Path(leaf.argument).name}" if leaf.argument and names.count(name) > 1 else name
         for name, leaf in zip(names, leaves, strict=True)
@@ -320,6 +324,9 @@ def _import_maker(expression: Expression) -> Maker:
     name = expression.argument
     if module in COMBINATIONS:
         raise OutriderError(f"{module} combines others; write for example {module}(ngram,recycle)")
+    if module in added("proposers"):
+        maker: Maker = load_added("proposers", module)
+        return partial(maker, name) if name else maker
     if not name:
         raise OutriderError(f"proposer {module!r} is unknown;{_suggestion(module)} use {forms()}")
     if not all(part.isidentifier() for part in module.split(".")):
@@ -331,7 +338,7 @@ def _import_maker(expression: Expression) -> Maker:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # find modules in the current folder, as `python -m` does
     try:
-        maker: Maker = getattr(importlib.import_module(module), name)
+        maker = getattr(importlib.import_module(module), name)
     except Exception as error:  # the module's own code can raise anything
         reason = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError):
