@@ -103,8 +103,8 @@ class EngineConfig:
     prefix_caching: Annotated[bool, Option(panel=LIMITS)] = True
     """Reuse the KV cache of common prompt prefixes. A server does so within the requests of one user."""
     speculative_config: Annotated[str | None, Option("JSON", MODEL)] = None
-    """Proposer and k in the form of vLLM, such as {"method": "eagle3", "model": DIR, "num_speculative_tokens": 3}, or with
-    the names of SGLang's options. Other keys: prompt_lookup_max, prompt_lookup_min."""
+    """Proposer and k in the form of vLLM, such as {"method": "eagle3", "model": DIR, "num_speculative_tokens": 3}, or
+    with the names of SGLang's options. Other keys: prompt_lookup_max, prompt_lookup_min."""
     isolate_faults: bool = False
     """An exception in a proposer costs its draft only. It is logged and counted, and decoding goes on. It has no effect
     with `tp` above 1, because all ranks must draft the same tokens."""

@@ -50,6 +50,11 @@ class Scheduler:
         self._rounds = 0
         self._arrivals = 0
 
+    @property
+    def free_slot(self) -> int:
+        """The lowest slot that no sequence holds."""
+        return self._free[0]
+
     def add(self, request: Request, stream: TextStream | None = None) -> SequenceState:
         """Queue a request and return its state. `stream` decodes its text and finds stop strings.
 

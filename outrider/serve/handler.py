@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -13,9 +14,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from outrider.core.constraint import Constraint
 from outrider.core.conversation import InvalidMessage
 from outrider.core.params import InvalidParam, SamplingParams
-from outrider.core.types import Completion, SpeechOutput
+from outrider.core.types import Completion, SpeechOutput, TokenLogprobs
 from outrider.engine.codec import EncodedPrompt
+from outrider.engine.prompt_scores import score_prompt
 from outrider.errors import OutriderError
+from outrider.llm import LLM
 from outrider.models.torch.speech.audio import Audio
 from outrider.serve.anthropic.errors import in_api_of
 from outrider.serve.async_llm import AsyncLLM
@@ -26,7 +29,8 @@ from outrider.serve.openai.blocks import EventWriter
 from outrider.serve.openai.call_formats import HERMES, format_of
 from outrider.serve.openai.conversation import Conversation, adaptations, conversation, invalid_message
 from outrider.serve.openai.errors import UnknownModel, attribute_errors, rename_param
-from outrider.serve.openai.logprobs import LogprobsBuilder
+from outrider.serve.openai.fill_in import fill_in_tokens
+from outrider.serve.openai.logprobs import Echo, LogprobsBuilder
 from outrider.serve.openai.output import OutputForm
 from outrider.serve.openai.reasoning import reasoning_of
 from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
@@ -112,16 +116,38 @@ class RequestHandler:
 
     async def _handle_completion(self, body: CompletionRequest, request: Request) -> Response:
         inputs = body.inputs()
+        body.check_echo()
         with attribute_errors("constraint"):
             constraint = body.constraint()
         params = body.params(
-            max_tokens=body.max_tokens, logprobs=body.logprobs, scope=body.user or "", constraint=constraint
+            max_tokens=body.max_tokens or 1, logprobs=body.logprobs, scope=body.user or "", constraint=constraint
         )
+        if body.best_of is not None:
+            logprobs = 0 if params.logprobs is None and body.best_of > body.n else params.logprobs
+            params = replace(params, n=body.best_of, logprobs=logprobs)
         await self._prepare(body, len(inputs), params)
         encoded = []
         for prompt, source in inputs:
-            encoded.append(await self.prompt_encoder.encode_with_source(prompt, source))
+            if body.suffix is not None:
+                tokenizer = self._async_llm.codec.tokenizer
+                encoded.append(EncodedPrompt(fill_in_tokens(tokenizer, str(prompt), body.suffix)))
+            else:
+                encoded.append(await self.prompt_encoder.encode_with_source(prompt, source))
         return await self._respond(body, encoded, params, request)
+
+    async def _echoes(self, body: SamplingFields, inputs: Sequence[EncodedPrompt], top: int | None) -> list[Echo]:
+        """Return the prompts that the completions begin with, and their log-probabilities."""
+        if not isinstance(body, CompletionRequest) or not body.echo:
+            return []
+        echoes = []
+        for (prompt, _), (tokens, _) in zip(body.inputs(), inputs, strict=True):
+            entries: tuple[TokenLogprobs, ...] = ()
+            if top is not None:
+                score = partial(_score, tokens, top)
+                entries = await self._async_llm.call(score)
+            text = prompt if isinstance(prompt, str) else self._async_llm.codec.decode(tokens)
+            echoes.append(Echo(text=text, tokens=tokens, entries=entries))
+        return echoes
 
     async def _handle_chat(
         self, body: ChatRequest, request: Request, make_writer: Callable[[int], EventWriter] = lambda _: EventWriter()
@@ -235,9 +261,14 @@ class RequestHandler:
         if content is StreamContent.TEXT and self._settings.smooth:
             content = StreamContent.TOKENS
         streams = self._submit(inputs, params, content)
+        try:
+            echoes = await self._echoes(body, inputs, params.logprobs)
+        except OutriderError:
+            self._async_llm.cancel(streams)
+            raise
         # In OpenAI's API a token that ends the text has no entry. With token ids, there is one
-        # entry for each id.
-        omitted = frozenset() if body.return_token_ids else streams[0].request.end_ids
+        # entry for each id, and with echo, clients count the entries.
+        omitted = frozenset() if body.return_token_ids or echoes else streams[0].request.end_ids
         is_chat = isinstance(body, ChatRequest)
         tokens = self._async_llm.single_tokens
         builder = ResponseBuilder(
@@ -245,10 +276,15 @@ class RequestHandler:
             model=self._name,
             decode=self._async_llm.codec.decode,
             tokens=tokens,
-            logprobs=None if params.logprobs is None else LogprobsBuilder(tokens=tokens, chat=is_chat, omitted=omitted),
+            logprobs=None
+            if body.num_logprobs() is None
+            else LogprobsBuilder(tokens=tokens, chat=is_chat, omitted=omitted),
             include_speculation=content >= StreamContent.ROUNDS,
             form=form if form and (form.calls or form.reasoning) else None,
             token_ids=body.return_token_ids,
+            echoes=echoes,
+            n=body.n,
+            is_empty=isinstance(body, CompletionRequest) and body.max_tokens == 0,
         )
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
         writer = writer or EventWriter()
@@ -423,6 +459,11 @@ class RequestHandler:
 
     def _timeout_message(self) -> str:
         return f"the request took longer than {self._settings.request_timeout:g} seconds; ask for fewer tokens"
+
+
+def _score(tokens: Sequence[int], top: int, llm: LLM) -> tuple[TokenLogprobs, ...]:
+    """Return the log-probabilities of the tokens of a prompt, in the engine thread."""
+    return score_prompt(llm.engine, llm.parts.target, tokens, top)
 
 
 async def _last_chunks(streams: Sequence[RequestStream], log_entry: Entry) -> list[StreamChunk]:

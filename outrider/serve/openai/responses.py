@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -13,7 +13,7 @@ from uuid import uuid4
 from outrider.core.stats import Stats
 from outrider.core.token_text import SingleTokens
 from outrider.core.types import Completion, FinishReason
-from outrider.serve.openai.logprobs import LogprobsBuilder, TokenOffsets
+from outrider.serve.openai.logprobs import Echo, LogprobsBuilder, TokenOffsets
 from outrider.serve.openai.output import OutputForm, OutputParser
 from outrider.serve.stream.request_stream import StreamChunk
 
@@ -32,12 +32,21 @@ class ResponseBuilder:
     include_speculation: bool = False  # whether chunks have a `speculation` field
     form: OutputForm | None = None  # what the text may have besides content; None: nothing
     token_ids: bool = False  # whether choices have the ids of their tokens
+    echoes: Sequence[Echo] = ()  # by prompt: what its completions begin with; (): nothing
+    n: int = 1  # completions of each prompt that are returned, the likeliest ones
+    is_empty: bool = False  # whether the choices have no completion
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def response(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
         """Return the response with all completions of `num_prompts` prompts."""
-        choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
+        size = len(completions) // num_prompts
+        chosen = []
+        for prompt in range(num_prompts):
+            group = completions[prompt * size : (prompt + 1) * size]
+            best = group if size == self.n else sorted(group, key=_mean_logprob, reverse=True)[: self.n]
+            chosen += [(each, self.echoes[prompt] if self.echoes else None) for each in best]
+        choices = [self._choice(index, completion, echo) for index, (completion, echo) in enumerate(chosen)]
         return self._head(is_chunk=False) | {"choices": choices, "usage": self.usage(completions, num_prompts)}
 
     def chunks(self, index: int, prompt: Sequence[int]) -> ChunkBuilder:
@@ -111,9 +120,14 @@ class ResponseBuilder:
             "model": self.model,
         }
 
-    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def _choice(self, index: int, completion: Completion, echo: Echo | None) -> dict[str, Any]:
         logprobs = None
-        if self.logprobs:
+        if self.is_empty:
+            completion = replace(completion, text="", logprobs=())
+        if self.logprobs and echo:
+            logprobs = self.logprobs.build(echo.before(completion.logprobs), TokenOffsets(self.decode, ()))
+            logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
+        elif self.logprobs:
             offsets = TokenOffsets(self.decode, completion.prompt_token_ids)
             logprobs = self.logprobs.build(completion.logprobs, offsets)
         choice: dict[str, Any] = {"index": index, "finish_reason": str(completion.finish_reason), "logprobs": logprobs}
@@ -122,7 +136,7 @@ class ResponseBuilder:
             choice["prompt_token_ids"] = list(completion.prompt_token_ids)
             choice["weight_versions"] = list(map(list, completion.weight_versions))
         if not self.chat:
-            return choice | {"text": completion.text}
+            return choice | {"text": (echo.text if echo else "") + completion.text}
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         if completion.stop_string:
             choice["stop_reason"] = completion.stop_string
@@ -156,6 +170,11 @@ class ChunkBuilder:
             delta = {"role": "assistant", "content": None if self._parser else ""} | delta
             self._started = True
         return self._builder.chunk(self._index, chunk, delta=delta, finish_reason=finish_reason, offsets=self._offsets)
+
+
+def _mean_logprob(completion: Completion) -> float:
+    """Return the mean log-probability of the tokens of a completion."""
+    return sum(entry.logprob for entry in completion.logprobs) / max(len(completion.logprobs), 1)
 
 
 def _finish_reason(completion: Completion, parser: OutputParser) -> str:

@@ -150,6 +150,10 @@ class SamplingFields(ForeignFields, EngineFields):
             return StreamContent.ROUNDS
         return StreamContent.TEXT if self.stream else StreamContent.END
 
+    def num_logprobs(self) -> int | None:
+        """Return how many likeliest tokens have log-probabilities; None: no log-probabilities."""
+        raise NotImplementedError
+
     def param_name(self, param: str) -> str:
         """Return the request field of a parameter of `SamplingParams`."""
         return _FIELD_NAMES.get(param, param)
@@ -210,10 +214,31 @@ class CompletionRequest(SamplingFields):
         None,
         description="Extension. The input of an encoder-decoder model's encoder, one per prompt, in the same forms.",
     )
-    max_tokens: int = Field(16, ge=-1, description="-1: the rest of the context.")
+    max_tokens: int = Field(16, ge=-1, description="-1: the rest of the context. 0: with echo, no completion.")
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: Literal[False] = False
-    suffix: None = None
+    echo: bool = Field(False, description="Return the prompt before the completion, with its log-probabilities.")
+    suffix: str | None = Field(None, description="The text after the completion, for models with tokens for it.")
+    best_of: int | None = Field(
+        None, ge=1, description="Completions of each prompt, of which the n likeliest ones are returned."
+    )
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def check_echo(self) -> None:
+        """Raise InvalidParam if echo, suffix, best_of or max_tokens do not fit the other fields."""
+        if self.echo and self.stream:
+            raise InvalidParam("echo", "echo needs the whole response; leave stream out, or leave echo out")
+        if self.echo and (self.suffix is not None or self.source is not None or self.return_token_ids):
+            raise InvalidParam("echo", "echo cannot be combined with suffix, source or return_token_ids; leave it out")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidParam("max_tokens", "max_tokens is 0, which needs echo; use at least 1")
+        if self.suffix is not None and not isinstance(self.prompt, str):
+            raise InvalidParam("suffix", "suffix needs one prompt that is a text; send the prompt as a string")
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidParam("best_of", f"best_of is {self.best_of} and n is {self.n}; use a best_of of at least n")
+        if self.best_of is not None and self.best_of > self.n and self.stream:
+            raise InvalidParam("best_of", "best_of above n needs the whole response; leave stream out")
 
     def inputs(self) -> list[tuple[_Text | None, _Text | None]]:
         """Return pairs of a prompt and its source, each as text or token ids, or None.
@@ -347,7 +372,6 @@ class ChatRequest(ForeignChatFields, SamplingFields):
             )
 
     def num_logprobs(self) -> int | None:
-        """Return how many likeliest tokens have log-probabilities; None: no log-probabilities."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParam("top_logprobs", "top_logprobs needs logprobs true; set it, or remove top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
