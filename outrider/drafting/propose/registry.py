@@ -325,8 +325,8 @@ def _import_maker(expression: Expression) -> Maker:
     if module in COMBINATIONS:
         raise OutriderError(f"{module} combines others; write for example {module}(ngram,recycle)")
     if module in added("proposers"):
-        maker: Maker = load_added("proposers", module)
-        return partial(maker, name) if name else maker
+        own = load_added("proposers", module)
+        return partial(own, name) if name else own
     if not name:
         raise OutriderError(f"proposer {module!r} is unknown;{_suggestion(module)} use {forms()}")
     if not all(part.isidentifier() for part in module.split(".")):
@@ -338,7 +338,7 @@ def _import_maker(expression: Expression) -> Maker:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # find modules in the current folder, as `python -m` does
     try:
-        maker = getattr(importlib.import_module(module), name)
+        maker: Maker = getattr(importlib.import_module(module), name)
     except Exception as error:  # the module's own code can raise anything
         reason = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         if isinstance(error, ModuleNotFoundError):

@@ -160,7 +160,6 @@ class CountTokensRequest(TranslatedBody):
         }
     )
 
-    model: str | None = Field(None, description="Name of the model, as in /v1/models.")
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: _Text | None = None
     tools: list[AnthropicTool] | None = Field(None, max_length=128)
@@ -173,7 +172,7 @@ class CountTokensRequest(TranslatedBody):
 
     def chat_fields(self) -> dict[str, Any]:
         choice = self.tool_choice
-        config = self.output_config or OutputConfig()
+        config = self.output_config or OutputConfig(effort=None)
         fields: dict[str, Any] = {"messages": self._chat_messages(), "reasoning_effort": config.effort}
         if self.messages[-1].role == "assistant":  # the answer goes on with its text
             fields["continue_final_message"] = True

@@ -148,7 +148,6 @@ class ResponsesRequest(TranslatedBody):
         }
     )
 
-    model: str | None = Field(None, description="Name of the model, as in /v1/models.")
     input: _Items
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
@@ -190,7 +189,7 @@ class ResponsesRequest(TranslatedBody):
             "tools": self.tools and [_tool(tool) for tool in self.tools],
             "tool_choice": named if isinstance(choice, NamedFunction) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": _response_format(self.text and self.text.format),
+            "response_format": _response_format(self.text.format if self.text else None),
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
@@ -235,5 +234,5 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
 
 def _response_format(form: TextFormat | ObjectFormat | SchemaTextFormat | None) -> dict[str, Any] | None:
     if not isinstance(form, SchemaTextFormat):
-        return form and form.model_dump()
+        return None if form is None else form.model_dump()
     return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_}}

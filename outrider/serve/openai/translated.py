@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Discriminator, PrivateAttr, ValidationError
+from pydantic import Discriminator, Field, PrivateAttr, ValidationError
 
 from outrider.core.params import InvalidParam
 from outrider.serve.openai.blocks import BlockWriter
@@ -32,6 +32,7 @@ class TranslatedBody(EngineFields):
     """
 
     names: ClassVar[Mapping[str, str]] = {}
+    model: str | None = Field(None, description="Name of the model, as in /v1/models. Optional.")
     _origins: list[str] = PrivateAttr(default_factory=list)  # the field that each message of the chat is made of
 
     @abstractmethod
