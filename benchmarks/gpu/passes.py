@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from statistics import median
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
-from pair import Setup, pass_over, seconds_of
+from pair import Setup, cached_batch, draft_of, seconds_of
 from torch.profiler import ProfilerActivity, profile
 
-from outrider.lab.bench.pass_work import cache_bytes_per_token
 from outrider.lab.bench.rates import read_bandwidth
 from outrider.models.torch.attention import Fixed, attend, has_grouped_kernel
 
+_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # tokens of a pass
+_PROFILED = 256  # cached tokens
 _ROWS = (2, 3, 5, 8, 16, 32, 64)  # rows of a product
 _CACHED = {"cuda": (2048, 8192, 32768, 131072), "cpu": (64, 256)}  # entries of the cache, by device
 _SHAPES = ((1, 1), (1, 5), (1, 16), (1, 64), (8, 1), (8, 5))  # sequences and queries of each
@@ -22,31 +22,46 @@ _HEADS, _KEY_HEADS, _DIM = 32, 8, 128  # of Llama 3 8B
 
 
 def bandwidth(setup: Setup) -> dict[str, Any]:
-    return dict(read_bandwidth(setup.llm.parts.device))
+    return {"read_bytes_per_s": _read_rate(setup.inputs.device)}
+
+
+@cache
+def _read_rate(device: torch.device) -> float:
+    """Return the highest bytes/s of a measurement."""
+    return max(read_bandwidth(device).values())
 
 
 def step(setup: Setup) -> dict[str, Any]:
-    """Time passes of the target over one sequence. A pass reads the weights and the cached keys and values."""
-    target = setup.models[0]
-    device = setup.llm.parts.device
-    rate_before = max(read_bandwidth(device).values())
-    passes = {count: pass_over(target, setup.cached, count) for count in setup.nodes}
-    seconds: dict[int, list[float]] = {count: [] for count in setup.nodes}
-    for _ in range(setup.rounds):
-        for count, run in passes.items():
-            seconds[count].append(seconds_of(run, device))
-    rate = max(rate_before, *read_bandwidth(device).values())
-    size = setup.weight_bytes + setup.cached * cache_bytes_per_token(setup.llm)
-    limit = 1e3 * size / rate
-    return {
-        "bytes": size,
-        "read_bytes_per_s": rate,
-        "limit_ms": limit,
-        "nodes": {
-            count: {"ms": 1e3 * median(times), "limit_share": limit / (1e3 * median(times)), "all_seconds": times}
-            for count, times in seconds.items()
-        },
-    }
+    """Time passes of the target over one sequence, by cached tokens and by tokens of the pass."""
+    return _steps(setup, setup.pair.scale.cached, _TOKENS)
+
+
+def step_uncompiled(setup: Setup) -> dict[str, Any]:
+    """Time a few of these passes, before the layers are compiled."""
+    return _steps(setup, setup.pair.scale.cached[:2], _TOKENS[::3])
+
+
+def _steps(setup: Setup, cached_tokens: Sequence[int], token_counts: Sequence[int]) -> dict[str, Any]:
+    """Time passes. A pass reads the weights, and the cached keys and values."""
+    device = setup.inputs.device
+    target = setup.long_target()
+    seconds: dict[int, dict[int, float]] = {}
+    token_bytes = 0
+    for cached in cached_tokens:
+        with cached_batch(target, cached) as batch:
+            if setup.compiled:  # what is recorded after this is compiled, too
+                target.graphs.warm(rows=1, length=1, columns=(1, 2), compiled=True)
+            passes = {count: partial(target.score, batch, draft_of(count - 1, device)) for count in token_counts}
+            seconds[cached] = {count: seconds_of(run, device) for count, run in passes.items()}
+            token_bytes = target.cache.usage().token_bytes
+    rate = _read_rate(device)
+    results = {}
+    for cached, times in seconds.items():
+        limit = (setup.weight_bytes + cached * token_bytes) / rate
+        results[str(cached)] = {
+            str(count): {"ms": 1e3 * time, "limit_share": limit / time} for count, time in times.items()
+        }
+    return {"read_bytes_per_s": rate, "compiled": setup.compiled, "ms_by_cached_and_tokens": results}
 
 
 def attention(setup: Setup) -> dict[str, Any]:
@@ -56,7 +71,7 @@ def attention(setup: Setup) -> dict[str, Any]:
     graph, so the smallest figures are the time of launches.
     """
     parts = setup.llm.parts
-    rate = max(read_bandwidth(parts.device).values())
+    rate = _read_rate(parts.device)
     results = {}
     for cached in _CACHED[parts.device.type]:
         for rows, size in _SHAPES:
@@ -94,13 +109,14 @@ def kernels(setup: Setup) -> dict[str, Any]:
         return {"skipped": "there are kernels on a GPU only"}
     results = {}
     for name, model in zip(("target", "draft"), setup.models, strict=True):
-        run = pass_over(model, setup.cached, 1)
-        for _ in range(3):
-            run()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            run()
+        with cached_batch(model, _PROFILED) as batch, torch.inference_mode():
+            run = partial(model.score, batch, draft_of(0, model.device))
+            for _ in range(3):
+                run()
             torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                run()
+                torch.cuda.synchronize()
         spans = sorted((e.time_range.start, e.time_range.end) for e in profiler.events() if e.device_time > 0)
         busy = sum(end - start for start, end in spans)
         results[name] = {
@@ -124,12 +140,12 @@ def rows(setup: Setup) -> dict[str, Any]:
 
 
 def memory(setup: Setup) -> dict[str, Any]:
+    """Return the most bytes in use since the models were made, and those of graphs."""
     device = setup.llm.parts.device
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     graphs = [model.graphs for model in setup.models if getattr(model, "graphs", None)]
     return {
         "peak_bytes": peak,
-        "graph_bytes": [each.bytes() for each in graphs],
-        "recorded": [len(each.buckets()) for each in graphs],
-        "recording_seconds": [each.seconds for each in graphs],
+        "graph_bytes": [model.graph_bytes() for model in setup.models if hasattr(model, "graph_bytes")],
+        "recording_seconds": [getattr(each, "seconds", 0.0) for each in graphs],
     }

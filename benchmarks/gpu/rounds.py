@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -12,7 +12,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from pair import Setup, batch_of, pass_over, seconds_of
+from pair import Setup, cached_batch, draft_of, seconds_of
+from transformers_peer import Peer
 
 from outrider import LLM
 from outrider.core.config import EngineConfig
@@ -29,10 +30,12 @@ from outrider.train.model.presets import Sizes, describe
 
 _LENGTHS = (1, 2, 4, 8)  # draft lengths of the split
 _KEPT = (0.55, 0.8, 1.0)  # share of the draft tokens that is left as drafted
-_FIXED = (0, 2, 4, 8)  # draft lengths beside k auto; 0: plain decoding
+_FIXED = (0, 2, 4)  # draft lengths beside k auto; 0: plain decoding
+_EVERY = 3  # of the prompts, one in so many runs with each planner
 _RULES = ("block", "walk", "rejection")  # verifiers of sampled decoding
 _HEAD_LENGTHS = (1, 5)  # draft lengths of the EAGLE-3 head
 _HEAD_VOCAB = 32000  # tokens that an EAGLE-3 head of Llama 3 drafts
+_ROUNDS = 2  # times that everything runs in turns
 _TIMES = ("draft_ms", "target_ms", "host_ms", "tau")  # of a round, in the statistics of the engine
 
 
@@ -84,9 +87,9 @@ def sampled(setup: Setup) -> dict[str, Any]:
     nucleus = [_sampled(job, top_p=0.95) for job in setup.jobs[:1]]
     results = {"plain": _split(setup.engine(0), jobs)}
     for rule in _RULES:
-        results[rule] = _split(setup.engine(setup.k), [_verified(job, rule) for job in jobs])
+        results[rule] = _split(setup.engine(setup.inputs.k), [_verified(job, rule) for job in jobs])
     verified = [_verified(job, "block") for job in nucleus]
-    return results | {"block, top_p 0.95": _split(setup.engine(setup.k), verified)}
+    return results | {"block, top_p 0.95": _split(setup.engine(setup.inputs.k), verified)}
 
 
 def _sampled(job: Job, *, top_p: float) -> Job:
@@ -124,7 +127,7 @@ def head(setup: Setup) -> dict[str, Any]:
         parts.target.export_hidden_states(parts.proposer.needs.layers)
 
 
-def auto(setup: Setup) -> dict[str, Any]:
+def k_auto(setup: Setup) -> dict[str, Any]:
     """Return tokens/s of k auto, fixed draft lengths and plain decoding, by the share of tokens that is kept."""
     parts = setup.llm.parts
     costs = auto_planner(parts.target, parts.proposer).proposers[0].costs
@@ -146,7 +149,7 @@ def _run_corrupted(setup: Setup, planner: Planner, kept: float) -> dict[str, flo
     llm = LLM.from_parts(replace(parts, engine=engine, proposer=proposer))
     began = perf_counter()
     tokens = 0
-    for job in setup.jobs:
+    for job in setup.jobs[::_EVERY]:
         tokens += sum(len(done.token_ids) for done in llm.generate([list(job.prompt)], job.params))
     seconds = perf_counter() - began
     fields = engine.stats.as_dict()
@@ -155,50 +158,52 @@ def _run_corrupted(setup: Setup, planner: Planner, kept: float) -> dict[str, flo
 
 
 def race(setup: Setup) -> dict[str, Any]:
-    """Measure the tokens/s of plain decoding, speculation and the peers in turns."""
-    engines = {"plain": setup.engine(0), "speculative": setup.engine(setup.k)}
-    peers = {peer.name: peer for peer in setup.peers}
-    for peer in setup.peers:
-        peer.run(setup.jobs[0])  # to warm up
-    names = (*engines, *peers)
-    rates = {name: list[float]() for name in names}
+    """Measure the tokens/s of plain decoding and speculation in turns, one sequence at a time."""
+    engines = {"plain": setup.engine(0), "speculative": setup.engine(setup.inputs.k)}
+    rates = {name: list[float]() for name in engines}
     taus = list[float]()
-
-    def run(name: str, job: Job) -> DecodeSpeed:
-        if name in peers:
-            return peers[name].run(job)
-        timeline = run_jobs(engines[name], [job])
-        if name == "speculative":
-            taus.append(timeline.stats.tau)
-        return timeline.speed()
-
-    for round in range(setup.rounds):
-        for name in names[:: 1 if round % 2 == 0 else -1]:
-            speeds = [run(name, job) for job in setup.jobs]
-            rates[name].append(sum(each.tokens for each in speeds) / sum(each.seconds for each in speeds))
+    for round in range(_ROUNDS):
+        for name in list(engines)[:: 1 if round % 2 == 0 else -1]:
+            timelines = [run_jobs(engines[name], [job]) for job in setup.jobs]
+            rates[name].append(_rate([timeline.speed() for timeline in timelines]))
+            taus += [timeline.stats.tau for timeline in timelines if name == "speculative"]
     results: dict[str, Any] = {name: {"tokens_per_s": median(all), "all": all} for name, all in rates.items()}
-    speculative = results["speculative"]["tokens_per_s"]
-    ratios = {
-        f"against_{name}": speculative / result["tokens_per_s"]
-        for name, result in results.items()
-        if name != "speculative"
-    }
-    return results | ratios | {"tau": sum(taus) / len(taus)}
+    ratio = results["speculative"]["tokens_per_s"] / results["plain"]["tokens_per_s"]
+    return results | {"against_plain": ratio, "tau": sum(taus) / len(taus)}
+
+
+def peers(setup: Setup) -> dict[str, Any]:
+    """Measure the tokens/s of `generate` of transformers on some prompts, plain and assisted by the draft model."""
+    model, assistant = (weights.model(attn_implementation="sdpa") for weights in (setup.pair.target, setup.pair.draft))
+    jobs = setup.jobs[::_EVERY]
+    results = {}
+    for name, peer in (("plain", Peer(model)), ("assisted", Peer(model, assistant=assistant))):
+        peer.run(jobs[0])  # to warm up
+        results[name] = {"tokens_per_s": _rate(list(map(peer.run, jobs)))}
+    return results
+
+
+def _rate(speeds: Sequence[DecodeSpeed]) -> float:
+    """Return the tokens/s of several runs."""
+    return sum(each.tokens for each in speeds) / sum(each.seconds for each in speeds)
 
 
 def round_times(setup: Setup) -> dict[str, Any]:
     """Time a round of speculation, and separately the target's pass and the draft's steps in it."""
     target, draft = setup.models
     parts = setup.llm.parts
-    llm = setup.engine(setup.k)
+    k = setup.inputs.k
+    llm = setup.engine(k)
+    cached = setup.pair.scale.cached[0]
     seconds: dict[str, list[float]] = {"round": [], "target": [], "draft": []}
-    for _ in range(setup.rounds):
+    for _ in range(_ROUNDS):
         timelines = [run_jobs(llm, [job]) for job in setup.jobs]
         rounds = sum(timeline.stats.rounds for timeline in timelines)
         seconds["round"].append(sum(timeline.speed().seconds for timeline in timelines) / max(rounds, 1))
-        draft_steps = partial(draft.draft_greedy, batch_of(draft, setup.cached, setup.k), parts.vocab)
-        seconds["target"].append(seconds_of(pass_over(target, setup.cached, 1 + setup.k), parts.device))
-        seconds["draft"].append(seconds_of(draft_steps, parts.device))
+        with cached_batch(target, cached) as batch:
+            seconds["target"].append(seconds_of(partial(target.score, batch, draft_of(k, parts.device)), parts.device))
+        with cached_batch(draft, cached, k) as batch:
+            seconds["draft"].append(seconds_of(partial(draft.draft_greedy, batch, parts.vocab), parts.device))
     medians = {name: median(times) for name, times in seconds.items()}
     beyond = medians["round"] - medians["target"] - medians["draft"]
     return {
@@ -210,14 +215,38 @@ def round_times(setup: Setup) -> dict[str, Any]:
 
 
 def texts(setup: Setup) -> dict[str, Any]:
-    """Return how many greedy texts differ from plain decoding, and the first positions that do."""
-    results = []
-    for k in (0, setup.k):
-        prompts = [list(job.prompt) for job in setup.jobs]
-        params = [job.params for job in setup.jobs]
-        results.append([completion.token_ids for completion in setup.engine(k).generate(prompts, params)])
+    """Return how many greedy texts differ from plain decoding of each prompt alone, and the first positions that do."""
+    parts = setup.llm.parts
+    auto = with_planner(setup.llm, auto_planner(parts.target, parts.proposer))
+    return _compared(setup, {f"k = {setup.inputs.k}": setup.engine(setup.inputs.k), "k auto": auto}, 1)
+
+
+def texts_batched(setup: Setup) -> dict[str, Any]:
+    """Return the same for prompts that run together."""
+    engines = {"plain": setup.engine(0), f"k = {setup.inputs.k}": setup.engine(setup.inputs.k)}
+    return _compared(setup, engines, setup.pair.scale.slots)
+
+
+def _compared(setup: Setup, engines: Mapping[str, LLM], batch: int) -> dict[str, Any]:
+    expected = _together(setup.engine(0), setup.jobs, 1)
+    differences = {name: _differences(expected, _together(llm, setup.jobs, batch)) for name, llm in engines.items()}
+    return {"texts": len(expected), **differences}
+
+
+def _together(llm: LLM, jobs: Sequence[Job], batch: int) -> list[Sequence[int]]:
+    """Return the tokens of prompts of which so many run together."""
+    outputs: list[Sequence[int]] = []
+    for start in range(0, len(jobs), batch):
+        group = jobs[start : start + batch]
+        completions = llm.generate([list(job.prompt) for job in group], [job.params for job in group])
+        outputs += [completion.token_ids for completion in completions]
+    return outputs
+
+
+def _differences(expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the number of texts that differ, and the first position of each that does; -1: it does not."""
     first = [
-        next((i for i, (a, b) in enumerate(zip(plain, other, strict=False)) if a != b), -1)
-        for plain, other in zip(*results, strict=True)
+        next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), -1)
+        for one, other in zip(expected, found, strict=True)
     ]
-    return {"texts": len(first), "different": sum(at >= 0 for at in first), "first_positions": first}
+    return {"different": sum(at >= 0 for at in first), "first_positions": first}

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from outrider.errors import OutriderError
 from outrider.lab.common.clock import DecodeSpeed, EmitEvent, decode_speed
 from outrider.lab.common.jobs import Job
-from outrider.llm import LLM
-from outrider.models.loader.model_class import auto_class
-from outrider.models.loader.paths import is_gguf
 from outrider.models.loader.quiet import quiet_transformers
-from outrider.models.loader.transformers_checkpoint import read_transformers_config
 
 
 class _Recorder(StoppingCriteria):  # type: ignore[misc]
@@ -36,8 +30,7 @@ class _Recorder(StoppingCriteria):  # type: ignore[misc]
 class Peer:
     """`model.generate`, or assisted generation with a draft model, both with the defaults of transformers."""
 
-    def __init__(self, name: str, model: Any, *, assistant: Any = None) -> None:
-        self.name = name
+    def __init__(self, model: Any, *, assistant: Any = None) -> None:
         self._model = model
         self._assistant = assistant
 
@@ -58,22 +51,3 @@ class Peer:
                 **sampling,
             )
         return decode_speed(recorder.events)
-
-
-def load_peers(llm: LLM, target: Path, draft: Path | None) -> list[Peer]:
-    """Load separate copies of the models, in the precision and on the device of `llm`."""
-    with quiet_transformers():
-        model = _load(target, llm)
-        assistant = _load(draft, llm) if draft else None
-    peers = [Peer("transformers", model)]
-    if assistant is not None:
-        peers.append(Peer("transformers_assisted", model, assistant=assistant))
-    return peers
-
-
-def _load(folder: Path, llm: LLM) -> Any:
-    if is_gguf(folder):
-        raise OutriderError(f"{folder} does not run on transformers here; leave --peers out, or give a folder")
-    model_class = auto_class(read_transformers_config(folder))
-    model = model_class.from_pretrained(folder, dtype=llm.parts.dtype, local_files_only=True)
-    return model.to(llm.parts.device).eval()

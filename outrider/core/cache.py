@@ -70,6 +70,7 @@ class CacheUsage:
     block_tokens: int = 0  # tokens of a block; 0: every slot has memory for a full context
     slot_tokens: int = 0  # most tokens of one sequence, if there are blocks
     blocks: int = 0
+    full_blocks: int = 0  # blocks for a full context in each slot
     used_blocks: int = 0  # blocks of running sequences
     cached_blocks: int = 0  # blocks of finished sequences, evicted when needed
     query_tokens: int = 0  # tokens of admitted prompts

@@ -65,14 +65,14 @@ class EngineConfig:
     device: Annotated[str, Option("NAME", MODEL)] = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
     kernels: Annotated[str, Option("NAME", MODEL)] = "auto"
-    """auto, native or torch. auto: the fastest that support the model. The native kernels run on CPUs in bfloat16 and
-    float32; a C++ compiler builds them once per machine."""
+    """auto, native, triton or torch. auto: the fastest that support the model. The native kernels run on CPUs in bfloat16
+    and float32; a C++ compiler builds them once per machine. The Triton kernels run Llama-like models on NVIDIA GPUs."""
     check: Annotated[str, Option("NAME", MODEL)] = ONCE
     """once, always or never: when the logits of a model are compared with those of transformers at load. once: per
     checkpoint, version and machine."""
     quantize: Annotated[str | None, Option("NAME", MODEL)] = None
-    """int8 or int4 weights for the target, on a CPU. The quantized model is then the target, exactly. Default: the
-    weights as stored."""
+    """int8 or int4 weights for the target, on a CPU, or on a GPU with kernels triton. The quantized model is then the
+    target, exactly. Default: the weights as stored."""
     threads: Annotated[int | None, Option(panel=MODEL)] = None
     """CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node."""
     draft_window: Annotated[int | None, Option("TOKENS", MODEL)] = None
@@ -188,9 +188,9 @@ class EngineConfig:
 
     def _check_tensor_parallel(self) -> None:
         """Check that the other settings go with several ranks."""
-        if self.kernels == "native":
+        if self.kernels in ("native", "triton"):
             raise OutriderError(
-                f"the native kernels run in one process, and tp is {self.tp}; use kernels auto or torch"
+                f"the {self.kernels} kernels run in one process, and tp is {self.tp}; use kernels auto or torch"
             )
         if self.quantize is not None:
             raise OutriderError(
@@ -223,10 +223,10 @@ def draft_weight_bits(draft_quantize: str | None, *, kernels: str, device: str) 
         raise OutriderError(
             f"draft_quantize is {draft_quantize}, and kernels is torch; use kernels auto, or leave draft_quantize out"
         )
-    if bits < FULL_BITS and device not in (AUTO, "cpu"):
+    if bits < FULL_BITS and device not in (AUTO, "cpu") and kernels != "triton":
         raise OutriderError(
             f"draft_quantize is {draft_quantize}, and the native kernels do not run on {device};"
-            " use device cpu, or leave draft_quantize out"
+            " use device cpu, or kernels triton, or leave draft_quantize out"
         )
     return bits
 

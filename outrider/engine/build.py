@@ -40,13 +40,13 @@ from outrider.engine.prefill_budget import PrefillBudget
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.verifiers import find_verifier, fitting_verifiers, verifier_for
 from outrider.errors import OutriderError
+from outrider.models.cache.memory import free_bytes
 from outrider.models.loader.check import make_checked_target
 from outrider.models.loader.check_store import CheckResult
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.load import load_checkpoint
-from outrider.models.native.rules import fastest_verifier
-from outrider.models.native.sampling import fastest_sampling
 from outrider.models.torch.checkpoint import Checkpoint, Precision, WeightFormat
+from outrider.models.triton.fastest import fastest_sampling, fastest_verifier
 from outrider.runtime.machine import free_memory
 from outrider.runtime.progress import stage
 from outrider.runtime.ranks import current, join
@@ -230,7 +230,7 @@ def build_engine(
     setup = make_setup(loaded, rule.draw, config)
     proposer = make_proposer(spec, setup)
     caching = CacheConfig(gigabytes=config.cache_gb, share=config.prefix_caching)
-    share_out([each.cache for each in (model, *draft_models(proposer))], model.context, caching)
+    share_out([each.cache for each in (model, *draft_models(proposer))], model.context, caching, model.device)
     model.export_hidden_states(proposer.needs.layers)
     names = _names(spec, proposer)
     running: Proposer = proposer
@@ -357,7 +357,9 @@ def _is_planner(planner: object) -> bool:
     return all(callable(getattr(planner, name, None)) for name in ("plan", "trim"))
 
 
-def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> None:
+def share_out(
+    caches: Sequence[Cache], context: int, caching: CacheConfig, device: torch.device | None = None
+) -> None:
     """Divide memory among the cache of the target, which is the first, and the caches of its drafts.
 
     All caches in blocks get the same number of blocks. Without `caching.gigabytes`, it is enough
@@ -374,15 +376,15 @@ def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> No
     has_target = bool(uses) and uses[0][0] is caches[0]
     if gigabytes is not None and not has_target:
         raise OutriderError(
-            "cache_gb can be set for the native kernels on a CPU; here each sequence has memory for"
+            "cache_gb can be set for kernels native and triton; here each sequence has memory for"
             " a whole context, so set max_num_seqs and max_model_len"
         )
     if not uses:
         return
-    blocks = max(use.blocks for _, use in uses)
+    blocks = max(use.full_blocks for _, use in uses)
     # A draft that reads a window never needs more blocks than all its windows have.
-    limits = [use.blocks if cache is not caches[0] and use.blocks < blocks else None for cache, use in uses]
-    free = free_memory()
+    limits = [use.full_blocks if cache is not caches[0] and use.full_blocks < blocks else None for cache, use in uses]
+    free = free_bytes(device) if device and device.type == "cuda" else free_memory()
     if gigabytes is not None:
         blocks = _blocks_within(gigabytes * 1e9, uses, limits)
     elif free is not None:

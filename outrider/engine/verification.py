@@ -7,7 +7,7 @@ import torch
 from outrider.core.types import Batch, Round, Scores
 from outrider.engine.constraints import ConstrainedDraft
 from outrider.engine.readback import read_greedy, read_verdict
-from outrider.models.native.rules import fastest_verifier
+from outrider.models.triton.fastest import fastest_verifier
 from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import BatchSampling, ProbsFunction, apply_sampling, apply_sampling_packed
 from outrider.verify.verdict import select_by_name

@@ -67,6 +67,20 @@ def inflate_folder(
     return Inflated(config=large, **written)
 
 
+def inflate_to(
+    device: torch.device, source: Path, dims: Dims, *, seed: int = 0, dtype: torch.dtype | None = None
+) -> tuple[LlamaConfig, dict[str, Tensor]]:
+    """Inflate the model of a folder into memory, on a device. Arguments and errors are those of `inflate_folder`.
+
+    Returns:
+        The configuration, and the weights by name.
+    """
+    small = _read_config(source)
+    large = inflate_config(small, dims, dtype=dtype)
+    stored = _Weights(source)
+    return large, dict(inflate_tensors(small, large, lambda name: stored.read(name).to(device), seed=seed))
+
+
 class _Weights:
     """The weights of a folder by name. They are read on demand."""
 

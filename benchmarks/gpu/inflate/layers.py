@@ -20,7 +20,10 @@ Read = Callable[[str], Tensor]
 
 
 class WeightBuilder:
-    """Builds weights for the configuration `large` from the small model's. `read` returns a small weight by name."""
+    """Builds weights for the configuration `large` from the small model's. `read` returns a small weight by name.
+
+    They are built on the device of the small weights.
+    """
 
     def __init__(self, *, small: Any, large: Any, read: Read, seed: int) -> None:
         self._small = small
@@ -30,7 +33,9 @@ class WeightBuilder:
         # Shares and factors are applied in a higher precision, so that their own rounding has no effect.
         self._work_dtype = torch.float32 if self._dtype in (torch.bfloat16, torch.float16) else torch.float64
         self._read_small = read
-        self._stream = make_stream(small.hidden_size, large.hidden_size, constant=large.vocab_size > small.vocab_size)
+        self._device = read("model.norm.weight").device
+        stream = make_stream(small.hidden_size, large.hidden_size, constant=large.vocab_size > small.vocab_size)
+        self._stream = stream.to(self._device)
         self._norm_factor = math.sqrt(self._stream.energy * small.hidden_size / large.hidden_size)
         self._head_ratio = large.head_dim // small.head_dim
         # For each index of the large model, the index of the small model that it copies.
@@ -74,14 +79,15 @@ class WeightBuilder:
         yield "input_layernorm.weight", self._norm(f"{layer}input_layernorm.weight", 0.0)
         query = self._read_input(f"{attention}q_proj.weight", math.sqrt(self._head_ratio))
         rows = self._head_rows(self._heads, self._rotary_dims)
-        added = (rows < 0).nonzero()[:, 0]
+        added = [i for i, row in enumerate(rows) if row < 0]
         random = self._random(f"{attention}q", len(added), query.shape[1])
-        yield "self_attn.q_proj.weight", query[rows].index_copy_(0, added, random)
+        yield "self_attn.q_proj.weight", query[rows].index_copy_(0, self._index(added), random)
         rows = self._head_rows(self._kv_heads, self._rotary_dims)
-        yield "self_attn.k_proj.weight", self._read_input(f"{attention}k_proj.weight")[rows] * (rows >= 0)[:, None]
+        is_copy = (self._index(rows) >= 0)[:, None]
+        yield "self_attn.k_proj.weight", self._read_input(f"{attention}k_proj.weight")[rows] * is_copy
         rows = self._head_rows(self._kv_heads, self._value_dims)
         yield "self_attn.v_proj.weight", self._read_input(f"{attention}v_proj.weight")[rows]
-        columns = self._head_rows(self._heads, self._value_dims).tolist()
+        columns = self._head_rows(self._heads, self._value_dims)
         yield "self_attn.o_proj.weight", self._read_output(f"{attention}o_proj.weight", columns)
         yield "post_attention_layernorm.weight", self._norm(f"{layer}post_attention_layernorm.weight", 0.0)
         yield "mlp.gate_proj.weight", self._read_input(f"{mlp}gate_proj.weight")[self._neurons]
@@ -143,20 +149,23 @@ class WeightBuilder:
 
     def _real_tokens(self) -> Tensor:
         """Return the token of the small model that each token is, or is a copy of."""
-        return torch.arange(self._large.vocab_size).remainder(self._small.vocab_size)
+        return torch.arange(self._large.vocab_size, device=self._device).remainder(self._small.vocab_size)
 
-    def _head_rows(self, heads: Sequence[int], dims: Sequence[int]) -> Tensor:
+    def _head_rows(self, heads: Sequence[int], dims: Sequence[int]) -> list[int]:
         """Return the small row of each large row, head by head. -1: it has none."""
         size = self._small.head_dim
-        return torch.tensor([-1 if dim < 0 else head * size + dim for head in heads for dim in dims])
+        return [-1 if dim < 0 else head * size + dim for head in heads for dim in dims]
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _random(self, name: str, rows: int, columns: int) -> Tensor:
         """Return a random matrix. Its product with a normalized residual has about unit variance."""
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        out = torch.empty(rows, columns, dtype=self._dtype)
+        generator = torch.Generator(device=self._device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        out = torch.empty(rows, columns, dtype=self._dtype, device=self._device)
         for start in range(0, rows, _ROWS):
             part = out[start : start + _ROWS]
-            part.copy_(torch.randn(part.shape, generator=generator).mul_(columns**-0.5))
+            part.copy_(torch.randn(part.shape, generator=generator, device=self._device).mul_(columns**-0.5))
         return out
 
     def _equal_pairs(self, name: str, rows: int) -> Tensor:
@@ -167,7 +176,7 @@ class WeightBuilder:
     def _opposite_pairs(self, name: str, columns: int) -> Tensor:
         """Return a random matrix whose columns 2i and 2i + 1 add up to zero. A last column without a pair is zero."""
         half = self._random(name, self._large.hidden_size, columns // 2)
-        out = torch.zeros(len(half), columns, dtype=self._dtype)
+        out = torch.zeros(len(half), columns, dtype=self._dtype, device=self._device)
         out[:, 0 : columns // 2 * 2 : 2] = half
         out[:, 1::2] = -half
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -58,9 +58,14 @@ class Stream:
     energy: int
     constant: int | None  # a channel
 
+    def to(self, device: torch.device) -> Stream:
+        """Return the stream with its tensors on a device."""
+        tensors = {name: getattr(self, name).to(device) for name in ("source", "scale", "share", "last")}
+        return replace(self, **tensors)
+
     def write(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows [H, n] that write the output of [h, n] to every copy. Exact; zero at spare channels."""
-        out = torch.empty(len(self.source), weight.shape[1], dtype=dtype)
+        out = torch.empty(len(self.source), weight.shape[1], dtype=dtype, device=weight.device)
         for start in range(0, len(out), _ROWS):
             rows = slice(start, start + _ROWS)
             out[rows] = weight[self.source[rows]] * self.scale[rows, None].to(weight.dtype)
@@ -84,7 +89,7 @@ class Stream:
         The last copy takes the rounding errors of `dtype`. Its value is small, so it rounds finely: with c copies the
         sum is accurate to about 1/c of an ulp, and exact if the products are exact.
         """
-        out = torch.empty(len(weight), len(self.source), dtype=dtype)
+        out = torch.empty(len(weight), len(self.source), dtype=dtype, device=weight.device)
         nominal = nominal.to(weight.dtype)
         gain = gain.to(weight.dtype)
         for start in range(0, len(out), _ROWS):

@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 
 import torch
 
+from outrider.core import tree
 from outrider.core.cache import CacheUsage, Layout, lay_out
 from outrider.core.types import Batch, Draft, Round, SequenceState
 from outrider.models.cache.huge_pages import zeros
@@ -52,6 +53,7 @@ class PagedCache:
 
     def __init__(self, *, slots: int, capacity: int, layers: int, heads: int, dim: int, dtype: torch.dtype) -> None:
         """Allocate blocks for `slots` sequences of `capacity` tokens. `resize` changes the number of blocks."""
+        self._slots = slots
         self._capacity = capacity
         self._reach = -(-capacity // BLOCK)  # blocks of a full context
         self._shape = (layers, heads, 2, BLOCK, dim)
@@ -65,18 +67,23 @@ class PagedCache:
         self._pool = CPool(
             table=self._table.buffer_info()[0], layers=layers, reach=self._reach, bits=8 * dtype.itemsize
         )
-        # One more block per slot, because a sequence briefly uses both a partly matching block and
-        # its copy.
-        self.resize(slots * (self._reach + 1))
+        self.resize(self.wanted_blocks)
+
+    @property
+    def wanted_blocks(self) -> int:
+        """Blocks for a full context in each slot.
+
+        One more per slot, because a sequence briefly uses both a partly matching block and its copy.
+        """
+        return self._slots * (self._reach + 1)
 
     def resize(self, blocks: int) -> None:
         """Change the number of blocks and clear the cache. No sequence may run."""
         self._tables = [_BlockTable() for _ in self._tables]
-        self._entries = zeros(blocks, *self._shape, dtype=self._dtype)
-        self._keys, self._values = self._views(self._entries)
+        self._entries = self._allocate(blocks)
         self._pool.entries = self._entries.data_ptr()
         self._tree = PrefixTree()
-        self._free = list(range(blocks))  # a heap
+        self._free = list(range(len(self._entries)))  # a heap
 
     @property
     def block_bytes(self) -> int:
@@ -160,6 +167,7 @@ class PagedCache:
             block_tokens=BLOCK,
             slot_tokens=self._capacity,
             blocks=len(self._entries),
+            full_blocks=self.wanted_blocks,
             used_blocks=len(self._entries) - len(self._free) - self._tree.idle,
             cached_blocks=self._tree.idle,
             query_tokens=self._query_tokens,
@@ -186,12 +194,21 @@ class PagedCache:
             row = slot * self._reach
             indices = self._table[row + first : row + min(last, self._tables[slot].blocks)]
             blocks[b, : len(indices)] = torch.tensor(indices, dtype=torch.int64)
-        keys, values = self._views(self._entries[blocks, layer])
+        keys, values = self._by_position(self._entries[blocks, layer])
+        wanted = slice(begin - first * BLOCK, end - first * BLOCK)
+        return keys[:, :, wanted], values[:, :, wanted]
+
+    def _by_position(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values [slots, heads, positions, dim] of blocks [slots, blocks, heads, 2, BLOCK, dim]."""
+        keys, values = self._views(entries)
         keys = keys.permute(0, 2, 1, 3, 5, 4, 6)  # [slots, heads, blocks, groups, lanes, words, each]
         values = values.permute(0, 2, 1, 3, 5, 4)  # [slots, heads, blocks, words, each, dim]
-        shape = (len(slots), keys.shape[1], -1, self._shape[-1])
-        wanted = slice(begin - first * BLOCK, end - first * BLOCK)
-        return keys.reshape(shape)[:, :, wanted], values.reshape(shape)[:, :, wanted]
+        shape = (*keys.shape[:2], -1, self._shape[-1])
+        return keys.reshape(shape), values.reshape(shape)
+
+    def _allocate(self, blocks: int) -> torch.Tensor:
+        """Return zeros [blocks, layers, heads, 2, BLOCK, dim]. Pages that are not used take no memory."""
+        return zeros(blocks, *self._shape, dtype=self._dtype)
 
     def _views(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View blocks as keys [..., heads, groups, words, lanes, each] and values [..., heads, words, dim, each].
@@ -250,17 +267,16 @@ class PagedCache:
 
     def _compact(self, slot: int, base: int, path: Sequence[int]) -> None:
         """Move the accepted path of a tree to consecutive entries."""
-        row = slot * self._reach
-
-        def locate(entries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-            """Return the blocks of entries, and their indices in these blocks."""
-            blocks = [self._table[row + entry // BLOCK] for entry in entries]
-            return torch.tensor(blocks), torch.tensor([entry % BLOCK for entry in entries])
-
-        block, at = locate([base + node for node in path])
-        to_block, to = locate(range(base, base + len(path)))
-        keys = self._keys
-        values = self._values
+        block, at = self._locate(slot, [base + node for node in path])
+        to_block, to = self._locate(slot, range(base, base + len(path)))
+        keys, values = self._views(self._entries)
         each = keys.shape[-1]
         keys[to_block, :, :, to // _LANES, :, to % _LANES] = keys[block, :, :, at // _LANES, :, at % _LANES]
         values[to_block, :, :, to // each, :, to % each] = values[block, :, :, at // each, :, at % each]
+
+    def _locate(self, slot: int, entries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the blocks of entries of a slot, and their indices in these blocks."""
+        row = slot * self._reach
+        blocks = [self._table[row + entry // BLOCK] for entry in entries]
+        device = self._entries.device
+        return tree.upload(blocks, device), tree.upload([entry % BLOCK for entry in entries], device)

@@ -46,7 +46,7 @@ def choose_dtype(name: str, config: Any, device: torch.device, *, kernels: str, 
         name: auto, float32, bfloat16 or float16.
         config: the configuration of the model, with the type of its weights.
         device: where the model runs.
-        kernels: auto, native or torch.
+        kernels: auto, native, triton or torch.
         quantized: whether the weights of the checkpoint are quantized.
 
     Raises:
@@ -57,10 +57,10 @@ def choose_dtype(name: str, config: Any, device: torch.device, *, kernels: str, 
             raise OutriderError(f"dtype {name!r} is unknown; use auto, {', '.join(_DTYPES)}")
         return DtypeChoice(_DTYPES[name], "as asked for")
     own = stored_dtype(config)
-    if quantized and device.type == "cpu" and kernels != "torch" and may_run(config):
+    if quantized and (kernels == "triton" or (device.type == "cpu" and kernels != "torch" and may_run(config))):
         return DtypeChoice(torch.bfloat16, "with quantized weights")  # of keys, values and dense weights
     as_stored = DtypeChoice(own, "as the checkpoint is stored")
-    if device.type != "cpu" or own == torch.float32:
+    if device.type != "cpu" or own == torch.float32 or kernels == "triton":
         return as_stored
     if own != torch.bfloat16:
         return DtypeChoice(torch.float32, "as CPUs have no fast float16")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError, UnsupportedModel
-from outrider.models.loader.dtype import DtypeChoice, choose_dtype, gguf_dtype, stored_dtype
+from outrider.models.loader.dtype import choose_dtype, gguf_dtype, stored_dtype
 from outrider.models.loader.embedded import model_folder
 from outrider.models.loader.facts import context_length, context_reason, end_ids
 from outrider.models.loader.folder import check_folder, check_weights
@@ -26,7 +26,7 @@ from outrider.models.loader.quantized.weights import QuantizedWeights, quantizat
 from outrider.models.loader.tokenizer import read_tokenizer
 from outrider.models.loader.weight_shapes import weight_shapes
 from outrider.models.native.blocks import can_pack
-from outrider.models.native.support import may_run
+from outrider.models.native.support import FAMILIES, may_run
 from outrider.models.torch.checkpoint import Checkpoint, LazyModel
 from outrider.models.torch.weights import Weights
 from outrider.runtime.processes import local_device
@@ -43,7 +43,7 @@ def load_checkpoint(
         folder: a folder with config.json, the weights and the tokenizer; or a GGUF file.
         dtype: auto, float32, bfloat16 or float16. auto: see `choose_dtype`.
         device: auto, cpu, cuda, cuda:1, ... auto: the first GPU, or the CPU if there is none.
-        kernels: auto, native or torch: what will run the model. The best dtype depends on it.
+        kernels: auto, native, triton or torch: what will run the model. The best dtype depends on it.
         tp: ranks of tensor parallelism. This process, which torchrun has started, loads its part of
             the model.
 
@@ -56,8 +56,10 @@ def load_checkpoint(
     if is_gguf(path) and tp > 1:
         raise OutriderError(f"{path} is a GGUF file, which cannot be split over ranks; give a folder of safetensors")
     place = choose_device(device if tp == 1 else local_device(device))
-    if place.type == "cpu" and kernels != "torch" and tp == 1:
-        opened = _open_gguf(path, dtype) if is_gguf(path) else _open_folder(path, dtype)
+    reads_files = kernels == "triton" or (place.type == "cpu" and kernels != "torch")
+    if reads_files and tp == 1:
+        open_path = _open_gguf if is_gguf(path) else _open_folder
+        opened = open_path(path, dtype, place, kernels)
         if opened is not None:
             return opened
     from outrider.models.loader.transformers_checkpoint import load_folder, load_gguf
@@ -67,26 +69,25 @@ def load_checkpoint(
     return load_folder(path, dtype, place, kernels=kernels, tp=tp, device_name=device)
 
 
-def _open_folder(path: Path, dtype: str) -> Checkpoint | None:
-    """Open a folder for the native kernels; None: they do not run it, or transformers must read it."""
+def _open_folder(path: Path, dtype: str, device: torch.device, kernels: str) -> Checkpoint | None:
+    """Open a folder for the native or Triton kernels; None: they do not run it, or transformers must read it."""
     check_folder(path)
     config = read_native_config(path)
-    if config is None or not may_run(config):
+    if config is None or not _may_run(config, kernels):
         return None
     check_weights(path, config)
-    device = torch.device("cpu")
-    choice = _native_dtype(dtype, config)
-    if choice.dtype not in _NATIVE_DTYPES:
+    quantized = quantization_of(config) is not None
+    choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=quantized)
+    if choice.dtype not in _NATIVE_DTYPES and kernels != "triton":
         return None
     stored = open_stored(path, config, choice.dtype)
     weights = name_weights(stored, config, choice.dtype)
     if weights is None:
         return None
     check_memory(path, _memory_of(path, config, stored, choice.dtype), device)
-    quantized = stored if isinstance(stored, QuantizedWeights) else None
-    if quantized is not None:
-        quantized.report(choice.dtype)
-
+    quantized_weights = stored if isinstance(stored, QuantizedWeights) else None
+    if quantized_weights is not None:
+        quantized_weights.report(choice.dtype)
     tokenizer = read_tokenizer(path)
     return Checkpoint(
         lazy_model=LazyModel(
@@ -100,7 +101,7 @@ def _open_folder(path: Path, dtype: str) -> Checkpoint | None:
         vocab=config.get_text_config().vocab_size,
         end_ids=end_ids(path, config, tokenizer),
         recurrent=False,
-        blocks=None if quantized is None else quantized.weight_format(choice.dtype),
+        blocks=None if quantized_weights is None else quantized_weights.weight_format(choice.dtype),
         block_types=weights.types,
         dtype=choice.dtype,
         folder=str(path),
@@ -109,10 +110,11 @@ def _open_folder(path: Path, dtype: str) -> Checkpoint | None:
     )
 
 
-def _native_dtype(dtype: str, config: ModelConfig) -> DtypeChoice:
-    """Choose the type in which the native kernels run the model of a folder."""
-    quantized = quantization_of(config) is not None
-    return choose_dtype(dtype, config, torch.device("cpu"), kernels="native", quantized=quantized)
+def _may_run(config: ModelConfig, kernels: str) -> bool:
+    """Return whether the kernels know the architecture. The native ones must also be compiled here."""
+    if kernels == "triton":
+        return config.get_text_config(decoder=True).model_type in FAMILIES
+    return may_run(config)
 
 
 def _memory_of(path: Path, config: ModelConfig, stored: Weights | None, dtype: torch.dtype) -> int:
@@ -122,15 +124,14 @@ def _memory_of(path: Path, config: ModelConfig, stored: Weights | None, dtype: t
     return weight_bytes(path, stored_dtype(config), dtype)
 
 
-def _open_gguf(path: Path, dtype: str) -> Checkpoint | None:
-    """Open a GGUF file for the native kernels; None as in `_open_folder`."""
+def _open_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Checkpoint | None:
+    """Open a GGUF file for the native or Triton kernels; None as in `_open_folder`."""
     file = read_gguf(path)
     config = gguf_config(file)
-    if config is None or not may_run(config):
+    if config is None or not _may_run(config, kernels):
         return None
-    device = torch.device("cpu")
-    choice = choose_dtype(dtype, config, device, kernels="native", quantized=file.quantized)
-    if choice.dtype not in _NATIVE_DTYPES:
+    choice = choose_dtype(dtype, config, device, kernels=kernels, quantized=file.quantized)
+    if choice.dtype not in _NATIVE_DTYPES and kernels != "triton":
         return None
     check_memory(path, file.nbytes, device)
     dense = torch.float32 if file.quantized else choice.dtype

@@ -13,7 +13,7 @@ from outrider.models.native.library import MissingKernels
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.group_weight import GROUP_KINDS
 
-KERNELS = ("auto", "native", "torch")
+KERNELS = ("auto", "native", "triton", "torch")
 _log = logging.getLogger("outrider")
 
 
@@ -31,15 +31,15 @@ def make_target(
         checkpoint: the loaded model.
         slots: maximum number of running sequences.
         context: tokens of a sequence.
-        kernels: native, torch or auto. auto chooses the native kernels on a CPU and CUDA graphs on
-            a GPU, if the dtype and the model allow it.
+        kernels: native, triton, torch or auto. auto chooses the native kernels on a CPU and CUDA
+            graphs on a GPU, if the dtype and the model allow it.
         bits: bits per weight of linear layers. 16 leaves them unchanged. 8 and 4 quantize them, in
             `checkpoint.model` as well.
 
     Raises:
         OutriderError: `kernels` or `bits` do not fit the device or the dtype.
-        UnsupportedModel: the native kernels were requested but do not support the model, or it
-            cannot be quantized.
+        UnsupportedModel: the native or Triton kernels were requested but do not support the model,
+            or it cannot be quantized.
     """
     types = checkpoint.block_types
     _check_settings(checkpoint, kernels, bits, types)
@@ -48,6 +48,10 @@ def make_target(
     native = checkpoint.device.type == "cpu" and has_native_dtype and not on_torch
     if kernels == "native" and not native:
         raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
+    if kernels == "triton":
+        if on_torch:
+            raise UnsupportedModel("the Triton kernels run decoder-only attention models on one GPU; use kernels auto")
+        return _make_triton_target(checkpoint, slots=slots, context=context, bits=bits)
     if native and kernels != "torch":
         from outrider.models.native.target import NativeTarget
 
@@ -69,6 +73,25 @@ def make_target(
     return make_torch_target(checkpoint, slots=slots, context=context, bits=bits, record=kernels == "auto")
 
 
+def _make_triton_target(checkpoint: Checkpoint, *, slots: int, context: int, bits: int) -> Target:
+    """Make a target on the Triton kernels.
+
+    Raises:
+        UnsupportedModel: they do not run here, or do not support the model.
+    """
+    from outrider.models.triton.support import check_device
+
+    check_device(checkpoint.device)
+    from outrider.models.torch.cuda_recorder import CudaRecorder
+    from outrider.models.triton.target import TritonTarget
+
+    record = CudaRecorder(checkpoint.device) if checkpoint.device.type == "cuda" else None
+    try:
+        return TritonTarget(checkpoint, slots=slots, context=context, bits=bits, record=record)
+    except UnsupportedModel as reason:
+        raise UnsupportedModel(f"{reason}; use kernels auto") from reason
+
+
 def _report_fallback(reason: UnsupportedModel) -> None:
     """Log why a model runs on torch. If it could run on the native kernels, it is a warning."""
     if isinstance(reason, MissingKernels):
@@ -86,8 +109,12 @@ def _check_settings(checkpoint: Checkpoint, kernels: str, bits: int, types: tupl
     """Check the kernels and the bits against a checkpoint, whose weights are in blocks of the GGUF `types`."""
     if kernels not in KERNELS:
         raise OutriderError(f"kernels {kernels!r} is unknown; use {', '.join(KERNELS)}")
-    if bits < 16 and not (checkpoint.device.type == "cpu" and checkpoint.dtype == torch.bfloat16):
-        raise OutriderError("quantize needs a CPU and bfloat16; use device cpu and dtype auto, or leave quantize out")
+    on_cpu = checkpoint.device.type == "cpu" and checkpoint.dtype == torch.bfloat16
+    if bits < 16 and not on_cpu and kernels != "triton":
+        raise OutriderError(
+            "quantize needs a CPU and bfloat16, or kernels triton on a GPU; use device cpu and dtype auto, or kernels"
+            " triton, or leave quantize out"
+        )
     if bits < 16 and types:
         raise OutriderError(f"the target is quantized already ({', '.join(types)}); leave quantize out")
     if checkpoint.source is not None and (bits < 16 or kernels == "native"):

@@ -79,6 +79,10 @@ class BlockWeight:
     def nbytes(self) -> int:
         return self.data.nbytes
 
+    def rows(self) -> NDArray[np.uint8]:
+        """Return the blocks [rows, bytes per row]."""
+        return self.data[self._rows]
+
     def addresses(self) -> NDArray[np.uint64]:
         """Return the address of each row. The matrix must outlive it."""
         return (self.data.ctypes.data + self._rows * self.data.strides[0]).astype(np.uint64)

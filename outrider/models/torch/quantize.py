@@ -22,6 +22,26 @@ _ALIGNMENT = 64  # bytes; the operators crash if an input has another alignment
 _log = logging.getLogger("outrider")
 
 
+def group_size(inputs: int, bits: int) -> int:
+    """Return how many inputs share a scale."""
+    if bits == 8:
+        return inputs
+    return 32 if inputs % 64 else 64
+
+
+def to_integers(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return symmetric integers [out, in] int8 of a weight, and the scale [out, in / group, 1] of each group."""
+    max_value = (1 << (bits - 1)) - 1
+    groups = weight.detach().bfloat16().float().view(len(weight), -1, group)
+    scale = (groups.abs().amax(-1, keepdim=True) / max_value).bfloat16().float()
+    if bits == 4:
+        mantissa, exponent = torch.frexp(scale)
+        scale = torch.ldexp((mantissa * 32).round() / 32, exponent)
+    quotients = groups / scale.clamp(min=torch.finfo(torch.float32).tiny)
+    values = quotients.round().clamp(-max_value, max_value).flatten(1).to(torch.int8)
+    return values, scale
+
+
 class QuantizedLinear(nn.Module):
     """A linear layer with symmetric integer weights times scales.
 
@@ -34,9 +54,7 @@ class QuantizedLinear(nn.Module):
         self.shape = weight.shape
         self.bias = bias
         self.bits = bits
-        inputs = weight.shape[1]
-        group = 32 if inputs % 64 else 64
-        self._group = inputs if bits == 8 else group  # inputs that share a scale
+        self._group = group_size(weight.shape[1], bits)
         self.load(weight)
 
     @staticmethod
@@ -65,16 +83,9 @@ class QuantizedLinear(nn.Module):
 
     def load(self, weight: torch.Tensor) -> None:
         """Quantize a weight [out, in] and replace the current one."""
-        max_value = (1 << (self.bits - 1)) - 1
-        groups = weight.detach().bfloat16().float().view(len(weight), -1, self._group)
-        scale = (groups.abs().amax(-1, keepdim=True) / max_value).bfloat16().float()
-        if self.bits == 4:
-            mantissa, exponent = torch.frexp(scale)
-            scale = torch.ldexp((mantissa * 32).round() / 32, exponent)
-        quotients = groups / scale.clamp(min=torch.finfo(torch.float32).tiny)
-        values = quotients.round().clamp(-max_value, max_value).flatten(1)
+        values, scale = to_integers(weight, self.bits, self._group)
         if self.bits == 8:
-            self._packed = values.to(torch.int8)
+            self._packed = values
             self._scale = scale.flatten().bfloat16()
             return
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu((values + 8).int(), 2)

@@ -159,11 +159,12 @@ class _OpenedModel:
             )
         bits = _bits(setup)
         config = self.checkpoint.config
+        kernels = "triton" if setup.kernels == "triton" else "native"
         try:
-            if self.checkpoint.source is not None or not may_run(config):
+            if kernels == "native" and (self.checkpoint.source is not None or not may_run(config)):
                 raise UnsupportedModel(f"{config.model_type} does not run on the native kernels")
             return make_checked_target(
-                self.checkpoint, slots=setup.slots, context=size, kernels="native", bits=bits, check=setup.check
+                self.checkpoint, slots=setup.slots, context=size, kernels=kernels, bits=bits, check=setup.check
             ).target
         except UnsupportedModel as reason:
             raise _not_quantized(self.folder, setup, reason) from reason

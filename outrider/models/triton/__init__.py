@@ -1,0 +1,1 @@
+"""Triton kernels for NVIDIA GPUs with a paged KV cache. Nothing else imports Triton at its top."""

@@ -1,0 +1,210 @@
+"""Quantized weights as the Triton kernels read them: FP8, and integers of 8 or 4 bits.
+
+A weight is [N, K], and its values lie in rows. `fp8` (e4m3) and `int8` take a byte each; int8 is stored plus 128.
+`int4` takes half a byte and is stored plus 8: 32 bytes hold 64 inputs, and byte j has input j in its low bits and input
+j + 32 in its high bits. Scales, and zero points of integers, lie in [groups of inputs, N].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from outrider.errors import OutriderError, UnsupportedModel
+from outrider.models.torch.gguf_linear import BlockWeight
+from outrider.models.torch.group_weight import Groups, GroupWeight
+from outrider.models.torch.quantize import group_size, to_integers
+
+_CHUNK = 64  # inputs that int4 packs together
+_GGUF = ("Q4_0", "Q8_0")  # blocks of 32 inputs with a scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedWeight:
+    """A weight [N, K]: (value - zero) * scale."""
+
+    kind: str  # "fp8", "int8" or "int4"
+    shape: torch.Size
+    values: torch.Tensor  # [N, K] uint8; int4: [N, 32 * ceil(K / 64)]
+    scale: torch.Tensor  # [N] or [groups, ceil(N / scale_rows)] of any float dtype
+    zero: torch.Tensor | None = None  # [groups, N] of whole numbers, where the middle of the integers is 0
+    group: int = 0  # inputs that share a scale: 32 or a multiple of 64; 0: all
+    scale_rows: int = 1  # outputs that share a scale
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values, scales and zero points."""
+        return sum(each.nbytes for each in (self.values, self.scale, self.zero) if each is not None)
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """Return the weight on a device."""
+        zero = None if self.zero is None else self.zero.to(device)
+        return QuantizedWeight(
+            kind=self.kind, shape=self.shape, values=self.values.to(device), scale=self.scale.to(device), zero=zero,
+            group=self.group, scale_rows=self.scale_rows,
+        )  # fmt: skip
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the weight [N, K] in float32."""
+        if self.kind == "fp8":
+            values = self.values.view(torch.float8_e4m3fn).float()
+        elif self.kind == "int8":
+            values = self.values.float() - 128
+        else:
+            halves = self.values.view(len(self.values), -1, _CHUNK // 2)
+            values = torch.cat([halves & 15, halves >> 4], -1).flatten(1)[:, : self.shape[1]].float() - 8
+        if self.zero is not None:
+            values = values - self._spread(self.zero)
+        return values * self._spread(self.scale)
+
+    def _spread(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return numbers of groups for each weight, [N, K] or [N, 1] float32."""
+        wide = numbers.float().repeat_interleave(self.scale_rows, -1)[..., : self.shape[0]]
+        if not self.group:
+            return wide[:, None]
+        return wide.T.repeat_interleave(self.group, 1)[:, : self.shape[1]]
+
+
+def from_fp8(values: torch.Tensor, scale: torch.Tensor) -> QuantizedWeight:
+    """Return an FP8 weight.
+
+    Args:
+        values: [N, K] float8_e4m3fn.
+        scale: one number, [N, 1], or [N / rows, K / inputs] of blocks, as 128 x 128.
+
+    Raises:
+        UnsupportedModel: the blocks have no multiple of 64 inputs.
+    """
+    outputs, inputs = values.shape
+    scale = scale.float().reshape(len(scale), -1) if scale.dim() else scale.float().reshape(1, 1)
+    if scale.shape[1] == 1:
+        group = 0
+        scale = scale.flatten().expand(outputs) if len(scale) == 1 else scale.flatten()
+        rows = 1
+    else:
+        group = _block(inputs, scale.shape[1])
+        rows = _block(outputs, scale.shape[0])
+        scale = scale.T
+    if group % _CHUNK:
+        raise UnsupportedModel(
+            f"FP8 with blocks of {group} inputs is not supported on a GPU; use a checkpoint with blocks of 128"
+        )
+    return QuantizedWeight(
+        kind="fp8", shape=values.shape, values=values.contiguous().view(torch.uint8), scale=scale.contiguous(),
+        group=group, scale_rows=rows,
+    )  # fmt: skip
+
+
+def _block(size: int, blocks: int) -> int:
+    """Return the size of a block, a power of two, where the last block may be smaller."""
+    block = -(-size // blocks)
+    return 1 << (block - 1).bit_length()
+
+
+def from_groups(groups: Groups) -> QuantizedWeight:
+    """Return the weight of a checkpoint with integers: AWQ, GPTQ or compressed-tensors.
+
+    Raises:
+        UnsupportedModel: the integers have other bits than 4 or 8, the groups are no multiple of 32 inputs, or their
+            inputs are in another order.
+    """
+    layout = groups.layout
+    inputs = layout.inputs
+    whole = layout.group >= inputs
+    if layout.index is not None and not whole:
+        raise UnsupportedModel(
+            "groups of inputs in another order (act-order, g_idx) are not supported on a GPU; use a checkpoint that was"
+            " quantized with desc_act=False"
+        )
+    if layout.bits not in (4, 8) or (not whole and layout.group % 32):
+        raise UnsupportedModel(
+            f"{layout.bits}-bit integers in groups of {layout.group} inputs are not supported on a GPU; use a"
+            " checkpoint with 4 or 8 bits and groups of 32, 64 or 128"
+        )
+    zero = None if groups.zero is None else groups.zero - layout.middle
+    if whole and zero is None:
+        return _integers(groups.values(), layout.bits, groups.scale.flatten(), None, 0)
+    group = 128 if whole else layout.group
+    repeats = -(-inputs // group) if whole else 1
+    if group % _CHUNK:
+        repeats = group // 32
+        group = 32
+
+    def spread(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.repeat_interleave(repeats, 1)[:, : -(-inputs // group)].T
+
+    return _integers(groups.values(), layout.bits, spread(groups.scale), None if zero is None else spread(zero), group)
+
+
+def from_blocks(weight: BlockWeight) -> QuantizedWeight:
+    """Return the weight of a GGUF file with blocks of Q4_0 or Q8_0, exactly.
+
+    Raises:
+        UnsupportedModel: the blocks have another type.
+    """
+    if weight.kind not in _GGUF:
+        raise UnsupportedModel(
+            f"GGUF weights of the type {weight.kind} do not stay quantized on a GPU; use {' or '.join(_GGUF)}"
+        )
+    blocks = torch.from_numpy(np.ascontiguousarray(weight.rows())).view(weight.shape[0], weight.shape[1] // 32, -1)
+    scale = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1).T
+    values = blocks[..., 2:]
+    if weight.kind == "Q8_0":
+        return _integers(values.flatten(1) ^ 128, 8, scale, None, 32)
+    return _integers(torch.cat([values & 15, values >> 4], -1).flatten(1), 4, scale, None, 32)
+
+
+def quantize(weight: torch.Tensor, bits: int) -> QuantizedWeight:
+    """Quantize a weight [N, K] to 8 or 4 bits, as `--quantize` does."""
+    outputs, inputs = weight.shape
+    group = group_size(inputs, bits)
+    if inputs % group:
+        raise OutriderError(f"a weight with {inputs} inputs cannot have 4 bits; use --quantize 8")
+    values, scale = to_integers(weight, bits, group)
+    unsigned = (values + (1 << bits - 1)).to(torch.uint8) if bits == 4 else values.view(torch.uint8) ^ 128
+    scale = scale.view(outputs, -1).T.bfloat16()
+    return _integers(unsigned, bits, scale.flatten() if bits == 8 else scale, None, 0 if bits == 8 else group)
+
+
+def from_weight(weight: GroupWeight | BlockWeight) -> QuantizedWeight:
+    """Return the weight of a checkpoint or a GGUF file. Errors: as `from_groups` and `from_blocks`."""
+    return from_groups(weight.groups()) if isinstance(weight, GroupWeight) else from_blocks(weight)
+
+
+def stacked(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return weights of equal inputs as one, one above the other.
+
+    Raises:
+        UnsupportedModel: they are quantized in different ways.
+    """
+    first = parts[0]
+    ways = {(part.kind, part.group, part.scale_rows, part.zero is None) for part in parts}
+    if len(ways) > 1 or (first.scale_rows > 1 and any(part.shape[0] % first.scale_rows for part in parts[:-1])):
+        raise UnsupportedModel("its parts are quantized in different ways")
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return replace(
+        first,
+        shape=torch.Size([sum(part.shape[0] for part in parts), first.shape[1]]),
+        values=torch.cat([part.values for part in parts]),
+        scale=torch.cat([part.scale for part in parts], -1),
+        zero=torch.cat(zeros, -1) if zeros else None,
+    )
+
+
+def _integers(
+    values: torch.Tensor, bits: int, scale: torch.Tensor, zero: torch.Tensor | None, group: int
+) -> QuantizedWeight:
+    """Return a weight of integers [N, K] uint8."""
+    shape = values.shape
+    if bits == 4:
+        padded = functional.pad(values, (0, -shape[1] % _CHUNK)).view(len(values), -1, 2, _CHUNK // 2)
+        values = (padded[:, :, 0] | padded[:, :, 1] << 4).flatten(1)
+    if zero is not None:
+        zero = zero.to(torch.int8 if bits == 4 else torch.int16).contiguous()
+    return QuantizedWeight(
+        kind=f"int{bits}", shape=shape, values=values.contiguous(), scale=scale.contiguous(), zero=zero, group=group
+    )

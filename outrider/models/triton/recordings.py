@@ -1,0 +1,139 @@
+"""The passes of fixed shapes of a Triton target, recorded as CUDA graphs.
+
+A pass is recorded at the second use of its bucket. The kernels read lengths and block tables on the
+device, so one recording serves sequences of any length, in any slot. Before a bucket is recorded,
+and without a recorder, the same function runs eagerly: a recording changes no bit of the result.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from outrider.core.types import Batch, Draft
+from outrider.models.cache.device_pages import DevicePagedCache
+from outrider.models.torch.cuda_recorder import Recorder
+from outrider.models.triton.passes import MAX_COLUMNS, Bucket, Buffers
+
+_log = logging.getLogger("outrider")
+_MAX_TOKENS = 512  # of a pass of fixed shape
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
+_USES_UNTIL_RECORDED = 2
+
+
+class Recordings:
+    """The recorded passes of one model."""
+
+    def __init__(
+        self, memory: DevicePagedCache, *, make: Callable[[Buffers], Callable[[], Any]], record: Recorder | None
+    ) -> None:
+        """Record nothing yet. `make` returns the function of a pass whose inputs are in buffers."""
+        self.seconds = 0.0  # of recording
+        self.compiled = False  # the layers are kernels already
+        self._memory = memory
+        self._make = make
+        self._record = record
+        self._buffers: dict[Bucket, Buffers] = {}
+        self._runs: dict[Bucket, Callable[[], Any]] = {}
+        self._uses: Counter[Bucket] = Counter()
+        self._failed: set[Bucket] = set()
+        self._pages = 0  # address of the memory that the recorded passes read
+
+    def bytes(self) -> int:
+        """Return the bytes of recordings and buffers."""
+        recorded = self._record.bytes() if self._record else 0
+        return recorded + sum(buffers.bytes() for buffers in self._buffers.values())
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Return the recorded buckets."""
+        return tuple(self._runs)
+
+    def bucket(self, batch: Batch, draft: Draft, first: int, *, steps: int = 0, vocab: int = 0) -> Bucket | None:
+        """Return the bucket of a pass; None: it has too many tokens."""
+        skip = max(first, 0)
+        pairs = zip(batch.feed, draft.width, strict=True)
+        columns = max(len(feed) * (first < 0) + max(width - skip, 0) for feed, width in pairs)
+        rows = _round_up(len(batch.seqs))
+        columns = _round_up(max(columns, 1))
+        if max(columns, draft.size) > MAX_COLUMNS or rows * columns > _MAX_TOKENS:
+            return None
+        nodes = _round_up(draft.size) if draft.size else 0
+        return Bucket(rows=rows, columns=columns, nodes=nodes, trees=not draft.chain, steps=steps, vocab=vocab)
+
+    def find(self, bucket: Bucket) -> tuple[Buffers, Callable[[], Any]]:
+        """Return the buffers of a bucket and its pass, which is recorded after enough uses."""
+        if self._memory.pages.data_ptr() != self._pages:
+            self._runs.clear()  # `resize` has replaced the memory
+            self._pages = self._memory.pages.data_ptr()
+        if bucket not in self._buffers:
+            self._buffers[bucket] = Buffers(bucket, self._memory.reach, self._memory.device)
+        self._uses[bucket] += 1
+        if bucket not in self._runs and self._uses[bucket] >= _USES_UNTIL_RECORDED and bucket not in self._failed:
+            self._try(bucket)
+        buffers = self._buffers[bucket]
+        return buffers, self._runs.get(bucket) or self._make(buffers)
+
+    @torch.inference_mode()
+    def warm(
+        self,
+        *,
+        rows: int,
+        length: int,
+        columns: Iterable[int] = (),
+        steps: Iterable[int] = (),
+        vocab: int = 0,
+        compiled: bool = True,
+        exact: bool = True,
+    ) -> float:
+        """Record the passes that decode `rows` sequences. Return the seconds spent.
+
+        Args:
+            rows: sequences.
+            length: not used: a recorded pass serves any length.
+            columns: tokens per sequence of scoring passes.
+            steps: draft lengths.
+            vocab: drafted ids are below it; 0: all.
+            compiled: not used: the layers are kernels already.
+            exact: not used.
+        """
+        before = self.seconds
+        rows = _round_up(rows)
+        buckets = [Bucket(rows=rows, columns=_round_up(count), nodes=_round_up(count - 1)) for count in columns]
+        buckets += [Bucket(rows=rows, columns=2, nodes=0, steps=count, vocab=vocab) for count in steps]
+        for bucket in buckets:
+            if bucket.rows * bucket.columns <= _MAX_TOKENS and bucket not in self._runs:
+                self._uses[bucket] = _USES_UNTIL_RECORDED
+                self.find(bucket)
+        return self.seconds - before
+
+    def _try(self, bucket: Bucket) -> None:
+        """Record a bucket. If that fails, its passes run without a recording."""
+        if self._record is None:
+            return
+        began = perf_counter()
+        # New buffers have padding only, so that the runs of the recorder write nothing to the cache.
+        self._buffers[bucket] = Buffers(bucket, self._memory.reach, self._memory.device)
+        try:
+            self._runs[bucket] = self._record(self._make(self._buffers[bucket]))
+        except RuntimeError as reason:
+            self._failed.add(bucket)
+            if isinstance(reason, torch.OutOfMemoryError):
+                self._runs.clear()
+            _log.warning(
+                "the pass over %d x %d tokens cannot be recorded as a CUDA graph, and takes longer (%s)",
+                bucket.rows,
+                bucket.columns,
+                reason,
+            )
+        finally:
+            self.seconds += perf_counter() - began
+
+
+def _round_up(count: int) -> int:
+    """Return the smallest size of a bucket that is at least `count`."""
+    return next((size for size in _SIZES if size >= count), 2 * _SIZES[-1]) if count else 0
