@@ -11,7 +11,6 @@ from typing import Annotated, Any, TypeGuard
 
 from outrider.core.option import LIMITS, MODEL, Option
 from outrider.core.params import AUTO, check_draft_length, parse_draft_length
-from outrider.core.speculative_config import read_speculative_config
 from outrider.errors import OutriderError
 
 REPLICATED, SHARDED = "replicated", "sharded"  # placements of a draft on several ranks
@@ -143,6 +142,8 @@ class EngineConfig:
 
     def _take_speculative_config(self, text: str) -> None:
         """Set proposer and k by a configuration of another engine."""
+        from outrider.core.speculative_config import read_speculative_config  # here, so that proposers import little
+
         proposer, k = read_speculative_config(text)
         if self.proposer is not None or self.k != AUTO:
             raise OutriderError("speculative_config says what drafts, and so do proposer and k; leave one of them out")

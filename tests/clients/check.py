@@ -1,4 +1,7 @@
-"""Try the client packages of other projects on a server: `python tests/clients/check.py URL`."""
+"""Try the client packages of other projects on a server: `python tests/clients/check.py URL FOLDER`.
+
+FOLDER has the tokenizer of the model.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import instructor
 import litellm
 import openai
 from langchain_openai import ChatOpenAI
+from lm_eval.api.instance import Instance
+from lm_eval.models.openai_completions import LocalCompletionsAPI
 from pydantic import BaseModel
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
@@ -73,14 +78,22 @@ def check_instructor(url: str, model: str) -> None:
     openai_client = openai.OpenAI(base_url=url + "/v1", api_key="any")
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(openai_client, mode=mode)
-        assert client.chat.completions.create(model=model, messages=QUESTION, response_model=City, max_tokens=100)
+        assert client.chat.completions.create(model=model, messages=QUESTION, response_model=City, temperature=0)
+
+
+def check_lm_eval(url: str, model: str) -> None:
+    harness = LocalCompletionsAPI(base_url=url + "/v1/completions", model=model, tokenizer=sys.argv[2], max_length=256)
+    texts = ("    return a + b", "    zzz qqq")
+    requests = [Instance("loglikelihood", {}, ("def add(a, b):", text), i) for i, text in enumerate(texts)]
+    likely, unlikely = harness.loglikelihood(requests)
+    assert likely > unlikely
 
 
 def main() -> None:
     url = sys.argv[1].rstrip("/")
     model = openai.OpenAI(base_url=url + "/v1", api_key="any").models.list().data[0].id
     failures = 0
-    for check in (check_openai, check_anthropic, check_litellm, check_langchain, check_instructor):
+    for check in (check_openai, check_anthropic, check_litellm, check_langchain, check_instructor, check_lm_eval):
         try:
             check(url, model)
             print(f"{check.__name__}: passed")

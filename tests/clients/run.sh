@@ -6,4 +6,5 @@ port=8457
 server=$!
 trap 'kill "$server"' EXIT
 until "$1" -c "import httpx; httpx.get('http://127.0.0.1:$port/health').raise_for_status()" 2>/dev/null; do sleep 1; done
-LITELLM_LOCAL_MODEL_COST_MAP=True "$2" tests/clients/check.py "http://127.0.0.1:$port"
+LITELLM_LOCAL_MODEL_COST_MAP=True "$2" tests/clients/check.py "http://127.0.0.1:$port" \
+    "$("$1" -c 'from outrider.models.loader.embedded import embedded; print(embedded("nano"))')"

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.core.config import EngineConfig
-from outrider.core.packages import added, load_added
 from outrider.core.params import AUTO
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.types import Needs
@@ -324,8 +323,9 @@ def _import_maker(expression: Expression) -> Maker:
     name = expression.argument
     if module in COMBINATIONS:
         raise OutriderError(f"{module} combines others; write for example {module}(ngram,recycle)")
-    if module in added("proposers"):
-        own = load_added("proposers", module)
+    from outrider.core.packages import load_added  # here, so that own proposers import little
+
+    if own := load_added("proposers", module):
         return partial(own, name) if name else own
     if not name:
         raise OutriderError(f"proposer {module!r} is unknown;{_suggestion(module)} use {forms()}")
