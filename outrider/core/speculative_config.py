@@ -43,7 +43,9 @@ def read_speculative_config(text: str) -> Speculation:
     for name in fields:
         if name not in (*_KEYS, *_SGLANG):
             raise _mistake(f"has the key {name!r}", f"use {', '.join((*_KEYS, *_SGLANG))}")
-    named: dict[str, Any] = {_SGLANG.get(name, name): value for name, value in fields.items() if value is not None}
+    named: dict[str, Any] = {
+        _SGLANG.get(str(name), str(name)): value for name, value in fields.items() if value is not None
+    }
     k = named.get("num_speculative_tokens")
     if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
         raise _mistake(f"has num_speculative_tokens {k!r}", "use a whole number of at least 1")
