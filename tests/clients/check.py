@@ -21,7 +21,7 @@ FUNCTION = {"name": "weather", "description": "The weather of a city.", "paramet
 QUESTION = [{"role": "user", "content": "How is the weather in Oslo?"}]
 
 
-class City(BaseModel):
+class City(BaseModel, extra="forbid"):  # a tiny model would add properties without end
     """What a constrained answer has."""
 
     large: bool
