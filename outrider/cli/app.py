@@ -96,7 +96,7 @@ def run(
     *,
     prompts: PromptOptions,
     source: SourceOptions,
-    engine: Annotated[EngineConfig, Shown((*ENGINE_OPTIONS, "max_model_len"), config=True)],
+    engine: Annotated[EngineConfig, Shown((*ENGINE_OPTIONS, "speculative_config", "max_model_len"), config=True)],
     sampling: SamplingOptions,
     form: ConstraintOptions,
     printing: TextPrinting,

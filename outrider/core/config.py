@@ -106,11 +106,16 @@ class EngineConfig:
     context for every sequence, as far as memory is free."""
     prefix_caching: Annotated[bool, Option(panel=LIMITS)] = True
     """Reuse the KV cache of common prompt prefixes. A server does so within the requests of one user."""
+    speculative_config: Annotated[str | None, Option("JSON", MODEL)] = None
+    """Proposer and k in the form of vLLM, such as {"method": "eagle3", "model": DIR, "num_speculative_tokens": 3}, or
+    with the names of SGLang's options. Other keys: prompt_lookup_max, prompt_lookup_min."""
     isolate_faults: bool = False
     """An exception in a proposer costs its draft only. It is logged and counted, and decoding goes on. It has no effect
     with `tp` above 1, because all ranks must draft the same tokens."""
 
     def __post_init__(self) -> None:
+        if self.speculative_config is not None:
+            self._take_speculative_config(self.speculative_config)
         for name in ("dtype", "kernels", "device"):
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -139,6 +144,17 @@ class EngineConfig:
             raise OutriderError(f"plan is {self.plan!r}; give the path of a file, or leave it out")
         if self.plan is not None and self.k != AUTO:
             raise OutriderError(f"plan {self.plan} needs k auto, and k is {self.k}; use k auto, or no plan")
+
+    def _take_speculative_config(self, text: str) -> None:
+        """Set proposer and k by a configuration of another engine."""
+        from outrider.core.speculative_config import read_speculative_config  # here, so that proposers import little
+
+        proposer, k = read_speculative_config(text)
+        if self.proposer is not None or self.k != AUTO:
+            raise OutriderError("speculative_config says what drafts, and so do proposer and k; leave one of them out")
+        object.__setattr__(self, "proposer", proposer)
+        object.__setattr__(self, "k", AUTO if k is None else k)
+        object.__setattr__(self, "speculative_config", None)  # so that a copy of the record is valid
 
     def _check_limits(self) -> None:
         """Check the numbers of sequences, tokens, threads, milliseconds and gigabytes."""

@@ -214,6 +214,7 @@ def chat_text(
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
     continue_final_message: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """Return a conversation as text, by the model's chat template.
 
@@ -225,6 +226,7 @@ def chat_text(
         tools: descriptions of tools for the template.
         continue_final_message: whether the text ends within the last message, without a generation
             prompt.
+        options: further variables of the template.
 
     Raises:
         OutriderError: the template refuses or drops a message. Some templates reject a system
@@ -232,7 +234,7 @@ def chat_text(
     """
     template = ChatTemplate(
         tokenizer=tokenizer,
-        options={"tools": list(tools)} if tools else {},
+        options={**(options or {}), **({"tools": list(tools)} if tools else {})},
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
     )
@@ -246,6 +248,7 @@ def chat_tokens(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     continue_final_message: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Return the tokens of `chat_text`. The template has added all special tokens already."""
     text = chat_text(
@@ -254,6 +257,7 @@ def chat_tokens(
         add_generation_prompt=add_generation_prompt,
         tools=tools,
         continue_final_message=continue_final_message,
+        options=options,
     )
     return text_tokens(tokenizer, text, special=False)
 
