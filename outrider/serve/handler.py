@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-<<<<<<< HEAD
-from typing import TYPE_CHECKING, Any
-=======
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
->>>>>>> serv
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -24,11 +20,7 @@ from outrider.engine.prompt_scores import score_prompt
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.models.torch.speech.audio import Audio
-<<<<<<< HEAD
-=======
 from outrider.serve.anthropic.errors import in_api_of
-from outrider.serve.async_llm import AsyncLLM
->>>>>>> serv
 from outrider.serve.errors import QueueFull
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.base import unused_fields

@@ -119,13 +119,13 @@ class TritonTarget:
                 return values[ragged.nodes]
             return values.view(len(ragged.spans), -1, *values.shape[1:])
 
-        feeds = [(span.begin, span.end - span.nodes) for span in ragged.spans]
+        def per_feed(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(values[span.begin : span.end - span.nodes] for span in ragged.spans)
+
         return Scores(
             logits=per_node(logits),
             hidden_states={layer: per_node(values[ragged.keep]) for layer, values in states.items()},
-            feed_hidden_states={
-                layer: tuple(values[begin:end] for begin, end in feeds) for layer, values in states.items()
-            },
+            feed_hidden_states={layer: per_feed(values) for layer, values in states.items()},
         )
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
