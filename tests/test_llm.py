@@ -289,7 +289,7 @@ def test_what_is_no_constraint_cannot_be_prepared(llm):
         ({"k": None}, "k is None; use a number of draft tokens"),
         ({"target": b"here"}, "target is b'here'; give the folder"),
         ({"target": ""}, "target is ''; give the folder"),
-        ({"target": embedded("medusa")}, "is a draft head, which does not run alone; use it as draft:DIR or tree:DIR"),
+        ({"target": embedded("mtp")}, "is a draft head, which does not run alone; use it as draft:DIR or tree:DIR"),
         ({"proposer": "oracle"}, "none, ngram.*draft:DIR"),
         ({"proposer": ""}, "use none for plain decoding"),
         ({"proposer": 5}, "proposer is 5; use none, ngram"),

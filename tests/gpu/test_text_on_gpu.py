@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider import LLM, OutriderError, SamplingParams
+from tests.helpers.heads import write_new_head
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler
 SETTINGS = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 256}
@@ -17,8 +18,6 @@ PROPOSERS = [
     "draft:@nano",
     "tree:@nano",
     "cascade:@nano",
-    "draft:@medusa",
-    "tree:@medusa",
     "draft:@eagle31",
     "tree:@eagle31",
     "draft:@mtp",
@@ -64,6 +63,14 @@ def test_plain_text_is_that_of_the_cpu(params, plain):
 def test_greedy_text_is_that_of_plain_decoding(proposer, k):
     params = PARAMS["greedy"]
     assert texts("cuda", params, proposer=proposer, k=k) == texts("cuda", params, proposer="none")
+
+
+@pytest.mark.parametrize("k", [4, "auto"])
+@pytest.mark.parametrize("form", ["draft", "tree"])
+def test_text_with_a_medusa_head_is_that_of_plain_decoding(form, k, tmp_path):
+    head = write_new_head(tmp_path / "head", "medusa")
+    params = PARAMS["greedy"]
+    assert texts("cuda", params, proposer=f"{form}:{head}", k=k) == texts("cuda", params, proposer="none")
 
 
 @pytest.mark.parametrize("proposer", ["draft:@nano", "tree:@nano", "tree:@eagle31", "merge(suffix,recycle)"])

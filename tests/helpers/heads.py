@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ from outrider.models.heads.description import (
     Scaling,
     SharedKV,
 )
-from outrider.models.heads.store import HeadModule, make_module
+from outrider.models.heads.store import HeadModule, make_module, write_head
+from outrider.train.model.presets import Sizes, describe
 
 LLAMA3 = Rope(scaling=Scaling.LLAMA3, factor=8.0, original=64, low=1.0, high=4.0)
 YARN = Rope(scaling=Scaling.YARN, factor=4.0, original=64, low=1.0, high=32.0, amplitude=1.14)
@@ -259,6 +261,21 @@ def random_draft(description: HeadDescription, *, seed: int = 0, table: torch.Te
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(description.vocab)[: description.draft_vocab].sort().values)
     return module
+
+
+def write_random_head(folder: Path, case: str) -> Path:
+    """Write the random head of a case in Outrider's own format. Return its folder."""
+    _, description = cases()[case]
+    write_head(folder, random_draft(description), dtype=torch.float32)
+    return folder
+
+
+def write_new_head(folder: Path, kind: str) -> Path:
+    """Write a head of a kind for the embedded target, as its training starts. Return its folder."""
+    torch.manual_seed(0)
+    description = describe(kind, Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5))
+    write_head(folder, make_module(description), dtype=torch.float32)
+    return folder
 
 
 def feed(head, description, text, states):

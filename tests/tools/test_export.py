@@ -29,7 +29,7 @@ from outrider.tools.export.gguf_model import find_rule
 from outrider.tools.export.tuned import tuned_k
 from outrider.tools.vllm_suffix import VllmSuffix
 from tests.helpers import tiny
-from tests.helpers.heads import cases, random_draft
+from tests.helpers.heads import cases, random_draft, write_new_head, write_random_head
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +123,8 @@ def test_heads_are_written_in_the_format_of_the_engine(tmp_path):
 
 
 def test_a_medusa_head_needs_an_older_vllm(tmp_path):
-    info = read_target_info(embedded("mini"))
-    _, description = cases(info.hidden, info.vocab)["medusa"]
-    write_head(tmp_path / "head", random_draft(description), dtype=torch.float32)
-    result, summary = export(
-        tmp_path / "head", "--for", "vllm", "--out", tmp_path / "out", "--k", 2, "--target", embedded("mini")
-    )
+    head = write_new_head(tmp_path / "head", "medusa")
+    result, summary = export(head, "--for", "vllm", "--out", tmp_path / "out", "--k", 2, "--target", embedded("mini"))
     assert result.exit_code == 0, result.output
     assert summary["layout"] == "medusa-vllm"
     assert "vLLM 0.33 has removed Medusa" in (tmp_path / "out" / "run.sh").read_text()
@@ -242,8 +238,9 @@ def test_suffix_has_a_command_and_no_files(tmp_path):
 
 
 def test_refusals_name_the_reason(model, tmp_path):
+    medusa = write_random_head(tmp_path / "head", "medusa of some tokens")
     for folder, engine, message in (
-        (embedded("medusa"), "vllm", "loads no Medusa heads with a reduced draft vocabulary"),
+        (medusa, "vllm", "loads no Medusa heads with a reduced draft vocabulary"),
         ("suffix", "sglang", "cannot run a draft of kind suffix"),
         (embedded("mtp"), "vllm", "vLLM reads MTP modules from the checkpoint of their target; give it with --target"),
         (embedded("mtp"), "ollama", "no command for MTP modules was checked; it runs dflash"),

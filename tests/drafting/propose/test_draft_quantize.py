@@ -16,7 +16,7 @@ from outrider.drafting.propose.vocabulary.wrapped_target import unwrapped
 from outrider.engine.build import LoadedTarget, build_engine, load_target
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.models.heads.store import make_module, write_head
+from outrider.models.heads.store import make_module
 from outrider.models.heads.targets.autoregressive import NativeAutoregressiveTarget
 from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
@@ -24,7 +24,7 @@ from outrider.models.loader.make import make_target
 from outrider.train.model.presets import describe
 from tests.helpers import tiny
 from tests.helpers.gguf_files import SIZES, write_gguf
-from tests.helpers.heads import far, feed
+from tests.helpers.heads import far, feed, write_new_head
 from tests.models.heads.test_heads import MINI
 
 NANO = embedded("nano")
@@ -40,9 +40,7 @@ def folders(tmp_path_factory):
     made = {"reduced": shutil.copytree(NANO, root / "reduced")}
     write_draft_vocabulary(made["reduced"], torch.arange(0, VOCAB, 3))
     for kind in ("mtp", "eagle3", "peagle", "medusa"):
-        torch.manual_seed(0)
-        made[kind] = root / kind
-        write_head(made[kind], make_module(describe(kind, MINI)), dtype=torch.float32)
+        made[kind] = write_new_head(root / kind, kind)
     return made
 
 

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 from outrider.core.params import AUTO
 from outrider.core.stats import Stats
@@ -18,9 +17,8 @@ from outrider.lab.tune.advice import advise
 from outrider.lab.tune.engines import other_engines
 from outrider.lab.tune.figures import AcceptanceSummary, Estimate, RoundMs, figures, ratio
 from outrider.lab.tune.wording import summary
-from outrider.models.heads.store import write_head
 from outrider.models.loader.embedded import embedded
-from tests.helpers.heads import cases, random_draft
+from tests.helpers.heads import cases, write_random_head
 from tests.lab.tune.trials import make_trials, make_variant, trial
 
 MEMORY = MemoryUse(sequences=1, context=64, target_weight_bytes=50, target_cache_bytes=10)
@@ -255,13 +253,13 @@ def test_settings_of_other_engines():
     assert "[[1, 7, 4], [8, 512, 0]]" in settings_by_engine("ngram", stops=8)["vLLM"].note
 
 
-def test_settings_of_other_engines_for_heads():
+def test_settings_of_other_engines_for_heads(tmp_path):
     eagle3 = settings_by_engine(f"draft:{embedded('eagle31')}")
     assert '"method": "eagle3"' in eagle3["vLLM"].settings
     assert "EAGLE3" in eagle3["SGLang"].settings
     assert "draft-eagle3" in eagle3["llama.cpp"].settings
     assert "outrider export" in eagle3["vLLM"].note
-    medusa = settings_by_engine(f"draft:{embedded('medusa')}")
+    medusa = settings_by_engine(f"draft:{write_random_head(tmp_path / 'head', 'medusa')}")
     assert {each.settings for each in medusa.values()} == {None}
     assert "0.33 has removed Medusa" in medusa["vLLM"].note
 
@@ -269,9 +267,8 @@ def test_settings_of_other_engines_for_heads():
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_other_engines_use_the_whole_block_of_a_head(kind, tmp_path):
     _, description = cases()[kind]
-    write_head(tmp_path / "head", random_draft(description), dtype=torch.float32)
     block = description.block.draft_tokens
-    settings = settings_by_engine(f"draft:{tmp_path / 'head'}", k=2)
+    settings = settings_by_engine(f"draft:{write_random_head(tmp_path / 'head', kind)}", k=2)
     assert f'"num_speculative_tokens": {block}' in settings["vLLM"].settings
     assert f"--speculative-num-draft-tokens {block + 1}" in settings["SGLang"].settings
     assert f"--spec-draft-n-max {block}" in settings["llama.cpp"].settings

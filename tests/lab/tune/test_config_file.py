@@ -21,6 +21,7 @@ from outrider.lab.tune.settings import Settings
 from outrider.models.loader.embedded import embedded
 from tests.helpers import tiny
 from tests.helpers.configured import configured
+from tests.helpers.heads import write_new_head
 from tests.lab.tune.commands import document
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -92,10 +93,10 @@ def test_draft_quantize_applies_to_proposers_with_a_draft(prompts):
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
-def test_weights_of_drafts_are_compared(prompts):
-    """A draft that cannot be quantized, as a head of several modules, is measured with its weights as stored."""
+def test_weights_of_drafts_are_compared(tmp_path, prompts):
+    """A draft that cannot be quantized, as a Medusa head, is measured with its weights as stored."""
     draft = f"draft:{embedded('nano')}"
-    head = f"draft:{embedded('medusa')}"
+    head = f"draft:{write_new_head(tmp_path / 'head', 'medusa')}"
     settings = Settings(
         proposers=("ngram", draft, head),
         draft_quantizes={draft: (None, "int8"), head: (None, "int8")},
@@ -104,7 +105,7 @@ def test_weights_of_drafts_are_compared(prompts):
     )
     engines = VariantEngines(settings)
     assert engines.drafts == [("ngram", None), (draft, None), (draft, "int8"), (head, None)]
-    assert list(engines.left_out) == ["draft:@medusa in int8"]
+    assert list(engines.left_out) == ["draft:head in int8"]
     assert engines.proposers[draft].model.kernels == "native"
     assert engines.proposers[f"{draft} in int8"].model.kernels == "native int8"
     chosen = {"proposer": draft, "k": 2, "verifier": "block"}

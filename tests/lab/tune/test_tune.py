@@ -156,7 +156,7 @@ def test_proposer_does_not_remember_outputs_of_other_variants(prompts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("names", [("eagle31", "medusa"), ("medusa", "eagle31")])
+@pytest.mark.parametrize("names", [("eagle31", "mtp"), ("mtp", "eagle31")])
 def test_draft_heads_with_different_layers(names, kernels, prompts):
     specs = [f"draft:{embedded(name)}" for name in names]
     arguments = ["--proposers", ";".join(specs), "--k", 2, "--batch", 1, "--limit", 1, "--kernels", kernels]

@@ -11,14 +11,14 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.models.heads.store import make_module, write_head
+from outrider.models.heads.store import make_module
 from outrider.models.heads.targets.autoregressive import AutoregressiveTarget, NativeAutoregressiveTarget
 from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
 from outrider.train.model.presets import describe
 from tests.helpers import tiny
-from tests.helpers.heads import far, feed
+from tests.helpers.heads import far, feed, write_new_head
 from tests.models.heads.test_heads import MINI
 
 CPU = torch.device("cpu")
@@ -57,8 +57,7 @@ def test_only_the_latest_tokens_are_visible(head_class):
 @compiled
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_window_of_a_head_does_not_change_the_output(kernels, tmp_path):
-    torch.manual_seed(0)
-    write_head(tmp_path, make_module(describe("eagle3", MINI)), dtype=torch.float32)
+    write_new_head(tmp_path, "eagle3")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -72,6 +71,6 @@ def test_window_of_a_head_does_not_change_the_output(kernels, tmp_path):
 
 
 def test_heads_without_attention_to_tokens_refuse_a_window(tmp_path):
-    write_head(tmp_path, make_module(describe("medusa", MINI)), dtype=torch.float32)
+    write_new_head(tmp_path, "medusa")
     with pytest.raises(OutriderError, match="supports none"):
         LLM(None, proposer=f"draft:{tmp_path}", dtype="float32", max_model_len=96, draft_window=32)

@@ -57,9 +57,9 @@ def test_commands_accept_embedded_names(words, tmp_path, monkeypatch):
 def test_training_can_start_from_an_embedded_head(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n' * 4)
     files = ["--data", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
-    words = ["train", "medusa", "--target", "@mini", "--init-from", "@medusa", "--depth", "2", *files]
+    words = ["train", "mtp", "--target", "@mini", "--init-from", "@mtp", "--depth", "2", *files]
     result = CliRunner().invoke(app, words)
-    assert "@medusa defines the shape of the draft; leave --depth" in result.output
+    assert "@mtp defines the shape of the draft; leave --depth" in result.output
 
 
 def test_embedded_draft_model_is_the_default_proposer():
@@ -72,9 +72,9 @@ def test_embedded_draft_model_is_the_default_proposer():
     assert (named.token_ids, named.stats.draft_tokens) == (default.token_ids, default.stats.draft_tokens)
 
 
-@pytest.mark.fast_cases("eagle31-1.5")
-@pytest.mark.parametrize(("name", "min_tau"), [("mtp", 1.5), ("eagle31", 1.5), ("medusa", 1.05)])
-def test_embedded_heads_draft_for_the_embedded_target(name, min_tau):
+@pytest.mark.fast_cases("eagle31")
+@pytest.mark.parametrize("name", ["mtp", "eagle31"])
+def test_embedded_heads_draft_for_the_embedded_target(name):
     prompts = ["def add(a, b):\n    return", "<|endoftext|><|user|>Count to ten.<|end|><|assistant|>"]
     params = SamplingParams(temperature=0.0, max_tokens=40)
     options = {"max_num_seqs": 2, "max_model_len": 128, "dtype": "float32", "verifier": "walk", "k": 4}
@@ -83,4 +83,4 @@ def test_embedded_heads_draft_for_the_embedded_target(name, min_tau):
     assert [completion.token_ids for completion in speculative] == [completion.token_ids for completion in plain]
     output_tokens = sum(completion.stats.output_tokens for completion in speculative)
     passes = sum(completion.stats.passes for completion in speculative)
-    assert output_tokens / passes > min_tau
+    assert output_tokens / passes > 1.5
