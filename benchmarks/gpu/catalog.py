@@ -106,7 +106,8 @@ _QUANTIZED = ("compile_kernels", "texts", "step", "race")
 _ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (  # the most important first
     (_PARTS, ("triton_rules", "triton_attention", "triton_products")),
     ("triton", ("compile_kernels", "first_token", *_FIRST, *_BATCHED)),
-    ("graphs", ("first_token", "bandwidth", "step_uncompiled", "compile", "split", "k_auto", "race", *_FIRST, *_BATCHED)),
+    ("graphs", ("first_token", "bandwidth", "step_uncompiled", "compile", "split", "k_auto", "race")),
+    ("graphs", (*_FIRST, *_BATCHED)),
     ("int4", _QUANTIZED),
     ("int8", _QUANTIZED),
     ("fp8", _QUANTIZED),

@@ -35,7 +35,7 @@ class Recordings:
         self.compiled = False  # the layers are kernels already
         self._memory = memory
         self._make = make
-        self._record = record
+        self.record = record  # None: passes run eagerly
         self._buffers: dict[Bucket, Buffers] = {}
         self._runs: dict[Bucket, Callable[[], Any]] = {}
         self._failed: set[Bucket] = set()
@@ -43,7 +43,7 @@ class Recordings:
 
     def bytes(self) -> int:
         """Return the bytes of recordings and buffers."""
-        recorded = self._record.bytes() if self._record else 0
+        recorded = self.record.bytes() if self.record else 0
         return recorded + sum(buffers.bytes() for buffers in self._buffers.values())
 
     def buckets(self) -> tuple[Bucket, ...]:
@@ -108,13 +108,13 @@ class Recordings:
 
     def _try(self, bucket: Bucket) -> None:
         """Record a bucket. If that fails, its passes run without a recording."""
-        if self._record is None:
+        if self.record is None:
             return
         began = perf_counter()
         # New buffers have padding only, so that the runs of the recorder write nothing to the cache.
         self._buffers[bucket] = Buffers(bucket, self._memory.reach, self._memory.device)
         try:
-            self._runs[bucket] = self._record(self._make(self._buffers[bucket]))
+            self._runs[bucket] = self.record(self._make(self._buffers[bucket]))
         except RuntimeError as reason:
             self._failed.add(bucket)
             if isinstance(reason, torch.OutOfMemoryError):
