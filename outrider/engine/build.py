@@ -357,9 +357,7 @@ def _is_planner(planner: object) -> bool:
     return all(callable(getattr(planner, name, None)) for name in ("plan", "trim"))
 
 
-def share_out(
-    caches: Sequence[Cache], context: int, caching: CacheConfig, device: torch.device | None = None
-) -> None:
+def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig, device: torch.device | None = None) -> None:
     """Divide memory among the cache of the target, which is the first, and the caches of its drafts.
 
     All caches in blocks get the same number of blocks. Without `caching.gigabytes`, it is enough

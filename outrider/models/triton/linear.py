@@ -198,8 +198,7 @@ def choose_tile(rows: int, outputs: int, bits: int, *, grouped: bool, input_byte
         return _staged(size, 8 if rows <= 8 or input_bytes == 4 else 16, 4, "parallel", bits, input_bytes)
     if 16 * rows * outputs > _LARGEST_SUMS:
         return _staged(128, 64, 8, "serial", bits, input_bytes)
-    sizes = _WIDE[min(128, triton.next_power_of_2(rows))]
-    sizes = [(size, of, warps) for size, of, warps in sizes if not grouped or size <= 128]
+    sizes = [each for each in _WIDE[min(128, triton.next_power_of_2(rows))] if not grouped or each[0] <= 128]
     enough = (each for each in sizes if 4 * triton.cdiv(outputs, each[0]) * triton.cdiv(rows, each[1]) >= _PROGRAMS)
     size, tile_rows, warps = next(enough, sizes[-1])
     return _staged(size, tile_rows, warps, "split", bits, input_bytes)
