@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -39,6 +39,7 @@ _log = logging.getLogger("outrider")
 _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
 Matrix = torch.Tensor | QuantizedWeight  # [N, K]
 _MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer
+_BIASES = ("qkv_bias", "out_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,6 +298,38 @@ class Decoder:
             _copy_layer(self._layers[i], _requantized(layer, self.bits))
         _copy_weight(self._head, quantize(_expanded(self._source._head), 8))
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that the kernels read, by name."""
+        parts: dict[str, Matrix | None] = {"embedding": self._embedding, "norm": self._norm, _HEAD: self._head}
+        for i, layer in self._layers.items():
+            parts |= {f"{i}.{name}": getattr(layer, name) for name in (*_MATRICES, *_BIASES)}
+            parts |= {f"{i}.{name}": value for name, value in layer.norms.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, part in parts.items():
+            if isinstance(part, QuantizedWeight):
+                tensors |= {f"{name}.{field}": tensor for field, tensor in part.tensors().items()}
+            elif part is not None:
+                tensors[name] = part
+        return tensors
+
+    def discard(self) -> None:
+        """Free the memory of the weights. `restore` allocates it again, and `load` must fill it.
+
+        Raises:
+            OutriderError: a quantized copy would be lost.
+        """
+        if self._copies:
+            raise OutriderError("the quantized copy of this target cannot be freed; use level 1")
+        for tensor in self.tensors().values():
+            tensor.data = torch.empty_like(tensor)  # in place of memory that may be a part of a file
+            tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Allocate memory that `discard` has freed."""
+        for tensor in self.tensors().values():
+            if not tensor.untyped_storage().size():
+                tensor.untyped_storage().resize_(tensor.nbytes)
+
     def bytes(self) -> int:
         """Return the bytes of the weights, without those of the decoder that this one was made from."""
         if self._source is not None and self._layers is self._source._layers:
@@ -406,7 +439,7 @@ def _copy_layer(layer: _Layer, new: _Layer) -> None:
     """Copy new weights into the memory of a layer, which recorded passes read."""
     for name in _MATRICES:
         _copy_weight(getattr(layer, name), getattr(new, name))
-    for name in ("qkv_bias", "out_bias"):
+    for name in _BIASES:
         if (bias := getattr(layer, name)) is not None:
             bias.copy_(getattr(new, name))
     for name, value in layer.norms.items():
@@ -423,9 +456,9 @@ def _copy_weight(weight: Matrix, new: Matrix) -> None:
         assert isinstance(new, torch.Tensor)
         weight.copy_(new)
         return
-    for part in fields(weight):
-        if isinstance(tensor := getattr(weight, part.name), torch.Tensor):
-            tensor.copy_(getattr(new, part.name))
+    assert isinstance(new, QuantizedWeight)
+    for name, tensor in weight.tensors().items():
+        tensor.copy_(new.tensors()[name])
 
 
 def _check(shape: Dimensions, model_type: str) -> None:

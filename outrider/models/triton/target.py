@@ -73,6 +73,7 @@ class TritonTarget:
         self._config = checkpoint.config.to_dict()
         self._record = record
         self._exported: tuple[int, ...] = ()
+        self._blocks = 0  # of the KV cache before `sleep`
         self._allocate_cache(self.layers)
         self._reset()
 
@@ -192,6 +193,23 @@ class TritonTarget:
         self._decoder.load(weights)
         self._memory.forget()
         self.version = version
+
+    def sleep(self, *, weights: bool) -> None:
+        if weights:
+            self._decoder.discard()
+        self._blocks = len(self._memory.pages)
+        self._memory.resize(0)
+        self._reset()
+
+    def wake(self) -> None:
+        self._decoder.restore()
+        self._memory.resize(self._blocks)
+
+    def weight_names(self) -> frozenset[str]:
+        return frozenset(self._decoder.shapes)
+
+    def stored_weights(self) -> Mapping[str, torch.Tensor]:
+        return self._decoder.tensors()
 
     def bytes(self) -> int:
         return self._decoder.bytes()
