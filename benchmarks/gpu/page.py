@@ -177,13 +177,14 @@ def _start(models: Mapping[str, Results]) -> str:
     def row(group: str, results: Results) -> Sequence[object]:
         load = results["load"]
         memory = results.get("memory", {})
+        first = results.get("first_token", {})
         return (
             group,
             load["seconds"]["weights"],
             load["seconds"]["engine"],
-            results.get("compile", {}).get("seconds"),
-            load["first_token_ms_cold"],
-            load["first_token_ms"],
+            (results.get("compile") or results.get("compile_kernels") or {}).get("seconds"),
+            first.get("cold_ms"),
+            first.get("warm_ms"),
             _gigabytes(sum(model["weight_bytes"] for model in load["models"].values())),
             _gigabytes(memory.get("peak_bytes")),
         )

@@ -243,12 +243,9 @@ def _jobs(llm: LLM, file: Path | None, max_tokens: int) -> tuple[Job, ...]:
 
 
 def loaded(setup: Setup) -> dict[str, Any]:
-    """Return the seconds of the start, the times to the first token, and the bytes of the models."""
-    cold = _first_token_ms(setup)
+    """Return the seconds that it took to make the models, and their bytes."""
     return {
         "seconds": setup.seconds,
-        "first_token_ms_cold": cold,
-        "first_token_ms": _first_token_ms(setup),
         "models": {
             name: {"kernels": model.kernels, "weight_bytes": model.bytes(), "cache_bytes": model.cache.bytes()}
             for name, model in zip(("target", "draft"), setup.models, strict=True)
@@ -256,6 +253,11 @@ def loaded(setup: Setup) -> dict[str, Any]:
         "pass_bytes": setup.weight_bytes,
         "prompts": len(setup.jobs),
     }
+
+
+def first_token(setup: Setup) -> dict[str, float]:
+    """Return the times to the first token of the first prompts, and of the same prompts later."""
+    return {"cold_ms": _first_token_ms(setup), "warm_ms": _first_token_ms(setup)}
 
 
 def compile_layers(setup: Setup) -> dict[str, Any]:

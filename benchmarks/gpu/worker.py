@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -26,6 +27,7 @@ from outrider import OutriderError
 from outrider.runtime import machine
 
 _CUDA_ERRORS = ("CUDA error", "CUDA driver error", "illegal memory access", "device-side assert")
+_ROOT = Path(__file__).parents[2]
 _AGAIN = 2.0  # seconds between the exceptions of a cell that takes too long
 
 
@@ -76,8 +78,7 @@ class Worker:
                 outcome = self._run(name)
         except Exception as error:  # a cell must not end the others
             traceback.print_exc()
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            outcome = {"error": f"{type(error).__name__}: {error}", "at": f"{place.filename}:{place.lineno}"}
+            outcome = {"error": f"{type(error).__name__}: {error}", "at": _place(error)}
             self._refused = self._refused or outcome["error"]
             _free_memory()  # that the frames of the error held
         return outcome | {"seconds": monotonic() - began}
@@ -114,6 +115,13 @@ class Worker:
             self._setup = set_up(self._inputs, self._pair, GROUPS[group])
         except OutriderError as error:
             self._refused = str(error)
+
+
+def _place(error: Exception) -> str:
+    """Return the line of the repository that an error comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(_ROOT)]
+    return f"{Path(own[-1].filename).relative_to(_ROOT)}:{own[-1].lineno}"
 
 
 def _result_of(result: dict[str, Any]) -> dict[str, Any]:
