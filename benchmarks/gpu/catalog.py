@@ -110,7 +110,7 @@ _ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (  # the most important first
     ("int4", _QUANTIZED),
     ("int8", _QUANTIZED),
     ("fp8", _QUANTIZED),
-    ("triton", ("kernels", "round", "sampled")),
+    ("triton", ("kernels", "round", "sampled", "head")),
     ("auto", ("kernels", "round", "sampled", "head", "attention", "rows")),
     (_PARTS, ("gpu",)),
 )
