@@ -90,9 +90,7 @@ def make_head_target(
     return torch_class(module, tables, slots=slots, context=context, window=window)
 
 
-def _recorded(
-    module: HeadModule, tables: SharedWeights, *, slots: int, context: int, window: int | None
-) -> HeadTarget:
+def _recorded(module: HeadModule, tables: SharedWeights, *, slots: int, context: int, window: int | None) -> HeadTarget:
     """Return a target on the Triton kernels."""
     from outrider.models.heads.modules.autoregressive import AutoregressiveHead
     from outrider.models.heads.targets.recorded import RecordedHead
