@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo quick test test-all test-gpu test-arm check bench docs readme release clean
+.PHONY: help demo quick test test-all test-gpu test-clients test-arm check bench docs readme release clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,6 +22,11 @@ test-all: check ## Lint, type-check and run all tests but the heavy ones.
 
 test-gpu: .venv/ready ## Run the tests that need a GPU.
 	$(BIN)/python -m pytest -n 4 --gpu tests/gpu
+
+test-clients: .venv/ready ## Try the client packages of other projects, in an environment of their own, on a server.
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet --disable-pip-version-check --requirement tests/clients/requirements.txt
+	tests/clients/run.sh $(BIN)/python .venv-clients/bin/python
 
 test-arm: .venv/ready ## Test the kernels for ARM processors in an emulator (Debian: g++-aarch64-linux-gnu qemu-user-static).
 	tests/arm/run.sh $(BIN)/python

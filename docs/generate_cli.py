@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -18,7 +20,8 @@ PAGES = Path(__file__).parent / "reference" / "cli"
 HEAD = """\
 # Command line
 
-Each command of `outrider` has a page with its options. `outrider COMMAND --help` prints the same text.
+Each command of `outrider` has a page with its options. [Common options](common.md) explains those of several commands.
+`outrider COMMAND --help` prints all of them.
 
 `outrider --version` prints the version, and `outrider --install-completion` sets up
 [completion](../../getting-started/installation.md#shell-completion) in your shell. An option with an
@@ -29,6 +32,14 @@ command with exit code 2 and one line on standard error that says what to change
 | Command | Purpose |
 |---|---|
 """
+COMMON = "common.md"
+COMMON_HEAD = """\
+# Common options
+
+These options mean the same in each command whose page names them.
+
+"""
+SHARED_BY = 3  # commands that have an option with the same words, so that it stands on the common page
 TYPES = {int: "integer", float: "number", str: "text", Any: "integer or name"}
 DEFAULT = re.compile(r"^(?P<help>.*?)\s*Default: (?P<default>.*?)\.?$", re.DOTALL)
 
@@ -68,21 +79,29 @@ def main() -> None:
 
 
 def render() -> dict[str, str]:
-    """The text of each page, by file name: one page for each command and each group of commands, and their index."""
+    """The text of each page, by file name.
+
+    There is one page for each command and each group of commands, one for their common options, and an index.
+    """
+    groups = {group.name: list(_verbs(group.typer_instance, f"{group.name} ")) for group in app.registered_groups}
+    single = list(_verbs(app))
+    counts = Counter(chain.from_iterable(map(_rows, chain(single, *groups.values()))))
+    often = [row for row, count in counts.most_common() if count >= SHARED_BY]
+    common = set({row.flag: row for row in reversed(often)}.values())  # the most frequent meaning of each option
     purposes = []
-    pages = {}
-    for verb in _verbs(app):
+    pages = {COMMON: COMMON_HEAD + "\n".join(_tables([row for row in counts if row in common]))}
+    for verb in single:
         file = f"outrider-{verb.name}.md"
         purposes.append(f"| [`{verb.name}`]({file}) | {_purpose(verb.command)} |\n")
-        pages[file] = f"# outrider {verb.name}\n\n" + _section(verb)
-    for group in app.registered_groups:
-        file = f"outrider-{group.name}.md"
+        pages[file] = f"# outrider {verb.name}\n\n" + _section(verb, common)
+    for name, verbs in groups.items():
+        file = f"outrider-{name}.md"
         sections = []
-        for verb in _verbs(group.typer_instance, f"{group.name} "):
+        for verb in verbs:
             anchor = verb.name.replace(" ", "-")
             purposes.append(f"| [`{verb.name}`]({file}#{anchor}) | {_purpose(verb.command)} |\n")
-            sections.append(f"## {verb.name}\n\n" + _section(verb))
-        pages[file] = f"# outrider {group.name}\n\n" + "\n".join(sections)
+            sections.append(f"## {verb.name}\n\n" + _section(verb, common))
+        pages[file] = f"# outrider {name}\n\n" + "\n".join(sections)
     return {"index.md": HEAD + "".join(purposes), **pages}
 
 
@@ -98,13 +117,26 @@ def _purpose(command: Any) -> str:
     return _cell(inspect.cleandoc(command.help).split("\n\n")[0])
 
 
-def _section(verb: Verb) -> str:
-    name, command, callback = verb
-    hints = get_type_hints(callback, include_extras=True)
-    rows = [_row(parameter, hints[parameter.name]) for parameter in command.params if parameter.name != "help"]
+def _rows(verb: Verb) -> list[Row]:
+    hints = get_type_hints(verb.callback, include_extras=True)
+    return [_row(parameter, hints[parameter.name]) for parameter in verb.command.params if parameter.name != "help"]
+
+
+def _section(verb: Verb, common: set[Row]) -> str:
+    """Usage, text and options of a command. Options in `common` are only named."""
+    rows = _rows(verb)
     arguments = "".join(f" {row.flag}" for row in rows if row.panel == "Arguments")
-    lines = ["```text", f"outrider {name} [OPTIONS]{arguments}", "```", ""]
-    lines += [_prose(inspect.cleandoc(command.help)), ""]
+    lines = ["```text", f"outrider {verb.name} [OPTIONS]{arguments}", "```", ""]
+    lines += [_prose(inspect.cleandoc(verb.command.help)), ""]
+    lines += _tables([row for row in rows if row not in common])
+    if names := [f"`{row.flag}`" for row in rows if row in common]:
+        lines += [f"[Common options]({COMMON}): {', '.join(names)}.", ""]
+    return "\n".join(lines)
+
+
+def _tables(rows: list[Row]) -> list[str]:
+    """The lines of a table for each panel."""
+    lines = []
     for panel in sorted(
         dict.fromkeys(row.panel for row in rows), key=lambda each: each not in ("Arguments", "Options")
     ):
@@ -112,7 +144,7 @@ def _section(verb: Verb) -> str:
         lines += [f"**{panel}**", "", f"| {title} | Type | Default | Meaning |", "|---|---|---|---|"]
         lines += [f"| `{row.flag}` | {row.type} | {row.default} | {row.help} |" for row in rows if row.panel == panel]
         lines += [""]
-    return "\n".join(lines)
+    return lines
 
 
 def _row(parameter: Any, hint: Any) -> Row:

@@ -44,15 +44,12 @@ from the messages of the loader. It holds for transformers {version}.
 
 ## Models that run
 
-Each row is a small random model. In float32, its greedy text with speculation is that of `transformers.generate`, token
-by token, and the logits of each branch of a token tree are those of the branch alone.
+Each name is a small random model. In float32, its greedy text with chains of draft tokens is that of
+`transformers.generate`, token by token, in batches of different lengths, and the logits of each branch of a token tree
+are those of the branch alone (`tests/models/torch/test_architectures.py`, `test_encoder_decoder.py`, `test_speech.py`).
 
 | Column | Yes means | Test |
 |---|---|---|
-| Chains | greedy text with chains of draft tokens equals transformers | `tests/models/torch/test_architectures.py`, \
-`test_encoder_decoder.py`, `test_speech.py` |
-| Trees | scores of trees equal those of each branch alone | the same |
-| Batches | sequences of different lengths run in one pass | the same |
 | Prefixes | requests share the cache of a common prefix | `tests/models/torch/test_support.py` |
 | `--quantize int8` | all large linear layers are quantized on torch | the same |
 | Native | the native CPU kernels run it; they quantize experts as well | the same |
@@ -76,8 +73,8 @@ TITLES = {
     "speech": "### Speech models",
 }
 ROW_HEAD = """\
-| Architecture | Chains | Trees | Batches | Prefixes | `--quantize int8` | Native | CUDA graphs |
-|---|---|---|---|---|---|---|---|
+| Prefixes | `--quantize int8` | Native | CUDA graphs | Architectures |
+|---|---|---|---|---|
 """
 
 
@@ -103,27 +100,30 @@ def render() -> str:
     transformers.utils.logging.set_verbosity_error()
     parts = [HEAD.format(version=transformers.__version__)]
     for kind, title in TITLES.items():
-        rows = [_row(name, each) for name, each in sorted(tiny.TABLE.items()) if each.kind == kind]
+        labels: dict[str, list[str]] = defaultdict(list)  # by the cells that the architectures share
+        for name, each in sorted(tiny.TABLE.items()):
+            if each.kind == kind:
+                labels[_cells(each)].append(_label(name, each))
+        rows = [f"| {cells} | {', '.join(names)} |\n" for cells, names in labels.items()]
         parts.append(f"{title}\n\n{ROW_HEAD}{''.join(rows)}\n")
     refused, untested = _loader_answers()
     parts += [_refused_at_load(refused), _refused_by_check(), _unknown(), _untested(untested)]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
-def _row(name: str, architecture: Architecture) -> str:
+def _label(name: str, architecture: Architecture) -> str:
     model_type = architecture.config().model_type
     label = f"`{model_type}`"
     if name != model_type:
         rest = name.removeprefix(model_type).strip()
         label += f" {rest}" if name.startswith(f"{model_type} ") else f" ({rest})"
-    # Every entry of the table runs as chains, trees and batches in the tests.
-    cells = ["yes", "yes", "yes", _yes(architecture.prefixes), architecture.quantized]
-    cells += [_yes(architecture.native), _yes(architecture.graphs)]
-    return f"| {label} | {' | '.join(cells)} |\n"
+    return label
 
 
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
+def _cells(architecture: Architecture) -> str:
+    answers = (architecture.prefixes, architecture.native, architecture.graphs)
+    prefixes, native, graphs = ("yes" if answer else "no" for answer in answers)
+    return f"{prefixes} | {architecture.quantized} | {native} | {graphs}"
 
 
 def _loader_answers() -> tuple[dict[str, list[str]], list[str]]:

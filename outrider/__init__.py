@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
     from outrider.core.stats import Stats
     from outrider.core.types import Completion, FinishReason, TokenLogprobs
+    from outrider.engine.output import Chunk
     from outrider.llm import LLM
     from outrider.models.torch.speech.wav import Recording
     from outrider.scale.ray.rollouts import RolloutPool

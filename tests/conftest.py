@@ -134,7 +134,7 @@ def given_rates():
 
     rates = Rates(read={"normal_pages": 1e10, "huge_pages": 1e10}, gemm=1e11)
     with pytest.MonkeyPatch.context() as patch:
-        for user in ("calibration", "run"):
+        for user in ("calibration", "run", "scaling"):
             patch.setattr(f"outrider.lab.bench.{user}.measure_rates", lambda device, dtype: rates)
         yield
 

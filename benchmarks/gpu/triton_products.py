@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -27,10 +27,10 @@ from outrider.models.triton.quantized import QuantizedWeight, from_fp8, quantize
 
 _SECONDS = 40.0  # after them, the remaining products are left out
 _COPIED = 200e6  # bytes of the copies of a weight together, at least
-_ROWS = (1, 5, 8, 16, 32, 64)
-_QUANTIZED_ROWS = (1, 8, 64)
-_KINDS = ("bf16", "fp8", "fp8-128", "int8", "int4")
 _MAIN = ("8B qkv", "8B down", "1B qkv")  # the shapes whose tiles are compared
+
+Weight = torch.Tensor | QuantizedWeight
+Call = tuple[torch.Tensor, Weight, dict[str, Any]]  # rows, weight and options of `linear`
 
 
 class Shape(NamedTuple):
@@ -64,6 +64,31 @@ _TILES = {
 }  # by the rows
 
 
+class Stage(NamedTuple):
+    """Products that are compiled and measured together."""
+
+    kind: str
+    rows: tuple[int, ...]
+    overlap: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, overlapped" if self.overlap else self.kind
+
+
+_FEW = (1, 8, 64)
+_STAGES = (
+    Stage("bf16", (1, 5, 8, 16, 32, 64)),
+    Stage("bf16", (1, 5, 8, 16, 32, 64), overlap=True),
+    Stage("int4", _FEW),
+    Stage("fp8", _FEW),
+    Stage("int8", _FEW),
+    Stage("fp8-128", _FEW),
+    Stage("int4", _FEW, overlap=True),
+    Stage("fp8", _FEW, overlap=True),
+)
+
+
 def run(device: torch.device) -> dict[str, Any]:
     """Return the microseconds, the share of the bandwidth and the errors of products, by shape, kind and rows."""
     began = perf_counter()
@@ -72,14 +97,14 @@ def run(device: torch.device) -> dict[str, Any]:
             from tests.helpers.triton import interpreted
 
             stack.enter_context(interpreted(products))
-        bench = _Bench(device, _TINY if device.type == "cpu" else _SHAPES)
-        compiled = bench.compile_all()
-        compile_seconds = perf_counter() - began
-        bench.measure(began + _SECONDS)
+        bench = _Bench(device, _TINY if device.type == "cpu" else _SHAPES, began + _SECONDS)
+        bench.measure_products(_STAGES[0])
+        bench.compare_tiles()
+        for stage in _STAGES[1:]:
+            bench.measure_products(stage)
     return {
         "read_bytes_per_s": bench.rate,
-        "kernels": compiled,
-        "compile_seconds": compile_seconds,
+        "compile_seconds": bench.compile_seconds,
         "products": bench.products,
         "tiles": bench.tiles,
         "left_out": bench.left_out,
@@ -103,73 +128,91 @@ class _Inputs(NamedTuple):
 class _Bench:
     """The measurements of some shapes on a device."""
 
-    def __init__(self, device: torch.device, shapes: dict[str, Shape]) -> None:
+    def __init__(self, device: torch.device, shapes: dict[str, Shape], deadline: float) -> None:
         self._device = device
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
         self._shapes = shapes
+        self._deadline = deadline
         self.rate = max(read_bandwidth(device).values())
+        self.compile_seconds: dict[str, float] = {}
         self.products: dict[str, Any] = {}
         self.tiles: dict[str, Any] = {}
         self.left_out: list[str] = []
 
-    def compile_all(self) -> int:
-        """Compile all kernels at the same time. Return their number."""
-        if self._device.type == "cpu":
-            return 0
-        from triton.runtime._async_compile import AsyncCompileMode
+    def measure_products(self, stage: Stage) -> None:
+        """Measure the products of a stage, until the time is over."""
+        if perf_counter() > self._deadline:
+            self.left_out.append(stage.name)
+            return
+        products.overlap = stage.overlap
+        self._compile(stage.name, self._calls(stage))
+        for name, shape in self._shapes.items():
+            if perf_counter() > self._deadline:
+                self.left_out.append(f"{name} {stage.name}")
+            else:
+                self.products.setdefault(name, {})[stage.name] = self._product(shape, stage)
+        products.overlap = False
 
-        calls = list(self._calls())
-        with ThreadPoolExecutor(16) as pool, AsyncCompileMode(pool, ignore_errors=True):
-            for x, weight, options in calls:
-                compile_linear(x, weight, **options)
-        return len(calls)
-
-    def _calls(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | QuantizedWeight, dict[str, Any]]]:
-        """Yield the arguments of the products, with small weights: the sizes are no part of a kernel."""
-        fused = {shape._replace(outputs=min(shape.outputs, 4096), inputs=256) for shape in self._shapes.values()}
-        for shape in sorted(fused):
-            for kind in _KINDS:
-                weight = self._weight(shape, kind)
-                inputs = self._inputs(shape)
-                for rows in _ROWS if kind == "bf16" else _QUANTIZED_ROWS:
-                    yield inputs.x[:rows], weight, inputs.options(slice(rows))
+    def compare_tiles(self) -> None:
+        """Measure the tiles of the main shapes in bfloat16, until the time is over."""
         plain = Shape(4096, 256)
         weight = self._weight(plain, "bf16")
         x = self._inputs(plain).x
-        for rows, tiles in _TILES.items():
-            for tile in tiles:
-                yield x[:rows], weight, {"tile": tile}
+        calls = [(x[:rows], weight, {"tile": tile}) for rows, tiles in _TILES.items() for tile in tiles]
+        self._compile("tiles", calls)
+        for name in self._shapes.keys() & set(_MAIN):
+            shape = self._shapes[name]
+            copies, limit = self._copies(self._weight(shape, "bf16"))
+            x = self._inputs(shape).x
+            for rows in _TILES:
+                if perf_counter() > self._deadline:
+                    self.left_out.append(f"{name} tiles of {rows} rows")
+                else:
+                    self.tiles.setdefault(name, {})[rows] = self._compare(x[:rows], copies, limit)
 
-    def measure(self, deadline: float) -> None:
-        """Measure the products, those of bfloat16 first, until the time is over."""
-        for kinds in (("bf16",), _KINDS[1:]):
-            for name, shape in self._shapes.items():
-                for kind in kinds:
-                    if perf_counter() > deadline:
-                        self.left_out.append(f"{name} {kind}")
-                        continue
-                    self.products.setdefault(name, {})[kind] = self._product(name, shape, kind)
+    def _compile(self, name: str, calls: Iterable[Call]) -> None:
+        """Compile kernels at the same time."""
+        if self._device.type == "cpu":
+            return
+        from triton.runtime._async_compile import AsyncCompileMode
 
-    def _product(self, name: str, shape: Shape, kind: str) -> dict[str, Any]:
-        """Return the figures of a shape in one kind, by rows."""
-        weight = self._weight(shape, kind)
+        began = perf_counter()
+        with ThreadPoolExecutor(16) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            for x, weight, options in calls:
+                compile_linear(x, weight, **options)
+        self.compile_seconds[name] = perf_counter() - began
+
+    def _calls(self, stage: Stage) -> Iterator[Call]:
+        """Yield the products of a stage, with small weights: the sizes are no part of a kernel."""
+        fused = {shape._replace(outputs=min(shape.outputs, 4096), inputs=256) for shape in self._shapes.values()}
+        for shape in sorted(fused):
+            weight = self._weight(shape, stage.kind)
+            inputs = self._inputs(shape)
+            for rows in stage.rows:
+                yield inputs.x[:rows], weight, inputs.options(slice(rows))
+
+    def _product(self, shape: Shape, stage: Stage) -> dict[str, Any]:
+        """Return the figures of a shape, by rows."""
+        weight = self._weight(shape, stage.kind)
         inputs = self._inputs(shape)
-        size = weight.bytes if isinstance(weight, QuantizedWeight) else weight.nbytes
-        copies = [weight, *(_copy(weight) for _ in range(math.ceil(self._copied() / size)))]
-        limit = 1e6 * size / self.rate
-        figures: dict[str, Any] = {"bytes": size, "copies": len(copies), "limit_us": limit, "rows": {}}
+        copies, limit = self._copies(weight)
         whole = linear(inputs.x, weight, **inputs.options())
-        for rows in _ROWS if kind == "bf16" else _QUANTIZED_ROWS:
+        figures: dict[str, Any] = {"copies": len(copies), "limit_us": limit, "rows": {}}
+        for rows in stage.rows:
             first = slice(rows)
             us = self._time([partial(linear, inputs.x[first], each, **inputs.options(first)) for each in copies])
             figure = {"us": us, "share": limit / us, "equal": _is_equal(whole, rows, inputs, weight)}
-            if kind == "bf16":
+            if stage == _STAGES[0]:
                 figure["cublas_us"] = self._time([partial(functional.linear, inputs.x[first], each) for each in copies])
             figures["rows"][rows] = figure
         figures["relative_error"] = _error(shape, inputs, weight, whole)
-        if kind == "bf16" and name in _MAIN:
-            self.tiles[name] = {rows: self._compare(inputs.x[:rows], copies, limit) for rows in _TILES}
         return figures
+
+    def _copies(self, weight: Weight) -> tuple[list[Weight], float]:
+        """Return copies of a weight, and the microseconds in which the GPU reads one."""
+        size = weight.nbytes
+        copied = _COPIED if self._device.type == "cuda" else 1.0
+        return [weight, *(_copy(weight) for _ in range(math.ceil(copied / size)))], 1e6 * size / self.rate
 
     def _compare(self, x: torch.Tensor, copies: list[Any], limit: float) -> dict[str, Any]:
         """Return the figures of each tile, without norm and residual."""
@@ -185,9 +228,6 @@ class _Bench:
                 figures[label] = {"error": str(error)[:200]}
         return figures
 
-    def _copied(self) -> float:
-        return _COPIED if self._device.type == "cuda" else 1.0
-
     def _random(self, *size: int) -> torch.Tensor:
         generator = torch.Generator(device=self._device).manual_seed(sum(size))
         return torch.randn(size, generator=generator, device=self._device, dtype=self._dtype)
@@ -198,7 +238,7 @@ class _Bench:
         residual = self._random(64, shape.outputs) if shape.residual else None
         return _Inputs(self._random(64, shape.inputs), norm, residual, shape.gate)
 
-    def _weight(self, shape: Shape, kind: str) -> torch.Tensor | QuantizedWeight:
+    def _weight(self, shape: Shape, kind: str) -> Weight:
         dense = self._random(shape.outputs, shape.inputs) / shape.inputs**0.5
         if kind == "bf16":
             return dense
@@ -234,7 +274,7 @@ class _Bench:
         return 1e3 * median(times) / len(calls)
 
 
-def _is_equal(whole: torch.Tensor, rows: int, inputs: _Inputs, weight: torch.Tensor | QuantizedWeight) -> bool:
+def _is_equal(whole: torch.Tensor, rows: int, inputs: _Inputs, weight: Weight) -> bool:
     """Return whether the first rows alone, and the last ones, have the bits that they have among 64."""
     for part in (slice(rows), slice(64 - rows, 64)):
         if not torch.equal(linear(inputs.x[part], weight, **inputs.options(part)), whole[part]):
@@ -242,7 +282,7 @@ def _is_equal(whole: torch.Tensor, rows: int, inputs: _Inputs, weight: torch.Ten
     return True
 
 
-def _error(shape: Shape, inputs: _Inputs, weight: torch.Tensor | QuantizedWeight, whole: torch.Tensor) -> float:
+def _error(shape: Shape, inputs: _Inputs, weight: Weight, whole: torch.Tensor) -> float:
     """Return the relative error of a product of 64 rows, beside float32. Of a large matrix it takes some outputs."""
     dense = weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
     outputs = shape.outputs if shape.gate else 4096
@@ -258,7 +298,7 @@ def _error(shape: Shape, inputs: _Inputs, weight: torch.Tensor | QuantizedWeight
     return float((whole[:, :outputs].float() - out).norm() / out.norm())
 
 
-def _copy(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor | QuantizedWeight:
+def _copy(weight: Weight) -> Weight:
     if isinstance(weight, QuantizedWeight):
         return dataclasses.replace(weight, values=weight.values.clone(), scale=weight.scale.clone())
     return weight.clone()

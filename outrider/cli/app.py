@@ -28,7 +28,7 @@ from outrider.core.option import Shown
 from outrider.lab.audit.server.settings import ServerOptions, check_given
 from outrider.lab.audit.settings import Settings as AuditSettings
 from outrider.lab.bench.settings import Settings as BenchSettings
-from outrider.lab.bench.settings import check_only_passes
+from outrider.lab.bench.settings import check_mode
 from outrider.lab.loadgen.settings import Settings as LoadSettings
 from outrider.lab.tune.server.settings import ServerOptions as TuneServer
 from outrider.lab.tune.server.settings import check_given as check_tune_given
@@ -96,7 +96,7 @@ def run(
     *,
     prompts: PromptOptions,
     source: SourceOptions,
-    engine: Annotated[EngineConfig, Shown((*ENGINE_OPTIONS, "max_model_len"), config=True)],
+    engine: Annotated[EngineConfig, Shown((*ENGINE_OPTIONS, "speculative_config", "max_model_len"), config=True)],
     sampling: SamplingOptions,
     form: ConstraintOptions,
     printing: TextPrinting,
@@ -131,7 +131,7 @@ def bench(*, settings: BenchSettings, printing: Printing, given: set[str]) -> No
     Prints tables, then one JSON document as the last line if the output is not a terminal or with
     --json.
     """
-    check_only_passes(given)
+    check_mode(given)
     check_present(settings.engine.target)
     from outrider.cli.ranks import joined
     from outrider.lab.bench import command
@@ -141,6 +141,8 @@ def bench(*, settings: BenchSettings, printing: Printing, given: set[str]) -> No
             command.scale(settings, as_json=printing.json)
         elif settings.calibrate:
             command.calibrate(settings, as_json=printing.json)
+        elif settings.ceiling:
+            command.replay(settings, as_json=printing.json)
         else:
             command.measure(settings, as_json=printing.json)
 

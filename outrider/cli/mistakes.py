@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from outrider.core.packages import added, load_added
 from outrider.errors import OutriderError
 from outrider.runtime.bar import shown_on_stderr
 
@@ -25,6 +26,19 @@ _EXPECTED = {
 
 class Commands(TyperGroup):
     """Commands that print a mistake as one line, without a traceback or a usage text, and exit with code 2."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands, with those of other packages."""
+        return [*super().list_commands(ctx), *added("commands")]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, also a function of another package."""
+        command = super().get_command(ctx, cmd_name)
+        if command is None and (own := load_added("commands", cmd_name)):
+            wrapper = typer.Typer(add_completion=False)
+            wrapper.command(cmd_name)(own)
+            command = typer.main.get_command(wrapper)
+        return command
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Read the options of the group itself."""

@@ -25,6 +25,7 @@ DRAFT_OPTIONS = ("draft_window", "draft_quantize")
 ENGINE_OPTIONS = (
     *TARGET_OPTIONS,
     *DRAFT_OPTIONS,
+    "draft_candidates",
     "proposer",
     "k",
     "verifier",
@@ -64,8 +65,9 @@ class EngineConfig:
     device: Annotated[str, Option("NAME", MODEL)] = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
     kernels: Annotated[str, Option("NAME", MODEL)] = "auto"
-    """auto, native, triton or torch. auto: the fastest that support the model. The native kernels run on CPUs in bfloat16
-    and float32; a C++ compiler builds them once per machine. The Triton kernels run Llama-like models on NVIDIA GPUs."""
+    """auto, native, triton or torch. auto: the fastest that support the model. The native kernels run on CPUs in
+    bfloat16 and float32; a C++ compiler builds them once per machine. The Triton kernels run Llama-like models on
+    NVIDIA GPUs."""
     check: Annotated[str, Option("NAME", MODEL)] = ONCE
     """once, always or never: when the logits of a model are compared with those of transformers at load. once: per
     checkpoint, version and machine."""
@@ -79,6 +81,9 @@ class EngineConfig:
     draft_quantize: Annotated[str | None, Option("NAME", MODEL)] = None
     """int8 or int4 weights for a draft model or draft head, LM head included, on the native kernels of a CPU. The
     output does not change. Default: the weights as stored."""
+    draft_candidates: Annotated[int | None, Option("N", MODEL)] = None
+    """Let a small copy of a draft model's LM head rank the vocabulary in panels of 32 tokens, and compute exact logits
+    for the N best panels, such as 64. On the native kernels of a CPU. The output does not change. Default: all."""
     plan: Annotated[str | Path | None, Option("FILE", MODEL)] = None
     """With k auto: load what the planner has learned from this file, if there is one, and save it at the end."""
     tp: Annotated[int, Option("N", MODEL, min=1)] = 1
@@ -101,11 +106,16 @@ class EngineConfig:
     context for every sequence, as far as memory is free."""
     prefix_caching: Annotated[bool, Option(panel=LIMITS)] = True
     """Reuse the KV cache of common prompt prefixes. A server does so within the requests of one user."""
+    speculative_config: Annotated[str | None, Option("JSON", MODEL)] = None
+    """Proposer and k in the form of vLLM, such as {"method": "eagle3", "model": DIR, "num_speculative_tokens": 3}, or
+    with the names of SGLang's options. Other keys: prompt_lookup_max, prompt_lookup_min."""
     isolate_faults: bool = False
     """An exception in a proposer costs its draft only. It is logged and counted, and decoding goes on. It has no effect
     with `tp` above 1, because all ranks must draft the same tokens."""
 
     def __post_init__(self) -> None:
+        if self.speculative_config is not None:
+            self._take_speculative_config(self.speculative_config)
         for name in ("dtype", "kernels", "device"):
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -135,11 +145,22 @@ class EngineConfig:
         if self.plan is not None and self.k != AUTO:
             raise OutriderError(f"plan {self.plan} needs k auto, and k is {self.k}; use k auto, or no plan")
 
+    def _take_speculative_config(self, text: str) -> None:
+        """Set proposer and k by a configuration of another engine."""
+        from outrider.core.speculative_config import read_speculative_config  # here, so that proposers import little
+
+        proposer, k = read_speculative_config(text)
+        if self.proposer is not None or self.k != AUTO:
+            raise OutriderError("speculative_config says what drafts, and so do proposer and k; leave one of them out")
+        object.__setattr__(self, "proposer", proposer)
+        object.__setattr__(self, "k", AUTO if k is None else k)
+        object.__setattr__(self, "speculative_config", None)  # so that a copy of the record is valid
+
     def _check_limits(self) -> None:
         """Check the numbers of sequences, tokens, threads, milliseconds and gigabytes."""
         _check_count("max_num_seqs", self.max_num_seqs)
         _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
-        for name in ("max_model_len", "draft_window"):
+        for name in ("max_model_len", "draft_window", "draft_candidates"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         if self.threads is not None and not _is_whole(self.threads):

@@ -42,10 +42,13 @@ class Constraint:
         kind: the language.
         source: the constraint itself: JSON text of a schema, a regular expression (Rust's syntax),
             a grammar (Lark's syntax, as llguidance has it, or GBNF), or a JSON list of texts.
+        prefix: what comes before the constrained text, as rules of Lark, of which the first is
+            `prefix`; "": nothing.
     """
 
     kind: Kind
     source: str
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in tuple(Kind):

@@ -89,6 +89,8 @@ class Grammars:
             self._tokenizer_info = self._make_tokenizer_info()
         try:
             text = _translate(constraint, self._named)
+            if constraint.prefix:
+                text = _after_prefix(_with_ids(constraint.prefix, self._named), text)
         except (ValueError, RecursionError) as error:
             raise _invalid(constraint, str(error)) from error
         limits = llguidance.LLParserLimits(**_LIMITS)
@@ -264,6 +266,14 @@ def _translate(constraint: Constraint, named: Mapping[str, str]) -> str:
     except Exception as error:  # the converter of GBNF raises bare Exceptions
         raise ValueError(f"it is neither Lark's syntax nor GBNF: {error}") from error
     return str(LLMatcher.grammar_from_lark(_with_ids(lark, named)))
+
+
+def _after_prefix(prefix: str, answer: str) -> str:
+    """Return the grammar of a text in llguidance's syntax after what the rule `prefix` of Lark matches."""
+    document = json.loads(answer) if answer.startswith("{") else {"grammars": [{"lark_grammar": answer}]}
+    document["grammars"][0]["name"] = "answer"
+    start = {"lark_grammar": f"%llguidance {{}}\nstart: prefix @answer\n{prefix}"}
+    return json.dumps(document | {"grammars": [start, *document["grammars"]]})
 
 
 def _invalid(constraint: Constraint, reason: str) -> OutriderError:

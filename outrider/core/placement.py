@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +40,9 @@ class DraftPlacement:
         }
 
     def __str__(self) -> str:
-        return describe_placement(self.as_dict())
-
-
-def describe_placement(placement: Mapping[str, Any]) -> str:
-    """Return the text of `DraftPlacement.as_dict`."""
-    preposition = "over" if placement["placement"] == SHARDED else "on"
-    place = f"{placement['placement']} {preposition} {placement['ranks']} ranks"
-    text = f"the draft {placement['draft']} is {place}: {placement['reason']}"
-    if placement["replicated_ms"] is None:
-        return text
-    times = f"{placement['replicated_ms']:.3g} ms replicated, {placement['sharded_ms']:.3g} ms sharded"
-    return f"{text} (estimated per draft token: {times})"
+        place = f"{SHARDED} over" if self.sharded else f"{REPLICATED} on"
+        text = f"the draft {self.name} is {place} {self.ranks} ranks: {self.reason}"
+        if self.estimate is None:
+            return text
+        times = f"{1e3 * self.estimate.replicated:.3g} ms replicated, {1e3 * self.estimate.sharded:.3g} ms sharded"
+        return f"{text} (estimated per draft token: {times})"

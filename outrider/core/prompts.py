@@ -45,8 +45,9 @@ def read_prompts(
     """Return the prompts of a JSON Lines file, by default of the embedded one: the first `limit` of each category.
 
     A line has either `prompt` or `messages`. `category` and `id` are optional, and other fields are
-    ignored. With `with_sources`, for an encoder-decoder target, a line has `source` and maybe
-    `prompt`.
+    ignored. Lines of public benchmarks are read as they are: `turns` of MT-Bench, Spec-Bench and
+    SPEED-Bench, of which the first one is the message of the user, and `question` of GSM8K. With
+    `with_sources`, for an encoder-decoder target, a line has `source` and maybe `prompt`.
 
     Raises:
         OutriderError: the file cannot be read, or a line is invalid; the message has the line
@@ -123,6 +124,8 @@ def parse_prompt(line: Line) -> Prompt:
     category = line.fields.get("category", _DEFAULT_CATEGORY)
     prompt = line.fields.get("prompt")
     messages = line.fields.get("messages")
+    if prompt is None and messages is None:
+        messages = _benchmark_messages(line)
     if not isinstance(category, str) or not category:
         raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
     if (prompt is None) == (messages is None):
@@ -132,11 +135,35 @@ def parse_prompt(line: Line) -> Prompt:
             f"{where}: prompt must be a string of at least one character; change it, or remove the line"
         )
     return Prompt(
-        id=str(line.fields.get("id", f"line-{line.number}")),
+        id=_id(line),
         category=category,
         prompt=prompt,
         messages=None if messages is None else parse_messages(messages, where),
     )
+
+
+def _id(line: Line) -> str:
+    """Return the name of a line. Benchmarks call it `question_id` or `task_id`."""
+    names = ("id", "question_id", "task_id")
+    return str(next((line.fields[name] for name in names if name in line.fields), f"line-{line.number}"))
+
+
+def _benchmark_messages(line: Line) -> list[dict[str, str]] | None:
+    """Return the question of a benchmark's line as a conversation. None: it has no question.
+
+    Later turns are left out, because they continue the answer to the first one.
+
+    Raises:
+        OutriderError: the question is not a text.
+    """
+    turns = line.fields.get("turns", [line.fields.get("question")])
+    if turns == [None]:
+        return None
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
+        raise OutriderError(
+            f'{line.where}: the question must be a string; write "question": "..." or "turns": ["...", "..."]'
+        )
+    return [{"role": "user", "content": turns[0]}]
 
 
 def parse_sourced_prompt(line: Line) -> Prompt:
@@ -159,8 +186,7 @@ def parse_sourced_prompt(line: Line) -> Prompt:
         raise OutriderError(f"{where}: prompt must be a string of at least one character; change it, or leave it out")
     if not isinstance(category, str) or not category:
         raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
-    name = str(line.fields.get("id", f"line-{line.number}"))
-    return Prompt(id=name, category=category, prompt=prompt, messages=None, source=source)
+    return Prompt(id=_id(line), category=category, prompt=prompt, messages=None, source=source)
 
 
 def parse_messages(messages: Any, where: str) -> tuple[dict[str, str], ...]:
@@ -188,6 +214,7 @@ def chat_text(
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
     continue_final_message: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """Return a conversation as text, by the model's chat template.
 
@@ -199,6 +226,7 @@ def chat_text(
         tools: descriptions of tools for the template.
         continue_final_message: whether the text ends within the last message, without a generation
             prompt.
+        options: further variables of the template.
 
     Raises:
         OutriderError: the template refuses or drops a message. Some templates reject a system
@@ -206,7 +234,7 @@ def chat_text(
     """
     template = ChatTemplate(
         tokenizer=tokenizer,
-        options={"tools": list(tools)} if tools else {},
+        options={**(options or {}), **({"tools": list(tools)} if tools else {})},
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
     )
@@ -220,6 +248,7 @@ def chat_tokens(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     continue_final_message: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Return the tokens of `chat_text`. The template has added all special tokens already."""
     text = chat_text(
@@ -228,6 +257,7 @@ def chat_tokens(
         add_generation_prompt=add_generation_prompt,
         tools=tools,
         continue_final_message=continue_final_message,
+        options=options,
     )
     return text_tokens(tokenizer, text, special=False)
 

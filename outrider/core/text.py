@@ -37,7 +37,12 @@ class TextStream:
         self._context = 0  # tokens[context:decoded] are the left context of the window
         self._decoded = len(self._tokens)  # number of tokens whose text is in `_text`, or before it
         self._text = ""
-        self.stopped = False
+        self.stop_string = ""  # the stop string before which the text ends
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return bool(self.stop_string)
 
     @property
     def text(self) -> str:
@@ -122,11 +127,11 @@ class TextStream:
 
     def _find_stop(self, searched: int) -> bool:
         """Cut the text at its first stop string, if any. The first `searched` characters contain none."""
-        positions = (self._text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop)
-        first = min((position for position in positions if position >= 0), default=-1)
-        if first >= 0:
+        positions = ((self._text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stop)
+        found = min((each for each in positions if each[0] >= 0), default=None)
+        if found:
+            first, self.stop_string = found
             self._text = self._text[:first]
-            self.stopped = True
         return self.stopped
 
 

@@ -96,6 +96,7 @@ class SequenceState:
     stream: TextStream | None = None
     matcher: Matcher | None = None  # the state of its grammar
     num_cached_tokens: int = 0  # committed tokens in the target's KV cache
+    num_cached_prompt_tokens: int = -1  # of the prompt that the prefix cache held at the start; -1: not started
     rounds: list[tuple[int, int, int]] = field(default_factory=list)  # by round: (draft depth, accepted, emitted)
     num_draft_tokens: int = 0  # of all rounds
     from_draft: list[bool] = field(default_factory=list)  # by output token: whether it is an accepted draft token
@@ -426,6 +427,8 @@ class Completion:
     # The versions of the target's weights that sampled the output: (index of the first token,
     # version), in order.
     weight_versions: tuple[tuple[int, int], ...] = ()
+    num_cached_prompt_tokens: int = 0  # tokens of the prompt that the prefix cache held
+    stop_string: str = ""  # the stop string before which the text ends; "": another reason ended it
 
     @property
     def num_input_tokens(self) -> int:

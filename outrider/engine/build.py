@@ -151,7 +151,11 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
     config = replace(config, proposer=proposer)
     find_verifier(config.verifier, proposer)
     check_draft_settings(
-        proposer, window=config.draft_window, quantize=config.draft_quantize, placement=config.draft_placement
+        proposer,
+        window=config.draft_window,
+        quantize=config.draft_quantize,
+        candidates=config.draft_candidates,
+        placement=config.draft_placement,
     )
     with stage("loading models"):
         return build_engine(load_target(config), config, planner=planner)
@@ -310,6 +314,7 @@ def make_setup(loaded: LoadedTarget, draw: Draw, config: EngineConfig) -> Propos
         source_rules=checkpoint.source,
         draft_window=config.draft_window,
         draft_quantize=config.draft_quantize,
+        draft_candidates=config.draft_candidates,
         check=config.check,
         target_folder=checkpoint.folder,
         ranks=checkpoint.ranks,
@@ -357,9 +362,7 @@ def _is_planner(planner: object) -> bool:
     return all(callable(getattr(planner, name, None)) for name in ("plan", "trim"))
 
 
-def share_out(
-    caches: Sequence[Cache], context: int, caching: CacheConfig, device: torch.device | None = None
-) -> None:
+def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig, device: torch.device | None = None) -> None:
     """Divide memory among the cache of the target, which is the first, and the caches of its drafts.
 
     All caches in blocks get the same number of blocks. Without `caching.gigabytes`, it is enough

@@ -159,6 +159,7 @@ class TextCodec:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Apply the chat template to a conversation and return the tokens, up to the assistant's turn.
 
@@ -167,6 +168,7 @@ class TextCodec:
             tools: descriptions of functions, for templates that support them.
             add_generation_prompt: whether the assistant's turn begins after the last message.
             continue_final_message: end within the last message, which the completion continues.
+            options: further variables of the template, such as enable_thinking.
 
         Raises:
             OutriderError: the model has no chat template, or the template refuses or drops a
@@ -189,6 +191,7 @@ class TextCodec:
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             continue_final_message=continue_final_message,
+            options=options,
         )
 
     def decode(self, tokens: Sequence[int]) -> str:

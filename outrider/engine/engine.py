@@ -156,6 +156,11 @@ class Engine:
         for slot in self._scheduler.suspend():
             self._release(slot)
 
+    def idle_slot(self) -> int:
+        """Suspend all requests, and return a slot that none of them holds until the next round."""
+        self.suspend()
+        return self._scheduler.free_slot
+
     def block(self, reason: str) -> None:
         """Make `step` raise an error with this reason; "" ends that. Requests can be queued in the meantime."""
         self._blocked = reason

@@ -43,6 +43,8 @@ def completion_of(seq: SequenceState, stats: Stats) -> Completion:
         error=seq.error,
         source_token_ids=seq.request.source_token_ids,
         weight_versions=tuple(seq.weight_versions),
+        num_cached_prompt_tokens=max(seq.num_cached_prompt_tokens, 0),
+        stop_string=seq.stream.stop_string,
     )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Round, Scores, Verdict
-from outrider.engine.constraints import Masks
 from outrider.verify.rules import verify_greedy
 from outrider.verify.sampling import has_finite_max
+
+if TYPE_CHECKING:
+    from outrider.engine.constraints import Masks
 
 
 def read_greedy(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None) -> Round:

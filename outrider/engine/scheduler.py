@@ -50,6 +50,11 @@ class Scheduler:
         self._rounds = 0
         self._arrivals = 0
 
+    @property
+    def free_slot(self) -> int:
+        """The lowest slot that no sequence holds."""
+        return self._free[0]
+
     def add(self, request: Request, stream: TextStream | None = None) -> SequenceState:
         """Queue a request and return its state. `stream` decodes its text and finds stop strings.
 
@@ -102,6 +107,8 @@ class Scheduler:
                 cache.release(slot)
                 break
             heapq.heappop(self._waiting)
+            if seq.num_cached_prompt_tokens < 0:
+                seq.num_cached_prompt_tokens = seq.num_cached_tokens
             seq.slot = heapq.heappop(self._free)
             insort(self._running, seq, key=attrgetter("rank"))
             admitted.append(seq)

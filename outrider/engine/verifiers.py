@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.core.packages import added, load_added
 from outrider.core.target import Target, WeightSharer
 from outrider.core.types import Draw
 from outrider.drafting.propose.registry import (
@@ -41,8 +42,11 @@ def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
         verifier = relaxed_verifier(name)
     elif isinstance(name, str) and name in known:
         verifier = known[name]
+    elif isinstance(name, str) and (own := load_added("verifiers", name)):
+        verifier = own
     else:
-        raise OutriderError(f"verifier {name!r} is unknown; use one of {', '.join([*known, *RELAXED])}")
+        names = ", ".join([*known, *RELAXED, *added("verifiers")])
+        raise OutriderError(f"verifier {name!r} is unknown; use one of {names}")
     tree_proposers = tree_makers(proposer)
     if not verifier.trees and tree_proposers:
         names = ", ".join(other.name for other in EXACT.values() if other.trees)

@@ -13,14 +13,23 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 
 from outrider._version import __version__
 from outrider.errors import OutriderError
+from outrider.serve.anthropic.schema import CountTokensRequest, MessagesRequest
 from outrider.serve.api_keys import all_keys
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.handler import RequestHandler
+from outrider.serve.items.schema import ResponsesRequest
 from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
-from outrider.serve.monitoring.metrics import EngineMetrics, exposition
+from outrider.serve.monitoring.metrics import EngineMetrics, VLLMMetrics, exposition
 from outrider.serve.monitoring.request_log import RequestLog
 from outrider.serve.monitoring.tracing import TraceMiddleware, Tracer
-from outrider.serve.openai.errors import RESPONSES, STREAM_RESPONSES, add_handlers, attribute_errors
+from outrider.serve.openai.errors import (
+    MESSAGE_ERRORS,
+    MESSAGE_RESPONSES,
+    RESPONSES,
+    STREAM_RESPONSES,
+    add_handlers,
+    attribute_errors,
+)
 from outrider.serve.openai.missing_routes import add_missing_routes
 from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -79,8 +88,11 @@ def make_app(
     # FastAPI's own pages of the API load their scripts from the internet.
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     async_llm.latency.registry.register(EngineMetrics(async_llm))
+    if settings.vllm_metrics:
+        async_llm.latency.registry.register(VLLMMetrics(async_llm, name))
     handler = RequestHandler(async_llm, settings, name=name)
     _add_routes(app, handler, async_llm, name, videos)
+    _add_text_routes(app, handler)
     _add_token_routes(app, handler, async_llm)
     if async_llm.codec.speech_rules is not None:
         add_audio_routes(app, handler)
@@ -117,9 +129,7 @@ def _add_middleware(app: FastAPI, settings: Settings, tracer: Tracer | None) -> 
     app.add_middleware(RequestLog)
 
 
-def _add_routes(
-    app: FastAPI, handler: RequestHandler, async_llm: AsyncLLM, name: str, videos: VideoService | None
-) -> None:
+def _add_text_routes(app: FastAPI, handler: RequestHandler) -> None:
     @app.post("/v1/completions", responses=STREAM_RESPONSES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts."""
@@ -130,6 +140,25 @@ def _add_routes(
         """Answer in a conversation."""
         return await handler.handle(body, request)
 
+    @app.post("/v1/responses", responses=STREAM_RESPONSES)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer in a conversation of items."""
+        return await handler.handle(body, request)
+
+    @app.post("/v1/messages", responses=MESSAGE_RESPONSES)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Answer in a conversation, in the format of Anthropic's API."""
+        return await handler.handle(body, request)
+
+    @app.post("/v1/messages/count_tokens", responses=MESSAGE_ERRORS)
+    async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
+        """Return the number of tokens of a conversation."""
+        return {"input_tokens": await handler.count_tokens(body)}
+
+
+def _add_routes(
+    app: FastAPI, handler: RequestHandler, async_llm: AsyncLLM, name: str, videos: VideoService | None
+) -> None:
     @app.get("/v1/models", responses=RESPONSES)
     async def models() -> dict[str, Any]:
         """Return the models."""

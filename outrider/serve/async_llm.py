@@ -179,7 +179,7 @@ class AsyncLLM:
         if (params.max_tokens or 0) > context:
             raise InvalidParam(
                 "max_tokens",
-                f"max_tokens is {params.max_tokens}, and the context length is {context}; use a smaller max_tokens",
+                f"max_tokens is {params.max_tokens}, and the context length is {context}; use a smaller value",
             )
         self._wakeup = self._wakeup or Wakeup(asyncio.get_running_loop())
         streams = []

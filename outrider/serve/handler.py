@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -13,21 +14,29 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from outrider.core.constraint import Constraint
 from outrider.core.conversation import InvalidMessage
 from outrider.core.params import InvalidParam, SamplingParams
-from outrider.core.types import Completion, SpeechOutput
+from outrider.core.types import Completion, SpeechOutput, TokenLogprobs
 from outrider.engine.codec import EncodedPrompt
+from outrider.engine.prompt_scores import score_prompt
 from outrider.errors import OutriderError
+from outrider.llm import LLM
 from outrider.models.torch.speech.audio import Audio
-from outrider.serve.async_llm import AsyncLLM
+from outrider.serve.anthropic.errors import in_api_of
 from outrider.serve.errors import QueueFull
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.base import unused_fields
-from outrider.serve.openai.call_formats import HERMES, CallFormat, format_of
+from outrider.serve.openai.blocks import EventWriter
+from outrider.serve.openai.call_formats import HERMES, format_of
 from outrider.serve.openai.conversation import Conversation, adaptations, conversation, invalid_message
 from outrider.serve.openai.errors import UnknownModel, attribute_errors, rename_param
-from outrider.serve.openai.logprobs import LogprobsBuilder
+from outrider.serve.openai.fill_in import fill_in_tokens
+from outrider.serve.openai.logprobs import Echo, LogprobsBuilder
+from outrider.serve.openai.output import OutputForm
+from outrider.serve.openai.reasoning import reasoning_of
 from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields
+from outrider.serve.openai.template_options import template_options
 from outrider.serve.openai.tools import Tools
+from outrider.serve.openai.translated import TranslatedBody
 from outrider.serve.prompt_encoder import PromptEncoder
 from outrider.serve.settings import Settings
 from outrider.serve.speech.options import TranscriptionOptions
@@ -36,9 +45,21 @@ from outrider.serve.speech.transcript import Transcript
 from outrider.serve.stream.request_stream import RequestStream, StreamChunk, StreamContent
 from outrider.serve.stream.smoothing import smooth_chunks
 
+if TYPE_CHECKING:
+    from outrider.serve.async_llm import AsyncLLM
+
 Respond = Callable[[list[Completion]], Response]
 _QUEUE_CHECK_INTERVAL = 0.05  # seconds
+_PROMPT_END = 16  # tokens at the end of a prompt in which reasoning may begin or end
 _CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a closed connection; the client does not receive it
+
+
+class _ChatPrompt(NamedTuple):
+    """The tokens of a conversation, and what its answer may have."""
+
+    tokens: tuple[int, ...]
+    tools: Tools | None
+    form: OutputForm
 
 
 class RequestHandler:
@@ -64,7 +85,7 @@ class RequestHandler:
         if model not in (None, self._name):
             raise UnknownModel("model", f"model {model!r} is not served here; use {self._name!r}")
 
-    async def handle(self, body: CompletionRequest | ChatRequest, request: Request) -> Response:
+    async def handle(self, body: CompletionRequest | ChatRequest | TranslatedBody, request: Request) -> Response:
         """Return the response to a request.
 
         Raises:
@@ -79,52 +100,108 @@ class RequestHandler:
             field = entry.unused_fields[0]
             raise InvalidParam(field, f"{field}: this field has no effect, and the server has --strict; remove it")
         with rename_param(body):
+            if isinstance(body, CompletionRequest):
+                return await self._handle_completion(body, request)
             if isinstance(body, ChatRequest):
                 return await self._handle_chat(body, request)
-            return await self._handle_completion(body, request)
+            chat = body.chat()
+            with rename_param(chat):
+                return await self._handle_chat(chat, request, body.writer)
+
+    async def count_tokens(self, body: TranslatedBody) -> int:
+        """Return the number of tokens of the prompt of a request. Raises as `handle` does."""
+        self.check_model(body.model)
+        with rename_param(body):
+            chat = body.chat()
+            with rename_param(chat):
+                return len((await self._chat_prompt(chat)).tokens)
 
     async def _handle_completion(self, body: CompletionRequest, request: Request) -> Response:
         inputs = body.inputs()
+        body.check_echo()
         with attribute_errors("constraint"):
             constraint = body.constraint()
         params = body.params(
-            max_tokens=body.max_tokens, logprobs=body.logprobs, scope=body.user or "", constraint=constraint
+            max_tokens=body.max_tokens or 1, logprobs=body.logprobs, scope=body.user or "", constraint=constraint
         )
+        if body.best_of is not None:
+            logprobs = 0 if params.logprobs is None and body.best_of > body.n else params.logprobs
+            params = replace(params, n=body.best_of, logprobs=logprobs)
         await self._prepare(body, len(inputs), params)
         encoded = []
         for prompt, source in inputs:
-            encoded.append(await self.prompt_encoder.encode_with_source(prompt, source))
+            if body.suffix is not None:
+                tokenizer = self._async_llm.codec.tokenizer
+                encoded.append(EncodedPrompt(fill_in_tokens(tokenizer, str(prompt), body.suffix)))
+            else:
+                encoded.append(await self.prompt_encoder.encode_with_source(prompt, source))
         return await self._respond(body, encoded, params, request)
 
-    async def _handle_chat(self, body: ChatRequest, request: Request) -> Response:
-        tools = Tools.of(body)
+    async def _echoes(self, body: SamplingFields, inputs: Sequence[EncodedPrompt], top: int | None) -> list[Echo]:
+        """Return the prompts that the completions begin with, and their log-probabilities."""
+        if not isinstance(body, CompletionRequest) or not body.echo:
+            return []
+        echoes = []
+        for (prompt, _), (tokens, _) in zip(body.inputs(), inputs, strict=True):
+            entries: tuple[TokenLogprobs, ...] = ()
+            if top is not None:
+                score = partial(_score, tokens, top)
+                entries = await self._async_llm.call(score)
+            text = prompt if isinstance(prompt, str) else self._async_llm.codec.decode(tokens)
+            echoes.append(Echo(text=text, tokens=tokens, entries=entries))
+        return echoes
+
+    async def _handle_chat(
+        self, body: ChatRequest, request: Request, make_writer: Callable[[int], EventWriter] = lambda _: EventWriter()
+    ) -> Response:
         with attribute_errors("constraint"):
             constraint = body.constraint()
-        if tools and constraint:
+        if constraint and body.tools and body.tool_choice != "none":
             field = "structured_outputs" if body.structured_outputs else "response_format"
             raise InvalidParam(field, f"{field} cannot be combined with tools; remove one of them")
-        body.check_continuation()
-        template = self._async_llm.codec.chat_template
-        with attribute_errors("messages"):
-            turns = conversation(body.messages, tools, template=template)
-        trained = format_of(template)
-        calls = trained or HERMES
-        with attribute_errors("tools"):
-            tool_constraint = tools.constraint(calls) if tools else None
+        prompt = await self._chat_prompt(body)
+        tools, reasoning = prompt.tools, prompt.form.reasoning
+        if constraint and reasoning:
+            constraint = replace(constraint, prefix=reasoning.grammar(header=True))
+        if tools and prompt.form.calls:
+            with attribute_errors("tools"):
+                constraint = tools.constraint(prompt.form.calls, reasoning)
         params = body.params(
             max_tokens=body.max_output_tokens(),
             logprobs=body.num_logprobs(),
             scope=body.user or "",
-            constraint=tool_constraint or constraint,
+            constraint=constraint,
         )
+        await self._prepare(body, 1, params, tools)
+        encoded = [EncodedPrompt(prompt.tokens)]
+        writer = make_writer(len(prompt.tokens))
+        return await self._respond(body, encoded, params, request, form=prompt.form, writer=writer)
+
+    async def _chat_prompt(self, body: ChatRequest) -> _ChatPrompt:
+        """Return the prompt of a chat, and what its answer may have."""
+        tools = Tools.of(body)
+        body.check_continuation()
+        template = self._async_llm.codec.chat_template
+        options = template_options(
+            template, options=body.chat_template_kwargs, enable=body.enable_thinking, effort=body.reasoning_effort
+        )
+        trained = format_of(template)
         template_tools = tools.descriptions() if tools and trained else None
         with attribute_errors("messages"):
-            tokens = await self._encode_chat(body, turns, template_tools)
-        await self._prepare(body, 1, params, tools)
-        return await self._respond(body, [EncodedPrompt(tokens)], params, request, calls=calls if tools else None)
+            turns = conversation(body.messages, tools, template=template)
+            tokens = await self._encode_chat(body, turns, template_tools, options)
+        reasoning = reasoning_of(template, self._async_llm.codec.decode(tokens[-_PROMPT_END:]))
+        calls = (trained or HERMES) if tools else None
+        return _ChatPrompt(
+            tokens, tools, OutputForm(calls=calls, functions=tools.schemas if tools else {}, reasoning=reasoning)
+        )
 
     async def _encode_chat(
-        self, body: ChatRequest, turns: Conversation, tools: Sequence[Mapping[str, Any]] | None
+        self,
+        body: ChatRequest,
+        turns: Conversation,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
     ) -> tuple[int, ...]:
         """Return the tokens of a conversation, adapted to the chat template where the template does not take it."""
         first_error: InvalidParam | None = None
@@ -135,6 +212,7 @@ class RequestHandler:
                     tools,
                     add_generation_prompt=body.add_generation_prompt is not False,
                     continue_final_message=body.continue_final_message,
+                    options=options,
                 )
             except InvalidMessage as error:
                 first_error = first_error or invalid_message(adapted, error)
@@ -177,16 +255,22 @@ class RequestHandler:
         params: SamplingParams,
         request: Request,
         *,
-        calls: CallFormat | None = None,
+        form: OutputForm | None = None,
+        writer: EventWriter | None = None,
     ) -> Response:
         """Submit the prompts, as tokens, and return the response."""
         content = body.stream_content()
         if content is StreamContent.TEXT and self._settings.smooth:
             content = StreamContent.TOKENS
         streams = self._submit(inputs, params, content)
+        try:
+            echoes = await self._echoes(body, inputs, params.logprobs)
+        except OutriderError:
+            self._async_llm.cancel(streams)
+            raise
         # In OpenAI's API a token that ends the text has no entry. With token ids, there is one
-        # entry for each id.
-        omitted = frozenset() if body.return_token_ids else streams[0].request.end_ids
+        # entry for each id, and with echo, clients count the entries.
+        omitted = frozenset() if body.return_token_ids or echoes else streams[0].request.end_ids
         is_chat = isinstance(body, ChatRequest)
         tokens = self._async_llm.single_tokens
         builder = ResponseBuilder(
@@ -194,21 +278,33 @@ class RequestHandler:
             model=self._name,
             decode=self._async_llm.codec.decode,
             tokens=tokens,
-            logprobs=None if params.logprobs is None else LogprobsBuilder(tokens=tokens, chat=is_chat, omitted=omitted),
+            logprobs=None
+            if body.num_logprobs() is None
+            else LogprobsBuilder(tokens=tokens, chat=is_chat, omitted=omitted),
             include_speculation=content >= StreamContent.ROUNDS,
-            calls=calls,
+            form=form if form and (form.calls or form.reasoning) else None,
             token_ids=body.return_token_ids,
+            echoes=echoes,
+            n=body.n,
+            is_empty=isinstance(body, CompletionRequest) and body.max_tokens == 0,
         )
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
+        writer = writer or EventWriter()
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             events = self._stream_events(
-                builder, streams, len(inputs), include_usage=include_usage, request=request, disconnected=disconnected
+                builder,
+                streams,
+                len(inputs),
+                writer=writer,
+                include_usage=include_usage or writer.needs_usage,
+                request=request,
+                disconnected=disconnected,
             )
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
         def respond(completions: list[Completion]) -> Response:
-            return JSONResponse(builder.response(completions, len(inputs)))
+            return JSONResponse(writer.response(builder.response(completions, len(inputs))))
 
         finished = asyncio.create_task(_last_chunks(streams, entry_of(request.scope)))
         return await self._full_response(streams, finished, respond, request=request, disconnected=disconnected)
@@ -305,7 +401,8 @@ class RequestHandler:
             last_chunks = finished.result()
         except TimeoutError:
             log_entry.finish_reason = "timeout"
-            return JSONResponse(error_response(self._timeout_message(), kind="timeout_error"), 504)
+            document = error_response(self._timeout_message(), kind="timeout_error")
+            return in_api_of(request.url.path, JSONResponse(document, 504))
         finally:
             log_entry.output_tokens = sum(stream.num_tokens for stream in streams)
             disconnected.cancel()
@@ -314,7 +411,8 @@ class RequestHandler:
         errors = [chunk.error for chunk in last_chunks if chunk.error]
         if errors:
             log_entry.finish_reason = "error"
-            return JSONResponse(error_response(errors[0], kind="server_error"), 500)
+            document = error_response(errors[0], kind="server_error")
+            return in_api_of(request.url.path, JSONResponse(document, 500))
         completions = [chunk.completion for chunk in last_chunks if chunk.completion]
         log_entry.finish(completions)
         return respond(completions)
@@ -325,6 +423,7 @@ class RequestHandler:
         streams: Sequence[RequestStream],
         num_prompts: int,
         *,
+        writer: EventWriter,
         include_usage: bool,
         request: Request,
         disconnected: asyncio.Task[None],
@@ -339,7 +438,7 @@ class RequestHandler:
         try:
             async with asyncio.timeout(self._settings.request_timeout or None):
                 async for index, chunks in _merge_streams(streams):
-                    events = _chunk_events(chunk_builders[index], chunks, log_entry)
+                    events = _chunk_events(chunk_builders[index], chunks, writer, log_entry)
                     last_chunk = chunks[-1]
                     if last_chunk.error:
                         log_entry.finish_reason = "canceled" if disconnected.done() else "error"
@@ -350,18 +449,23 @@ class RequestHandler:
                     if len(completions) == len(streams):
                         log_entry.finish([completions[i] for i in sorted(completions)])
                         if include_usage:
-                            events += _event(builder.usage_chunk(log_entry.completions, num_prompts))
-                        events += "data: [DONE]\n\n"
+                            events += writer.chunk(builder.usage_chunk(log_entry.completions, num_prompts))
+                        events += writer.end()
                     yield events  # all events of a round together, so that they take one system call
         except TimeoutError:
             log_entry.finish_reason = "timeout"
-            yield _event(error_response(self._timeout_message(), kind="timeout_error"))
+            yield writer.error(error_response(self._timeout_message(), kind="timeout_error"))
         finally:
             disconnected.cancel()
             self._async_llm.cancel(streams)
 
     def _timeout_message(self) -> str:
         return f"the request took longer than {self._settings.request_timeout:g} seconds; ask for fewer tokens"
+
+
+def _score(tokens: Sequence[int], top: int, llm: LLM) -> tuple[TokenLogprobs, ...]:
+    """Return the log-probabilities of the tokens of a prompt, in the engine thread."""
+    return score_prompt(llm.engine, llm.parts.target, tokens, top)
 
 
 async def _last_chunks(streams: Sequence[RequestStream], log_entry: Entry) -> list[StreamChunk]:
@@ -409,18 +513,13 @@ async def _merge_streams(streams: Sequence[RequestStream]) -> AsyncIterator[tupl
             reader.cancel()
 
 
-def _chunk_events(builder: ChunkBuilder, chunks: Sequence[StreamChunk], log_entry: Entry) -> str:
+def _chunk_events(builder: ChunkBuilder, chunks: Sequence[StreamChunk], writer: EventWriter, log_entry: Entry) -> str:
     """Return the events of some chunks of a completion. The last one may be an error."""
     events = []
     for chunk in chunks:
         log_entry.add_tokens(len(chunk.tokens))
         if chunk.text or not chunk.error:
-            events.append(_event(builder.build(chunk)))
+            events.append(writer.chunk(builder.build(chunk)))
         if chunk.error:
-            events.append(_event(error_response(chunk.error, kind="server_error")))
+            events.append(writer.error(error_response(chunk.error, kind="server_error")))
     return "".join(events)
-
-
-def _event(document: dict[str, Any]) -> str:
-    """Return a server-sent event."""
-    return f"data: {json.dumps(document)}\n\n"

@@ -8,13 +8,21 @@ from math import ceil
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.serve.anthropic.errors import in_api_of
 from outrider.serve.api_keys import ApiKey, find_key
 from outrider.serve.monitoring.request_log import entry_of
 from outrider.serve.openai.responses import error_response
 
 _PUBLIC_PATHS = frozenset({"/health", "/", "/docs"})  # paths that need no API key
 _CHARGED_PATHS = frozenset(  # paths whose tokens count for a quota
-    {"/v1/completions", "/v1/chat/completions", "/v1/audio/transcriptions", "/v1/audio/translations"}
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+    }
 )
 
 
@@ -29,19 +37,21 @@ class ApiKeyMiddleware:
         if scope["type"] != "http" or scope["path"] in _PUBLIC_PATHS:
             await self._app(scope, receive, send)
             return
-        key = find_key(self._keys, dict(scope["headers"]).get(b"authorization", b""))
+        headers = dict(scope["headers"])
+        authorization = headers.get(b"authorization", b"Bearer " + headers.get(b"x-api-key", b""))
+        key = find_key(self._keys, authorization)
         if key is None:
-            message = "the API key is missing or wrong; send the header Authorization: Bearer KEY"
+            message = "the API key is missing or wrong; send the header Authorization: Bearer KEY, or x-api-key: KEY"
             response = JSONResponse(error_response(message, kind="authentication_error"), 401)
-            await response(scope, receive, send)
+            await in_api_of(scope["path"], response)(scope, receive, send)
             return
         entry = entry_of(scope)
         entry.key_name = key.name
         if key.quota and scope["path"] in _CHARGED_PATHS:
             if message := key.busy_message():
-                headers = {"Retry-After": str(ceil(key.quota.wait_seconds()))}
-                response = JSONResponse(error_response(message, kind="rate_limit_error"), 429, headers)
-                await response(scope, receive, send)
+                wait = {"Retry-After": str(ceil(key.quota.wait_seconds()))}
+                response = JSONResponse(error_response(message, kind="rate_limit_error"), 429, wait)
+                await in_api_of(scope["path"], response)(scope, receive, send)
                 return
             try:
                 await self._app(scope, receive, send)
@@ -77,7 +87,7 @@ class BodyLimitMiddleware:
             response = JSONResponse(
                 error_response(f"the request is larger than {self._max_bytes} bytes; send a smaller one"), 413
             )
-            await response(scope, receive, send)
+            await in_api_of(scope["path"], response)(scope, receive, send)
             return
         await self._app(scope, _replay(bytes(body), receive), send)
 

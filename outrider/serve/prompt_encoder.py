@@ -61,6 +61,7 @@ class PromptEncoder:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        options: Mapping[str, Any] | None = None,
     ) -> _Tokens:
         """Return the tokens of a conversation. Raises as `TextCodec.encode_chat` does."""
         length = sum(len(str(message.get("content") or "")) for message in messages)
@@ -71,6 +72,7 @@ class PromptEncoder:
                 tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                options=options,
             )
 
         return await self._encode(encode, length)

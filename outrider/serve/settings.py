@@ -11,15 +11,14 @@ from outrider.core.option import LIMITS, SERVER, Option, Shown
 from outrider.errors import OutriderError
 
 _STREAMING, _VIDEOS = "Streaming", "Videos"  # titles of groups of options
+_ENGINE_SHOWN = Shown((*ENGINE_OPTIONS, "speculative_config", "max_model_len", *LIMIT_OPTIONS), config=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The options of `outrider serve`. They are checked when they are made."""
 
-    engine: Annotated[EngineConfig, Shown((*ENGINE_OPTIONS, "max_model_len", *LIMIT_OPTIONS), config=True)] = (
-        SERVER_ENGINE
-    )
+    engine: Annotated[EngineConfig, _ENGINE_SHOWN] = SERVER_ENGINE
     host: Annotated[str, Option(panel=SERVER)] = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Option(panel=SERVER, min=0, max=65535)] = 8000
@@ -34,6 +33,8 @@ class Settings:
     """Certificate chain (PEM). Serves HTTPS."""
     tls_key: Annotated[str | None, Option("FILE", SERVER)] = None
     """Private key (PEM) of the certificate."""
+    vllm_metrics: Annotated[bool, Option(panel=SERVER)] = False
+    """Add the counters of speculation under vLLM's names to /metrics, such as vllm:spec_decode_num_drafts_total."""
     otel: Annotated[bool, Option(panel=SERVER)] = False
     """Send OpenTelemetry traces by OTLP over HTTP. The OTEL_* variables configure it."""
     max_queued_requests: Annotated[int, Option(panel=LIMITS, min=0)] = 256

@@ -43,7 +43,7 @@ def test_text_is_right_on_both_sides_of_the_window(windowed, name, kernels):
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(1, 250) for _ in range(length)) for length in (10, 15, 16, 17, 40)]
     pair = make_pair(*windowed[name], kernels=kernels, context=128)
-    params = SamplingParams(max_tokens=32, ignore_eos=True)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
     plain = token_ids(pair.generate("none", prompts, params, k=0))
     first = tiny.ranked_first(pair_model(pair), prompts, plain)
     assert [list(tokens) for tokens in plain] == first

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "outrider"
@@ -50,9 +52,40 @@ def owner_of_file(path: Path) -> str:
     return owner(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def imported_owners(path: Path) -> Iterator[str]:
-    """Yield the folders and files of the layer list that a module imports anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Module(NamedTuple):
+    """Facts of a module of the package."""
+
+    owners: frozenset[str]  # the folders and files of the layer list that it imports anywhere
+    loaded: tuple[ast.ImportFrom, ...]  # its imports that run when it is loaded
+    undocumented: tuple[str, ...]  # its public classes and functions without a docstring
+    nested: tuple[int, ...]  # the lines of comprehensions that have another one inside
+
+
+@cache
+def facts(path: Path) -> Module:
+    """Return the facts of a module. Each file is parsed once."""
+    tree = ast.parse(path.read_text("utf-8"))
+    nodes = list(ast.walk(tree))
+    comprehensions = [node for node in nodes if isinstance(node, _COMPREHENSIONS)]
+    public = [node for node in tree.body if isinstance(node, _DEFINITIONS) and not node.name.startswith("_")]
+    return Module(
+        owners=frozenset(_imported_owners(nodes)),
+        loaded=tuple(node for node in _executed(tree.body) if isinstance(node, ast.ImportFrom)),
+        undocumented=tuple(node.name for node in public if not ast.get_docstring(node)),
+        nested=tuple(node.lineno for node in comprehensions if _nests(node)),
+    )
+
+
+def _nests(comprehension: ast.AST) -> bool:
+    return sum(isinstance(node, _COMPREHENSIONS) for node in ast.walk(comprehension)) > 1
+
+
+def _imported_owners(nodes: list[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module == "outrider":
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("outrider."):
@@ -68,9 +101,7 @@ def imports() -> dict[str, set[str]]:
     modules = {_module_name(path): path for path in files()}
     found = {}
     for module, path in modules.items():
-        nodes = [
-            node for node in _executed(ast.parse(path.read_text("utf-8")).body) if isinstance(node, ast.ImportFrom)
-        ]
+        nodes = facts(path).loaded
         names = [(node.module or "", f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
         found[module] = {name if name in modules else origin for origin, name in names} & modules.keys()
     return found

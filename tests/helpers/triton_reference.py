@@ -1,11 +1,11 @@
-"""The functions of the Triton kernels in plain torch, to test what calls them in less time than the interpreter takes."""
+"""The functions of the Triton kernels in plain torch, which take less time than the interpreter."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional
 
-from outrider.models.triton import decoder
+from outrider.models.triton import decoder, prompt_products
 
 BLOCK = 64
 ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh")}
@@ -14,6 +14,8 @@ ACTIVATIONS = {"silu": functional.silu, "gelu_tanh": lambda x: functional.gelu(x
 def use(patch):
     """Let the decoder call these functions instead of the kernels."""
     patch.setattr("triton.knobs.runtime.interpret", True)
+    patch.setattr(prompt_products, "linear", linear)
+    patch.setattr(prompt_products, "many_rows", linear)
     for function in (linear, rms_norm, rotate_and_write, attend, attend_prompt):
         patch.setattr(decoder, function.__name__, function)
 
@@ -81,7 +83,7 @@ def attend_prompt(query, entries, block_table, prefix, bits, position, *, column
 
 
 def _attend(query, entries, block_table, prefix, seen, position, *, scale, rows, window=0, softcap=0.0):
-    tokens, heads, dim = query.shape
+    tokens, heads, _ = query.shape
     out = torch.zeros_like(query)
     sharing = heads // entries.shape[1]
     for t in range(tokens):

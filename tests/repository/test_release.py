@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import email
+import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
+
+import pytest
 
 from outrider import __version__
 from tests.helpers.source import PACKAGE, ROOT
@@ -27,15 +35,43 @@ def test_pages_and_manifests_show_the_version():
         assert found[1] == __version__, file
 
 
-def test_the_wheel_has_every_file():
-    """`scripts/release.sh` compares the wheel itself."""
-    files = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
-    patterns = PROJECT["tool"]["setuptools"]["package-data"]["outrider"]
-    packed = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
-    assert files
+def copy_without_weights(path, copy):
+    """Copy a file. Weights become empty: only their names are checked, and copying them takes most of the time."""
+    return Path(copy).touch() if path.endswith(".safetensors") else shutil.copy(path, copy)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with the installed wheel, without its dependencies. `scripts/release.sh` installs them as well."""
+    source, target = (tmp_path_factory.mktemp(name) for name in ("source", "installed"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, source / PACKAGE.name, ignore=ignored, copy_function=copy_without_weights)
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--no-compile", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *offline, "--target", target, source]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return target
+
+
+def test_the_wheel_has_every_file(installed):
+    """Also each folder with modules, of which one without `__init__.py` is left out."""
+    files = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    packed = {path.relative_to(installed / "outrider") for path in (installed / "outrider").rglob("*")}
     assert not files - packed
 
 
-def test_every_folder_with_modules_is_a_package():
-    folders = {path.parent for path in PACKAGE.rglob("*.py")}
-    assert not [folder for folder in folders if not (folder / "__init__.py").is_file()]
+def test_the_wheel_runs(installed, tmp_path):
+    (info,) = installed.glob("outrider-*.dist-info")
+    metadata = email.message_from_string((info / "METADATA").read_text("utf-8"))
+    assert metadata["Version"] == __version__
+    assert metadata["Requires-Python"] == PROJECT["project"]["requires-python"]
+    assert (info / "licenses" / "LICENSE").is_file()
+    code = "import outrider; print(outrider.__file__)"
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    for command, shown in (
+        ([sys.executable, "-c", code], str(installed / "outrider")),
+        ([sys.executable, installed / "bin" / "outrider", "--help"], "Usage: outrider"),
+    ):
+        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert shown in done.stdout

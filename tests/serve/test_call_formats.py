@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,28 @@ from tests.helpers.serving import serving
 
 CALLS = [("weather", '{"city": "O}]\\"\\n</tool_call>", "days": [1, {"a": 2}]}'), ("now", "{}")]
 BEGIN, END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+XML = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
+ARGUMENTS = '{"city": "O}]<\\"\\n<b>", "days": [1, {"a": 2}], "ok": true}'
+VALUES = json.loads(ARGUMENTS)
+LIST = 'weather(city="O}]<\\"\\n<b>", days=[1, {"a": 2}], ok=True), now()'
+CITY = {"city": {"type": "string"}, "days": {}, "ok": {"type": "boolean"}}
+FUNCTIONS = {"weather": {"type": "object", "properties": CITY}, "now": None}
+PARAMS = {  # formats whose arguments are written one by one: see `CASES`
+    "Qwen3-Coder": (
+        "tools <tool_call> <function= <parameter=",
+        "Ok ",
+        "Ok "
+        + XML.format(
+            "weather",
+            f"<parameter=city>\n{VALUES['city']}\n</parameter>\n"
+            '<parameter=days>\n[1, {"a": 2}]\n</parameter>\n<parameter=ok>\ntrue\n</parameter>\n',
+        )
+        + "\n"
+        + XML.format("now", ""),
+    ),
+    "pythonic": ("tools [func_name1(params_name1=", "", f"[{LIST}]"),
+    "LFM2": ("tools <|tool_list_start|>", "Ok ", f"Ok <|tool_call_start|>[{LIST}]<|tool_call_end|>"),
+}
 CASES = {  # a part of a chat template with this format, the content, and the text of the first call and of both
     "Hermes": (
         'tools <tool_call> "name" "arguments"',
@@ -41,12 +64,17 @@ CASES = {  # a part of a chat template with this format, the content, and the te
         f"Ok<｜tool▁calls▁begin｜>{BEGIN}function{SEP}weather\n```json\nA0\n```{END}"
         f"\n{BEGIN}function{SEP}now\n```json\nA1\n```{END}<｜tool▁calls▁end｜>",
     ),
+    "GPT-OSS": (
+        "tools <|channel|>commentary to=functions.",
+        "Ok",
+        "Ok<|channel|>commentary to=functions.weather <|constrain|>json<|message|>A0",
+    ),
 }
 
 
 def parse(format, parts):
     """Return the content and the calls of a stream, which are those that the parser has."""
-    parser = ToolCallParser(format)
+    parser = ToolCallParser(format, FUNCTIONS)
     content = ""
     calls = {}
     for i, part in enumerate(parts, 1):
@@ -61,11 +89,12 @@ def parse(format, parts):
     return content, streamed
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *PARAMS])
 def test_calls_of_each_format_are_parsed_from_every_split(name):
-    template, content, text = CASES[name]
+    template, content, text = (CASES | PARAMS)[name]
+    calls = [("weather", ARGUMENTS), ("now", "{}")] if name in PARAMS else CALLS
     text = text.replace("A0", CALLS[0][1]).replace("A1", CALLS[1][1])
-    expected = (content, CALLS[: 1 + ("now" in text)])
+    expected = (content, calls[: 1 + ("now" in text)])
     format = format_of(template)
 
     @settings(max_examples=60, deadline=None, derandomize=True)
@@ -85,6 +114,16 @@ def codec():
         yield async_llm.codec
 
 
+def takes(codec, constraint, text):
+    """Return whether a constraint takes a text and lets it end."""
+    matcher = codec.prepare(constraint).start(codec.end_ids)
+    for token in codec.tokenizer.encode(text, add_special_tokens=False):
+        if not matcher.allowed()[token >> 3] >> (token & 7) & 1:
+            return False
+        matcher.advance(token)
+    return True
+
+
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_grammar_takes_the_calls_of_each_format_and_no_others(codec, name, choice):
@@ -95,18 +134,25 @@ def test_the_grammar_takes_the_calls_of_each_format_and_no_others(codec, name, c
     body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": choice}
     constraint = Tools.of(ChatRequest.model_validate(body)).constraint(format_of(template))
 
-    def takes(text):
-        matcher = codec.prepare(constraint).start(codec.end_ids)
-        for token in codec.tokenizer.encode(text, add_special_tokens=False):
-            if not matcher.allowed()[token >> 3] >> (token & 7) & 1:
-                return False
-            matcher.advance(token)
-        return True
-
     text = text.removeprefix(content if choice == "required" else "").replace("A1", "{}")
-    assert takes(text.replace("A0", '{"city": "Oslo"}'))
-    assert not takes(text.replace("A0", '{"city": "Bonn"}'))
-    assert takes("Just {text.") == (choice == "auto")
+    assert takes(codec, constraint, text.replace("A0", '{"city": "Oslo"}'))
+    assert not takes(codec, constraint, text.replace("A0", '{"city": "Bonn"}'))
+    assert takes(codec, constraint, "Just {text.") == (choice == "auto")
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", PARAMS)
+def test_the_grammar_takes_arguments_that_are_written_one_by_one(codec, name, choice):
+    template, content, text = PARAMS[name]
+    schema = {"type": "object", "properties": CITY | {"days": {"type": "array"}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    tools.append({"type": "function", "function": {"name": "now"}})
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "tool_choice": choice}
+    constraint = Tools.of(ChatRequest.model_validate(body)).constraint(format_of(template))
+    text = text.removeprefix(content if choice == "required" else "")
+    assert takes(codec, constraint, text)
+    for fault in (("ok", "no"), ("true", "1"), ("True", "1"), ("[1, {", "{1, {")):
+        assert fault[0] not in text or not takes(codec, constraint, text.replace(*fault))
 
 
 def test_a_template_without_a_known_format_has_none():

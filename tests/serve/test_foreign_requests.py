@@ -208,7 +208,7 @@ def test_parts_that_are_no_text(client, kind, message):
 
 
 def test_routes_that_are_not_supported(client):
-    with pytest.raises(openai.NotFoundError, match="/v1/responses is not supported by this server; send the conv"):
-        client.responses.create(model="nano", input="x")
+    with pytest.raises(openai.NotFoundError, match="/v1/files is not supported by this server; send each"):
+        client.files.list()
     with pytest.raises(openai.NotFoundError, match="/v1/embeddings is not supported by this server"):
         client.embeddings.create(model="nano", input="x")

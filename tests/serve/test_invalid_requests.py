@@ -156,7 +156,7 @@ ROUTES = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 @pytest.mark.parametrize("path", ROUTES)
 def test_fuzzed_requests(small_context_server, path, mode):
     url, async_llm = small_context_server
-    fuzz(url, path, mode, 15, derandomize=True)
+    fuzz(url, path, mode, 8, derandomize=True)
     wait_until_idle(async_llm)
     assert not async_llm.failed_rounds
     assert httpx.get(url + "/health").status_code == 200

@@ -251,26 +251,6 @@ ONE_CALL = 'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "O
 TWO_CALLS = ONE_CALL + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_calls_are_parsed_from_chunks_of_any_size(size):
-    parser = ToolCallParser(HERMES)
-    content = ""
-    functions = {}
-    chunks = [TWO_CALLS[i : i + size] for i in range(0, len(TWO_CALLS), size)]
-    for i, chunk in enumerate(chunks, 1):
-        delta = parser.add_text(chunk, last=i == len(chunks))
-        content += delta.get("content", "")
-        for call_delta in delta.get("tool_calls", ()):
-            function = functions.setdefault(call_delta["index"], call_delta["function"] | {"arguments": ""})
-            function["arguments"] += call_delta["function"]["arguments"]
-    assert content == "Let me see."
-    assert functions == {
-        0: {"name": "weather", "arguments": '{"city": "Oslo", "note": "}"}'},
-        1: {"name": "now", "arguments": "{}"},
-    }
-    assert [call.arguments for call in parser.calls] == [function["arguments"] for function in functions.values()]
-
-
 def test_text_that_starts_like_a_call_is_content():
     parser = ToolCallParser(HERMES)
     assert parser.add_text("a <tool", last=False) == {"content": "a "}
@@ -311,9 +291,13 @@ def test_grammar_accepts_text_and_calls_that_match_their_schemas(server):
     match = match_tools_grammar({}, TWO_CALLS, codec)
     assert match.num_accepted == match.num_tokens
     assert not match.matcher.done
-    invalid_texts = (ONE_CALL.replace("Oslo", "Bonn"), ONE_CALL.replace("weather", "other"), ONE_CALL + " and more")
-    for text in invalid_texts:
-        match = match_tools_grammar({}, text, codec)
+    text = f"{ONE_CALL} More: {ONE_CALL} and text."
+    match = match_tools_grammar({}, text, codec)
+    assert match.num_accepted == match.num_tokens
+    single = {"parallel_tool_calls": False}
+    invalid = ((ONE_CALL.replace("Oslo", "Bonn"), {}), (TWO_CALLS.replace("now", "other"), {}), (text, single))
+    for text, fields in invalid:
+        match = match_tools_grammar(fields, text, codec)
         assert match.num_accepted < match.num_tokens
 
 

@@ -24,7 +24,7 @@ from outrider.serve.monitoring.latency import LatencyMetrics
 from outrider.serve.monitoring.metrics import exposition
 from outrider.testing import ToyTarget
 from tests.helpers.engines import make_engine
-from tests.helpers.serving import PROMPT, serving, wait_until_idle
+from tests.helpers.serving import BODY, PROMPT, metric_values, serving, wait_until_idle
 from tests.models.cache.test_replay import toy_prompts
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
@@ -54,6 +54,20 @@ def value(samples, name, **labels):
     matches = [each.value for each in samples if each.name == name and each.labels.items() >= labels.items()]
     (match,) = matches
     return match
+
+
+def test_counters_of_speculation_have_the_names_of_vllm():
+    with serving(vllm_metrics=True) as (url, async_llm):
+        httpx.post(url + "/v1/completions", json=BODY, timeout=60)
+        stats = async_llm.stats
+        prefix = "vllm:spec_decode_num_"
+        for name, value in (
+            ("drafts", stats.offered[0]),
+            ("draft_tokens", stats.draft_tokens),
+            ("accepted_tokens", sum(stats.accepted)),
+        ):
+            assert metric_values(url, f'{prefix}{name}_total{{engine="0",model_name="nano"}}') == [value]
+        assert metric_values(url, f"{prefix}accepted_tokens_per_pos_total") == list(stats.accepted)
 
 
 def test_cache_metrics(server_metrics):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -103,7 +105,7 @@ def test_language_detection_equals_generate(tmp_path):
     model = load_reference(folder)
     llm = LLM(folder, proposer="ngram", k=4, **OPTIONS)
     found = set()
-    for seed in range(5):
+    for seed in itertools.takewhile(lambda _: len(found) < len(codes), range(5)):
         samples = recording(seed, 20000)
         features = whole_features(samples)
         expected = int(model.detect_language(features, num_segment_frames=100)[0])
@@ -115,7 +117,7 @@ def test_language_detection_equals_generate(tmp_path):
         padded = llm.encode_source(samples[:16000]).values[None]
         assert short.completions[0].prompt_token_ids[1] == int(model.detect_language(padded, num_segment_frames=100)[0])
         found.add(transcript.language)
-    assert found == {"de", "en"}
+    assert found == set(codes.values())
 
 
 def test_encoder_runs_once_per_window(timed_whisper, monkeypatch):

@@ -109,7 +109,7 @@ def plain(targets):
     return generate(LLM(targets["gemma3"], proposer="none", **OPTIONS))
 
 
-@pytest.mark.fast_cases("slim", "mtp")
+@pytest.mark.fast_cases("mtp")
 @pytest.mark.parametrize("kind", KINDS)
 def test_head_for_gemma_3_is_trained_saved_loaded_and_exact(kind, targets, trained, plain):
     folder, lines = trained(kind)

@@ -198,7 +198,7 @@ def make_run_settings(data, out, **options):
     defaults = {
         "batch_size": 2,
         "steps_per_generation": 1,
-        "epochs": 3,
+        "epochs": 2,
         "k": 2,
         "eval_every": 0,
         "max_num_seqs": 2,

@@ -113,6 +113,7 @@ def test_tables_of_a_gguf_file_are_expanded_to_bfloat16(file, tied, folder):
     assert torch.equal(tables.head, loaded.checkpoint.model.lm_head.weight.bfloat16())
 
 
+@pytest.mark.fast_cases("tied")
 @pytest.mark.parametrize("name", ["file", "tied"])
 def test_draft_model_starts_from_a_gguf_file(name, data, tmp_path, request):
     path = request.getfixturevalue(name)
@@ -137,6 +138,7 @@ def test_target_in_blocks_cannot_be_trained(file, data, tmp_path):
         Training("mtp", settings)
 
 
+@pytest.mark.fast_cases("native")
 @pytest.mark.parametrize("kernels", [pytest.param("native", marks=needs_compiler), "torch"])
 def test_head_for_a_target_that_is_quantized_when_it_is_loaded(kernels, folder, data, tmp_path):
     training = Training("mtp", _settings(data, tmp_path, folder, quantize="int4", kernels=kernels, proposer="none"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -211,12 +212,17 @@ def test_resuming_with_other_files_is_rejected(data, uninterrupted, tmp_path):
     Training("mtp", _settings(str(copied_data), uninterrupted("mtp")))
 
 
-def test_overwrite_starts_a_new_training(data, uninterrupted, tmp_path):
-    Training("mtp", _settings(data, tmp_path, epochs=1, seed=4)).run()
-    assert not _same_weights(tmp_path, uninterrupted("mtp"))
-    Training("mtp", _settings(data, tmp_path, overwrite=True)).run()
-    assert _same_weights(tmp_path, uninterrupted("mtp"))
-    assert [line["cycle"] for line in read_log(tmp_path)] == [1, 2, 3, 4]
+@pytest.fixture
+def finished(uninterrupted, tmp_path):
+    """A copy of the folder of a finished training."""
+    return Path(shutil.copytree(uninterrupted("mtp"), tmp_path / "finished"))
+
+
+def test_overwrite_starts_a_new_training(data, finished, uninterrupted):
+    Training("mtp", _settings(data, finished, epochs=1, overwrite=True)).run()
+    assert [line["cycle"] for line in read_log(finished)] == [1, 2]
+    assert not _same_weights(finished, uninterrupted("mtp"))
+    assert read_log(finished)[0]["loss"] == read_log(uninterrupted("mtp"))[0]["loss"]
 
 
 def test_model_in_the_output_folder_is_not_overwritten(data, uninterrupted, tmp_path):
@@ -234,14 +240,12 @@ def test_model_in_the_output_folder_is_not_overwritten(data, uninterrupted, tmp_
     Training("mtp", _settings(data, tmp_path, overwrite=True))
 
 
-def test_damaged_state_is_reported(data, tmp_path):
-    Training("mtp", _settings(data, tmp_path, epochs=1)).run()
-    file = tmp_path / STATE
+def test_damaged_state_is_reported(data, finished):
+    file = finished / STATE
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(OutriderError, match=r"state.pt cannot be read .* use --overwrite, or another --out"):
-        Training("mtp", _settings(data, tmp_path, epochs=1))
-    document, _ = Training("mtp", _settings(data, tmp_path, epochs=1, overwrite=True)).run()
-    assert document["cycles"] == 2
+        Training("mtp", _settings(data, finished))
+    Training("mtp", _settings(data, finished, overwrite=True))
 
 
 def _raise_disk_full(*_, **__):
@@ -281,12 +285,11 @@ def test_full_disk_leaves_saved_files_intact(kind, function, data, uninterrupted
     assert _same_weights(tmp_path, uninterrupted(kind, **OPTIONS[kind]))
 
 
-def test_finished_training_restores_missing_files(data, uninterrupted, tmp_path):
-    settings = _settings(data, tmp_path)
-    first, _ = Training("mtp", settings).run()
-    (tmp_path / "model.safetensors").unlink()
-    second, lines = Training("mtp", settings).run()
-    assert _same_weights(tmp_path, uninterrupted("mtp"))
+def test_finished_training_restores_missing_files(data, finished, uninterrupted):
+    first = json.loads((finished / FACTS).read_text())
+    (finished / "model.safetensors").unlink()
+    second, lines = Training("mtp", _settings(data, finished)).run()
+    assert _same_weights(finished, uninterrupted("mtp"))
     assert second["evaluation"] == first["evaluation"]
     assert len(lines) == 4
 

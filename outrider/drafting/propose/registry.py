@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
@@ -167,7 +168,9 @@ def alternatives(spec: str) -> tuple[str, ...]:
     expression = parse(spec)
     parts = expression.parts if expression.name == "switch" else (expression,)
     known = (*NAMED, *COMBINATIONS)
-    short_names = [part.name if part.name in known else f"{part.name}:{part.argument}" for part in parts]
+    short_names = [
+        f"{part.name}:{part.argument}" if part.argument and part.name not in known else part.name for part in parts
+    ]
     names = []
     for name, part in zip(short_names, parts, strict=True):
         ambiguous = short_names.count(name) > 1 and part.argument
@@ -206,9 +209,13 @@ def has_draft(spec: str) -> bool:
 
 
 def check_draft_settings(
-    *specs: str | Maker, window: int | None = None, quantize: str | None = None, placement: str = AUTO
+    *specs: str | Maker,
+    window: int | None = None,
+    quantize: str | None = None,
+    candidates: int | None = None,
+    placement: str = AUTO,
 ) -> None:
-    """Check that the settings `draft_window`, `draft_quantize` and `draft_placement` apply to one of these proposers.
+    """Check that the settings `draft_window`, `draft_quantize` and so on apply to one of these proposers.
 
     Raises:
         OutriderError: none of them has a draft model or a draft head.
@@ -220,6 +227,7 @@ def check_draft_settings(
     asked = {
         "draft_window": window,
         "draft_quantize": quantize,
+        "draft_candidates": candidates,
         "draft_placement": None if placement == AUTO else placement,
     }
     for option, value in asked.items():
@@ -249,7 +257,7 @@ def draft_sources(spec: str | Maker) -> tuple[str, ...]:
     if not isinstance(spec, str):
         return ("own",)
     leaves = list(parse(spec).leaves())
-    names = [leaf.name if leaf.name in NAMED else leaf.argument for leaf in leaves]
+    names = [leaf.name if leaf.name in NAMED else leaf.argument or leaf.name for leaf in leaves]
     return tuple(
         f"{name}:{Path(leaf.argument).name}" if leaf.argument and names.count(name) > 1 else name
         for name, leaf in zip(names, leaves, strict=True)
@@ -320,6 +328,10 @@ def _import_maker(expression: Expression) -> Maker:
     name = expression.argument
     if module in COMBINATIONS:
         raise OutriderError(f"{module} combines others; write for example {module}(ngram,recycle)")
+    from outrider.core.packages import load_added  # here, so that own proposers import little
+
+    if own := load_added("proposers", module):
+        return partial(own, name) if name else own
     if not name:
         raise OutriderError(f"proposer {module!r} is unknown;{_suggestion(module)} use {forms()}")
     if not all(part.isidentifier() for part in module.split(".")):

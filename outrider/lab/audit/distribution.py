@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -36,7 +35,36 @@ class Branches:
     edge: float  # smallest gap in logits at the edge of top-k
 
 
-def check_distribution(pair: Pair, verifier: Verifier, *, k: int, samples: int, seed: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingTest:
+    """The result of one sampling test, as in the JSON document."""
+
+    verifier: str
+    prompt: int
+    top_k: int
+    k: int
+    outcomes: int  # those of a probability above 0
+    entropy: float  # in nats
+    statistic: float | None  # None: an outcome of probability 0 was observed
+    dof: int
+    p_value: float
+    draft_tokens: int
+    acceptance: float
+    tau: float
+    passed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributionResult:
+    """The result of the distribution test, as in the JSON document."""
+
+    passed: bool
+    significance: float  # smallest p-value that passes
+    samples: int  # of each test
+    tests: list[SamplingTest]
+
+
+def check_distribution(pair: Pair, verifier: Verifier, *, k: int, samples: int, seed: int) -> DistributionResult:
     """Test `verifier`, `walk`, and a rule that uses the proposer's q.
 
     The tests run at temperature 1 with the full vocabulary. All unlikely tokens are one outcome. `verifier` also runs
@@ -52,14 +80,14 @@ def check_distribution(pair: Pair, verifier: Verifier, *, k: int, samples: int, 
     k = max(k, 2)
     tests = []
     candidates = _strongest_tests(pair, verifier, k=k)
-    for rule, top_k in plan_tests(pair, verifier):
+    plan = plan_tests(pair, verifier)
+    level = SIGNIFICANCE / len(plan)
+    for rule, top_k in plan:
         branches = candidates[bool(top_k) % len(candidates)]
         params = SamplingParams(temperature=1.0, top_k=top_k, max_tokens=k + _DEPTH, seed=seed)
-        tests.append(_test(pair, branches, rule, params, k=k, samples=samples))
-    level = SIGNIFICANCE / len(tests)
-    for test in tests:
-        test["passed"] = test["p_value"] >= level
-    return {"passed": all(test["passed"] for test in tests), "significance": level, "samples": samples, "tests": tests}
+        tests.append(_test(pair, branches, rule, params, k=k, samples=samples, level=level))
+    passed = all(test.passed for test in tests)
+    return DistributionResult(passed=passed, significance=level, samples=samples, tests=tests)
 
 
 def plan_tests(pair: Pair, verifier: Verifier) -> list[tuple[Verifier, int]]:
@@ -95,29 +123,30 @@ def outcome_of(text: Sequence[int], branches: Branches) -> Outcome:
 
 
 def _test(
-    pair: Pair, branches: Branches, rule: Verifier, params: SamplingParams, *, k: int, samples: int
-) -> dict[str, Any]:
-    """Run one test and return its entry of the report."""
+    pair: Pair, branches: Branches, rule: Verifier, params: SamplingParams, *, k: int, samples: int, level: float
+) -> SamplingTest:
+    """Run one test. It fails if its p-value is below `level`."""
     requests = pair.requests(params, [pair.prompts[branches.prompt]] * samples)
     outputs = pair.speculative(requests, rule, k=k, enough=_DEPTH)
     expected = joint_distribution(pair, branches, params)
     counts = Counter(outcome_of(tokens, branches) for tokens in outputs.tokens)
     result = g_test([counts[outcome] for outcome in expected], list(expected.values()))
     stats = outputs.stats
-    return {
-        "verifier": rule.name,
-        "prompt": branches.prompt,
-        "top_k": params.top_k,
-        "k": k,
-        "outcomes": sum(prob > 0 for prob in expected.values()),
-        "entropy": _entropy(expected),
-        "statistic": result.statistic if math.isfinite(result.statistic) else None,
-        "dof": result.dof,
-        "p_value": result.p_value,
-        "draft_tokens": stats.draft_tokens,
-        "acceptance": sum(stats.accepted) / sum(stats.reached) if sum(stats.reached) else 0.0,
-        "tau": stats.tau,
-    }
+    return SamplingTest(
+        verifier=rule.name,
+        prompt=branches.prompt,
+        top_k=params.top_k,
+        k=k,
+        outcomes=sum(prob > 0 for prob in expected.values()),
+        entropy=_entropy(expected),
+        statistic=result.statistic if math.isfinite(result.statistic) else None,
+        dof=result.dof,
+        p_value=result.p_value,
+        draft_tokens=stats.draft_tokens,
+        acceptance=sum(stats.accepted) / sum(stats.reached) if sum(stats.reached) else 0.0,
+        tau=stats.tau,
+        passed=result.p_value >= level,
+    )
 
 
 def _strongest_tests(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from outrider.core.stats import Stats
 from outrider.core.types import Request
 from outrider.lab.audit.pair import Outputs, Pair, first_difference
 from outrider.lab.audit.replay import LOGITS
-from outrider.lab.audit.statistics import wilson
+from outrider.lab.audit.statistics import Interval, wilson
 from outrider.models.torch.checkpoint import Precision
 from outrider.verify.rules import Verifier
 
@@ -55,6 +55,65 @@ class ObservedOutputs:
     kernels: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredFlip:
+    """A flip, as in the JSON document."""
+
+    prompt: int
+    position: int
+    plain_token: int
+    other_token: int
+    margin: float  # gap of the two tokens in logits, in float32
+    tolerance: float  # the largest margin that rounding explains
+    near_tie: bool  # whether rounding explains it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlipResult:
+    """The result of the flip test."""
+
+    precision: Precision
+    kernels: str
+    tokens: int  # compared tokens
+    flips: tuple[MeasuredFlip, ...]
+    flips_per_1000_95: Interval
+    plain_batched_flips_per_1000: float
+    plain_batched_largest_margin: float
+    tau: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether rounding explains every flip."""
+        return all(flip.near_tie for flip in self.flips)
+
+    @property
+    def flips_per_1000(self) -> float:
+        """Flips per 1000 tokens."""
+        return 1e3 * len(self.flips) / self.tokens
+
+    @property
+    def largest_margin(self) -> float:
+        """The largest margin in logits; 0 without flips."""
+        return _largest_margin(self.flips)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the section of the JSON document."""
+        return {
+            "passed": self.passed,
+            **self.precision.as_dict(),
+            "kernels": self.kernels,
+            "tokens": self.tokens,
+            "flips": len(self.flips),
+            "flips_per_1000": self.flips_per_1000,
+            "flips_per_1000_95": [self.flips_per_1000_95.low, self.flips_per_1000_95.high],
+            "largest_margin": self.largest_margin,
+            "plain_batched_flips_per_1000": self.plain_batched_flips_per_1000,
+            "plain_batched_largest_margin": self.plain_batched_largest_margin,
+            "tau": self.tau,
+            "details": list(map(asdict, self.flips)),
+        }
+
+
 def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> ObservedOutputs:
     """Generate greedy outputs with speculation and with plain decoding, and find the flips.
 
@@ -74,26 +133,22 @@ def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> Observ
     )
 
 
-def explain_flips(exact: Pair, observed: ObservedOutputs) -> dict[str, Any]:
+def explain_flips(exact: Pair, observed: ObservedOutputs) -> FlipResult:
     """Measure the margin of every flip in float32. A flip that is not a near-tie fails the test."""
-    details = [_measure(exact, flip, observed.precision.dtype) for flip in observed.speculative.flips]
-    plain_details = [_measure(exact, flip, observed.precision.dtype) for flip in observed.plain_batched.flips]
+    flips = [_measure(exact, flip, observed.precision.dtype) for flip in observed.speculative.flips]
+    plain_flips = [_measure(exact, flip, observed.precision.dtype) for flip in observed.plain_batched.flips]
     tokens = observed.speculative.tokens
-    bounds = wilson(len(details), tokens)
-    return {
-        "passed": all(detail["near_tie"] for detail in details),
-        **observed.precision.as_dict(),
-        "kernels": observed.kernels,
-        "tokens": tokens,
-        "flips": len(details),
-        "flips_per_1000": 1e3 * len(details) / tokens,
-        "flips_per_1000_95": [1e3 * bounds.low, 1e3 * bounds.high],
-        "largest_margin": max((detail["margin"] for detail in details), default=0.0),
-        "plain_batched_flips_per_1000": 1e3 * len(plain_details) / observed.plain_batched.tokens,
-        "plain_batched_largest_margin": max((detail["margin"] for detail in plain_details), default=0.0),
-        "tau": observed.speculative.stats.tau,
-        "details": details,
-    }
+    bounds = wilson(len(flips), tokens)
+    return FlipResult(
+        precision=observed.precision,
+        kernels=observed.kernels,
+        tokens=tokens,
+        flips=tuple(flips),
+        flips_per_1000_95=Interval(low=1e3 * bounds.low, high=1e3 * bounds.high),
+        plain_batched_flips_per_1000=1e3 * len(plain_flips) / observed.plain_batched.tokens,
+        plain_batched_largest_margin=_largest_margin(plain_flips),
+        tau=observed.speculative.stats.tau,
+    )
 
 
 def _follow(
@@ -128,17 +183,21 @@ def _follow(
     return FlipReport(flips=tuple(flips), tokens=sum(map(len, plain)), stats=stats)
 
 
-def _measure(exact: Pair, flip: Flip, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the entry of a flip in the report, with its margin in float32."""
+def _largest_margin(flips: Sequence[MeasuredFlip]) -> float:
+    return max((flip.margin for flip in flips), default=0.0)
+
+
+def _measure(exact: Pair, flip: Flip, dtype: torch.dtype) -> MeasuredFlip:
+    """Measure the margin of a flip in float32."""
     logits = exact.logits(flip.text)
     margin = abs(float(logits[flip.plain_token] - logits[flip.other_token]))
     tolerance = max(NEAR * torch.finfo(dtype).eps * float(logits.abs().max()), LOGITS)
-    return {
-        "prompt": flip.prompt,
-        "position": flip.position,
-        "plain_token": flip.plain_token,
-        "other_token": flip.other_token,
-        "margin": margin,
-        "tolerance": tolerance,
-        "near_tie": margin <= tolerance,
-    }
+    return MeasuredFlip(
+        prompt=flip.prompt,
+        position=flip.position,
+        plain_token=flip.plain_token,
+        other_token=flip.other_token,
+        margin=margin,
+        tolerance=tolerance,
+        near_tie=margin <= tolerance,
+    )

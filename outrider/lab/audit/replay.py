@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Request
@@ -46,6 +45,36 @@ class Mismatch:
     rounding: bool  # whether rounding explains the gap
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """The result of one case."""
+
+    temperature: float
+    verifier: str
+    k: int
+    batched: bool
+    mismatches: int
+    tau: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """The result of the replay test, as in the JSON document."""
+
+    passed: bool
+    dtype: str
+    kernels: str
+    prompts: int
+    texts: int
+    tokens: int
+    mismatches: int  # texts that differ from plain decoding
+    unexplained: int  # those that differ by more than rounding
+    rounding_logits: float
+    rounding_probability: float
+    details: list[Mismatch]
+    cases: list[CaseResult]
+
+
 def cases(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int]) -> Iterator[Case]:
     """Yield all cases: greedy with every exact verifier, sampled with `walk`."""
     for rule in EXACT.values():
@@ -60,7 +89,7 @@ def cases(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int]) -> I
                     yield Case(sampled=is_sampled, verifier=rule, k=depth, alone=is_alone)
 
 
-def replay(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int], tokens: int, seed: int) -> dict[str, Any]:
+def replay(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int], tokens: int, seed: int) -> ReplayResult:
     """Compare every case with plain decoding, token by token.
 
     Args:
@@ -76,43 +105,39 @@ def replay(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int], tok
         for sampled in (False, True)
     }
     plain = {sampled: pair.plain(requests[sampled], alone=True).tokens for sampled in requests}
-    entries: list[dict[str, Any]] = []
+    results: list[CaseResult] = []
     mismatches: list[Mismatch] = []
     for case in cases(pair, verifier, k=k, depths=depths):
         outputs = pair.speculative(requests[case.sampled], case.verifier, k=case.k, alone=case.alone)
-        results = zip(requests[case.sampled], plain[case.sampled], outputs.tokens, strict=True)
-        compared = (_compare(pair, case, request, expected, actual) for request, expected, actual in results)
+        texts = zip(requests[case.sampled], plain[case.sampled], outputs.tokens, strict=True)
+        compared = (_compare(pair, case, request, expected, actual) for request, expected, actual in texts)
         new = list(filter(None, compared))
         mismatches += new
-        entries.append(_entry(case, mismatches=len(new), tau=outputs.stats.tau))
-    texts_compared = len(entries) * len(pair.prompts)
+        result = CaseResult(
+            temperature=_TEMPERATURE * case.sampled,
+            verifier=case.verifier.name,
+            k=case.k,
+            batched=not case.alone,
+            mismatches=len(new),
+            tau=outputs.stats.tau,
+        )
+        results.append(result)
+    texts_compared = len(results) * len(pair.prompts)
     unexplained = sum(not mismatch.rounding for mismatch in mismatches)
-    return {
-        "passed": not unexplained,
-        "dtype": str(pair.dtype).removeprefix("torch."),
-        "kernels": pair.kernels,
-        "prompts": len(pair.prompts),
-        "texts": texts_compared,
-        "tokens": texts_compared * tokens,
-        "mismatches": len(mismatches),
-        "unexplained": unexplained,
-        "rounding_logits": LOGITS,
-        "rounding_probability": PROBABILITY,
-        "details": list(map(asdict, mismatches)),
-        "cases": entries,
-    }
-
-
-def _entry(case: Case, *, mismatches: int, tau: float) -> dict[str, Any]:
-    """Return the entry of a case in the report."""
-    return {
-        "temperature": _TEMPERATURE * case.sampled,
-        "verifier": case.verifier.name,
-        "k": case.k,
-        "batched": not case.alone,
-        "mismatches": mismatches,
-        "tau": tau,
-    }
+    return ReplayResult(
+        passed=not unexplained,
+        dtype=str(pair.dtype).removeprefix("torch."),
+        kernels=pair.kernels,
+        prompts=len(pair.prompts),
+        texts=texts_compared,
+        tokens=texts_compared * tokens,
+        mismatches=len(mismatches),
+        unexplained=unexplained,
+        rounding_logits=LOGITS,
+        rounding_probability=PROBABILITY,
+        details=mismatches,
+        cases=results,
+    )
 
 
 def _compare(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -18,8 +18,9 @@ from outrider.lab.audit.pair import Pair
 from outrider.lab.audit.prompts import Prompt, read_prompts
 from outrider.lab.audit.replay import cases, replay
 from outrider.lab.audit.report import show
+from outrider.lab.audit.result import AuditResult
 from outrider.lab.audit.settings import Settings
-from outrider.runtime.machine import commit, hardware, use_threads, versions
+from outrider.runtime.machine import hardware, use_threads
 from outrider.runtime.progress import stage
 from outrider.verify.rules import Verifier
 
@@ -47,12 +48,15 @@ def run_audit(settings: Settings, *, console: Console | None) -> dict[str, Any]:
     spec = proposer_of(engine)  # chosen once, because the default depends on the free memory
     rule = find_verifier(engine.verifier, spec)
     audit = _Audit(replace(settings, engine=replace(engine, proposer=spec)), rule, read_prompts(settings.prompts))
-    report = audit.run()
-    report |= {"target": engine.target or "the embedded model", "seconds": perf_counter() - began}
-    report["proposer"] = engine.proposer or ("the embedded draft" if engine.target is None else spec)
+    result = replace(
+        audit.run(),
+        target=str(engine.target or "the embedded model"),
+        proposer=str(engine.proposer or ("the embedded draft" if engine.target is None else spec)),
+        seconds=perf_counter() - began,
+    )
     if console is not None:
-        show(report, console)
-    return report
+        show(result, console)
+    return result.as_dict()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,8 @@ class _Audit:
         """Draft tokens per round."""
         return int(self.settings.engine.k)
 
-    def run(self) -> dict[str, Any]:
-        """Run all tests. Returns the report without the names of the models and the time."""
+    def run(self) -> AuditResult:
+        """Run all tests. The result has neither the names of the models nor the time."""
         observed, pair = self._observe()
         if pair is None:  # its memory is free now, so that only one target is loaded at a time
             pair = self._load("float32")
@@ -80,21 +84,17 @@ class _Audit:
         with stage("distribution", len(plan_tests(pair, self.rule)) * self.settings.samples) as completions:
             pair.on_done = completions.advance
             distribution = check_distribution(pair, self.rule, k=self.k, samples=self.settings.samples, seed=_SEED)
-        sections = {"replay": replayed, "distribution": distribution, "flips": explain_flips(pair, observed)}
-        return {
-            "passed": self.rule.exact and all(section["passed"] for section in sections.values()),
-            "verifier": self.rule.name,
-            "exact": self.rule.exact,
-            "bound": self.rule.bound and self.rule.bound.as_dict(),
-            "k": self.k,
-            "draft_placements": [placement.as_dict() for placement in pair.draft_placements],
-            "load_check": asdict(pair.load_check),
-            "seed": _SEED,
-            **sections,
-            "versions": versions(),
-            "hardware": hardware(str(pair.device)),
-            "commit": commit(),
-        }
+        return AuditResult(
+            rule=self.rule,
+            k=self.k,
+            placements=pair.draft_placements,
+            load_check=pair.load_check,
+            seed=_SEED,
+            replay=replayed,
+            distribution=distribution,
+            flips=explain_flips(pair, observed),
+            hardware=hardware(str(pair.device)),
+        )
 
     def _observe(self) -> tuple[ObservedOutputs, Pair | None]:
         """Find flips in the users' precision. Also returns the pair, if the other tests can use it."""

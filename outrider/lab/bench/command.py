@@ -7,6 +7,7 @@ from functools import partial
 from rich.console import Console
 
 from outrider.lab.bench.calibration import run_calibration, show_calibration
+from outrider.lab.bench.ceiling import run_ceiling, show_ceiling
 from outrider.lab.bench.run import load, run_bench
 from outrider.lab.bench.scaling import run_scaling, show_scaling
 from outrider.lab.bench.settings import Settings
@@ -24,6 +25,11 @@ def calibrate(settings: Settings, *, as_json: bool) -> None:
 def scale(settings: Settings, *, as_json: bool) -> None:
     """Measure the time of passes by the number of threads and print it."""
     print_document(run_scaling(settings), show_scaling, as_json=as_json)
+
+
+def replay(settings: Settings, *, as_json: bool) -> None:
+    """Measure replayed drafts and print their speedups."""
+    print_document(run_ceiling(settings), show_ceiling, as_json=as_json)
 
 
 def measure(settings: Settings, *, as_json: bool) -> None:

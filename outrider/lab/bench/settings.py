@@ -20,7 +20,7 @@ _SET_BY_BENCH = {
     "max_model_len": "has --context",
     "prefix_caching": "processes each prompt anew",
 }
-# Options that have no effect with --calibrate and --scaling.
+# Options that have no effect with --calibrate and --scaling, which only measure passes.
 _MEASURING = ("k", "plan", "sweep", "temperature", "report", *(each.name for each in fields(RepeatedSettings)))
 
 
@@ -77,6 +77,9 @@ class Settings(RepeatedSettings):
     """Only measure what forward passes cost on this machine, for --k auto."""
     scaling: Annotated[tuple[int, ...], Option("LIST", MEASURE, parse=parse_whole)] = ()
     """Only measure passes of the target with each number of CPU threads of a list, such as 1,2,4,8."""
+    ceiling: Annotated[tuple[float, ...], Option("LIST", MEASURE, parse=parse_real)] = ()
+    """Only measure a draft that costs nothing: record greedy plain decoding, then replay it with each acceptance of a
+    list, such as 1,0.8,0.6, at each --batch and --sweep k (2,4,8,16 without it)."""
 
     def __post_init__(self) -> None:
         self._check_engine()
@@ -90,6 +93,11 @@ class Settings(RepeatedSettings):
             )
         for k in self.ks:
             check_draft_length(k)
+        for acceptance in self.ceiling:
+            if not 0 <= acceptance <= 1:
+                raise OutriderError(f"--ceiling has the acceptance {acceptance:g}; use numbers from 0 to 1")
+        if self.ceiling and 0 in self.ks:
+            raise OutriderError("--ceiling replays drafts, and --sweep has k = 0; use k of at least 1")
         if self.max_tokens < 2:
             raise OutriderError(
                 f"max_tokens is {self.max_tokens}; a speed needs a first and a last token, so use at least 2"
@@ -150,14 +158,19 @@ class Settings(RepeatedSettings):
         return as_json(self) | first | {"sweep": asdict(self.sweep)}
 
 
-def check_only_passes(given: Collection[str]) -> None:
-    """Refuse options that have no effect with --calibrate or --scaling.
+def check_mode(given: Collection[str]) -> None:
+    """Refuse options that have no effect with --calibrate, --scaling or --ceiling.
 
     Raises:
-        OutriderError: `given` has one of these two and an option without effect.
+        OutriderError: `given` has one of these three and an option without effect.
     """
-    useless = {"calibrate": _MEASURING, "scaling": (*_MEASURING, "calibrate", "threads", "proposer", "tp")}
+    useless = {
+        "calibrate": _MEASURING,
+        "scaling": (*_MEASURING, "calibrate", "ceiling", "threads", "proposer", "tp"),
+        "ceiling": ("k", "plan", "proposer", "temperature", "context", "report", "calibrate"),
+    }
     for mode, names in useless.items():
         for name in names:
             if {mode, name} <= set(given):
-                raise OutriderError(f"--{mode} only measures passes; leave --{name.replace('_', '-')} or --{mode} out")
+                option = name.replace("_", "-")
+                raise OutriderError(f"--{mode} does not use --{option}; leave --{option} or --{mode} out")

@@ -1,4 +1,4 @@
-"""The paged KV cache on a GPU: entries in the order of their positions, which Triton kernels read through block tables."""
+"""The paged KV cache on a GPU: entries in the order of their positions, read through block tables."""
 
 from __future__ import annotations
 

@@ -83,9 +83,10 @@ def import_head(folder: str | Path, target: TargetInfo | None = None) -> Importe
     if KEY in config:
         description = HeadDescription.from_json(config[KEY])
         try:
-            weights = load_file(path / WEIGHTS)
+            stored = load_file(path / WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise OutriderError(f"{path / WEIGHTS} cannot be read ({error}); copy the draft head again") from error
+        weights = {name: _unpacked(value) if value.dtype is torch.uint8 else value for name, value in stored.items()}
         return ImportedHead(description=description, weights=weights, ignored={}, format="Outrider's own")
     found = find(path)
     if found is None:
@@ -163,8 +164,23 @@ def write_head(folder: str | Path, module: HeadModule, *, dtype: torch.dtype, **
         OutriderError: the disk is full, or the folder cannot be written.
     """
     weights = {
-        name: value.detach().to(dtype) if value.is_floating_point() else value
+        name: value.detach().to(dtype) if value.is_floating_point() else _packed(value)
         for name, value in module.state_dict().items()
     }
     config = {"model_type": KEY, KEY: module.description.to_json(), **facts}
     write_folder(Path(folder).expanduser(), config, weights, WEIGHTS)
+
+
+def _packed(ids: torch.Tensor) -> torch.Tensor:
+    """Return token ids [N] as a file has them: ascending ones as a bit for each token, 8 in a byte of uint8."""
+    if len(ids) < 2 or not bool((ids[1:] > ids[:-1]).all()):
+        return ids
+    bits = torch.zeros(int(ids[-1]) // 8 + 1, 8, dtype=torch.uint8)
+    bits.view(-1)[ids.cpu().long()] = 1
+    return (bits << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """Return the token ids [N] int64 of `_packed`."""
+    bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.flatten().nonzero()[:, 0]

@@ -139,7 +139,8 @@ def _errors(target: Target, checkpoint: Checkpoint, seed: int, tolerance: float)
     """Return [1 + N], the relative error of the logits of each node."""
     scored = _score(target, checkpoint, seed)
     reference = compute_reference(checkpoint, scored, _source(checkpoint, seed))
-    errors = (scored.logits[0] - reference.logits).norm(dim=-1) / reference.logits.norm(dim=-1)
+    expected = reference.logits.to(scored.logits.device)  # the model in transformers may be on the CPU
+    errors = (scored.logits[0] - expected).norm(dim=-1) / expected.norm(dim=-1)
     # A wrong choice of experts is an error of 100% or more.
     wrong = reference.gaps.to(errors.device) > TIE_FACTOR * tolerance
     return torch.where(wrong, errors.clamp_min(1.0), errors)
@@ -228,7 +229,7 @@ def compute_reference(checkpoint: Checkpoint, scored: _Scored, source: list[int]
         logits: list[torch.Tensor] = []  # [T, V] of each branch
         gaps: list[torch.Tensor] = []  # [T] of each branch
         for batch, chosen in zip(batches, choices, strict=True):
-            inputs = _model_inputs(checkpoint, batch, source)
+            inputs = _model_inputs(checkpoint, batch, source, model.device)
             with prescribed_experts(model, chosen) as layer_gaps:
                 logits += model(**inputs, use_cache=False).logits
             largest = torch.stack(layer_gaps).amax(0) if layer_gaps else torch.zeros(sum(map(len, batch)))
@@ -247,16 +248,16 @@ def compute_reference(checkpoint: Checkpoint, scored: _Scored, source: list[int]
 
 
 def _model_inputs(
-    checkpoint: Checkpoint, batch: list[list[int]], source: list[int] | AudioFeatures
+    checkpoint: Checkpoint, batch: list[list[int]], source: list[int] | AudioFeatures, device: torch.device
 ) -> dict[str, torch.Tensor]:
     """Return the inputs of the model in transformers for texts [B][T] with one source."""
-    tokens = torch.tensor(batch, device=checkpoint.device)
+    tokens = torch.tensor(batch, device=device)
     if isinstance(source, AudioFeatures):
-        features = source.values[None].to(checkpoint.device, checkpoint.dtype)
+        features = source.values[None].to(device, checkpoint.dtype)
         return {"input_features": features, "decoder_input_ids": tokens}
     if not source:
         return {"input_ids": tokens}
-    sources = torch.tensor([source], device=checkpoint.device)
+    sources = torch.tensor([source], device=device)
     return {
         "input_ids": sources,
         "decoder_input_ids": tokens,

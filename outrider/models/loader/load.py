@@ -56,10 +56,10 @@ def load_checkpoint(
     if is_gguf(path) and tp > 1:
         raise OutriderError(f"{path} is a GGUF file, which cannot be split over ranks; give a folder of safetensors")
     place = choose_device(device if tp == 1 else local_device(device))
-    reads_files = kernels == "triton" or (place.type == "cpu" and kernels != "torch")
-    if reads_files and tp == 1:
+    if kernels != "torch" and tp == 1:
         open_path = _open_gguf if is_gguf(path) else _open_folder
-        opened = open_path(path, dtype, place, kernels)
+        own_kernels = "native" if place.type == "cpu" and kernels != "triton" else "triton"
+        opened = open_path(path, dtype, place, own_kernels)
         if opened is not None:
             return opened
     from outrider.models.loader.transformers_checkpoint import load_folder, load_gguf
@@ -91,7 +91,8 @@ def _open_folder(path: Path, dtype: str, device: torch.device, kernels: str) -> 
     tokenizer = read_tokenizer(path)
     return Checkpoint(
         lazy_model=LazyModel(
-            lambda: _transformers().read_model(path, choice.dtype), lambda: _transformers().fill_folder(path, weights)
+            lambda: _transformers().read_model(path, choice.dtype).to(device),
+            lambda: _transformers().fill_folder(path, weights),
         ),
         config=config,
         weights=weights,

@@ -31,8 +31,9 @@ def make_target(
         checkpoint: the loaded model.
         slots: maximum number of running sequences.
         context: tokens of a sequence.
-        kernels: native, triton, torch or auto. auto chooses the native kernels on a CPU and CUDA
-            graphs on a GPU, if the dtype and the model allow it.
+        kernels: native, triton, torch or auto. auto chooses the native kernels on a CPU and the
+            Triton kernels on a GPU, if they support the dtype and the model; else torch, with CUDA
+            graphs on a GPU.
         bits: bits per weight of linear layers. 16 leaves them unchanged. 8 and 4 quantize them, in
             `checkpoint.model` as well.
 
@@ -48,10 +49,15 @@ def make_target(
     native = checkpoint.device.type == "cpu" and has_native_dtype and not on_torch
     if kernels == "native" and not native:
         raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
-    if kernels == "triton":
-        if on_torch:
-            raise UnsupportedModel("the Triton kernels run decoder-only attention models on one GPU; use kernels auto")
-        return _make_triton_target(checkpoint, slots=slots, context=context, bits=bits)
+    if kernels == "triton" and on_torch:
+        raise UnsupportedModel("the Triton kernels run decoder-only attention models on one GPU; use kernels auto")
+    if kernels == "triton" or (kernels == "auto" and checkpoint.device.type == "cuda" and not on_torch):
+        try:
+            return _make_triton_target(checkpoint, slots=slots, context=context, bits=bits)
+        except UnsupportedModel as reason:
+            if kernels == "triton":
+                raise UnsupportedModel(f"{reason}; use kernels auto") from reason
+            _log.info("running on torch: %s", reason)
     if native and kernels != "torch":
         from outrider.models.native.target import NativeTarget
 
@@ -86,10 +92,7 @@ def _make_triton_target(checkpoint: Checkpoint, *, slots: int, context: int, bit
     from outrider.models.triton.target import TritonTarget
 
     record = CudaRecorder(checkpoint.device) if checkpoint.device.type == "cuda" else None
-    try:
-        return TritonTarget(checkpoint, slots=slots, context=context, bits=bits, record=record)
-    except UnsupportedModel as reason:
-        raise UnsupportedModel(f"{reason}; use kernels auto") from reason
+    return TritonTarget(checkpoint, slots=slots, context=context, bits=bits, record=record)
 
 
 def _report_fallback(reason: UnsupportedModel) -> None:
@@ -110,10 +113,11 @@ def _check_settings(checkpoint: Checkpoint, kernels: str, bits: int, types: tupl
     if kernels not in KERNELS:
         raise OutriderError(f"kernels {kernels!r} is unknown; use {', '.join(KERNELS)}")
     on_cpu = checkpoint.device.type == "cpu" and checkpoint.dtype == torch.bfloat16
-    if bits < 16 and not on_cpu and kernels != "triton":
+    on_gpu = kernels == "triton" or (kernels == "auto" and checkpoint.device.type == "cuda")
+    if bits < 16 and not on_cpu and not on_gpu:
         raise OutriderError(
-            "quantize needs a CPU and bfloat16, or kernels triton on a GPU; use device cpu and dtype auto, or kernels"
-            " triton, or leave quantize out"
+            "quantize needs a CPU and bfloat16, or a GPU with kernels auto or triton; use dtype and kernels auto, or"
+            " leave quantize out"
         )
     if bits < 16 and types:
         raise OutriderError(f"the target is quantized already ({', '.join(types)}); leave quantize out")

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, processors
 from tokenizers.models import BPE
 
-from outrider.core.markers import TEXT_MARKERS
+from outrider.core.markers import text_markers
 from outrider.core.tokenizer import NAMED, FastTokenizer
 from outrider.errors import OutriderError
 
@@ -127,17 +127,18 @@ def _post_processor(backend: Tokenizer, settings: Mapping[str, Any], named: Mapp
 
 
 def _with_text_markers(backend: Tokenizer) -> Tokenizer:
-    """Return a tokenizer in which the markers of function calls are text.
+    """Return a tokenizer in which the markers of function calls and reasoning are text.
 
     Special tokens are left out of decoded text, and constraints cannot spell them. So calls could
     neither be found nor forced.
     """
     added = backend.get_added_tokens_decoder().values()
-    if not any(token.special and token.content in TEXT_MARKERS for token in added):
+    markers = text_markers([token.content for token in added])
+    if not any(token.special and token.content in markers for token in added):
         return backend
     description = json.loads(backend.to_str())
     for token in description["added_tokens"]:
-        token["special"] = token["special"] and token["content"] not in TEXT_MARKERS
+        token["special"] = token["special"] and token["content"] not in markers
     return Tokenizer.from_str(json.dumps(description))
 
 

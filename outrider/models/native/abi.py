@@ -98,10 +98,9 @@ class CModel(ctypes.Structure):
     _fields_ = (
         ("layer", ctypes.POINTER(CLayer)),
         *_pointers("embedding", "norm", "frequency", "rotary_scale", "entry", "id", "pool"),
-        ("head", CLinear),
-        ("table", CLinear),
+        *_linears("head", "table", "reduce", "rank"),
         *_integers("layers", "hidden", "heads", "key_heads", "dim", "ffn"),
-        *_integers("threads", "rotaries", "rotary_dim", "gelu", "rounds_table"),
+        *_integers("threads", "rotaries", "rotary_dim", "gelu", "candidates", "rounds_table"),
         *_floats("epsilon", "scale", "table_scale", "embedding_scale"),
         *_floats("residual_scale", "logit_divisor", "score_cap", "logit_cap"),
     )

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
@@ -21,6 +22,7 @@ from outrider.models.native.calls import Passes
 from outrider.models.native.dimensions import Dimensions
 from outrider.models.native.experts import PackedExperts, pack_experts
 from outrider.models.native.library import Library
+from outrider.models.native.low_rank import LowRankHead, factorize
 from outrider.models.native.pack import (
     FLOAT_DTYPES,
     PANEL,
@@ -161,6 +163,7 @@ class Decoder(Passes):
         self._memory: PagedCache | None = None
         self._close: weakref.finalize[[int], Decoder] | None = None
         self._ids: torch.Tensor | None = None  # [Vd] int32 ids of the tokens that have logits; None: all
+        self._factors: LowRankHead | None = None  # chooses the tokens with exact logits; None: all have them
 
     @property
     def _embedding_name(self) -> str:
@@ -216,6 +219,22 @@ class Decoder(Passes):
         self._ids = ids.to(torch.int32)
         self._open()
 
+    def rank_tokens(self, states: torch.Tensor, candidates: int) -> None:
+        """Compute exact logits for the likeliest tokens only. Weights cannot be replaced any more.
+
+        Low-rank factors of the LM head give the others, and choose which panels of 32 tokens are exact.
+
+        Args:
+            states: [N, hidden] outputs of the last layer, for which the factors are best.
+            candidates: the number of panels.
+        """
+        norm = self._norms[f"{self._body}.norm.weight"]
+        inputs = functional.rms_norm(states, norm.shape, norm, self.shape.epsilon)
+        panels = -(-self.vocab // PANEL)
+        head = self._packed_head
+        self._factors = factorize(_parts(head), head.bias, inputs, candidates=min(candidates, panels))
+        self._open()
+
     def attach(self, memory: PagedCache) -> None:
         """Use this KV cache. It has the dtype of this decoder and at least as many layers."""
         self._memory = memory
@@ -230,8 +249,8 @@ class Decoder(Passes):
             OutriderError: a weight does not fit, or the weights of this decoder cannot change.
         """
         refuse_weight_update(self._source)
-        if self._ids is not None:
-            raise OutriderError("a draft model with a reduced vocabulary takes no new weights; load it again")
+        if self._ids is not None or self._factors is not None:
+            raise OutriderError("a draft model with a reduced LM head takes no new weights; load it again")
         if self.types:
             raise OutriderError(
                 f"this target keeps its {', '.join(self.types)} weights and takes no new ones; use"
@@ -330,6 +349,7 @@ class Decoder(Passes):
                 self.shape.rotary.frequency,
                 *self._norms.values(),
                 *self._packed.values(),
+                self._factors,
             )
             return sum(tensor.nbytes for tensor in tensors if tensor is not None)
         if self._packed is self._source._packed:
@@ -352,7 +372,10 @@ class Decoder(Passes):
                 assert routing is not None
                 size = size * routing.top // routing.experts
             layers[int(name.partition(".")[0])] += size
-        return tuple(layers), self._packed[_HEAD].nbytes
+        head = self._packed_head.nbytes
+        if self._factors is not None:
+            head = self._factors.nbytes + head * self._factors.candidates * PANEL // self.vocab
+        return tuple(layers), head
 
     def _update_from_source(self, names: Iterable[str]) -> None:
         """Update weights that the source has packed again."""
@@ -480,6 +503,9 @@ class Decoder(Passes):
             pool=self._memory.address(),
             head=self._packed[_HEAD].c(),
             table=self._table.c() if self._table else CLinear(),
+            reduce=self._factors.reduce.c() if self._factors else CLinear(),
+            rank=self._factors.rank.c() if self._factors else CLinear(),
+            candidates=self._factors.candidates if self._factors else 0,
             layers=len(layers),
             hidden=shape.hidden,
             heads=shape.heads,

@@ -14,7 +14,18 @@ import torch
 from outrider.core import tree
 from outrider.core.cache import MIN_CAPACITY, Cache, SequenceSpan, node_order, pack
 from outrider.core.draws import Draws
-from outrider.core.types import Batch, Draft, DraftChains, KVView, Packed, Scores, SharedWeights, StopRule
+from outrider.core.types import (
+    Batch,
+    Draft,
+    DraftBudget,
+    DraftChains,
+    KVView,
+    Packed,
+    Scores,
+    SequenceState,
+    SharedWeights,
+    StopRule,
+)
 from outrider.errors import OutriderError
 from outrider.models.cache.paged import PagedCache
 from outrider.models.cache.shared import SharedCache
@@ -127,6 +138,24 @@ class NativeTarget:
     def keep_tokens(self, ids: torch.Tensor) -> None:
         """Compute logits for the tokens `ids` [Vd] only, which ascend. `score` then returns Vd logits per node."""
         self._decoder.keep_tokens(ids)
+
+    def rank_tokens(self, texts: Sequence[Sequence[int]], candidates: int) -> None:
+        """Compute exact logits for the likeliest tokens only, see `Decoder.rank_tokens`.
+
+        Args:
+            texts: token ids of typical texts. Slot 0 is free.
+            candidates: panels of 32 tokens with exact logits.
+        """
+        states = []
+        for text in texts:
+            feed = tuple(text[: self.context])
+            self.cache.admit(0, feed[:1])
+            batch = Batch(seqs=(SequenceState.of(feed),), start=(0,), feed=(feed,), budget=DraftBudget((0,)))
+            self._memory.reserve(batch, (0,))
+            columns = columns_of(batch, tree.empty(1, self.device), -1, self.vocab).columns
+            states.append(self._decoder.run(columns, (self.layers - 1,)).hidden_states[0])
+            self.cache.release(0)
+        self._decoder.rank_tokens(torch.cat(states), candidates)
 
     def bytes(self) -> int:
         return self._decoder.bytes()

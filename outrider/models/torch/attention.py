@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -16,7 +16,9 @@ from torch.nn import functional
 from outrider.core import tree
 from outrider.core.cache import Layout, SequenceSpan
 from outrider.errors import UnsupportedModel
-from outrider.models.cache.static import StaticCache
+
+if TYPE_CHECKING:
+    from outrider.models.cache.static import StaticCache
 
 NAME = "outrider"  # in the attention and mask registries of transformers
 _ALIGNED = 64  # number of keys that every kernel takes

@@ -27,7 +27,11 @@ class Precision:
     dtype: torch.dtype  # of activations, keys, values, and weights in no other type
 
     def __str__(self) -> str:
-        return precision_text(self.as_dict())
+        """Return the text: bfloat16; or Q4_1 and Q6_K weights of 5.06 bits, bfloat16 otherwise."""
+        types, dtype = self.weights.types, str(self.dtype).removeprefix("torch.")
+        if types == (dtype,):
+            return dtype
+        return f"{' and '.join(types)} weights of {self.weights.bits:.3g} bits, {dtype} otherwise"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields that every report has."""
@@ -36,14 +40,6 @@ class Precision:
             "weight_types": list(self.weights.types),
             "weight_bits": self.weights.bits,
         }
-
-
-def precision_text(document: Mapping[str, Any]) -> str:
-    """Return the precision in a report as text: bfloat16; or Q4_1 and Q6_K weights of 5.06 bits, bfloat16 otherwise."""
-    types, dtype = document["weight_types"], document["dtype"]
-    if types == [dtype]:
-        return str(dtype)
-    return f"{' and '.join(types)} weights of {document['weight_bits']:.3g} bits, {dtype} otherwise"
 
 
 class LazyModel:

@@ -55,9 +55,9 @@ from outrider.runtime.ranks import all_ranks, seconds_of_first_rank
 
 _log = logging.getLogger("outrider")
 _USES_UNTIL_RECORDED = 2  # uses of a bucket until it is recorded
-_COVERED_USES_UNTIL_RECORDED = 32  # the same if a larger recording covers it
+COVERED_USES_UNTIL_RECORDED = 32  # the same if a larger recording covers it
 _MAX_EVICTIONS = 2  # times that missing memory frees all recordings
-_MAX_FAILURES = 4  # buckets that cannot be recorded, without one that can
+MAX_FAILURES = 4  # buckets that cannot be recorded, without one that can
 _RECOMPILATIONS = 256  # one per shape and kind of layer
 
 
@@ -250,7 +250,7 @@ class Graphs:
         # A longer draft takes this time in vain at each use.
         wasted = self._recorded[covering].seconds * (1 - share_of_steps(bucket, covering))
         if wasted <= 0:
-            return _COVERED_USES_UNTIL_RECORDED
+            return COVERED_USES_UNTIL_RECORDED
         return max(bucket.steps * self._recording_seconds / wasted, _USES_UNTIL_RECORDED)
 
     def _make(self, bucket: Bucket, *, compiled: bool) -> _Recorded | None:
@@ -316,7 +316,7 @@ class Graphs:
     def _give_up(self, bucket: Bucket, failure: _Failure) -> None:
         """Run the passes of a bucket eagerly from now on, or those of all buckets if none can be recorded."""
         self._failed.add(bucket)
-        if failure.for_all or (len(self._failed) >= _MAX_FAILURES and not self._recorded):
+        if failure.for_all or (len(self._failed) >= MAX_FAILURES and not self._recorded):
             self._disable(f"passes cannot be recorded ({failure.reason})")
             return
         remedy = "; to leave memory for graphs, lower max_num_seqs or max_model_len" if failure.no_memory else ""

@@ -124,10 +124,10 @@ Dequantizer = Callable[[str, NDArray[np.uint64], int], torch.Tensor | None]
 _dequantizer: Dequantizer | None = None
 
 
-def use_dequantizer(dequantizer: Dequantizer) -> None:
+def use_dequantizer(dequantizer: Dequantizer | None) -> None:
     """Let all matrices be dequantized by a function of the type, the addresses of the rows, and the columns.
 
-    It returns None for types that it does not know.
+    It returns None for types that it does not know. Without a function, the package gguf dequantizes.
     """
     global _dequantizer
     _dequantizer = dequantizer

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from outrider.errors import UnsupportedModel
 
-_OPERATORS = ("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "_convert_weight_to_int4pack_for_cpu")
+OPERATORS = ("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "_convert_weight_to_int4pack_for_cpu")
 _MAX_INT8_ROWS = 8  # for more tokens, 8-bit weights are converted before the multiplication
 _ALIGNMENT = 64  # bytes; the operators crash if an input has another alignment
 _log = logging.getLogger("outrider")
@@ -123,7 +123,7 @@ def quantize_model(model: Any, bits: int) -> None:
     """
     model_type = model.config.model_type
     lm_head = model.get_output_embeddings()
-    if missing := [name for name in _OPERATORS if not hasattr(torch.ops.aten, name)]:
+    if missing := [name for name in OPERATORS if not hasattr(torch.ops.aten, name)]:
         raise UnsupportedModel(
             f"this torch has no operator {missing[0]}, which --quantize needs; update torch, or leave --quantize out"
         )

@@ -29,6 +29,7 @@ class Shape(NamedTuple):
         programs: about how many programs share the work.
         warps: warps of a program.
         stages: tiles of keys in flight.
+        overlaps: whether the kernel that adds the pieces starts before the other ends. It needs sm_90.
     """
 
     rows: int = 16
@@ -37,6 +38,7 @@ class Shape(NamedTuple):
     programs: int = 1056
     warps: int = 4
     stages: int = 3
+    overlaps: bool = False
 
 
 def attend(
@@ -57,7 +59,8 @@ def attend(
 ) -> torch.Tensor:
     """Attend with 1 to 64 tokens of each sequence.
 
-    Entries below the last one that a token of the row sees must be finite, from the start of its window.
+    Entries below the last one that a token of the row sees must be finite, from the start of its window. Padding has
+    bits 0. Bits of entries beyond the block table do no harm.
 
     Args:
         query: [T, Hq, D]; token t is column t % columns of row t // columns.
@@ -89,6 +92,7 @@ def attend(
         "PIECE": shape.piece,
         "WORDS": bits.shape[1],
         "WINDOW": window,
+        "OVERLAPS": shape.overlaps,
     }
     at_once = max(1, WORKSPACE // (4 * columns * heads * pieces * padded))
     for first in range(0, rows, at_once):
@@ -98,7 +102,7 @@ def attend(
         some = (query[tokens], prefix[first : first + count], bits[tokens], position[tokens])
         sums = torch.empty(count * columns, heads, pieces, padded, dtype=torch.float32, device=query.device)
         stats = torch.empty(2, count * columns, heads, pieces, dtype=torch.float32, device=query.device)
-        _attend_pieces[(tiles * splits, heads // groups, count)](
+        _attend_pieces[(tiles * (heads // groups), count, splits)](
             *some,
             entries_of_layer,
             block_table[first : first + count],
@@ -107,7 +111,6 @@ def attend(
             scale * LOG2_E,
             columns,
             tiles,
-            splits,
             pieces,
             block_table.stride(0),
             **constants,
@@ -121,7 +124,17 @@ def attend(
             num_stages=shape.stages,
         )
         _combine[(count * columns, heads)](
-            *some[1:], sums, *stats, sinks, out[tokens], columns, pieces, **constants, CHUNK=32, num_warps=4
+            *some[1:],
+            sums,
+            *stats,
+            sinks,
+            out[tokens],
+            columns,
+            pieces,
+            **constants,
+            CHUNK=32,
+            num_warps=4,
+            launch_pdl=shape.overlaps,
         )
     return out
 
@@ -161,7 +174,7 @@ def attend_prompt(
     Returns:
         [T, Hq, D]; zeros for padding.
     """
-    shape = shape or _prompt_shape(query)
+    shape = shape or _prompt_shape(query, window)
     _, heads, dim = query.shape
     key_heads, _, block, _ = entries_of_layer.shape[1:]
     groups = heads // key_heads
@@ -195,12 +208,12 @@ def attend_prompt(
     return out
 
 
-def _prompt_shape(query: torch.Tensor) -> Shape:
+def _prompt_shape(query: torch.Tensor, window: int) -> Shape:
     """Return tiles whose sums fit the registers and whose keys fit the shared memory of every chip."""
     if query.element_size() > 2:
         return Shape(rows=32, keys=16, stages=2)
     wide = query.shape[2] > 128
-    return Shape(rows=64 if wide else 128, keys=32 if wide else 64, warps=8, stages=2)
+    return Shape(rows=64 if wide else 128, keys=32 if wide or window else 64, warps=8, stages=2)
 
 
 @triton.jit
@@ -216,8 +229,8 @@ def _words(bits, token, inside, WORDS: tl.constexpr):
     """Return the words of each token: entries of the tail that it sees."""
     words = ()
     for index in tl.static_range(WORDS):
-        word = tl.load(bits + token * WORDS + index, mask=inside, other=0)
-        words = words + (word.to(tl.uint64, bitcast=True),)  # noqa: RUF005  Triton does not unpack
+        word = tl.load(bits + token * WORDS + index, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        words = words + (word,)  # type: ignore[assignment]  # noqa: RUF005  Triton does not unpack
     return words
 
 
@@ -273,7 +286,7 @@ def _weigh(scores, peak, weight, values, value):
 
 
 @triton.jit(
-    do_not_specialize=["columns", "tiles", "splits", "pieces", "table_stride"],
+    do_not_specialize=["columns", "tiles", "pieces", "table_stride"],
     do_not_specialize_on_alignment=["prefix", "bits", "position", "block_table", "peaks", "weights"],
 )
 def _attend_pieces(
@@ -289,7 +302,6 @@ def _attend_pieces(
     scale,
     columns,
     tiles,
-    splits,
     pieces,
     table_stride,
     HEADS: tl.constexpr,
@@ -303,16 +315,21 @@ def _attend_pieces(
     PIECE: tl.constexpr,
     WORDS: tl.constexpr,
     WINDOW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
     """Sum some pieces of one row, for one key head and one tile of its queries.
 
-    The grid does not depend on the lengths: each program takes every `splits`-th piece until the row ends.
+    The grid does not depend on the lengths. Programs share the pieces of a row in turns. Those that have no piece, as
+    the row is short, start last and end at once.
     """
-    row = tl.program_id(2)
-    key_head = tl.program_id(1)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0) % tiles
-    split = tl.program_id(0) // tiles
+    key_head = tl.program_id(0) // tiles
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    splits = tl.num_programs(2)
     place = tile * ROWS + tl.arange(0, ROWS)
     inside = place < columns * GROUP
     token = row * columns + place // GROUP
@@ -327,16 +344,19 @@ def _attend_pieces(
     channel = tl.arange(0, PADDED)
     turn = tl.arange(0, PIECE // BLOCK)
     exists = (channel < D) | (D == PADDED)
-    queries = tl.load(query + head[:, None] * D + channel[None, :], mask=inside[:, None] & exists[None, :], other=0.0)
 
-    for piece in range(first // PIECE + split, tl.cdiv(limit, PIECE), splits):
+    for piece in range(first // PIECE + split, tl.minimum(tl.cdiv(limit, PIECE), pieces), splits):
+        queries = tl.load(
+            query + head[:, None] * D + channel[None, :], mask=inside[:, None] & exists[None, :], other=0.0
+        )
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         values = tl.zeros([ROWS, PADDED], tl.float32)
         begin = tl.maximum(piece * PIECE, first // KEYS * KEYS)
         # No load inside the loop has an address from another load: tiles of keys then arrive in several stages.
         index = piece * (PIECE // BLOCK) + turn
-        blocks = tl.load(block_table + row * table_stride + index, mask=index * BLOCK < limit, other=0)
+        given = (index * BLOCK < limit) & (index < table_stride)
+        blocks = tl.load(block_table + row * table_stride + index, mask=given, other=0)
         for start in range(begin, tl.minimum(piece * PIECE + PIECE, limit), KEYS):
             block = tl.sum(tl.where(index == start // BLOCK, blocks, 0), 0).to(tl.int64)
             held = entries + block * BLOCK_STRIDE + (key_head * 2 * BLOCK + start % BLOCK) * D
@@ -385,6 +405,7 @@ def _combine(
     PIECE: tl.constexpr,
     WORDS: tl.constexpr,
     WINDOW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Add the pieces of one token and head: `CHUNK` at once, from the first entry on, and the chunks in order."""
@@ -393,7 +414,7 @@ def _combine(
     before = tl.load(prefix + token // columns)
     limit = before + _limit(_words(bits, token, True, WORDS), WORDS)
     begin = _first(tl.load(position + token), before, WINDOW) // PIECE
-    end = tl.cdiv(limit, PIECE)
+    end = tl.minimum(tl.cdiv(limit, PIECE), pieces)
     at = (token * HEADS + head).to(tl.int64) * pieces
     channel = tl.arange(0, PADDED)
     peak = float("-inf")
@@ -402,6 +423,8 @@ def _combine(
         peak = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
         weight = 1.0
     values = tl.zeros([PADDED], tl.float32)
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
     for chunk in range(begin // CHUNK * CHUNK, end, CHUNK):
         piece = chunk + tl.arange(0, CHUNK)
         exists = (piece >= begin) & (piece < end)

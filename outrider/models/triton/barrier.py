@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 
 import torch
 import triton
@@ -25,15 +27,20 @@ def wait_for_all(arrived, step, SPLIT: tl.constexpr) -> None:
         tl.debug_barrier()
 
 
-@lru_cache(64)
-def programs_per_row(device: torch.device, rows: int, blocks: int) -> int:
-    """Return how many programs share a row of `blocks` blocks, a power of two. All programs must run at once.
+@lru_cache(256)
+def block_options(device: torch.device, rows: int, vocab: int, largest: int) -> Mapping[str, int]:
+    """Return how `rows` rows of `vocab` ids are cut into blocks of at most `largest` ids, as arguments of a kernel.
 
-    It has few values, because each one is compiled.
+    SPLIT, the programs that share a row, has few values, because each one is compiled. The GPU must be able to run the
+    programs of all rows at once.
     """
-    if device.type != "cuda" or rows * _SPLIT > torch.cuda.get_device_properties(device).multi_processor_count:
-        return 1
-    return min(_SPLIT, 1 << (blocks.bit_length() - 1))
+    block = min(largest, triton.next_power_of_2(vocab))
+    blocks = triton.cdiv(vocab, block)
+    split = 1
+    if device.type == "cuda" and rows * _SPLIT <= torch.cuda.get_device_properties(device).multi_processor_count:
+        split = min(_SPLIT, 1 << (blocks.bit_length() - 1))
+    steps = triton.cdiv(blocks, split)
+    return MappingProxyType({"BLOCK": block, "BLOCKS": triton.next_power_of_2(blocks), "STEPS": steps, "SPLIT": split})
 
 
 def launch_options(split: int) -> dict[str, bool]:

@@ -9,10 +9,11 @@ product of down with the residual.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -29,6 +30,7 @@ from outrider.models.triton.attention import attend, attend_prompt
 from outrider.models.triton.layers import rms_norm, rotate_and_write
 from outrider.models.triton.linear import Norm, linear
 from outrider.models.triton.passes import MAX_COLUMNS, Rows
+from outrider.models.triton.prompt_products import linear_by_role
 from outrider.models.triton.quantized import QuantizedWeight, from_weight, quantize, stacked
 from outrider.runtime.grouping import instances
 
@@ -50,6 +52,11 @@ class _Layer:
     qkv_bias: torch.Tensor | None
     out_bias: torch.Tensor | None
     norms: Mapping[str, torch.Tensor]  # by the name of the module
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights of the products."""
+        return sum(weight.nbytes for weight in (self.qkv, self.out, self.gate_up, self.down))
 
 
 class QueryNorms(NamedTuple):
@@ -134,7 +141,13 @@ class Decoder:
         return self._head.shape[0]
 
     def forward(
-        self, tokens: torch.Tensor, groups: Sequence[Rows], pages: torch.Tensor, outputs: Outputs
+        self,
+        tokens: torch.Tensor,
+        groups: Sequence[Rows],
+        pages: torch.Tensor,
+        outputs: Outputs,
+        *,
+        prompt_tokens: int = 0,
     ) -> torch.Tensor:
         """Return the hidden states [T, H] of all tokens before the last norm.
 
@@ -143,6 +156,7 @@ class Decoder:
             groups: the rows of the pass. They contain each token once.
             pages: [blocks, layers, heads, 2, BLOCK, dim] the KV cache.
             outputs: receives the outputs of its layers.
+            prompt_tokens: the first tokens, whose products run in blocks of fixed size.
         """
         shape = self.shape
         scale = shape.table_scale * shape.embedding_scale
@@ -150,7 +164,7 @@ class Decoder:
         if scale != 1:
             hidden = hidden * torch.tensor(scale, dtype=self.dtype)
         for number, i in enumerate(self.stack):
-            hidden = self._run(i, self._layers[i], hidden, groups, pages[:, number])
+            hidden = self._run(i, hidden, groups, pages[:, number], prompt_tokens)
             if i in outputs.layers:
                 outputs.states[i] = hidden
         return hidden
@@ -165,10 +179,12 @@ class Decoder:
         return logits
 
     def _run(
-        self, i: int, layer: _Layer, hidden: torch.Tensor, groups: Sequence[Rows], pages: torch.Tensor
+        self, i: int, hidden: torch.Tensor, groups: Sequence[Rows], pages: torch.Tensor, prompt_tokens: int
     ) -> torch.Tensor:
-        """Run one decoder layer. `pages` [blocks, heads, 2, BLOCK, dim] is its part of the cache."""
+        """Run decoder layer `i`. `pages` [blocks, heads, 2, BLOCK, dim] is its part of the cache."""
+        layer = self._layers[i]
         shape, family = self.shape, self.shape.family
+        linear = partial(linear_by_role, prompt_tokens)
         qkv = linear(hidden, layer.qkv, norm=self._factors(layer, family.attention_norm), bias=layer.qkv_bias)
         attended = attend_groups(
             qkv,
@@ -180,18 +196,19 @@ class Decoder:
             window=shape.windows[i],
             softcap=shape.score_cap,
         )
-        hidden = self._added(hidden, attended, layer.out, layer, family.attention_post_norm, layer.out_bias)
+        post_norm = layer.norms.get(family.attention_post_norm or "")
+        hidden = self._added(linear, hidden, attended, layer.out, post_norm, layer.out_bias)
         norm = self._factors(layer, family.mlp_norm)
         gated = linear(hidden, layer.gate_up, norm=norm, gate="gelu_tanh" if shape.gelu else "silu")
-        return self._added(hidden, gated, layer.down, layer, family.mlp_post_norm)
+        return self._added(linear, hidden, gated, layer.down, layer.norms.get(family.mlp_post_norm or ""))
 
     def _added(
         self,
+        linear: Callable[..., torch.Tensor],
         hidden: torch.Tensor,
         inputs: torch.Tensor,
         weight: Matrix,
-        layer: _Layer,
-        post_norm: str | None,
+        post_norm: torch.Tensor | None,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the residual stream with the output of a product added."""
@@ -200,7 +217,7 @@ class Decoder:
             return linear(inputs, weight, residual=hidden, bias=bias)
         out = linear(inputs, weight, bias=bias)
         if post_norm is not None:
-            out, _ = rms_norm(out, layer.norms[post_norm], self.shape.epsilon)
+            out, _ = rms_norm(out, post_norm, self.shape.epsilon)
         return torch.add(hidden, out, alpha=scale)
 
     def _factors(self, layer: _Layer, name: str | None) -> Norm | None:
@@ -267,9 +284,7 @@ class Decoder:
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         """Return the bytes of weights that a pass over one token reads: of each layer, and of the LM head."""
-        layers = self._layers.values()
-        parts = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in layers]
-        return tuple(sum(weight.nbytes for weight in weights) for weights in parts), self._head.nbytes
+        return tuple(layer.nbytes for layer in self._layers.values()), self._head.nbytes
 
     def share_weights(self) -> SharedWeights:
         """Return the weights that draft heads share."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
 
+from outrider.core import noise
 from outrider.models.native import rules, sampling
 from outrider.verify.rules import Verifier
 from outrider.verify.sampling import ProbsFunction
@@ -27,6 +29,15 @@ def fastest_sampling(device: torch.device) -> ProbsFunction:
 
         return target_probs
     return sampling.fastest_sampling(device)
+
+
+def fastest_inverse_cdf(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Return the fastest `inverse_cdf` for the device, for rows [B, V] and numbers [B]."""
+    if _has_triton(device):
+        from outrider.models.triton.sampling import inverse_cdf
+
+        return inverse_cdf
+    return noise.inverse_cdf
 
 
 def _has_triton(device: torch.device) -> bool:

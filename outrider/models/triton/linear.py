@@ -22,11 +22,15 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.models.triton.quantized import QuantizedWeight
 
 MAX_ROWS = 64  # above, the product is one of cuBLAS
 _STEP = 256  # inputs of an iteration
+# Whether a kernel starts before the one before it ends, and reads weights into the L2 cache meanwhile. GPUs of compute
+# capability 9 and later do.
+overlap = False
 
 
 class Norm(NamedTuple):
@@ -69,7 +73,7 @@ def linear(
         tile: how the product is cut; None: as `choose_tile` does.
     """
     if len(x) > MAX_ROWS:
-        return _many_rows(x, weight, norm, residual, gate, bias, out_dtype or x.dtype)
+        return many_rows(x, weight, norm=norm, residual=residual, gate=gate, bias=bias, out_dtype=out_dtype)
     call = _call(x, weight, norm, residual, gate, bias, out_dtype, tile)
     _product[call.grid](*call.arguments, **call.options)
     return call.out
@@ -120,7 +124,8 @@ def _call(
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     group = quantized.group if quantized else 0
     bits = 8 * values.itemsize if values.shape[1] == inputs else 4
-    tile = tile or choose_tile(rows, outputs, bits, grouped=group > 0, input_bytes=x.itemsize)
+    tile = tile or choose_tile(rows, outputs, bits, x.itemsize)
+    overlapped = overlap and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     out = x.new_empty(rows, outputs // 2 if gate else outputs, dtype=out_dtype or x.dtype)
     arguments = (
         x, values, quantized and quantized.scale, quantized and quantized.zero, norm and norm.weight, bias, residual,
@@ -135,43 +140,47 @@ def _call(
         "EVEN": inputs % 256 == 0,
         "OUTPUTS": tile.outputs,
         "ROWS": tile.rows,
+        "OVERLAP": overlapped,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
+    if overlapped:
+        options["launch_pdl"] = True
     grid = (triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs))
     return _Call(out, grid, arguments, options)
 
 
-def choose_tile(rows: int, outputs: int, bits: int, *, grouped: bool, input_bytes: int = 2) -> Tile:
+def choose_tile(rows: int, outputs: int, bits: int, input_bytes: int = 2) -> Tile:
     """Return the tile of a product of `rows` rows. It changes the time of the product and not its bits.
 
     As many stages as fit into 99 KB, which all chips have, hide the latency of memory. Small tiles make enough programs
-    for all processors.
+    for all processors. Two programs of 32 rows, at the same time, share the weights through the L2 cache. One of 64
+    rows lacks registers.
 
     Args:
         rows: 1 to 64.
         outputs: rows of the weight.
         bits: of a weight in memory.
-        grouped: whether scales belong to groups of inputs, whose sums take registers of their own.
         input_bytes: of an input.
     """
     size = 16 if outputs < 3072 or input_bytes == 4 else 32
-    largest = 8 if input_bytes == 4 else 32 if grouped else 64
-    tile_rows = min(largest, max(8, triton.next_power_of_2(rows)))
+    tile_rows = min(8 if input_bytes == 4 else 32, max(8, triton.next_power_of_2(rows)))
     stage = _STEP * (size * bits // 8 + input_bytes * tile_rows + 4)  # bytes: weights, inputs, and the weight of a norm
     return Tile(size, tile_rows, 4, min(6, 1 + 99 * 1024 // stage))
 
 
-def _many_rows(
+def many_rows(
     x: torch.Tensor,
     weight: torch.Tensor | QuantizedWeight,
-    norm: Norm | None,
-    residual: torch.Tensor | None,
-    gate: str,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    *,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    gate: str = "",
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Multiply the rows of a prompt by cuBLAS."""
+    """Do what `linear` does for any number of rows, on cuBLAS."""
+    out_dtype = out_dtype or x.dtype
     if isinstance(weight, QuantizedWeight):
         weight = expand(weight, x.dtype)
     if norm is not None:
@@ -231,11 +240,15 @@ def _product(
     x, values, scale, zero, norm, bias, residual, out,
     rows, outputs, inputs, x_stride, values_stride, residual_stride, epsilon,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Compute OUTPUTS outputs of ROWS rows."""
     n = _weight_rows(outputs, GATE, OUTPUTS)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if OVERLAP:
+        gdc_launch_dependents()
+        _prefetch(values, n, values_stride)
+        gdc_wait()  # for the kernel before this one, which may write all that follows
     total, squares = _sum_products(
         x + t[None, None, :] * x_stride, values + n.to(tl.int64)[None, :, None] * values_stride, scale, zero, norm,
         (t < rows)[None, None, :], (n // SCALE_ROWS)[None, :], tl.cdiv(outputs, SCALE_ROWS), inputs,
@@ -258,6 +271,17 @@ def _product(
     if residual is not None:
         result += tl.load(residual + t[None, :] * residual_stride + column[:, None], mask=inside).to(tl.float32)
     tl.store(out + t[None, :] * width + column[:, None], result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prefetch(values, n, values_stride):
+    """Bring the first 2 KB of rows of the weight into the L2 cache."""
+    LINE: tl.constexpr = 128 * 8 // values.dtype.element_ty.primitive_bitwidth  # values of a line of the cache
+    place = tl.minimum(tl.arange(0, 16) * LINE, values_stride - 1)
+    lines = (values + n.to(tl.int64)[:, None] * values_stride + place[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

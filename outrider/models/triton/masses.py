@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from outrider.models.triton.noise import (
-    accept_uniform,
+    accepts,
     clamp_prob,
     find_block,
     find_token,
@@ -129,8 +129,8 @@ def decide_chain(
     length, ratio = chain_ratios(b, tokens, kind, count, p, p_at, q, q_at, size, vocab, HAS_Q, NODES)
     if RULE == REJECTION:
         shares = tl.full((NODES,), 1.0, tl.float64)
-        accepts = (accept_uniform(seed_b, first_b, order) < clamp_prob(ratio)) & (order < length)
-        accepted = tl.min(tl.where(accepts, NODES, order), 0)
+        prob = tl.where(order < length, clamp_prob(ratio), 0.0)
+        accepted = tl.min(tl.where(accepts(seed_b, first_b, order, prob), NODES, order), 0)
     else:
         shares = running_shares(ratio, length)
         pieces = sums + ((b * (1 + size) + order[:, None]) * 2 + 1) * blocks + block[None, :]
@@ -138,8 +138,8 @@ def decide_chain(
         excess = tl.sum(tl.load(pieces, inner[:, None] & (block[None, :] < blocks), other=0.0), 1)
         remaining = excess + 1 - shares
         prob = tl.where(order == length, shares, tl.where(remaining > 0, excess / remaining, 1.0))
-        accepts = (accept_uniform(seed_b, first_b, order - 1) < clamp_prob(prob)) & (order > 0) & (order <= length)
-        accepted = tl.max(tl.where(accepts, order, 0), 0)
+        prob = tl.where((order > 0) & (order <= length), clamp_prob(prob), 0.0)
+        accepted = tl.max(tl.where(accepts(seed_b, first_b, order - 1, prob), order, 0), 0)
     out = sums + (b * (1 + size) + accepted) * 2 * blocks + block
     plain = tl.load(out, block < blocks, other=0.0)
     residual = tl.load(out + blocks, (block < blocks) & (accepted < length), other=0.0)

@@ -48,15 +48,15 @@ def race_uniform(seed, first, ahead, ids) -> tl.tensor:
 
 
 @triton.jit
-def accept_uniform(seed, first, index) -> tl.tensor:
-    """Return the number of acceptance decision `index` of the round."""
-    return to_uniform(mix(_key(seed, _ACCEPT, first) + (index + 1).to(tl.uint64) * _GOLDEN))
-
-
-@triton.jit
 def clamp_prob(prob) -> tl.tensor:
     """Clamp to [0, 1]. NaN (no mass in p and q) becomes 0."""
     return tl.where(prob >= 1, 1.0, tl.where(prob > 0, prob, 0.0))
+
+
+@triton.jit
+def accepts(seed, first, index, prob) -> tl.tensor:
+    """Return whether acceptance decision `index` of the round, which has probability `prob`, is positive."""
+    return to_uniform(mix(_key(seed, _ACCEPT, first) + (index + 1).to(tl.uint64) * _GOLDEN)) < prob
 
 
 @triton.jit

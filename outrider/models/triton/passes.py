@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -35,15 +36,11 @@ class Rows:
     entry: torch.Tensor  # [T] int32 the entry of the sequence where a token is written; -1: padding
     position: torch.Tensor  # [T] int32
     prefix: torch.Tensor  # [R] int32: every token of a row sees the entries before it
-    bits: torch.Tensor  # [T, 1] int64: bit j: the token sees entry prefix + j, too
+    bits: torch.Tensor  # [T, 1] int64: bit j: the token sees entry prefix + j, too; 0 for padding
     table: torch.Tensor  # [R, M] int32 block tables
+    is_prompt: bool = False  # whether each token sees all before it; bits that are not 0 then mark tokens
     take: torch.Tensor | None = None  # [T] int64 the token of the pass of each column; None: the rows are the pass
     real: torch.Tensor | None = None  # int64 the columns that are no padding
-
-    @property
-    def is_prompt(self) -> bool:
-        """Whether the row is too long for the visibility of its tokens to be in one word. It is causal."""
-        return self.columns > MAX_COLUMNS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +161,7 @@ class Buffers:
             depth = above.sum(-1).flatten()[node]
             bits = torch.where(is_drafted, own | _ones(fed.long())[:, None], bits)
             position = torch.where(is_drafted, base[:, None] - 1 + depth.int(), position)
+        bits = bits.masked_fill(entry.view(rows, columns) < 0, 0)
         return Rows(
             rows=rows,
             columns=columns,
@@ -216,13 +214,29 @@ def _integers(bucket: Bucket, batch: Batch, draft: Draft, first: int) -> array[i
     return source + entry + columns + nodes
 
 
+def feeds_long_prompt(batch: Batch, first: int) -> bool:
+    """Return whether a pass has tokens of a long prompt, which run in another way than those of decoding.
+
+    That depends on the request alone, so the results of a sequence do not depend on the other sequences.
+    """
+    return first < 0 and any(_prompt_left(batch, b) for b in range(len(batch.seqs)))
+
+
+def _prompt_left(batch: Batch, b: int) -> int:
+    """Return the tokens of a long prompt in the feed of a sequence."""
+    length = len(batch.seqs[b].request.prompt_token_ids)
+    return min(max(length - batch.start[b], 0), len(batch.feed[b])) if length > MAX_COLUMNS else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RaggedPass:
-    """A pass without a fixed shape: T tokens without padding."""
+    """A pass without a fixed shape: T tokens without padding. Those of long prompts come first."""
 
     tokens: torch.Tensor  # [T] int64
+    prompt_tokens: int  # the first tokens, of long prompts
     groups: list[Rows]
-    keep: torch.Tensor  # [K] int64 the tokens whose logits are needed
+    place: torch.Tensor  # [T] int64 the token of each column, in the order of `spans`
+    keep: torch.Tensor  # [K] int64 the columns whose logits are needed
     nodes: torch.Tensor | None  # [B, N] int64 indices into `keep`; None: in the order of `keep`
     spans: Sequence[SequenceSpan]
 
@@ -248,25 +262,37 @@ class _Piece(NamedTuple):
     b: int
     skip: int  # columns of the sequence before it
     length: int
+    is_prompt: bool
 
 
 def ragged_pass(batch: Batch, draft: Draft, first: int, cache: DevicePagedCache) -> RaggedPass:
-    """Pack the tokens of a pass. Long feeds are rows of their own, and all other sequences are rows of one group."""
+    """Pack the tokens of a pass. Pieces of long prompts are rows of their own, and all others are rows of one group."""
     device = cache.device
     spans = pack(batch, draft.width, first)
     columns = _Columns(batch, draft, first, spans)
     pieces = [piece for b in range(len(spans)) for piece in columns.pieces(b)]
-    groups = [_group(columns, [piece], cache) for piece in pieces if piece.length > MAX_COLUMNS]
-    if short := [piece for piece in pieces if piece.length <= MAX_COLUMNS]:
-        groups.append(_group(columns, short, cache))  # after the feeds that its tokens see
+    pieces.sort(key=lambda piece: not piece.is_prompt)
+    offsets = [0, *accumulate(piece.length for piece in pieces)]
+    place = [0] * offsets[-1]
+    for piece, offset in zip(pieces, offsets, strict=False):
+        begin = spans[piece.b].begin + piece.skip
+        place[begin : begin + piece.length] = range(offset, offset + piece.length)
+    placed = list(zip(pieces, offsets, strict=False))
+    groups = [_group(columns, [each], cache) for each in placed if each[0].is_prompt]
+    if others := [each for each in placed if not each[0].is_prompt]:
+        groups.append(_group(columns, others, cache))  # after the prompts that its tokens see
     order = node_order(spans, draft.size - max(first, 0) + (first < 0))
-    source = upload([token for b in range(len(spans)) for token in columns.source(b)], device)
+    sources = [columns.source(b) for b in range(len(spans))]
+    parts = [sources[piece.b][piece.skip : piece.skip + piece.length] for piece in pieces]
+    source = upload([token for part in parts for token in part], device)
     tokens = source
     if draft.size:
         tokens = torch.where(source < 0, draft.tokens.flatten()[(~source).clamp(min=0)], source)
     return RaggedPass(
         tokens=tokens,
+        prompt_tokens=sum(piece.length for piece in pieces if piece.is_prompt),
         groups=groups,
+        place=upload(place, device),
         keep=upload([column for span in spans for column in span.outputs], device),
         nodes=None if order is None else upload(order, device).view(len(spans), -1),
         spans=spans,
@@ -280,6 +306,7 @@ class _Columns:
         self.slots = [seq.slot for seq in batch.seqs]
         self.spans = spans
         self._feeds = batch.feed if first < 0 else ((),) * len(batch.seqs)
+        self._prompts = [_prompt_left(batch, b) if first < 0 else 0 for b in range(len(batch.seqs))]
         self._size = draft.size
         self._parents = draft.parent.tolist() if draft.size and not draft.chain else None
 
@@ -290,16 +317,16 @@ class _Columns:
         return [*_valid(self._feeds[b]), *range(node, node - span.nodes, -1)]
 
     def pieces(self, b: int) -> list[_Piece]:
-        """Return the pieces of a sequence. The nodes of a tree do not follow a long feed in one piece."""
+        """Return the pieces of a sequence: of its prompt, if that is long, and the rest, with the nodes of a tree."""
         span = self.spans[b]
         length = span.end - span.begin
-        if not length:
-            return []
-        if self._parents is None or length <= MAX_COLUMNS or not span.nodes:
-            return [_Piece(b, 0, length)]
-        if span.first + span.nodes > MAX_COLUMNS:
+        if span.first + span.nodes > MAX_COLUMNS and self._parents is not None:
             raise UnsupportedModel(f"the Triton kernels take trees of at most {MAX_COLUMNS} draft tokens")
-        return [_Piece(b, 0, length - span.nodes), _Piece(b, length - span.nodes, span.nodes)]
+        skip = self._prompts[b]
+        if length - skip > MAX_COLUMNS:  # generated tokens that are computed again
+            skip = length - span.nodes if span.nodes else length
+        cuts = [_Piece(b, 0, skip, is_prompt=True), _Piece(b, skip, length - skip, is_prompt=False)]
+        return [piece for piece in cuts if piece.length]
 
     def entries(self, piece: _Piece) -> range:
         """Return the entries where the tokens of a piece are written."""
@@ -310,8 +337,8 @@ class _Columns:
         """Return the prefix of a piece, and the bits and position of each of its tokens."""
         span = self.spans[piece.b]
         entries = self.entries(piece)
-        if piece.length > MAX_COLUMNS:  # causal
-            return entries.start, [0] * piece.length, list(entries)
+        if piece.is_prompt:  # causal
+            return entries.start, [1] * piece.length, list(entries)
         if self._parents is None or not span.nodes:
             return entries.start, [(1 << column + 1) - 1 for column in range(piece.length)], list(entries)
         fed = span.end - span.begin - span.nodes - piece.skip
@@ -327,30 +354,30 @@ class _Columns:
         return prefix, bits, [*entries[:fed], *(span.base - 1 + depths[node] for node in drafted)]
 
 
-def _group(columns: _Columns, pieces: Sequence[_Piece], cache: DevicePagedCache) -> Rows:
-    """Return pieces of a pass as rows."""
+def _group(columns: _Columns, placed: Sequence[tuple[_Piece, int]], cache: DevicePagedCache) -> Rows:
+    """Return pieces as rows, with the token of the pass at which each begins."""
     device = cache.device
-    size = max(piece.length for piece in pieces)
+    size = max(piece.length for piece, _ in placed)
     entry, position, bits, prefix, take, real = (list[int]() for _ in range(6))
-    for row, piece in enumerate(pieces):
+    for row, (piece, begin) in enumerate(placed):
         padding = size - piece.length
         start, words, positions = columns.visibility(piece)
-        begin = columns.spans[piece.b].begin + piece.skip
         prefix.append(start)
         entry += [*columns.entries(piece), *[_PADDING] * padding]
         position += positions + [0] * padding
         bits += [*map(_signed, words), *[0] * padding]
         take += [*range(begin, begin + piece.length), *[begin] * padding]
         real += range(row * size, row * size + piece.length)
-    slots = [columns.slots[piece.b] for piece in pieces]
+    slots = [columns.slots[piece.b] for piece, _ in placed]
     return Rows(
-        rows=len(pieces),
+        rows=len(placed),
         columns=size,
         entry=upload(entry, device, torch.int32),
         position=upload(position, device, torch.int32),
         prefix=upload(prefix, device, torch.int32),
         bits=upload(bits, device)[:, None],
-        table=upload(cache.rows(slots), device, torch.int32).view(len(pieces), -1),
+        table=upload(cache.rows(slots), device, torch.int32).view(len(placed), -1),
+        is_prompt=placed[0][0].is_prompt,
         take=upload(take, device),
         real=upload(real, device),
     )

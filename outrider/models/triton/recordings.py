@@ -1,14 +1,13 @@
 """The passes of fixed shapes of a Triton target, recorded as CUDA graphs.
 
-A pass is recorded at the second use of its bucket. The kernels read lengths and block tables on the
-device, so one recording serves sequences of any length, in any slot. Before a bucket is recorded,
-and without a recorder, the same function runs eagerly: a recording changes no bit of the result.
+A pass is recorded at the first use of its bucket. The kernels read lengths and block tables on the
+device, so one recording serves sequences of any length, in any slot. Without a recorder, the same
+function runs eagerly: a recording changes no bit of the result.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
@@ -23,7 +22,6 @@ from outrider.models.triton.passes import MAX_COLUMNS, Bucket, Buffers
 _log = logging.getLogger("outrider")
 _MAX_TOKENS = 512  # of a pass of fixed shape
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
-_USES_UNTIL_RECORDED = 2
 
 
 class Recordings:
@@ -53,7 +51,6 @@ class Recordings:
         self._states = states
         self._buffers: dict[Bucket, Buffers] = {}
         self._runs: dict[Bucket, Callable[[], Any]] = {}
-        self._uses: Counter[Bucket] = Counter()
         self._failed: set[Bucket] = set()
         self._pages = 0  # address of the memory that the recorded passes read
 
@@ -81,14 +78,13 @@ class Recordings:
         return Bucket(rows=rows, columns=columns, nodes=nodes, trees=not draft.chain, steps=steps, vocab=vocab)
 
     def find(self, bucket: Bucket) -> tuple[Buffers, Callable[[], Any]]:
-        """Return the buffers of a bucket and its pass, which is recorded after enough uses."""
+        """Return the buffers of a bucket and its pass, which is recorded at first."""
         if self._memory.pages.data_ptr() != self._pages:
             self._runs.clear()  # `resize` has replaced the memory
             self._pages = self._memory.pages.data_ptr()
         if bucket not in self._buffers:
             self._buffers[bucket] = self._allocate(bucket)
-        self._uses[bucket] += 1
-        if bucket not in self._runs and self._uses[bucket] >= _USES_UNTIL_RECORDED and bucket not in self._failed:
+        if bucket not in self._runs and bucket not in self._failed:
             self._try(bucket)
         buffers = self._buffers[bucket]
         return buffers, self._runs.get(bucket) or self._make(buffers)
@@ -125,7 +121,6 @@ class Recordings:
             buckets.append(Bucket(rows=rows, columns=feed, nodes=0, steps=count, vocab=vocab))
         for bucket in buckets:
             if bucket.rows * bucket.columns <= _MAX_TOKENS and bucket not in self._runs:
-                self._uses[bucket] = _USES_UNTIL_RECORDED
                 self.find(bucket)
         return self.seconds - before
 

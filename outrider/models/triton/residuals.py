@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from outrider.models.triton.barrier import wait_for_all
-from outrider.models.triton.noise import accept_uniform, clamp_prob, find_block, find_token, target_uniform
+from outrider.models.triton.noise import accepts, clamp_prob, find_block, find_token, target_uniform
 from outrider.models.triton.verdicts import (
     ONE_HOT,
     WITHOUT_REPLACEMENT,
@@ -125,25 +125,37 @@ def subtract_draft(
 
 
 @triton.jit
-def end_at(
-    b, at, depth, tokens, parent, p, p_at, residuals, slot, version, seed, first, sums, arrived, step,
-    out_path, out_accepted, out_bonus, out_logprob, size, vocab,
-    NODES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
-) -> None:  # fmt: skip
-    """Accept the path to a node, and sample the bonus token from what is left of p there."""
-    p_row = tl.load(p_at + b * (1 + size) + at + 1)
+def sample_current(
+    p, p_row, residuals, slot, version, uniform, sums, arrived, step, vocab,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Sample a token from what is left of p at a node."""
     for i in range(STEPS):
         block = tl.program_id(0) + i * SPLIT
         ids = block * BLOCK + tl.arange(0, BLOCK)
         mass = current_mass(p, p_row, residuals, slot, version, ids, vocab)
         tl.store(sums + step % 2 * BLOCKS + block, tl.sum(mass.to(tl.float64), 0))
     totals = all_sums(sums, arrived, step, vocab, BLOCK, BLOCKS, SPLIT)
+    threshold = uniform * tl.sum(totals, 0)
+    found, below = find_block(totals, threshold)
+    ids = found * BLOCK + tl.arange(0, BLOCK)
+    mass = current_mass(p, p_row, residuals, slot, version, ids, vocab)
+    return find_token(mass.to(tl.float64), ids, below, threshold, vocab)
+
+
+@triton.jit
+def end_at(
+    b, at, depth, tokens, parent, p, p_at, residuals, slot, version, seed, first, sums, arrived, step,
+    out_path, out_accepted, out_bonus, out_logprob, size, vocab,
+    NODES: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
+) -> None:  # fmt: skip
+    """Accept the path to a node, and sample the bonus token from what is left of p there."""
+    uniform = target_uniform(tl.load(seed + b), tl.load(first + b), depth)
+    p_row = tl.load(p_at + b * (1 + size) + at + 1)
+    bonus = sample_current(
+        p, p_row, residuals, slot, version, uniform, sums, arrived, step, vocab, BLOCK, BLOCKS, STEPS, SPLIT
+    )
     if tl.program_id(0) == 0:
-        threshold = target_uniform(tl.load(seed + b), tl.load(first + b), depth) * tl.sum(totals, 0)
-        found, below = find_block(totals, threshold)
-        ids = found * BLOCK + tl.arange(0, BLOCK)
-        mass = current_mass(p, p_row, residuals, slot, version, ids, vocab)
-        bonus = find_token(mass.to(tl.float64), ids, below, threshold, vocab)
         order = tl.arange(0, NODES)
         before = tl.where(order == depth, at + 1, 0)
         path = tl.zeros((NODES,), tl.int32)
@@ -157,6 +169,21 @@ def end_at(
             b, before, path, depth, bonus, tokens, p, p_at,
             out_path, out_accepted, out_bonus, out_logprob, size, vocab,
         )  # fmt: skip
+
+
+@triton.jit
+def sample_rows(
+    p, uniform, sums, arrived, tokens, vocab,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
+) -> None:  # fmt: skip
+    """Sample a token from each row of p [rows, V], without a residual. Grid (SPLIT, rows)."""
+    row = tl.program_id(1).to(tl.int64)
+    token = sample_current(
+        p, row, p, row, 0, tl.load(uniform + row), sums + row * 2 * BLOCKS, arrived + row, 1, vocab,
+        BLOCK, BLOCKS, STEPS, SPLIT,
+    )  # fmt: skip
+    if tl.program_id(0) == 0:
+        tl.store(tokens + row, token.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -199,7 +226,7 @@ def descend(
         )
         left = scale * current_mass(p, p_row, residuals, b, version, token, vocab).to(tl.float64)
         prob = clamp_prob(left / draft_prob(q, q_row, node_kind, token, excluded, divisor, vocab, HAS_Q))
-        if accept_uniform(tl.load(seed + b), tl.load(first + b), node) < prob:
+        if accepts(tl.load(seed + b), tl.load(first + b), node, prob):
             at = node
             depth += 1
             version = 0
@@ -263,7 +290,9 @@ def traverse(
         else:
             node = at
             share = element(shares, at + 1)
-            active = (at >= 0) & (accept_uniform(tl.load(seed + b), tl.load(first + b), at) >= share)
+            active = at >= 0
+            if active:
+                active = accepts(tl.load(seed + b), tl.load(first + b), at, share) == 0
             if active:
                 at = tl.load(parent + b * size + node).to(tl.int32)
                 depth -= 1

@@ -14,7 +14,7 @@ import triton
 from outrider.core.noise import Noise, PositionNoise
 from outrider.core.types import Draft, Packed, Verdict
 from outrider.models.triton import masses, residuals
-from outrider.models.triton.barrier import launch_options, programs_per_row
+from outrider.models.triton.barrier import block_options, launch_options
 from outrider.verify.rules import PackedVerifyFunction, Verifier
 
 _BLOCK = 4096  # token ids that one program sums
@@ -41,6 +41,7 @@ class _Launch:
         self.size = draft.size
         self.vocab = p.values.shape[-1]
         self.device = p.values.device
+        self.options = block_options(self.device, self.batch_size, self.vocab, _BLOCK)
         values = p.values.contiguous()
         q = Packed(values=values, at=p.at) if draft.q is None else draft.q
         self.path = torch.empty(self.batch_size, self.size, dtype=torch.int64, device=self.device)
@@ -71,11 +72,11 @@ class _Launch:
     def empty(self, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def run(self, kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
-        """Launch a kernel with its arguments among these and `arguments`."""
-        every = {**self.arguments, **arguments}
-        split = every.get("SPLIT", 1)
-        kernel[grid](**{name: every[name] for name in kernel.arg_names}, num_warps=8, **launch_options(split))
+    def run(self, kernel: Any, *grid: int, waits: bool = False, **arguments: Any) -> None:
+        """Launch a kernel with its arguments among these and `arguments`. `waits`: its programs share a sequence."""
+        every = {**self.arguments, **self.options, **arguments}
+        options = launch_options(self.options["SPLIT"] if waits else 1)
+        kernel[grid](**{name: every[name] for name in kernel.arg_names}, num_warps=8, **options)
 
     def verdict(self) -> Verdict:
         return Verdict(path=self.path, accepted=self.accepted, bonus=self.bonus, logprob=self.logprob)
@@ -84,39 +85,32 @@ class _Launch:
 def _by_masses(rule: int, decide: Callable[[], Any], draft: Draft, p: Packed, noise: Noise) -> Verdict:
     """Verify by sums over all blocks at all nodes, and one decision."""
     launch = _Launch(draft, p, noise)
-    block = min(_BLOCK, triton.next_power_of_2(launch.vocab))
-    blocks = triton.cdiv(launch.vocab, block)
+    blocks = triton.cdiv(launch.vocab, launch.options["BLOCK"])
     nodes = 1 + launch.size
-    scratch = {
+    arguments: dict[str, Any] = {
+        "RULE": rule,
+        "HAS_Q": draft.q is not None and rule in (masses.REJECTION.value, masses.BLOCK_RULE.value),
         "sums": launch.empty(launch.batch_size, nodes, 2, blocks),
         "winners": launch.empty(launch.batch_size, nodes, blocks, dtype=torch.int32),
     }
-    options = {"RULE": rule, "BLOCK": block, "BLOCKS": triton.next_power_of_2(blocks)}
-    if rule in (masses.WALK.value, masses.COUPLED.value):
-        options["HAS_Q"] = False
-    launch.run(masses.sum_masses, (blocks, nodes, launch.batch_size), **scratch, **options)
-    launch.run(decide(), (launch.batch_size,), **scratch, **options)
+    launch.run(masses.sum_masses, blocks, nodes, launch.batch_size, **arguments)
+    launch.run(decide(), launch.batch_size, **arguments)
     return launch.verdict()
 
 
 def _by_residuals(rule: str, draft: Draft, p: Packed, noise: Noise) -> Verdict:
     """Verify a tree in one launch, by one residual after another."""
     launch = _Launch(draft, p, noise)
-    block = min(_BLOCK, triton.next_power_of_2(launch.vocab))
-    blocks = triton.cdiv(launch.vocab, block)
-    split = programs_per_row(launch.device, launch.batch_size, blocks)
     levels = max(1, *draft.depth) if rule == "traversal" else 1
     launch.run(
         residuals.traverse if rule == "traversal" else residuals.descend,
-        (split, launch.batch_size),
+        launch.options["SPLIT"],
+        launch.batch_size,
+        waits=True,
         residuals=launch.empty(launch.batch_size, levels, 2, launch.vocab, dtype=launch.logprob.dtype),
-        sums=launch.empty(launch.batch_size, 2, triton.next_power_of_2(blocks)),
-        arrived=torch.zeros(launch.batch_size, dtype=torch.int32, device=launch.device),
+        sums=launch.empty(launch.batch_size, 2, launch.options["BLOCKS"]),
+        arrived=torch.zeros_like(draft.count, dtype=torch.int32),
         levels=levels,
-        BLOCK=block,
-        BLOCKS=triton.next_power_of_2(blocks),
-        STEPS=triton.cdiv(blocks, split),
-        SPLIT=split,
     )
     return launch.verdict()
 

@@ -11,10 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from outrider.models.triton.barrier import launch_options, programs_per_row, wait_for_all
+from outrider.models.triton.barrier import block_options, launch_options, wait_for_all
+from outrider.models.triton.residuals import sample_rows
 from outrider.verify.sampling import SamplingTensors
 
-_BLOCK = 16384  # token ids that one program takes at once
+_BLOCK = 8192  # token ids that one program takes at once
 
 
 @triton.jit
@@ -80,24 +81,26 @@ def _smallest_kept(
 
 @triton.jit(do_not_specialize=["nodes"])
 def filter_rows(
-    logits, params, probs, scratch, arrived, vocab, nodes,
+    logits, settings, probs, scratch, arrived, vocab, nodes,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STEPS: tl.constexpr, SPLIT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Apply temperature, top-k, top-p and min-p to one row. Grid (SPLIT, rows).
 
+    Triton cannot launch a kernel with a parameter `params`, which is a name of its own.
+
     Args:
         logits: [rows, V].
-        params: [rows / nodes, 4] float32: the fields of `DrawParams`.
+        settings: [rows / nodes, 4] float32: the fields of `DrawParams`.
         probs: [rows, V] float32, the result. Until then it holds the scaled logits, then exp(logit - maximum).
         scratch: [rows, 2, 3, BLOCKS] float64.
         arrived: [rows] int32, zero.
     """
     index = tl.program_id(1).to(tl.int64)
-    params += index // nodes * 4
-    temperature = tl.load(params)
-    top_k = tl.load(params + 1)
-    top_p = tl.load(params + 2)
-    min_p = tl.load(params + 3)
+    settings += index // nodes * 4
+    temperature = tl.load(settings)
+    top_k = tl.load(settings + 1)
+    top_p = tl.load(settings + 2)
+    min_p = tl.load(settings + 3)
     row = probs + index * vocab
     scratch += index * 6 * BLOCKS
     arrived += index
@@ -146,8 +149,9 @@ def filter_rows(
     if top_p < 1:
         # All values below this have less than 1 - top_p together.
         bound = (total * (1 - top_p) / vocab).to(tl.float32)
+        bound = tl.maximum(tl.minimum(bound, 1.0), 1e-37)
         lowest, step = _smallest_kept(
-            row, tl.maximum(tl.minimum(bound, 1.0), 1e-37), 2.0, total * top_p, scratch, arrived, step, vocab, True,
+            row, bound, tl.full((), 2.0, tl.float32), total * top_p, scratch, arrived, step, vocab, True,
             BLOCK, BLOCKS, STEPS, SPLIT,
         )  # fmt: skip
     if (top_p < 1) | (min_p > 0):
@@ -184,22 +188,37 @@ def target_probs(logits: torch.Tensor, sampling: SamplingTensors, of: torch.Tens
     _, nodes, vocab = logits.shape
     rows = logits.shape[0] * nodes
     probs = torch.empty_like(logits, dtype=torch.float32)
-    block = min(_BLOCK, triton.next_power_of_2(vocab))
-    blocks = triton.cdiv(vocab, block)
-    split = programs_per_row(logits.device, rows, blocks)
-    filter_rows[(split, rows)](
+    blocks = block_options(logits.device, rows, vocab, _BLOCK)
+    filter_rows[(blocks["SPLIT"], rows)](
         logits,
         sampling.draw_params[of].contiguous(),
         probs,
-        torch.empty(rows, 6, triton.next_power_of_2(blocks), dtype=torch.float64, device=logits.device),
+        torch.empty(rows, 6, blocks["BLOCKS"], dtype=torch.float64, device=logits.device),
         torch.zeros(rows, dtype=torch.int32, device=logits.device),
         vocab,
         nodes,
-        BLOCK=block,
-        BLOCKS=triton.next_power_of_2(blocks),
-        STEPS=triton.cdiv(blocks, split),
-        SPLIT=split,
+        **blocks,
+        **launch_options(blocks["SPLIT"]),
         num_warps=16,
-        **launch_options(split),
     )
     return probs
+
+
+def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Do what `core.noise.inverse_cdf` does for `probs` [rows, V] and `uniform` [rows]."""
+    probs = probs.contiguous()
+    rows, vocab = probs.shape
+    blocks = block_options(probs.device, rows, vocab, _BLOCK)
+    tokens = torch.empty(rows, dtype=torch.int64, device=probs.device)
+    sample_rows[(blocks["SPLIT"], rows)](
+        probs,
+        uniform.contiguous(),
+        torch.empty(rows, 2, blocks["BLOCKS"], dtype=torch.float64, device=probs.device),
+        torch.zeros(rows, dtype=torch.int32, device=probs.device),
+        tokens,
+        vocab,
+        **blocks,
+        **launch_options(blocks["SPLIT"]),
+        num_warps=16,
+    )
+    return tokens

@@ -18,6 +18,6 @@ def check_device(device: torch.device) -> None:
     if triton.knobs.runtime.interpret:
         return  # Triton's interpreter runs the kernels on CPU tensors, for tests
     if device.type != "cuda":
-        raise UnsupportedModel(f"the Triton kernels need an NVIDIA GPU, and the device is {device}; use kernels auto")
+        raise UnsupportedModel(f"the Triton kernels need an NVIDIA GPU, and the device is {device}")
     if torch.cuda.get_device_capability(device) < _OLDEST:
-        raise UnsupportedModel("the Triton kernels need a GPU of compute capability 8.0 or newer; use kernels auto")
+        raise UnsupportedModel("the Triton kernels need a GPU of compute capability 8.0 or newer")

@@ -23,7 +23,7 @@ from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.cuda_recorder import Recorder
 from outrider.models.torch.model_weights import ModelWeights
 from outrider.models.triton.decoder import Decoder, Outputs
-from outrider.models.triton.passes import Buffers, RaggedPass, ragged_pass
+from outrider.models.triton.passes import Buffers, RaggedPass, feeds_long_prompt, ragged_pass
 from outrider.models.triton.recordings import Recordings
 
 
@@ -83,7 +83,7 @@ class TritonTarget:
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         self._memory.reserve(batch, draft.width)
-        bucket = self.graphs.bucket(batch, draft, first)
+        bucket = None if feeds_long_prompt(batch, first) else self.graphs.bucket(batch, draft, first)
         if bucket is None:
             return self._score_ragged(ragged_pass(batch, draft, first, self._memory))
         buffers, run = self.graphs.find(bucket)
@@ -108,22 +108,26 @@ class TritonTarget:
 
     def _score_ragged(self, ragged: RaggedPass) -> Scores:
         outputs = Outputs(layers=self._exported)
-        hidden = self._decoder.forward(ragged.tokens, ragged.groups, self._memory.pages, outputs)
-        logits = self._decoder.logits(hidden[ragged.keep])
-        feeds = [(span.begin, span.end - span.nodes) for span in ragged.spans]
+        hidden = self._decoder.forward(
+            ragged.tokens, ragged.groups, self._memory.pages, outputs, prompt_tokens=ragged.prompt_tokens
+        )
+        logits = self._decoder.logits(hidden[ragged.place[ragged.keep]])
+        states = {layer: values[ragged.place] for layer, values in outputs.states.items()}
+
+        def per_feed(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(values[span.begin : span.end - span.nodes] for span in ragged.spans)
+
         return Scores(
             logits=ragged.per_node(logits),
-            hidden_states={layer: ragged.per_node(values[ragged.keep]) for layer, values in outputs.states.items()},
-            feed_hidden_states={
-                layer: tuple(values[begin:end] for begin, end in feeds) for layer, values in outputs.states.items()
-            },
+            hidden_states={layer: ragged.per_node(values[ragged.keep]) for layer, values in states.items()},
+            feed_hidden_states={layer: per_feed(values) for layer, values in states.items()},
         )
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         steps = max(batch.draft_budget)
         no_draft = empty(len(batch.seqs), self.device)
         bucket = self.graphs.bucket(batch, no_draft, -1, steps=steps, vocab=vocab if vocab < self.vocab else 0)
-        if bucket is None:
+        if bucket is None or feeds_long_prompt(batch, -1):
             return draft_by_scores(self, batch, vocab, stop_rule)
         self._memory.reserve(batch, [budget - 1 for budget in batch.draft_budget])
         buffers, run = self.graphs.find(bucket)

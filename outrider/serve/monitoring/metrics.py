@@ -82,6 +82,29 @@ class EngineMetrics:
         yield _gauge("degraded", "1 while errors reduce speculation; see /health", bool(async_llm.degraded))
 
 
+class VLLMMetrics:
+    """A Prometheus collector for the counters of speculation under the names that vLLM has."""
+
+    def __init__(self, async_llm: AsyncLLM, model: str) -> None:
+        """Label the counters with the name of a model."""
+        self._async_llm = async_llm
+        self._labels = {"model_name": model, "engine": "0"}
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._async_llm.stats
+        yield self._counter("drafts", "Drafts", [(_first(stats.offered), {})])
+        yield self._counter("draft_tokens", "Draft tokens", [(stats.draft_tokens, {})])
+        yield self._counter("accepted_tokens", "Accepted draft tokens", [(sum(stats.accepted), {})])
+        by_position = [(count, {"position": str(i)}) for i, count in enumerate(stats.accepted)]
+        yield self._counter("accepted_tokens_per_pos", "Accepted draft tokens by position", by_position)
+
+    def _counter(self, name: str, help: str, values: Sequence[tuple[int, dict[str, str]]]) -> Metric:
+        family = CounterMetricFamily(f"vllm:spec_decode_num_{name}", help)
+        for value, labels in values:
+            family.add_sample(f"{family.name}_total", self._labels | labels, value)
+        return family
+
+
 def _cache_metrics(usage: CacheUsage) -> Iterator[Metric]:
     """Yield the metrics of the target's KV cache. A cache without blocks reports 0 blocks."""
     blocks = GaugeMetricFamily("outrider_kv_cache_blocks", "Blocks of the target's KV cache", labels=["state"])

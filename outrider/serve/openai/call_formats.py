@@ -5,14 +5,31 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
-from outrider.core.markers import CALL_END, CALL_START
+from outrider.core.markers import CALL_END, CALL_START, CHANNEL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamFormat:
+    """How a model writes arguments one by one: `open` name `middle` value `close`.
+
+    Attributes:
+        separator: what stands between two arguments.
+        text: whether a value that is a string is written as it is, up to `close`. Otherwise values
+            are JSON, with Python's names of true, false and null.
+    """
+
+    open: str = ""
+    middle: str
+    close: str = ""
+    separator: str = ""
+    text: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
     """How a model writes calls: `trigger` call (`separator` call)* `end`.
 
-    A call is `open` name `middle` arguments `close`. The arguments are JSON.
+    A call is `open` name `middle` arguments `close`. The arguments are JSON, or have the format `param`.
 
     Attributes:
         separator: what stands before each call after the first; None: a response has one call.
@@ -26,6 +43,7 @@ class CallFormat:
     open: str = ""
     middle: str
     close: str = ""
+    param: ParamFormat | None = None
     separator: str | None = None
     end: str = ""
     in_template: tuple[str, ...]
@@ -33,10 +51,14 @@ class CallFormat:
     text_arguments: bool = False
     short_ids: bool = False
 
-    def one_call(self, name: str, arguments: str) -> str:
-        """Return the grammar of a call without its trigger. `arguments` is the rule of its arguments."""
+    def head(self, name: str) -> str:
+        """Return how an output begins with a call of this function."""
+        return self.trigger + self.open + name + self.middle
+
+    def one_call(self, head: str, arguments: str) -> str:
+        """Return the grammar of a call that begins with `head`. `arguments` is the rule of its arguments."""
         close = f" {json.dumps(self.close, ensure_ascii=False)}" if self.close else ""
-        return f"{json.dumps(self.open + name + self.middle, ensure_ascii=False)} {arguments}{close}"
+        return f"{json.dumps(head, ensure_ascii=False)} {arguments}{close}"
 
 
 HERMES = CallFormat(
@@ -90,6 +112,37 @@ _DEEPSEEK_FENCED = CallFormat(
     in_template=("<｜tool▁calls▁begin｜>", "```json"),
     text_arguments=True,
 )
+_XML = CallFormat(
+    trigger=CALL_START,
+    open="\n<function=",
+    middle=">\n",
+    close="</function>\n" + CALL_END,
+    param=ParamFormat(open="<parameter=", middle=">\n", close="\n</parameter>\n", text=True),
+    separator="\n" + CALL_START,
+    in_template=(CALL_START, "<function=", "<parameter="),
+)
+_PYTHONIC = CallFormat(
+    trigger="[",
+    middle="(",
+    close=")",
+    param=ParamFormat(middle="=", separator=", "),
+    separator=", ",
+    end="]",
+    in_template=("func_name1(params_name1=",),
+    at_start=True,
+)
+_PYTHONIC_MARKED = replace(
+    _PYTHONIC,
+    trigger="<|tool_call_start|>[",
+    end="]<|tool_call_end|>",
+    in_template=("<|tool_list_start|>",),
+    at_start=False,
+)
+_HARMONY = CallFormat(
+    trigger=f"{CHANNEL}commentary to=functions.",
+    middle=" <|constrain|>json<|message|>",
+    in_template=(f"{CHANNEL}commentary", "to=functions."),
+)
 
 
 def _mistral_list(template: str) -> CallFormat:
@@ -99,7 +152,18 @@ def _mistral_list(template: str) -> CallFormat:
 
 
 # A format comes before those whose markers its templates have as well.
-FORMATS = (HERMES, _MISTRAL, _MISTRAL_LIST, _DEEPSEEK_FENCED, _DEEPSEEK, _LLAMA)
+FORMATS = (
+    _XML,
+    _HARMONY,
+    _PYTHONIC,
+    _PYTHONIC_MARKED,
+    HERMES,
+    _MISTRAL,
+    _MISTRAL_LIST,
+    _DEEPSEEK_FENCED,
+    _DEEPSEEK,
+    _LLAMA,
+)
 
 
 def format_of(template: str) -> CallFormat | None:

@@ -149,7 +149,8 @@ def _text_turn(message: Message, index: int, role: str) -> Turn:
 
 
 def _common_fields(message: Message, role: str) -> dict[str, Any]:
-    fields = {"role": role, "name": message.name, "reasoning_content": message.thoughts()}
+    thoughts = message.thoughts()  # templates read one of these names
+    fields = {"role": role, "name": message.name, "reasoning_content": thoughts, "thinking": thoughts}
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -14,9 +14,10 @@ from starlette.responses import JSONResponse
 
 from outrider.core.params import InvalidParam
 from outrider.errors import Fault, OutriderError
+from outrider.serve.anthropic.errors import in_api_of
 from outrider.serve.errors import QueueFull
 from outrider.serve.openai.responses import error_response
-from outrider.serve.openai.schema import SamplingFields, field_of
+from outrider.serve.openai.schema import field_of
 
 _RETRY_HEADERS = {"Retry-After": "1"}  # seconds
 _ROUTE_ERRORS = {  # Starlette's words
@@ -45,15 +46,21 @@ def attribute_errors(param: str) -> Iterator[None]:
         raise InvalidParam(param, str(error)) from error
 
 
+class _Renames(Protocol):
+    """A body that knows its field of each parameter."""
+
+    def param_name(self, param: str) -> str: ...
+
+
 @contextmanager
-def rename_param(body: SamplingFields) -> Iterator[None]:
+def rename_param(body: _Renames) -> Iterator[None]:
     """Replace the parameter of an `InvalidParam` by the field of the request that sets it."""
     try:
         yield
     except InvalidParam as error:
         message = str(error)
         field = body.param_name(error.param)
-        if message.startswith(f"{error.param} "):
+        if message.startswith((f"{error.param} ", f"{error.param}:")):
             message = field + message[len(error.param) :]
         raise InvalidParam(field, message) from error
 
@@ -73,6 +80,20 @@ class ErrorResponse(BaseModel):
     error: ErrorBody
 
 
+class AnthropicErrorBody(BaseModel):
+    """An error of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """The body of an error response of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicErrorBody
+
+
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse, "description": "The request is invalid. The message says why."},
     "5XX": {"model": ErrorResponse, "description": "The server failed, or the request timed out."},
@@ -84,6 +105,8 @@ STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
     },
     **RESPONSES,
 }
+MESSAGE_ERRORS = {status: {**each, "model": AnthropicErrorResponse} for status, each in RESPONSES.items()}
+MESSAGE_RESPONSES = STREAM_RESPONSES | MESSAGE_ERRORS
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -100,8 +123,8 @@ def add_handlers(app: FastAPI) -> None:
     }
 
     def add(kind: type[Exception], make_response: Callable[[Any], JSONResponse]) -> None:
-        async def handle(_: Request, error: Exception) -> JSONResponse:
-            return make_response(error)
+        async def handle(request: Request, error: Exception) -> JSONResponse:
+            return in_api_of(request.url.path, make_response(error))
 
         app.add_exception_handler(kind, handle)
 

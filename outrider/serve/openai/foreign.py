@@ -29,7 +29,6 @@ class ForeignFields(RequestBody):
     prompt_cache_options: _Unused = None
     safety_identifier: _Unused = None
     prediction: _Unused = None  # a hint for speculation, which does not change the text
-    best_of: Annotated[Any, Unused((1,), "use n"), Field(description="Only 1 is accepted.")] = None
 
     # vLLM and SGLang
     request_id: _Unused = None
@@ -79,7 +78,7 @@ class ForeignChatFields(ForeignFields):
         Any, Unused(("none", "auto"), "use tool_choice"), Field(description='Only "none" and "auto" are accepted.')
     ] = None
     echo: _Off = None
-    chat_template_kwargs: Annotated[Any, Unused(({},)), Field(description="Only {} is accepted.")] = None
+    best_of: Annotated[Any, Unused((1,), "use n"), Field(description="Only 1 is accepted.")] = None
 
 
 class ForeignStreamOptions(StrictModel):

@@ -30,6 +30,20 @@ class TokenOffsets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """A prompt that stands before its completion."""
+
+    text: str
+    tokens: tuple[int, ...]
+    entries: tuple[TokenLogprobs, ...]  # of each token but the first; (): there are none
+
+    def before(self, entries: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Return the entries of prompt and completion. That of the first token has no likeliest tokens."""
+        first = TokenLogprobs(token=self.tokens[0], logprob=0.0, sampled_logprob=0.0, top=())
+        return [first, *self.entries, *entries]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsBuilder:
     """Builds the `logprobs` object of a choice."""
 

@@ -64,13 +64,14 @@ class ContentPart(StrictModel):
         return self
 
 
-def _content_kind(value: Any) -> str:
+def content_kind(value: Any) -> str:
+    """Return the tag of a content: a text, or a list of its parts."""
     return "[parts]" if isinstance(value, list) else "str"
 
 
 # The tags are left out of the names of fields in error messages; see `field_of`.
 _Content = Annotated[
-    Annotated[str, Tag("str")] | Annotated[list[ContentPart], Tag("[parts]")], Discriminator(_content_kind)
+    Annotated[str, Tag("str")] | Annotated[list[ContentPart], Tag("[parts]")], Discriminator(content_kind)
 ]
 
 

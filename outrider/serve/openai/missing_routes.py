@@ -10,8 +10,6 @@ from starlette.exceptions import HTTPException
 _CHAT = "send the conversation to /v1/chat/completions"
 _TEXT_ONLY = "this server generates text; use another server for it"
 _MISSING = {  # path: what to do
-    "/v1/responses": _CHAT,
-    "/v1/messages": _CHAT,
     "/v1/threads": _CHAT,
     "/v1/assistants": _CHAT,
     "/v1/embeddings": _TEXT_ONLY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 from typing import Any
@@ -13,9 +13,8 @@ from uuid import uuid4
 from outrider.core.stats import Stats
 from outrider.core.token_text import SingleTokens
 from outrider.core.types import Completion, FinishReason
-from outrider.serve.openai.call_formats import CallFormat
-from outrider.serve.openai.logprobs import LogprobsBuilder, TokenOffsets
-from outrider.serve.openai.tool_calls import ToolCallParser
+from outrider.serve.openai.logprobs import Echo, LogprobsBuilder, TokenOffsets
+from outrider.serve.openai.output import OutputForm, OutputParser
 from outrider.serve.stream.request_stream import StreamChunk
 
 Decode = Callable[[Sequence[int]], str]
@@ -31,15 +30,24 @@ class ResponseBuilder:
     tokens: SingleTokens
     logprobs: LogprobsBuilder | None = None  # if the request wants them
     include_speculation: bool = False  # whether chunks have a `speculation` field
-    calls: CallFormat | None = None  # of the function calls that the text may have
+    form: OutputForm | None = None  # what the text may have besides content; None: nothing
     token_ids: bool = False  # whether choices have the ids of their tokens
+    echoes: Sequence[Echo] = ()  # by prompt: what its completions begin with; (): nothing
+    n: int = 1  # completions of each prompt that are returned, the likeliest ones
+    is_empty: bool = False  # whether the choices have no completion
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def response(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
         """Return the response with all completions of `num_prompts` prompts."""
-        choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
-        return self._head(is_chunk=False) | {"choices": choices, "usage": usage(completions, num_prompts)}
+        size = len(completions) // num_prompts
+        chosen = []
+        for prompt in range(num_prompts):
+            group = completions[prompt * size : (prompt + 1) * size]
+            best = group if size == self.n else sorted(group, key=_mean_logprob, reverse=True)[: self.n]
+            chosen += [(each, self.echoes[prompt] if self.echoes else None) for each in best]
+        choices = [self._choice(index, completion, echo) for index, (completion, echo) in enumerate(chosen)]
+        return self._head(is_chunk=False) | {"choices": choices, "usage": self.usage(completions, num_prompts)}
 
     def chunks(self, index: int, prompt: Sequence[int]) -> ChunkBuilder:
         """Return the builder of the stream chunks of one completion of a prompt."""
@@ -65,6 +73,8 @@ class ResponseBuilder:
         """
         choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
         choice |= {"delta": delta} if self.chat else {"text": chunk.text}
+        if chunk.completion and chunk.completion.stop_string:
+            choice["stop_reason"] = chunk.completion.stop_string
         if self.logprobs:
             choice["logprobs"] = self.logprobs.build(chunk.logprobs, offsets)
         if self.token_ids:
@@ -86,7 +96,19 @@ class ResponseBuilder:
 
     def usage_chunk(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
         """Return the last chunk, with the usage."""
-        return self._head(is_chunk=True) | {"choices": [], "usage": usage(completions, num_prompts)}
+        return self._head(is_chunk=True) | {"choices": [], "usage": self.usage(completions, num_prompts)}
+
+    def usage(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
+        """Return the `usage` object."""
+        reasoning = sum(map(self._reasoning_tokens, completions))
+        return usage(completions, num_prompts) | {"completion_tokens_details": {"reasoning_tokens": reasoning}}
+
+    def _reasoning_tokens(self, completion: Completion) -> int:
+        if self.form is None or self.form.reasoning is None:
+            return 0
+        parser = OutputParser(self.form)
+        parser.add_text(completion.text, last=True)
+        return parser.reasoning_tokens(completion.token_ids, self.decode)
 
     def _head(self, *, is_chunk: bool) -> dict[str, Any]:
         """Return the fields that responses and chunks have in common."""
@@ -98,9 +120,14 @@ class ResponseBuilder:
             "model": self.model,
         }
 
-    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+    def _choice(self, index: int, completion: Completion, echo: Echo | None) -> dict[str, Any]:
         logprobs = None
-        if self.logprobs:
+        if self.is_empty:
+            completion = replace(completion, text="", logprobs=())
+        if self.logprobs and echo:
+            logprobs = self.logprobs.build(echo.before(completion.logprobs), TokenOffsets(self.decode, ()))
+            logprobs["token_logprobs"][0] = logprobs["top_logprobs"][0] = None
+        elif self.logprobs:
             offsets = TokenOffsets(self.decode, completion.prompt_token_ids)
             logprobs = self.logprobs.build(completion.logprobs, offsets)
         choice: dict[str, Any] = {"index": index, "finish_reason": str(completion.finish_reason), "logprobs": logprobs}
@@ -109,11 +136,13 @@ class ResponseBuilder:
             choice["prompt_token_ids"] = list(completion.prompt_token_ids)
             choice["weight_versions"] = list(map(list, completion.weight_versions))
         if not self.chat:
-            return choice | {"text": completion.text}
+            return choice | {"text": (echo.text if echo else "") + completion.text}
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
-        if self.calls:
-            parser = ToolCallParser(self.calls)
-            message["content"] = parser.add_text(completion.text, last=True).get("content")
+        if completion.stop_string:
+            choice["stop_reason"] = completion.stop_string
+        if self.form:
+            parser = OutputParser(self.form)
+            message |= {"content": None} | parser.add_text(completion.text, last=True)
             choice["finish_reason"] = _finish_reason(completion, parser)
             if parser.calls:
                 message["tool_calls"] = [call.to_openai() for call in parser.calls]
@@ -126,7 +155,7 @@ class ChunkBuilder:
     def __init__(self, builder: ResponseBuilder, index: int, prompt: Sequence[int]) -> None:
         self._builder = builder
         self._index = index  # of the completion
-        self._parser = ToolCallParser(builder.calls) if builder.calls else None
+        self._parser = OutputParser(builder.form) if builder.form else None
         self._started = False
         self._offsets = TokenOffsets(builder.decode, prompt)
 
@@ -143,7 +172,12 @@ class ChunkBuilder:
         return self._builder.chunk(self._index, chunk, delta=delta, finish_reason=finish_reason, offsets=self._offsets)
 
 
-def _finish_reason(completion: Completion, parser: ToolCallParser) -> str:
+def _mean_logprob(completion: Completion) -> float:
+    """Return the mean log-probability of the tokens of a completion."""
+    return sum(entry.logprob for entry in completion.logprobs) / max(len(completion.logprobs), 1)
+
+
+def _finish_reason(completion: Completion, parser: OutputParser) -> str:
     """Return the finish reason of a chat with tools, as OpenAI's API names it."""
     if parser.calls and completion.finish_reason is FinishReason.STOP:
         return "tool_calls"
@@ -153,7 +187,9 @@ def _finish_reason(completion: Completion, parser: ToolCallParser) -> str:
 def usage(completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
     """Return the `usage` object. A prompt counts once for all of its completions."""
     completions_per_prompt = len(completions) // num_prompts
-    prompt_tokens = sum(completion.num_input_tokens for completion in completions[::completions_per_prompt])
+    first_completions = completions[::completions_per_prompt]
+    prompt_tokens = sum(completion.num_input_tokens for completion in first_completions)
+    cached_tokens = sum(completion.num_cached_prompt_tokens for completion in first_completions)
     output_tokens = sum(len(completion.token_ids) for completion in completions)
     stats = reduce(add, (completion.stats for completion in completions), Stats())
     passes = stats.passes
@@ -161,6 +197,7 @@ def usage(completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "speculation": {
             "target_passes": passes,
             "tokens_per_pass": output_tokens / passes if passes else 0.0,

@@ -101,7 +101,21 @@ class StructuredOutputs(StrictModel):
         return factories[name](getattr(self, name))
 
 
-class SamplingFields(ForeignFields):
+class EngineFields(RequestBody):
+    """Fields of requests of every API that generates text."""
+
+    seed: int | None = Field(None, ge=-1, lt=2**63, description="-1: a random one.")
+    priority: int = Field(0, ge=-100, le=100, description="Extension. Lower values are scheduled first.")
+    k: int | None = Field(
+        None,
+        json_schema_extra={"minimum": 0, "maximum": MAX_DRAFT_LENGTH},  # `SamplingParams` checks it
+        description="Extension. Most draft tokens per round. 0: plain decoding.",
+    )
+    proposer: str | None = Field(None, description="Extension. A proposer of /v1/models. Default: the planner chooses.")
+    verifier: str | None = Field(None, description="Extension. An exact verifier of /v1/models.")
+
+
+class SamplingFields(ForeignFields, EngineFields):
     """The fields that completions and chat completions have in common."""
 
     model: str | None = Field(None, description="Name of the model, as in /v1/models. Optional.")
@@ -121,15 +135,6 @@ class SamplingFields(ForeignFields):
     )
     ignore_eos: bool = Field(False, description="Extension. Continue after end-of-text.")
     min_tokens: int = Field(0, ge=0, description="Extension. Fewest output tokens.")
-    seed: int | None = Field(None, ge=-1, lt=2**63, description="-1: a random one.")
-    priority: int = Field(0, ge=-100, le=100, description="Extension. Lower values are scheduled first.")
-    k: int | None = Field(
-        None,
-        json_schema_extra={"minimum": 0, "maximum": MAX_DRAFT_LENGTH},  # `SamplingParams` checks it
-        description="Extension. Most draft tokens per round. 0: plain decoding.",
-    )
-    proposer: str | None = Field(None, description="Extension. A proposer of /v1/models. Default: the planner chooses.")
-    verifier: str | None = Field(None, description="Extension. An exact verifier of /v1/models.")
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -144,6 +149,10 @@ class SamplingFields(ForeignFields):
         if self.stream_options and self.stream_options.include_tokens:
             return StreamContent.ROUNDS
         return StreamContent.TEXT if self.stream else StreamContent.END
+
+    def num_logprobs(self) -> int | None:
+        """Return how many likeliest tokens have log-probabilities; None: no log-probabilities."""
+        raise NotImplementedError
 
     def param_name(self, param: str) -> str:
         """Return the request field of a parameter of `SamplingParams`."""
@@ -205,10 +214,31 @@ class CompletionRequest(SamplingFields):
         None,
         description="Extension. The input of an encoder-decoder model's encoder, one per prompt, in the same forms.",
     )
-    max_tokens: int = Field(16, ge=-1, description="-1: the rest of the context.")
+    max_tokens: int = Field(16, ge=-1, description="-1: the rest of the context. 0: with echo, no completion.")
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: Literal[False] = False
-    suffix: None = None
+    echo: bool = Field(False, description="Return the prompt before the completion, with its log-probabilities.")
+    suffix: str | None = Field(None, description="The text after the completion, for models with tokens for it.")
+    best_of: int | None = Field(
+        None, ge=1, description="Completions of each prompt, of which the n likeliest ones are returned."
+    )
+
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def check_echo(self) -> None:
+        """Raise InvalidParam if echo, suffix, best_of or max_tokens do not fit the other fields."""
+        if self.echo and self.stream:
+            raise InvalidParam("echo", "echo needs the whole response; leave stream out, or leave echo out")
+        if self.echo and (self.suffix is not None or self.source is not None or self.return_token_ids):
+            raise InvalidParam("echo", "echo cannot be combined with suffix, source or return_token_ids; leave it out")
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidParam("max_tokens", "max_tokens is 0, which needs echo; use at least 1")
+        if self.suffix is not None and not isinstance(self.prompt, str):
+            raise InvalidParam("suffix", "suffix needs one prompt that is a text; send the prompt as a string")
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidParam("best_of", f"best_of is {self.best_of} and n is {self.n}; use a best_of of at least n")
+        if self.best_of is not None and self.best_of > self.n and self.stream:
+            raise InvalidParam("best_of", "best_of above n needs the whole response; leave stream out")
 
     def inputs(self) -> list[tuple[_Text | None, _Text | None]]:
         """Return pairs of a prompt and its source, each as text or token ids, or None.
@@ -287,6 +317,13 @@ class ChatRequest(ForeignChatFields, SamplingFields):
     continue_final_message: bool = Field(
         False, description="Extension, as in vLLM. Continue the last message, which is the assistant's."
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Extension, as in vLLM. Variables of the chat template, which must read them."
+    )
+    enable_thinking: bool | None = Field(None, description="Extension. Whether the model may reason.")
+    reasoning_effort: str | None = Field(
+        None, description='For chat templates that read it. "none": as enable_thinking false.'
+    )
 
     def param_name(self, param: str) -> str:
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
@@ -335,7 +372,6 @@ class ChatRequest(ForeignChatFields, SamplingFields):
             )
 
     def num_logprobs(self) -> int | None:
-        """Return how many likeliest tokens have log-probabilities; None: no log-probabilities."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParam("top_logprobs", "top_logprobs needs logprobs true; set it, or remove top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None

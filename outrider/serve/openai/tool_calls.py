@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 from outrider.serve.openai.call_formats import CallFormat
+from outrider.serve.openai.param_rules import is_text, json_value
+from outrider.serve.openai.reasoning import partial_marker_length
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,7 +46,7 @@ class JsonEnd:
                 self._in_string = True
             elif char in "{[" and (self._depth or not self._started):
                 self._depth += 1
-            elif not self._depth and char in "{}[],<\n":  # what follows a number, true, false or null
+            elif not self._depth and char in "{}[](),<\n":  # what follows a number, true, false or null
                 return i
             elif char in "}]":
                 self._depth -= 1
@@ -63,8 +67,13 @@ class JsonEnd:
 class ToolCallParser:
     """Splits generated text into content and function calls. The parts in which the text comes do not matter."""
 
-    def __init__(self, format: CallFormat) -> None:
-        """Parse the calls of a format. The grammar of the request has enforced it."""
+    def __init__(self, format: CallFormat, functions: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
+        """Parse the calls of a format. The grammar of the request has enforced it.
+
+        `functions` are the schemas of the arguments, by the names of the functions.
+        """
+        self._functions = functions or {}
+        self._key = ""  # of the argument that is being parsed, if they are written one by one
         self.calls: list[ParsedCall] = []
         self._format = format
         self._buffer = ""  # text that is not parsed yet, because it may end with a part of a marker
@@ -88,10 +97,10 @@ class ToolCallParser:
     # Each of these parses one part, sets what parses the next one, and returns whether the buffer may hold more.
 
     def _parse_start(self) -> bool:
-        trigger = self._format.trigger
-        if not self._last and trigger != self._buffer and trigger.startswith(self._buffer):
+        heads = list(map(self._format.head, self._functions))
+        if not self._last and self._may_begin(*heads):
             return False
-        starts = self._skip(trigger)
+        starts = self._buffer.startswith(tuple(heads)) and self._skip(self._format.trigger)
         self._parse = self._parse_name if starts else self._parse_rest
         return True
 
@@ -103,7 +112,7 @@ class ToolCallParser:
     def _parse_content(self) -> bool:
         trigger = self._format.trigger
         text, found, rest = self._buffer.partition(trigger)
-        held = 0 if found or self._last else _partial_marker_length(text, trigger)
+        held = 0 if found or self._last else partial_marker_length(text, trigger)
         self._content += text[: len(text) - held]
         self._buffer = rest if found else text[len(text) - held :]
         if found:
@@ -122,18 +131,74 @@ class ToolCallParser:
         self._call_deltas[index] = {"index": index} | call.to_openai()
         self._buffer = rest
         self._json_end = JsonEnd()
-        self._parse = self._parse_arguments
+        self._parse = self._parse_first if self._format.param else self._parse_arguments
         return True
+
+    def _parse_first(self) -> bool:
+        self._add_arguments("{")
+        self._parse = self._parse_param
+        return True
+
+    def _parse_param(self) -> bool:
+        param = self._format.param
+        assert param is not None
+        if self._may_begin(self._format.close, param.separator) and not self._last:
+            return False
+        if self._buffer.startswith(self._format.close):
+            self._add_arguments("}")
+            self._parse = self._parse_close
+            return True
+        start, middle, rest = self._buffer.partition(param.middle)
+        if not middle:
+            return False
+        call = self.calls[-1]
+        self._key = start.removeprefix(param.separator).removeprefix(param.open)
+        self._add_arguments(("" if call.arguments == "{" else ", ") + json.dumps(self._key) + ": ")
+        self._buffer = rest
+        self._json_end = JsonEnd()
+        is_string = param.text and is_text(self._functions.get(call.name), self._key)
+        self._add_arguments('"' if is_string else "")
+        self._parse = self._parse_string if is_string else self._parse_value
+        return True
+
+    def _parse_string(self) -> bool:
+        """Parse a value that is written as it is."""
+        close = self._format.param.close if self._format.param else ""
+        text, found, rest = self._buffer.partition(close)
+        held = 0 if found or self._last else partial_marker_length(text, close)
+        self._add_arguments(json.dumps(text[: len(text) - held], ensure_ascii=False)[1:-1] + ('"' if found else ""))
+        self._buffer = rest if found else text[len(text) - held :]
+        self._parse = self._parse_param if found else self._parse_string
+        return bool(found)
+
+    def _parse_value(self) -> bool:
+        """Parse a value once it is complete."""
+        param = self._format.param
+        assert param is not None
+        end = self._buffer.find(param.close) if param.close else self._value_end()
+        if end < 0:
+            return False
+        self._add_arguments(json_value(self._buffer[:end]))
+        self._buffer = self._buffer[end + len(param.close) :]
+        self._parse = self._parse_param
+        return True
+
+    def _value_end(self) -> int:
+        end = JsonEnd().find(self._buffer)
+        return -1 if end is None else end
+
+    def _add_arguments(self, text: str) -> None:
+        if text:
+            index = len(self.calls) - 1
+            self.calls[index].arguments += text
+            delta = self._call_deltas.setdefault(index, {"index": index, "function": {"arguments": ""}})
+            delta["function"]["arguments"] += text
 
     def _parse_arguments(self) -> bool:
         end = self._json_end.find(self._buffer)
         arguments = self._buffer[:end]
         self._buffer = self._buffer[len(arguments) :]
-        if arguments:
-            index = len(self.calls) - 1
-            self.calls[index].arguments += arguments
-            delta = self._call_deltas.setdefault(index, {"index": index, "function": {"arguments": ""}})
-            delta["function"]["arguments"] += arguments
+        self._add_arguments(arguments)
         if end is not None:
             self._parse = self._parse_close
         return end is not None
@@ -148,8 +213,7 @@ class ToolCallParser:
 
     def _parse_separator(self) -> bool:
         separator = self._format.separator
-        may_follow = [marker for marker in (separator, self._format.end) if marker]
-        if any(marker != self._buffer and marker.startswith(self._buffer) for marker in may_follow) and not self._last:
+        if self._may_begin(separator or "", self._format.end) and not self._last:
             return False
         if separator and self._skip(separator):
             self._parse = self._parse_name
@@ -158,14 +222,12 @@ class ToolCallParser:
         self._parse = self._parse_rest if self._format.at_start else self._parse_content
         return True
 
+    def _may_begin(self, *markers: str) -> bool:
+        """Return whether the buffer is a part of a marker, and may become one of them."""
+        return any(marker != self._buffer and marker.startswith(self._buffer) for marker in markers if marker)
+
     def _skip(self, marker: str) -> bool:
         """Skip a marker at the beginning of the buffer, if it is there."""
         found = self._buffer.startswith(marker)
         self._buffer = self._buffer.removeprefix(marker)
         return found
-
-
-def _partial_marker_length(text: str, marker: str) -> int:
-    """Return the number of characters at the end of a text that may be the start of `marker`."""
-    longest = min(len(marker) - 1, len(text))
-    return next((length for length in range(longest, 0, -1) if marker.startswith(text[-length:])), 0)

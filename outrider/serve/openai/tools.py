@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.core.constraint import STYLE, Constraint
+from outrider.core.constraint import Constraint
 from outrider.core.guidance_tokenizer import ANY_SPECIAL
 from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
 from outrider.serve.openai.call_formats import HERMES, CallFormat
+from outrider.serve.openai.param_rules import json_rule, param_rules
+from outrider.serve.openai.reasoning import Reasoning
 from outrider.serve.openai.schema import ChatRequest, Function, NamedTool
 
 # The schema of a function without arguments.
@@ -53,42 +55,56 @@ class Tools:
             parallel=body.parallel_tool_calls is not False and not is_named,
         )
 
-    def constraint(self, format: CallFormat = HERMES) -> Constraint:
+    @property
+    def schemas(self) -> dict[str, dict[str, Any] | None]:
+        """The schemas of the arguments, by the names of the functions."""
+        return {function.name: function.parameters for function in self.functions}
+
+    def constraint(self, format: CallFormat = HERMES, reasoning: Reasoning | None = None) -> Constraint:
         """Return the constraint of the output: text or calls in a format, or only calls if one is required.
 
-        Text before a call is free: any token may be part of it, also special tokens and bytes that
-        are no characters.
+        `reasoning` may come first. Text before a call is free: any token may be part of it, also
+        special tokens and bytes that are no characters.
         """
-        rules = ["%llguidance {}"]
-        trigger = json.dumps(format.trigger, ensure_ascii=False)
-        calls = "call"
-        if self.parallel and format.separator is not None:
-            calls += f" ({json.dumps(format.separator, ensure_ascii=False)} call)*"
-        if format.end:
-            calls += f" {json.dumps(format.end, ensure_ascii=False)}"
+        more = f"{_quoted(format.separator)} call" if self.parallel and format.separator is not None else ""
+        rest = (f" ({more})*" if more else "") + (f" {_quoted(format.end)}" if format.end else "")
+        rules = ["%llguidance {}", "ANY: /(?s:.*)/ | ~/(?s:.*)/"]  # ~ is the complement: bytes that are not UTF-8
         if self.required:
-            rules.append(f"start: {trigger} {calls}")
-        elif format.at_start:  # a text that begins like a call is one
-            rules += [
-                f"start: silent* (TEXT | {trigger} {calls})",
-                f"silent: TEXT? {ANY_SPECIAL}",
-                f"TEXT: ~({trigger} ANY)",
-                "ANY: /(?s:.*)/ | ~/(?s:.*)/",
-            ]
+            rules.append(f"start: {_quoted(format.trigger)} call{rest}")
         else:
-            rules += [
-                f"start: silent* (TEXT | head {calls})",
-                f"silent: TEXT? {ANY_SPECIAL}",
-                f"head[lazy]: TEXT {trigger}",
-                "TEXT: /(?s:.*)/ | ~/(?s:.*)/",  # ~ is the complement: bytes that are not UTF-8
-            ]
+            rules += self._free_text(format, reasoning, rest, repeats=bool(more))
         rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(self.functions))))
         for i, function in enumerate(self.functions):
+            head = format.head(function.name).removeprefix(format.trigger)
+            rules.append(f"call_{i}: {format.one_call(head, f'arguments_{i}')}")
             parameters = _NO_ARGUMENTS if function.parameters is None else function.parameters
-            schema = {"x-guidance": dict(STYLE)} | parameters
-            rules.append(f"call_{i}: {format.one_call(function.name, f'arguments_{i}')}")
-            rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
-        return Constraint.grammar("\n".join(rules))
+            if format.param:
+                rules += param_rules(f"arguments_{i}", parameters, format.param)
+            else:
+                rules.append(f"arguments_{i}: {json_rule(parameters)}")
+        if format.param and format.param.text:
+            rules.append(f"text[lazy]: ANY {_quoted(format.param.close)}")
+        grammar = Constraint.grammar("\n".join(rules))
+        return replace(grammar, prefix=reasoning.grammar()) if reasoning else grammar
+
+    def _free_text(self, format: CallFormat, reasoning: Reasoning | None, rest: str, *, repeats: bool) -> Iterator[str]:
+        """Yield the rules of text that may have calls. `rest` is what follows the first call of several.
+
+        A text that begins like reasoning is reasoning, and with some formats one that begins like a
+        call is a call. With `repeats`, text and calls may follow.
+        """
+        starts = [reasoning.lead()] if reasoning and not reasoning.inside else []
+        if format.at_start:
+            heads = [format.head(function.name) for function in self.functions]
+            starts += map(_quoted, heads)
+            yield f"start: silent* (TEXT | first{rest})"
+            yield "first: " + " | ".join(format.one_call(head, f"arguments_{i}") for i, head in enumerate(heads))
+        else:
+            calls = f"head call{rest}"
+            yield f"start: (silent* {calls})* silent* TEXT?" if repeats else f"start: silent* (TEXT | {calls})"
+            yield f"head[lazy]: TEXT {_quoted(format.trigger)}"
+        yield f"silent: TEXT? {ANY_SPECIAL}"
+        yield f"TEXT: ~(({' | '.join(starts)}) ANY)" if starts else "TEXT: ANY"
 
     def check_schemas(self, compile: Callable[[Constraint], object]) -> None:
         """Compile the schema of each function on its own, to find the cause of an error in their common grammar.
@@ -108,3 +124,7 @@ class Tools:
             {"type": "function", "function": function.model_dump(exclude={"strict"}, exclude_none=True)}
             for function in self.functions
         ]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

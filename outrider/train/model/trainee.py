@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -27,8 +27,10 @@ from outrider.train.model.draft_model import DraftModelTrainee
 from outrider.train.model.init_weights import init_weights
 from outrider.train.model.kv_probe import find_shared_kv, find_sliding_kv
 from outrider.train.model.presets import KV_SHARING, Sizes, describe
-from outrider.train.model.transfer import PreviousTarget
 from outrider.train.settings import DRAFT, Settings
+
+if TYPE_CHECKING:
+    from outrider.train.model.transfer import PreviousTarget
 
 
 class DraftTrainee(Protocol):
@@ -99,6 +101,9 @@ class HeadTrainee:
             self._module = _load_head(settings, description, setup)
         self._previous: PreviousTarget | None = None
         if settings.init_target is not None:
+            # Here, because it loads engines, and most trainings move no head.
+            from outrider.train.model.transfer import PreviousTarget
+
             self._previous = PreviousTarget(self._module, model_folder(settings.init_target), setup)
             self._module = self._previous.make_moved_head(description)
         self._description = self._module.description

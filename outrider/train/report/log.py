@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import OutriderError
-from outrider.train.trainer import StepStats
+
+if TYPE_CHECKING:
+    from outrider.train.trainer import StepStats
 
 FILE = "log.jsonl"
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from outrider.core.noise import Noise
 from outrider.core.types import Draft, Verdict
-from outrider.verify.rules import VerifyFunction
 from outrider.verify.verdict import accept_prefix, acceptable_nodes, draft_probs, masked_prob, normalize, prob_of
+
+if TYPE_CHECKING:
+    from outrider.verify.rules import VerifyFunction
 
 
 class Groups(Protocol):

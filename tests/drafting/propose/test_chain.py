@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.core.params import SamplingParams
 from outrider.core.types import Draw
 from outrider.drafting.propose.draft_model.chain import DraftModelProposer
 from outrider.testing import ToyTarget, toy_setup
 from tests.drafting.propose.toy_rounds import admit, batch_of, commit, verify
+from tests.helpers.engines import make_engine, run
 
 PROMPTS = [[1, 2, 3], [4, 5], [2, 2, 2, 1]]
 
@@ -35,6 +37,23 @@ def test_the_target_itself_as_draft_is_always_right():
         round = verify(target, batch, proposer.propose(batch))
         assert [len(tokens) for tokens in round.emitted] == [4, 4, 4]
         commit(proposer, round)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.5},
+        {"top_k": 3, "top_p": 0.8, "min_p": 0.1},
+        {"logit_bias": {3: 1.0}, "min_tokens": 50, "frequency_penalty": -0.5, "top_k": 4},
+    ],
+    ids=["penalties", "filters", "both"],
+)
+def test_the_target_as_draft_is_always_right_with_sampling_parameters(params):
+    """The distribution q of a draft token follows p, so rejection sampling accepts all of them."""
+    engine = make_engine(ToyTarget(), lambda setup: DraftModelProposer(setup, ToyTarget()), verifier="rejection")
+    (seq,) = run(engine, [[1, 2, 3]], SamplingParams(temperature=0.8, **params), limit=60, ends=frozenset({5}))
+    drafted, accepted, _ = zip(*seq.rounds, strict=True)
+    assert sum(accepted) == sum(drafted) > 0
 
 
 def test_the_cache_holds_what_was_committed_but_not_the_last_draft_token():

@@ -99,7 +99,7 @@ def test_lm_head_takes_less_memory(ids):
 
 @NATIVE
 def test_weights_cannot_be_replaced(ids):
-    with pytest.raises(OutriderError, match="reduced vocabulary takes no new weights"):
+    with pytest.raises(OutriderError, match="reduced LM head takes no new weights"):
         make("native", ids).update_weights({}, 1)
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ from outrider.lab.audit.flips import explain_flips, find_flips
 from outrider.lab.audit.pair import Outputs, Pair, first_difference
 from outrider.lab.audit.prompts import DEFAULT, encode, read_prompts
 from outrider.lab.audit.replay import cases, replay
-from outrider.lab.audit.report import distribution_rows, flip_rows
+from outrider.lab.audit.report import flip_rows, show
+from outrider.lab.audit.result import AuditResult
 from outrider.lab.audit.run import run_audit
 from outrider.lab.audit.settings import Settings
 from outrider.models.loader.embedded import embedded
@@ -201,54 +203,43 @@ def test_quantized_pair_in_float32_has_the_logits_of_the_quantized_model(pair):
     assert quantized_error < 0.3 * unquantized_error
 
 
-def test_proposer_with_wrong_q_fails(prompts_file):
+def test_proposer_with_wrong_q_fails():
+    pair = Pair(make_config(f"{__name__}:WrongQ"), PROMPTS, room=8)
+    distribution = check_distribution(pair, EXACT["block"], k=2, samples=100, seed=1)
+    passed = {(test.verifier, test.top_k): test.passed for test in distribution.tests}
+    assert passed[("walk", 0)]
+    assert not passed[("block", 0)]
     printed = io.StringIO()
-    console = Console(file=printed, width=160)
-    report = run_audit(asked(proposer=f"{__name__}:WrongQ", prompts=prompts_file), console=console)
-    assert report["passed"] is False
-    assert report["replay"]["passed"], "greedy and seeded outputs are correct"
-    results = {test["verifier"]: test["passed"] for test in report["distribution"]["tests"] if not test["top_k"]}
-    assert results == {"walk": True, "block": False}
+    show(scripted_result(pair, distribution=distribution), Console(file=printed, width=160))
     lines = printed.getvalue().splitlines()
-    assert all(("FAILED" in line) == (" block, " in line) for line in lines if " samples " in line)
+    rows = [line for line in lines if " samples " in line]
+    assert ["FAILED" in row for row in rows] == [not test.passed for test in distribution.tests]
     assert "FAILED" in lines[-1]
 
 
+def scripted_result(pair, **fields):
+    """The result of an audit that passes, if `fields` do not say otherwise. `pair` gives the load check."""
+    scripted = ScriptedPair()
+    sections = {
+        "replay": replay(scripted, EXACT["block"], k=2, depths=(1,), tokens=8, seed=0),
+        "distribution": SimpleNamespace(passed=True),
+        "flips": explain_flips(scripted, find_flips(scripted, EXACT["block"], k=2, tokens=8)),
+    }
+    common = {"k": 2, "placements": (), "load_check": pair.load_check, "seed": 0, "hardware": {}}
+    return AuditResult(**{"rule": EXACT["block"]} | common | sections | fields)
+
+
 def test_a_verdict_stands_beside_the_row_that_it_judges():
-    tests = [
-        {"verifier": "walk", "k": 1, "top_k": 0, "p_value": p_value, "outcomes": 2, "acceptance": 0.5, "tau": 1.5}
-        for p_value in (0.5, 1e-9)
-    ]
-    for test in tests:
-        test["passed"] = test["p_value"] > 0.1
-    rows = distribution_rows({"tests": tests, "samples": 10, "significance": 0.1})
-    assert [row.passed for row in rows] == [True, False]
-    flip = {"prompt": 0, "position": 1, "margin": 2.0, "tolerance": 1.0, "near_tie": False}
-    section = {
-        "flips_per_1000": 1.0,
-        "flips_per_1000_95": (0, 2),
-        "largest_margin": 2.0,
-        "tokens": 9,
-        "dtype": "float32",
-        "weight_types": ["float32"],
-        "weight_bits": 32,
-    }
-    section |= {"plain_batched_flips_per_1000": 0.0, "plain_batched_largest_margin": 0.0, "kernels": "native"}
-    assert [row.passed for row in flip_rows(section | {"details": []})] == [True, None]
-    assert [row.passed for row in flip_rows(section | {"details": [flip]})] == [None, None, False]
+    scripted = ScriptedPair({(0, 1)}, gap=2.0)
+    flips = explain_flips(scripted, find_flips(scripted, EXACT["walk"], k=2, tokens=10))
+    assert [row.passed for row in flip_rows(flips)] == [None, None, False]
+    assert [row.passed for row in flip_rows(replace(flips, flips=()))] == [True, None]
 
 
-def test_lossy_verifier_fails_even_if_all_tests_pass(monkeypatch, prompts_file):
-    passing = {"passed": True}
-    monkeypatch.setattr("outrider.lab.audit.run.replay", lambda *_, **__: passing)
-    monkeypatch.setattr("outrider.lab.audit.run.check_distribution", lambda *_, **__: passing)
-    monkeypatch.setattr("outrider.lab.audit.run.find_flips", lambda *_, **__: None)
-    monkeypatch.setattr("outrider.lab.audit.run.explain_flips", lambda *_, **__: passing)
-    results = {
-        name: run_audit(asked(prompts=prompts_file, verifier=name), console=None)["passed"]
-        for name in ("block", "lenient")
-    }
-    assert results == {"block": True, "lenient": False}
+def test_lossy_verifier_fails_even_if_all_tests_pass(pair):
+    assert scripted_result(pair).passed
+    assert not scripted_result(pair, rule=find_verifier("lenient", f"draft:{embedded('nano')}")).passed
+    assert not scripted_result(pair, distribution=SimpleNamespace(passed=False)).passed
 
 
 DRAFT_SETTINGS = [
@@ -276,8 +267,8 @@ def test_distribution_test_fails_for_a_lossy_verifier():
     spec = f"draft:{embedded('nano')}"
     pair = Pair(make_config(spec), PROMPTS[:1], room=8)
     section = check_distribution(pair, find_verifier("typical", spec), k=2, samples=100, seed=1)
-    assert not section["passed"]
-    results = {test["verifier"]: test["passed"] for test in section["tests"] if not test["top_k"]}
+    assert not section.passed
+    results = {test.verifier: test.passed for test in section.tests if not test.top_k}
     assert results["walk"]
 
 
@@ -329,35 +320,35 @@ def test_uniform_number_is_in_the_interval_of_the_sampled_token(pair):
 def test_trees_are_tested_with_verifiers_of_trees():
     pair = Pair(make_config(f"{__name__}:TwoChildren"), PROMPTS[:1], room=16)
     section = replay(pair, EXACT["walk"], k=2, depths=(1,), tokens=4, seed=0)
-    assert section["passed"]
-    assert {case["verifier"] for case in section["cases"]} == {"walk", "coupled", "siblings", "traversal"}
+    assert section.passed
+    assert {case.verifier for case in section.cases} == {"walk", "coupled", "siblings", "traversal"}
     assert {rule.name for rule, _ in plan_tests(pair, EXACT["walk"])} == {"walk", "traversal"}
 
 
 def test_replay_reports_differences():
     num_cases = len(list(cases(ScriptedPair(), EXACT["walk"], k=2, depths=(1,))))
     section = replay(ScriptedPair({(1, 4)}), EXACT["walk"], k=2, depths=(1,), tokens=8, seed=0)
-    assert not section["passed"]
-    assert section["mismatches"] == section["unexplained"] == num_cases
-    detail = next(detail for detail in section["details"] if not detail["temperature"])
-    assert (detail["prompt"], detail["position"]) == (1, 4)
-    assert detail["speculative_token"] == (detail["plain_token"] + 1) % 11
-    assert detail["gap"] == pytest.approx(3.0)
+    assert not section.passed
+    assert section.mismatches == section.unexplained == num_cases
+    detail = next(detail for detail in section.details if not detail.temperature)
+    assert (detail.prompt, detail.position) == (1, 4)
+    assert detail.speculative_token == (detail.plain_token + 1) % 11
+    assert detail.gap == pytest.approx(3.0)
 
 
 def test_replay_accepts_differences_that_rounding_explains():
     greedy = [case for case in cases(ScriptedPair(), EXACT["walk"], k=2, depths=(1,)) if not case.sampled]
     section = replay(ScriptedPair({(0, 2)}, gap=1e-5), EXACT["walk"], k=2, depths=(1,), tokens=8, seed=0)
-    greedy_details = [detail for detail in section["details"] if not detail["temperature"]]
+    greedy_details = [detail for detail in section.details if not detail.temperature]
     assert len(greedy_details) == len(greedy)
-    assert all(detail["rounding"] for detail in greedy_details)
-    assert not any(detail["rounding"] for detail in section["details"] if detail["temperature"])
+    assert all(detail.rounding for detail in greedy_details)
+    assert not any(detail.rounding for detail in section.details if detail.temperature)
 
 
 def test_replay_accepts_no_difference_on_kernels_without_batch_effects():
     section = replay(ScriptedPair({(0, 2)}, gap=1e-5, steady=True), EXACT["walk"], k=2, depths=(1,), tokens=8, seed=0)
-    assert section["mismatches"] == section["unexplained"] > 0
-    assert not section["passed"]
+    assert section.mismatches == section.unexplained > 0
+    assert not section.passed
 
 
 @pytest.mark.parametrize(
@@ -366,11 +357,11 @@ def test_replay_accepts_no_difference_on_kernels_without_batch_effects():
 def test_flips_are_found_along_the_plain_output(gap, dtype, passed):
     scripted = ScriptedPair({(0, 1), (0, 5), (1, 9)}, gap=gap, dtype=getattr(torch, dtype))
     section = explain_flips(scripted, find_flips(scripted, EXACT["walk"], k=2, tokens=10))
-    assert section["passed"] is passed
-    assert [(flip["prompt"], flip["position"]) for flip in section["details"]] == [(0, 1), (1, 9), (0, 5)]
-    assert section["flips_per_1000"] == 3 / 20 * 1000
-    assert section["largest_margin"] == pytest.approx(gap)
-    assert section["plain_batched_flips_per_1000"] == 0
+    assert section.passed is passed
+    assert [(flip.prompt, flip.position) for flip in section.flips] == [(0, 1), (1, 9), (0, 5)]
+    assert section.flips_per_1000 == 3 / 20 * 1000
+    assert section.largest_margin == pytest.approx(gap)
+    assert section.plain_batched_flips_per_1000 == 0
 
 
 def test_first_difference():

@@ -14,6 +14,7 @@ from outrider import LLM, OutriderError, SamplingParams, Stats
 from outrider.cli.app import app
 from outrider.core.planner import FixedPlanner
 from outrider.core.prompts import by_category, read_prompts
+from outrider.drafting.plan.pass_cost import CostModel, PassCost
 from outrider.lab.bench.figures import compare, expected_speedup
 from outrider.lab.bench.pass_work import bytes_per_pass, flops_per_token
 from outrider.lab.bench.run import run_bench
@@ -54,6 +55,31 @@ def test_prompt_file(prompts):
     assert (second.id, second.category) == ("line-3", "code")
     assert third.messages == ({"role": "user", "content": "What is 17 + 25?"},)
     assert [prompt.id for prompt in read_prompts(prompts, limit=1)] == ["line-1", "line-2"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "category", "content"),
+    [
+        ({"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]}, "81", "writing", "Write."),
+        ({"question": "What is 2 + 2?", "answer": "#### 4"}, "line-1", "prompts", "What is 2 + 2?"),
+        ({"task_id": "HumanEval/0", "prompt": "def add(", "test": ""}, "HumanEval/0", "prompts", "def add("),
+    ],
+    ids=["turns", "question", "task"],
+)
+def test_prompts_of_public_benchmarks(tmp_path, fields, name, category, content):
+    file = tmp_path / "question.jsonl"
+    file.write_text(json.dumps(fields))
+    (prompt,) = read_prompts(file)
+    assert (prompt.id, prompt.category) == (name, category)
+    assert (prompt.prompt or prompt.messages[0]["content"]) == content
+
+
+@pytest.mark.parametrize("fields", [{"turns": []}, {"turns": "one"}, {"turns": [""]}, {"question": 3}])
+def test_a_benchmark_question_must_be_a_text(tmp_path, fields):
+    file = tmp_path / "question.jsonl"
+    file.write_text(json.dumps(fields))
+    with pytest.raises(OutriderError, match="question must be a string"):
+        read_prompts(file)
 
 
 def test_prompt_without_category(tmp_path):
@@ -355,15 +381,35 @@ def test_command_with_quantized_target(prompts, kernels):
     assert document["limits"]["weight_bytes_per_pass"] == pytest.approx(17.3e6, rel=0.05)
 
 
-def test_scaling_measures_each_number_of_threads():
+def test_scaling_measures_each_number_of_threads(monkeypatch):
+    def costs(target, drafts, *, whole):
+        seconds = 1 / torch.get_num_threads()
+        cost = PassCost(tokens=(1, 8, 64), seconds=(seconds, 2 * seconds, 4 * seconds), entry=0.0, pair=0.0)
+        return [CostModel(target=cost, draft=cost)]
+
+    monkeypatch.setattr("outrider.lab.bench.scaling.known_costs", costs)
     before = torch.get_num_threads()
     result = CliRunner().invoke(app, ["bench", "--target", "@nano", "--scaling", "1,2", "--json"])
     torch.set_num_threads(before)
     assert result.exit_code == 0, result.output
     teams = json.loads(result.stdout.splitlines()[-1])["teams"]
     assert [team["threads"] for team in teams] == [1, 2]
-    assert all(0 < team["pass_seconds"]["1"] <= team["pass_seconds"]["64"] for team in teams)
+    assert [team["pass_seconds"] for team in teams] == [{"1": 1, "8": 2, "64": 4}, {"1": 0.5, "8": 1, "64": 2}]
     assert all(team["share_of_bandwidth"] > 0 for team in teams)
+
+
+def test_ceiling_replays_plain_decoding(prompts):
+    arguments = ["bench", "--target", "@nano", "--prompts", prompts, *SHORT[:2], "--max-tokens", "17", "--limit", "1"]
+    result = CliRunner().invoke(app, [*arguments, "--ceiling", "1,0", "--batch", "1,2", "--sweep", "k=3,15", "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    taus = {(each["acceptance"], each["batch"], each["k"]): each["tau"] for each in document["ceilings"]}
+    assert len(taus) == 8
+    for batch in (1, 2):
+        assert 3 < taus[1.0, batch, 3] <= 4 < taus[1.0, batch, 15]
+        assert taus[0.0, batch, 3] == taus[0.0, batch, 15] == 1
+    assert all(each["speedup"]["median"] > 0 for each in document["ceilings"])
+    assert document["plain_tokens_per_s"].keys() == {"1", "2"}
 
 
 @pytest.mark.parametrize(
@@ -378,6 +424,9 @@ def test_scaling_measures_each_number_of_threads():
         (["--calibrate", "--max-tokens", "9"], "leave --max-tokens or --calibrate out"),
         (["--scaling", "1,2", "--threads", "2"], "leave --threads or --scaling out"),
         (["--scaling", "0,2"], "give it numbers of at least 1"),
+        (["--ceiling", "1,1.5"], "--ceiling has the acceptance 1.5"),
+        (["--ceiling", "1", "--sweep", "k=0..2"], "use k of at least 1"),
+        (["--ceiling", "1", "--proposer", "ngram"], "leave --proposer or --ceiling out"),
         (["--proposer", "nobody"], "proposer 'nobody' is unknown"),
     ],
 )

@@ -294,30 +294,38 @@ def test_audit_that_does_not_fit_into_memory_is_left_out(target, monkeypatch):
 
 
 def test_ctrl_c_keeps_best_so_far_and_resumes(fit, tmp_path, monkeypatch):
+    """Also if the training was saved and not recorded: it resumes from its own state."""
+
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "measure_proposers", interrupted)
-        result = fit(tmp_path / "out")
+    def interrupt_in(stage):
+        with monkeypatch.context() as patch:
+            patch.setattr(run, stage, interrupted)
+            result = fit(out)
         assert result.exit_code == 130
-        assert "the same command continues" in result.stderr
-        assert not (tmp_path / "out" / "fit.json").exists()
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "train_head", interrupted)
-        result = fit(tmp_path / "out")
-    assert result.exit_code == 130
+        return result
+
+    out = tmp_path / "out"
+    assert "the same command continues" in interrupt_in("measure_proposers").stderr
+    assert not (out / "fit.json").exists()
+    result = interrupt_in("train_head")
     assert "Best so far" in result.stderr
     assert "The same command continues" in result.stderr
-    document = json.loads((tmp_path / "out" / "fit.json").read_text())
+    document = json.loads((out / "fit.json").read_text())
     assert not document["fit"]["complete"]
     assert document["settings"]["proposer"] in ("none", "ngram", "suffix")
     first = document["fit"]["first_measurement"]
-    result = fit(tmp_path / "out")
+    interrupt_in("finalists")  # begins the stage after the training
+    assert (out / "head" / STATE).is_file()
+    steps = json.loads((out / "state.json").read_text())["stages"]["training"]["steps"]
+    forget(out, "training")
+    result = fit(out)
     assert result.exit_code == 0, result.output
-    document = json.loads((tmp_path / "out" / "fit.json").read_text())
+    document = json.loads((out / "fit.json").read_text())
     assert document["fit"]["complete"]
     assert document["fit"]["first_measurement"] == first
+    assert document["fit"]["training"]["steps"] == steps
 
 
 def test_resume_between_training_and_second_measurement(fit, copied, monkeypatch):
@@ -328,28 +336,13 @@ def test_resume_between_training_and_second_measurement(fit, copied, monkeypatch
     assert json.loads((copied / "fit.json").read_text())["fit"]["complete"]
 
 
-def test_training_that_was_not_recorded_resumes_from_its_state(fit, tmp_path, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(run, "finalists", interrupted)  # begins the next stage
-        assert fit(out).exit_code == 130
-    assert (out / "head" / STATE).is_file()
-    steps = json.loads((out / "state.json").read_text())["stages"]["training"]["steps"]
-    forget(out, "training")
-    result = fit(out)
-    assert result.exit_code == 0, result.output
-    assert json.loads((out / "fit.json").read_text())["fit"]["training"]["steps"] == steps
-
-
 def test_finished_fit_leaves_no_state_of_its_training(finished):
     assert not (finished[0] / "head" / STATE).exists()
     assert not list(finished[0].glob("*.runs"))
 
 
 def test_interrupted_measurement_resumes_from_its_runs(fit, tmp_path, monkeypatch):
+    """Also that no head is trained in 0 minutes."""
     out = tmp_path / "out"
     unchanged, runs = turns.run, []
 
@@ -368,9 +361,11 @@ def test_interrupted_measurement_resumes_from_its_runs(fit, tmp_path, monkeypatc
     assert len(stored) > 2
     result = fit(out, **{"--minutes": 0})
     assert result.exit_code == 0, result.output
-    measured = json.loads((out / "fit.json").read_text())["fit"]["first_measurement"]
-    assert [plain["batches"] for plain in measured["plain"]] == [5, 5]
+    document = json.loads((out / "fit.json").read_text())
+    assert [plain["batches"] for plain in document["fit"]["first_measurement"]["plain"]] == [5, 5]
     assert not (out / "first.runs").exists()
+    assert not (out / "head").exists()
+    assert {option["proposer"] for option in document["fit"]["options"]} == {"none", "ngram", "suffix"}
 
 
 @pytest.mark.slow
@@ -381,14 +376,6 @@ def test_more_minutes_train_the_head_of_a_finished_fit_anew(fit, copied, finishe
     assert document["fit"]["training"]["minutes"] == 0.05
     assert document["fit"]["training"]["steps"] > finished[1]["fit"]["training"]["steps"]
     assert document["fit"]["first_measurement"] == finished[1]["fit"]["first_measurement"]
-
-
-def test_no_training(fit, tmp_path):
-    result = fit(tmp_path / "out", **{"--minutes": 0})
-    assert result.exit_code == 0, result.output
-    assert not (tmp_path / "out" / "head").exists()
-    document = json.loads((tmp_path / "out" / "fit.json").read_text())
-    assert {option["proposer"] for option in document["fit"]["options"]} == {"none", "ngram", "suffix"}
 
 
 @pytest.mark.slow
@@ -469,13 +456,10 @@ def test_full_disk_is_one_line_and_keeps_finished_stages(fit, copied, monkeypatc
     assert fit(copied).exit_code == 0
 
 
-def test_disk_that_is_full_before_the_first_result(fit, tmp_path, monkeypatch):
-    unchanged = stages.measure_proposers
-
-    def filling(*words, **named):
-        document = unchanged(*words, **named)
+def test_disk_that_is_full_before_the_first_result(fit, finished, tmp_path, monkeypatch):
+    def filling(*_, **__):
         monkeypatch.setattr("outrider.lab.fit.state.write_whole", lambda *_: refuse())
-        return document
+        return finished[1]["fit"]["first_measurement"]
 
     def refuse():
         raise OutriderError("state.json cannot be written (No space left on device)")

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.errors import OutriderError
-from outrider.models.heads.store import import_head, read_head, write_head
+from outrider.models.heads.store import import_head, make_module, read_head, write_head
+from outrider.train.model.presets import Sizes, describe
 from tests.models.heads.checkpoints import CPU, SMALL, TARGET, export_case, export_changed
 
 
@@ -90,3 +91,15 @@ def test_quantization_config_with_unquantized_weights_is_logged(inner, tmp_path,
     file.write_text(json.dumps({**config, "text_config": quantized} if inner else quantized))
     import_head(tmp_path)
     assert "config.json has a quantization_config, but the weights are read as unquantized" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ids", "stored"), [([1, 2, 8, 17], [0b110, 1, 0b10]), ([8, 1, 2, 17], [8, 1, 2, 17])], ids=["ascending", "others"]
+)
+def test_token_ids_in_a_file(ids, stored, tmp_path):
+    """Ascending ids are bits, which take less space."""
+    module = make_module(describe("mtp", Sizes(hidden=64, layers=1, vocab=40, epsilon=1e-5, draft_vocab=4)))
+    module.ids.copy_(torch.tensor(ids))
+    write_head(tmp_path, module, dtype=torch.float32)
+    assert load_file(tmp_path / "model.safetensors")["ids"].tolist() == stored
+    assert import_head(tmp_path).weights["ids"].tolist() == ids

@@ -237,9 +237,9 @@ def test_training_lowers_the_loss_and_raises_acceptance(centroids, nano):
         return engine.stats.tau
 
     tau_before = tau()
-    stats = [trainer.train([texts], progress=step / 25) for step in range(25)]
-    assert stats[-1].loss < 0.5 * stats[0].loss
-    assert tau() > tau_before + 0.7
+    stats = [trainer.train([texts], progress=step / 18) for step in range(18)]
+    assert stats[-1].loss < 0.7 * stats[0].loss
+    assert tau() > tau_before + 0.4
     assert len(list(unrolled(trainee.module, texts, 3, 0.5))) == 3
 
 

@@ -9,7 +9,7 @@ from outrider.models.loader.load import load_checkpoint
 from outrider.models.native import decoder
 from outrider.models.native.blocks import can_pack, dequantize_blocks, pack_blocks
 from outrider.models.native.pack import pack
-from outrider.models.torch.gguf_linear import BlockWeight
+from outrider.models.torch.gguf_linear import BlockWeight, use_dequantizer
 from tests.helpers import tiny
 from tests.helpers.gguf_files import random_blocks, write_gguf
 from tests.helpers.threads import torch_threads
@@ -37,9 +37,11 @@ KINDS = tuple(BITS)
 
 
 @pytest.fixture(autouse=True)
-def plain_dequantizer(monkeypatch):
+def plain_dequantizer():
     """Let the package gguf dequantize the matrices of these tests. It is the reference."""
-    monkeypatch.setattr("outrider.models.torch.gguf_linear._dequantizer", None)
+    use_dequantizer(None)
+    yield
+    use_dequantizer(dequantize_blocks)
 
 
 def _random(kind: str, outputs: int, inputs: int, seed: int = 0) -> BlockWeight:

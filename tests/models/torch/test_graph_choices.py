@@ -147,7 +147,7 @@ def test_shape_that_fails_is_eager_and_others_stay_recorded(shelf, caplog):
 
 
 def test_missing_memory_frees_the_recordings_and_tries_again(shelf, caplog, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_COVERED_USES_UNTIL_RECORDED", 2)
+    monkeypatch.setattr(cuda_graphs, "COVERED_USES_UNTIL_RECORDED", 2)
     record = PickyRecorder(torch.OutOfMemoryError("no memory"), columns={16}, times=1)
     target, seq = load(shelf.folder("llama"), record)
     for tokens in (0, 0, 12, 12, 12):

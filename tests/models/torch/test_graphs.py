@@ -297,7 +297,7 @@ def test_wrong_recording_is_disabled(shelf):
     [(RuntimeError("not while capturing"), 2), (UnsupportedModel("odd layers"), 1)],
 )
 def test_recording_ends_if_no_shape_can_be_recorded(error, attempts, shelf, monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_MAX_FAILURES", 2)
+    monkeypatch.setattr(cuda_graphs, "MAX_FAILURES", 2)
 
     class FailingRecorder(FakeRecorder):
         def __call__(self, run):
@@ -501,7 +501,7 @@ def test_larger_recording_covers_a_bucket_until_it_is_used_often(shelf):
             )
         before = recorded.graphs.buckets()
         assert {bucket.rows for bucket in before} == {4}
-        for _ in range(cuda_graphs._COVERED_USES_UNTIL_RECORDED - 1):
+        for _ in range(cuda_graphs.COVERED_USES_UNTIL_RECORDED - 1):
             scores, expected = (
                 target.score(tiny.everything(rows[:1]), tree.empty(1, CPU))
                 for target, rows in zip((recorded, eager), seqs, strict=True)

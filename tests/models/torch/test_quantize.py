@@ -192,7 +192,7 @@ def test_error_messages_when_quantization_is_unsupported(folders, monkeypatch, t
     model = load(tiny.save(tmp_path, tiny.make_config("LlamaConfig", **sizes))).model
     with pytest.raises(UnsupportedModel, match="llama: it has no linear layer that can be quantized"):
         quantize_model(model, 8)
-    monkeypatch.setattr(quantize, "_OPERATORS", ("_no_such_operator",))
+    monkeypatch.setattr(quantize, "OPERATORS", ("_no_such_operator",))
     with pytest.raises(UnsupportedModel, match="this torch has no operator _no_such_operator, which --quantize needs"):
         LLM(folders["olmo2"], quantize="int4", device="cpu", kernels="torch")
 

@@ -83,16 +83,34 @@ def _seen(given, row, token, window):
     return torch.tensor(committed + tail, dtype=torch.long)
 
 
-def part(given, row, columns):
-    """Return the pass of some columns of one row: its first tokens, which see no others."""
-    width = len(given.query) // len(given.prefix)
-    tokens = slice(row * width, row * width + columns)
-    rows = slice(row, row + 1)
-    return Pass(
-        given.query[tokens],
-        given.entries,
-        given.block_table[rows],
-        given.prefix[rows],
-        given.bits[tokens],
-        given.position[tokens],
+def column(given, token):
+    """Return the pass of one token of a chain alone, whose row has committed the entries before it."""
+    return later(given, token // (len(given.query) // len(given.prefix)), token)._replace(
+        query=given.query[token : token + 1],
+        bits=torch.ones(1, 1, dtype=torch.int64),
+        position=given.position[token : token + 1],
     )
+
+
+def later(given, row, token):
+    """Return the pass of the tokens of a row of a chain from a token on."""
+    columns = len(given.query) // len(given.prefix)
+    tokens = slice(token, (row + 1) * columns)
+    rows = slice(row, row + 1)
+    return given._replace(
+        query=given.query[tokens],
+        block_table=given.block_table[rows],
+        prefix=given.prefix[rows] + token % columns,
+        bits=given.bits[tokens],
+        position=given.position[tokens],
+    )
+
+
+def join(first, second):
+    """Return the rows of two passes of equally many columns as one pass."""
+    width = max(first.block_table.shape[1], second.block_table.shape[1])
+    tables = (first.block_table, second.block_table + len(first.entries))
+    padded = [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables]
+    others = zip(first, second, strict=True)
+    joined = Pass(*(torch.cat(pair) if pair[0].shape[1:] == pair[1].shape[1:] else pair[0] for pair in others))
+    return joined._replace(block_table=torch.cat(padded))

@@ -57,6 +57,13 @@ def test_every_option_fits(attend, capability, tmp_path):
     check(attention_launches(128, attend, window=1024, softcap=30.0, sinks=sinks), capability, tmp_path)
 
 
+@pytest.mark.slow
+def test_overlapping_kernels_fit(tmp_path):
+    launches = attention_launches(128, shape=attention.Shape(overlaps=True))
+    assert launches[1].options["launch_pdl"]
+    check(launches, 90, tmp_path)
+
+
 def test_layers_fit(tmp_path):
     def meta(*size, dtype=torch.bfloat16):
         return torch.empty(*size, dtype=dtype, device="meta")

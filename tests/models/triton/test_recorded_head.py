@@ -30,7 +30,7 @@ from tests.helpers import triton_reference
 
 # EAGLE-3 with a vocabulary of its own, YaRN and several layers; EAGLE; MTP with gates and half of a head rotated.
 NAMES = ("eagle3 of some tokens", "five taps", "eagle", "gated qwen")
-LENGTHS = (100, 9, 24)
+LENGTHS = (9, 100, 24)
 TABLES = replace(drive_head.TABLES, embedding=heads.TABLE, head=heads.HEAD)
 
 

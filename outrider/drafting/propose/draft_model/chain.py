@@ -14,12 +14,13 @@ from outrider.core import tree
 from outrider.core.cache import prompts_that_fit
 from outrider.core.draft_chains import ChainBuilder
 from outrider.core.draws import Draws
-from outrider.core.noise import PositionNoise, inverse_cdf
+from outrider.core.noise import PositionNoise
 from outrider.core.proposer import ProposerSetup, must_reproduce
 from outrider.core.target import ChainSampler, Target
 from outrider.core.types import Batch, Draft, DraftChains, DraftKind, Draw, Needs, Packed, Request, Round, StopRule
 from outrider.drafting.propose.draft_model.confidence import Confidence
 from outrider.drafting.propose.draft_model.window import find_window
+from outrider.models.triton.fastest import fastest_inverse_cdf, fastest_sampling
 from outrider.verify.sampling import BatchSampling, SamplingTensors, apply_sampling, draw_params_of
 
 _log = logging.getLogger("outrider")
@@ -43,6 +44,8 @@ class DraftModelProposer:
         self._model = model
         self._window = find_window(model)
         self._sampling = BatchSampling(setup.vocab, setup.device)
+        self._probs_function = fastest_sampling(setup.device)
+        self._inverse_cdf = fastest_inverse_cdf(setup.device)
         self._batch: Batch | None = None  # what the draft model has staged in this round
         self._draft = tree.empty(1, setup.device)  # the draft for the sequences of `_batch`
         self._proposed = self._draft  # the same draft for all sequences of the target's batch
@@ -238,7 +241,7 @@ class DraftModelProposer:
             if builder.depth:
                 scores = self._model.score(batch, draft, first=builder.depth - 1)
             logits = fit_vocabulary(scores.logits, self._setup.vocab)
-            q = apply_sampling(logits, sampling, draft, last=True)[:, 0]
+            q = apply_sampling(logits, sampling, draft, last=True, probs_function=self._probs_function)[:, 0]
             # The distribution of a greedy sequence is one-hot. Taking the argmax is the fastest way
             # to its token.
             chosen = q.argmax(-1) if sampling.all_greedy else self._choose_token(q, noise, uniform, builder.depth)
@@ -285,7 +288,7 @@ class DraftModelProposer:
             case Draw.ARGMAX:
                 return q.argmax(-1)
             case Draw.SAMPLE:
-                return inverse_cdf(q, uniform[:, depth])
+                return self._inverse_cdf(q, uniform[:, depth])
             case Draw.RACE:
                 return noise.sample_race(q, torch.full((len(q),), depth, device=q.device))
 

@@ -20,6 +20,7 @@ from outrider.drafting.propose.draft_model.trained_head import HeadProposer, Hea
 from outrider.drafting.propose.draft_model.tree import TreeProposer
 from outrider.drafting.propose.draft_model.window import MIN_WINDOW, windowed
 from outrider.drafting.propose.placement import place_draft_model, place_head, replicated
+from outrider.drafting.propose.vocabulary.candidates import use_candidates
 from outrider.drafting.propose.vocabulary.counterparts import faithful_text
 from outrider.drafting.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
 from outrider.drafting.propose.vocabulary.reduced import has_draft_vocabulary, read_draft_vocabulary, reduce_vocabulary
@@ -135,6 +136,8 @@ class _OpenedModel:
         ids = read_draft_vocabulary(self.folder, self.checkpoint.vocab)
         if ids is not None:
             model = reduce_vocabulary(model, self.checkpoint, ids, kernels=kernels)
+        if self.setup.draft_candidates is not None:
+            use_candidates(model, self.checkpoint.tokenizer, self.setup.draft_candidates)
         if size == context:
             return model
         _log.info("the draft in %s reads the last %d of at most %d tokens", self.folder, size, context)
@@ -236,6 +239,11 @@ def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
             f" {description.target_hidden} and {description.target_layers} layers; this target has"
             f" {info.vocab}, {info.hidden} and {info.layers}, so use the target that the head was"
             " trained on"
+        )
+    if setup.draft_candidates is not None:
+        raise OutriderError(
+            f"draft_candidates is {setup.draft_candidates}, and {folder} is a draft head, which shares the"
+            " target's LM head; leave draft_candidates out"
         )
     bits = _bits(setup)
     window = _head_window(folder, module, setup)

@@ -20,7 +20,6 @@ from itertools import repeat
 import torch
 
 from outrider.core import tree
-from outrider.core.noise import inverse_cdf
 from outrider.core.proposer import ProposerSetup
 from outrider.core.target import Target
 from outrider.core.types import Batch, Draft, DraftKind, Draw, Packed, Round, SequenceState, StopRule
@@ -294,7 +293,7 @@ class TreeProposer(DraftModelProposer):
                 return
             seq, at, node = tree.upload(chosen, distributions.device).unbind(1)
             q = remaining[seq, at]
-            tokens = inverse_cdf(q, uniform[seq, node])
+            tokens = self._inverse_cdf(q, uniform[seq, node])
             masses = q.gather(1, tokens[:, None])[:, 0]
             remaining[seq, at, tokens] = 0.0
             for (b, index, _), token, mass in zip(chosen, tokens.tolist(), masses.tolist(), strict=True):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.core.cache import Cache
-from outrider.core.target import Target
 from outrider.core.types import Batch, Draft, DraftChains, Scores, StopRule
+
+if TYPE_CHECKING:
+    from outrider.core.target import Target
 
 
 def unwrapped(model: Target) -> Target:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from outrider.lab.audit.server.distribution import Sampled
 from outrider.lab.audit.server.hypotheses import EXACT, Hypothesis
@@ -14,35 +14,53 @@ from outrider.lab.audit.statistics import power
 _INCLUDED = 0.999  # power from which a test is sure to find a defect
 
 
-def diagnose(tests: Sequence[Sampled], defects: Sequence[Hypothesis], *, level: float) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """A known defect, and how well it explains the counts."""
+
+    cause: str
+    gain: float  # log-likelihood of the counts, above that of the model's own distribution, in nats
+    smallest_p_value: float
+    rejected_by: list[str]  # tests whose counts it does not explain
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The best explanation is the smallest."""
+        return len(self.rejected_by), -self.gain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Why the tests fail, as in the JSON document."""
+
+    causes: list[Cause]  # defects that explain all tests, best first; the counts cannot tell them apart
+    closest: Cause | None  # the likeliest defect, for servers that no defect explains
+
+
+def diagnose(tests: Sequence[Sampled], defects: Sequence[Hypothesis], *, level: float) -> Diagnosis:
     """Compare the counts with the distribution of every known defect.
 
-    A defect explains a server if no test rejects its distribution. Its gain is how much more likely the counts are than
-    under the distribution of the model, in nats.
-
-    Returns:
-        `causes`: the defects that explain all tests, best first. Several of them cannot be told apart from the counts.
-        `closest`: the likeliest defect, for servers that no defect explains.
+    A defect explains a server if no test rejects its distribution.
     """
     for test in tests:
         test.tree.prepare(defects, test.case.params)
     exact = sum(test.log_likelihood(EXACT) for test in tests)
-    best: dict[str, dict[str, Any]] = {}
+    best: dict[str, Cause] = {}
     for defect in defects:
         results = [test.compare(defect) for test in tests]
         rejected = [test.case.name for test, result in zip(tests, results, strict=True) if result.p_value < level]
-        found = {
-            "cause": defect.cause,
-            "gain": sum(test.log_likelihood(defect) for test in tests) - exact,
-            "smallest_p_value": min((result.p_value for result in results), default=1.0),
-            "rejected_by": rejected,
-        }
+        found = Cause(
+            cause=defect.cause,
+            gain=sum(test.log_likelihood(defect) for test in tests) - exact,
+            smallest_p_value=min((result.p_value for result in results), default=1.0),
+            rejected_by=rejected,
+        )
         known = best.get(defect.cause)
-        if known is None or _order(found) < _order(known):
+        if known is None or found.order < known.order:
             best[defect.cause] = found
-    ranked = sorted(best.values(), key=_order)
-    causes = [each for each in ranked if not each["rejected_by"]]
-    return {"causes": causes, "closest": ranked[0] if ranked and not causes else None}
+    ranked = sorted(best.values(), key=lambda each: each.order)
+    causes = [each for each in ranked if not each.rejected_by]
+    return Diagnosis(causes=causes, closest=ranked[0] if ranked and not causes else None)
 
 
 def powers(tests: Sequence[Sampled], defects: Sequence[Hypothesis], *, level: float) -> dict[str, float]:
@@ -74,7 +92,3 @@ def _power(test: Sampled, defect: Hypothesis, level: float) -> float:
     if not dof or distance < 1e-12 or not math.isfinite(distance):
         return 0.0
     return power(dof, test.samples * distance, level, allowed=test.samples * test.tolerance)
-
-
-def _order(found: dict[str, Any]) -> tuple[int, float]:
-    return len(found["rejected_by"]), -found["gain"]

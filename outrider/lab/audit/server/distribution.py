@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
@@ -177,23 +176,39 @@ async def run_case(
     return Sampled(case=case, tree=tree, samples=samples, counts=tree.counts(answers), tolerance=tolerance)
 
 
-def entry(sampled: Sampled, *, level: float) -> dict[str, Any]:
-    """Return the entry of a test in the report."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingTest:
+    """The result of one test, as in the JSON document."""
+
+    name: str
+    samples: int
+    outcomes: int  # those of a probability above 0
+    distinguished: float  # probability of the outcomes that are told apart
+    ambiguity: float  # probability of tokenizations that are not distinguished
+    statistic: float | None  # None: an impossible outcome was observed
+    dof: int
+    p_value: float
+    rounding_chi2: float  # chi-square distance that rounding explains
+    passed: bool
+
+
+def judge(sampled: Sampled, *, level: float) -> SamplingTest:
+    """Compare the counts of a test with the model's own distribution. It fails if its p-value is below `level`."""
     result = sampled.compare(EXACT)
     distribution = sampled.tree.distribution(EXACT, sampled.case.params)
     known = sum(prob for outcome, prob in distribution.items() if outcome[-1] != "other")
-    return {
-        "name": sampled.case.name,
-        "samples": sampled.samples,
-        "outcomes": sum(prob > 0 for prob in distribution.values()),
-        "distinguished": known,
-        "ambiguity": sampled.tree.ambiguity,
-        "statistic": result.statistic if math.isfinite(result.statistic) else None,
-        "dof": result.dof,
-        "p_value": result.p_value,
-        "rounding_chi2": sampled.tolerance,
-        "passed": result.p_value >= level,
-    }
+    return SamplingTest(
+        name=sampled.case.name,
+        samples=sampled.samples,
+        outcomes=sum(prob > 0 for prob in distribution.values()),
+        distinguished=known,
+        ambiguity=sampled.tree.ambiguity,
+        statistic=result.statistic if math.isfinite(result.statistic) else None,
+        dof=result.dof,
+        p_value=result.p_value,
+        rounding_chi2=sampled.tolerance,
+        passed=result.p_value >= level,
+    )
 
 
 def level_of(tests: int) -> float:

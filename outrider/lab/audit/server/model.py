@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +13,10 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.token_text import token_pieces
 from outrider.core.types import SequenceState
-from outrider.lab.audit.pair import Pair
 from outrider.verify.sampling import SamplingTensors, apply_sampling
+
+if TYPE_CHECKING:
+    from outrider.lab.audit.pair import Pair
 
 _INCOMPLETE = "\ufffd"  # what decoders give for the beginning of a character
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -46,6 +45,23 @@ class Replayed:
     differences: tuple[Difference, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """The result of the greedy test, as in the JSON document."""
+
+    passed: bool
+    prompts: int
+    tokens: int  # compared tokens
+    unread_characters: int  # characters that could not be compared
+    by: str  # what was compared: token ids or text
+    differences: int
+    near_ties: int  # differences that rounding explains
+    real_differences: int
+    real_per_1000_95: list[float]  # bounds of the real differences per 1000 tokens
+    largest_near_tie: float  # margin in logits
+    details: list[Difference]
+
+
 def replay(
     pair: Pair,
     texts: Texts,
@@ -54,7 +70,7 @@ def replay(
     *,
     dtype: torch.dtype,
     rounding: float,
-) -> dict[str, Any]:
+) -> ReplayResult:
     """Compare greedy completions with the model, teacher-forced: after a difference it goes on from the server's token.
 
     Args:
@@ -76,19 +92,19 @@ def replay(
     compared = sum(one.tokens for one in replayed)
     real = sum(not each.near_tie for each in differences)
     bounds = wilson(real, max(compared, real))
-    return {
-        "passed": not real and compared > 0,
-        "prompts": len(prompts),
-        "tokens": compared,
-        "unread_characters": sum(one.unread for one in replayed),
-        "by": "token ids" if answers and answers[0].tokens is not None else "text",
-        "differences": len(differences),
-        "near_ties": len(differences) - real,
-        "real_differences": real,
-        "real_per_1000_95": [1e3 * bounds.low, 1e3 * bounds.high],
-        "largest_near_tie": max((each.margin for each in differences if each.near_tie), default=0.0),
-        "details": list(map(asdict, differences)),
-    }
+    return ReplayResult(
+        passed=not real and compared > 0,
+        prompts=len(prompts),
+        tokens=compared,
+        unread_characters=sum(one.unread for one in replayed),
+        by="token ids" if answers and answers[0].tokens is not None else "text",
+        differences=len(differences),
+        near_ties=len(differences) - real,
+        real_differences=real,
+        real_per_1000_95=[1e3 * bounds.low, 1e3 * bounds.high],
+        largest_near_tie=max((each.margin for each in differences if each.near_tie), default=0.0),
+        details=differences,
+    )
 
 
 class _Replayer:

@@ -3,78 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from outrider.lab.audit.server.diagnosis import is_sure
+from outrider.lab.audit.server.diagnosis import Diagnosis, is_sure
+from outrider.lab.audit.server.distribution import SamplingTest
+from outrider.lab.audit.server.replay import Difference, ReplayResult
+from outrider.lab.audit.server.result import ServerAuditResult, notes
 
 _SHOWN = 5  # differences and causes that are printed
 
 
-def show(report: Mapping[str, Any], console: Console) -> None:
+def show(result: ServerAuditResult, console: Console) -> None:
     """Print the tests, the real differences, the causes and the notes."""
-    table = Table(title=f"Is the output of {report['model']} at {report['server']} that of {report['target']}?")
+    table = Table(title=f"Is the output of {result.model} at {result.options.server} that of {result.target}?")
     for heading in ("section", "what was done", "what was found", "verdict"):
         table.add_column(heading)
-    replay = report["replay"]
-    table.add_row("replay", *_replay(replay), _verdict(replay["passed"]), end_section=True)
-    distribution = report["distribution"]
-    for number, test in enumerate(distribution["tests"]):
+    table.add_row("replay", *_replay(result.replay), _verdict(result.replay.passed), end_section=True)
+    distribution = result.sampling.distribution
+    for number, test in enumerate(distribution.tests):
         section = "" if number else "distribution"
-        table.add_row(section, *_test(test, distribution["significance"]), _verdict(test["passed"]))
+        table.add_row(section, *_test(test, distribution.significance), _verdict(test.passed))
     console.print(table)
-    for detail in [each for each in replay["details"] if not each["near_tie"]][:_SHOWN]:
-        console.print(_difference(detail), markup=False, highlight=False)
-    for line in _diagnosis(report["diagnosis"]):
+    for difference in [each for each in result.replay.details if not each.near_tie][:_SHOWN]:
+        console.print(_difference(difference), markup=False, highlight=False)
+    for line in _diagnosis(result.sampling.diagnosis):
         console.print(line, markup=False, highlight=False)
-    if report["passed"]:
-        console.print(_power(distribution["power"]), markup=False, highlight=False)
-    for note in report["notes"]:
+    if result.passed:
+        console.print(_power(distribution.power), markup=False, highlight=False)
+    for note in notes(result):
         console.print(f"note: {note}", markup=False, highlight=False)
-    console.print(f"Verdict: {_verdict(report['passed'])}, after {report['seconds']:.0f} s.")
+    console.print(f"Verdict: {_verdict(result.passed)}, after {result.seconds:.0f} s.")
 
 
-def _replay(section: Mapping[str, Any]) -> tuple[str, str]:
-    done = f"{section['prompts']} prompts, {section['tokens']} greedy tokens, compared by {section['by']}"
+def _replay(result: ReplayResult) -> tuple[str, str]:
+    done = f"{result.prompts} prompts, {result.tokens} greedy tokens, compared by {result.by}"
     found = (
-        f"{section['near_ties']} near-ties (largest margin {section['largest_near_tie']:.3f} logits),"
-        f" {section['real_differences']} real differences"
+        f"{result.near_ties} near-ties (largest margin {result.largest_near_tie:.3f} logits),"
+        f" {result.real_differences} real differences"
     )
     return done, found
 
 
-def _test(test: Mapping[str, Any], level: float) -> tuple[str, str]:
-    done = f"{test['name']}: {test['samples']} samples"
+def _test(test: SamplingTest, level: float) -> tuple[str, str]:
+    done = f"{test.name}: {test.samples} samples"
     found = (
-        f"p = {test['p_value']:.2g} (fails below {level:.1g}), {test['outcomes']} outcomes with"
-        f" {test['distinguished']:.0%} of the probability"
+        f"p = {test.p_value:.2g} (fails below {level:.1g}), {test.outcomes} outcomes with"
+        f" {test.distinguished:.0%} of the probability"
     )
     return done, found
 
 
-def _difference(detail: Mapping[str, Any]) -> str:
+def _difference(found: Difference) -> str:
     return (
-        f"replay: prompt {detail['prompt']}, token {detail['position']}, after {detail['before']!r}: the server has"
-        f" {detail['server_text']!r}, the model {detail['model_text']!r}; margin {detail['margin']:.3f} logits, at most"
-        f" {detail['tolerance']:.3f} allowed"
+        f"replay: prompt {found.prompt}, token {found.position}, after {found.before!r}: the server has"
+        f" {found.server_text!r}, the model {found.model_text!r}; margin {found.margin:.3f} logits, at most"
+        f" {found.tolerance:.3f} allowed"
     )
 
 
-def _diagnosis(diagnosis: Mapping[str, Any] | None) -> list[str]:
+def _diagnosis(diagnosis: Diagnosis | None) -> list[str]:
     if diagnosis is None:
         return []
-    causes = diagnosis["causes"]
     lines = [
-        f"cause: {each['cause']} (no test rejects it; smallest p {each['smallest_p_value']:.2g},"
-        f" log-likelihood {each['gain']:+.0f} against the model's own distribution)"
-        for each in causes[:_SHOWN]
+        f"cause: {each.cause} (no test rejects it; smallest p {each.smallest_p_value:.2g},"
+        f" log-likelihood {each.gain:+.0f} against the model's own distribution)"
+        for each in diagnosis.causes[:_SHOWN]
     ]
-    if closest := diagnosis["closest"]:
+    if closest := diagnosis.closest:
         lines.append(
-            f"closest known defect: {closest['cause']} (log-likelihood {closest['gain']:+.0f}), rejected by"
-            f" {', '.join(closest['rejected_by'])}"
+            f"closest known defect: {closest.cause} (log-likelihood {closest.gain:+.0f}), rejected by"
+            f" {', '.join(closest.rejected_by)}"
         )
     return lines
 

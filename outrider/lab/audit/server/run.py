@@ -18,21 +18,21 @@ from outrider.lab.audit.pair import Pair
 from outrider.lab.audit.prompts import Prompt, read_prompts
 from outrider.lab.audit.server.client import Completions, has_completions, open_completions
 from outrider.lab.audit.server.diagnosis import diagnose, powers
-from outrider.lab.audit.server.distribution import CASES, Designer, Sampled, cases_of, entry, level_of, run_case
+from outrider.lab.audit.server.distribution import CASES, Designer, Sampled, cases_of, judge, level_of, run_case
 from outrider.lab.audit.server.hypotheses import hypotheses
 from outrider.lab.audit.server.model import Model, Texts, Tokens
 from outrider.lab.audit.server.replay import replay
 from outrider.lab.audit.server.report import show
+from outrider.lab.audit.server.result import DistributionResult, Sampling, ServerAuditResult
 from outrider.lab.audit.server.settings import ServerOptions
 from outrider.lab.audit.settings import Settings
-from outrider.lab.client.server import Server, connect, find_model, retries_text
+from outrider.lab.client.server import Server, connect, find_model
 from outrider.models.loader.embedded import model_folder
-from outrider.runtime.machine import commit, hardware, use_threads, versions
+from outrider.runtime.machine import use_threads
 from outrider.runtime.progress import stage
 
 _ROOM = 16  # tokens after a prompt, beside those that are replayed
 _LIKELY = 64  # likeliest tokens whose logits are compared to measure rounding
-_FEW_DIFFERENCES = 0.02  # share of real differences up to which the sampling tests still say something
 
 
 def run_server_audit(settings: Settings, options: ServerOptions, *, console: Console | None) -> dict[str, Any]:
@@ -53,24 +53,13 @@ def run_server_audit(settings: Settings, options: ServerOptions, *, console: Con
     engine = settings.engine
     use_threads(engine.threads)
     began = perf_counter()
-    report = asyncio.run(_audit(settings, options))
-    report |= {
-        "server": options.server,
-        "target": engine.target or "the embedded model",
-        "draft": options.draft,
-        "k": engine.k,
-        "seed": options.seed,
-        "seconds": perf_counter() - began,
-        "versions": versions(),
-        "hardware": hardware("cpu" if engine.device == "auto" else engine.device),
-        "commit": commit(),
-    }
+    result = replace(asyncio.run(_audit(settings, options)), seconds=perf_counter() - began)
     if console is not None:
-        show(report, console)
-    return report
+        show(result, console)
+    return result.as_dict()
 
 
-async def _audit(settings: Settings, options: ServerOptions) -> dict[str, Any]:
+async def _audit(settings: Settings, options: ServerOptions) -> ServerAuditResult:
     assert options.server is not None
     prompts = read_prompts(settings.prompts)
     async with connect(options.server, api_key=options.api_key, timeout=options.timeout) as server:
@@ -97,7 +86,7 @@ class _Audit:
         """Draft tokens per round of the server."""
         return int(self.settings.engine.k)
 
-    async def run(self, server: Server, name: str, prompts: tuple[Prompt, ...], chat: bool) -> dict[str, Any]:
+    async def run(self, server: Server, name: str, prompts: tuple[Prompt, ...], chat: bool) -> ServerAuditResult:
         folder = str(model_folder(self.config.target))
         pair, dtype, rounding = self._load(folder, prompts)
         encoded = list(zip(prompts, pair.prompts, strict=True))
@@ -108,22 +97,17 @@ class _Audit:
             greedy = await self._greedy(completions, encoded)
         replayed = replay(pair, texts, encoded, greedy, dtype=dtype, rounding=rounding)
         sampling = await self._sample(completions, pair, texts, encoded, rounding)
-        return {
-            "passed": replayed["passed"] and sampling["distribution"]["passed"],
-            "model": name,
-            "asked": {
-                "route": "chat/completions" if completions.abilities.chat else "completions",
-                "prompt": "token ids" if completions.abilities.prompt_ids else "text",
-                "returned": "token ids" if completions.abilities.token_ids else "text",
-                "filters_off": completions.abilities.neutral,
-            },
-            "dtype": str(dtype).removeprefix("torch."),
-            "rounding_logits": rounding,
-            "replay": replayed,
-            **sampling,
-            "retries": server.retries,
-            "notes": _notes(replayed, sampling, completions, retries=server.retries),
-        }
+        return ServerAuditResult(
+            settings=self.settings,
+            options=self.options,
+            model=name,
+            abilities=completions.abilities,
+            dtype=str(dtype).removeprefix("torch."),
+            rounding=rounding,
+            replay=replayed,
+            sampling=sampling,
+            retries=server.retries,
+        )
 
     def _pair(self, folder: str, prompts: Sequence[Prompt], dtype: str) -> Pair:
         config = replace(self.config, target=folder, dtype=dtype)
@@ -161,7 +145,7 @@ class _Audit:
         texts: Texts,
         encoded: Sequence[tuple[Prompt, Tokens]],
         rounding: float,
-    ) -> dict[str, Any]:
+    ) -> Sampling:
         with stage("planning the tests"):
             draft = self._draft(pair, [prompt for prompt, _ in encoded])
             defects = hypotheses(draft=draft is not None, k=self.k)
@@ -191,19 +175,19 @@ class _Audit:
                 )
                 sampled.append(result)
         level = level_of(len(sampled))
-        tests = [entry(each, level=level) for each in sampled]
-        passed = bool(tests) and all(test["passed"] for test in tests)
-        return {
-            "distribution": {
-                "passed": passed,
-                "significance": level,
-                "tests": tests,
-                "skipped": [case.name for case, plan in plans if plan is None],
-                "refused": refused,
-                "power": powers(sampled, defects, level=level),
-            },
-            "diagnosis": None if passed else diagnose(sampled, defects, level=level),
-        }
+        tests = [judge(each, level=level) for each in sampled]
+        passed = bool(tests) and all(test.passed for test in tests)
+        distribution = DistributionResult(
+            passed=passed,
+            significance=level,
+            tests=tests,
+            skipped=[case.name for case, plan in plans if plan is None],
+            refused=refused,
+            power=powers(sampled, defects, level=level),
+        )
+        return Sampling(
+            distribution=distribution, diagnosis=None if passed else diagnose(sampled, defects, level=level)
+        )
 
     def _draft(self, pair: Pair, prompts: Sequence[Prompt]) -> Model | None:
         if self.options.draft is None:
@@ -219,45 +203,3 @@ def _asked(prompts: tuple[Prompt, ...], chat: bool) -> tuple[Prompt, ...]:
     if not chat:
         return prompts
     return tuple(({"role": "user", "content": each},) if isinstance(each, str) else each for each in prompts)
-
-
-def _notes(replayed: dict[str, Any], sampling: dict[str, Any], completions: Completions, *, retries: int) -> list[str]:
-    """Return what the reader must know to judge the result."""
-    notes = []
-    distribution = sampling["distribution"]
-    if replayed["real_differences"] > _FEW_DIFFERENCES * max(replayed["tokens"], 1) and not distribution["passed"]:
-        notes.append(
-            "The greedy replay already differs, so the server has other weights, another precision or another prompt"
-            " than the target. The causes below explain only differences in sampling."
-        )
-    if not completions.abilities.token_ids:
-        worst = max((test["ambiguity"] for test in distribution["tests"]), default=0.0)
-        notes.append(
-            "The server returns text only. The distribution counts all tokenizations of a text; other tokenizations"
-            f" than the distinguished ones have a probability of {worst:.2g} and are part of it."
-        )
-    if replayed["unread_characters"]:
-        notes.append(
-            f"{replayed['unread_characters']} characters of greedy text fit no token (parts of characters, or special"
-            " tokens) and were not compared."
-        )
-    if not completions.abilities.neutral:
-        notes.append(
-            "The server refuses top_k and min_p, so filters of its own may be on. Switch them off where it starts."
-        )
-    if distribution["skipped"]:
-        names = ", ".join(distribution["skipped"])
-        notes.append(
-            f"Not run, because rounding decides which tokens the filter keeps: {names}. Give --prompts other prompts,"
-            " or a smaller --tolerance."
-        )
-    for name, problem in distribution["refused"].items():
-        notes.append(f"Not run, because the server refuses the request: {name} ({problem}).")
-    diagnosis = sampling["diagnosis"]
-    if diagnosis and len(diagnosis["causes"]) > 1:
-        notes.append("Several causes explain the counts equally well. The counts cannot tell them apart.")
-    if diagnosis and not diagnosis["causes"]:
-        notes.append("No known defect explains the counts of all tests.")
-    if retries:
-        notes.append(retries_text(retries))
-    return notes

@@ -94,7 +94,7 @@ class AutoregressiveTarget(HeadRunner):
             self._node_states = torch.stack([states[end - 1] for end in ends])[:, None]
             return
         counts = [max(width - first, 0) for width in draft.width]
-        padded = pad_sequence(torch.split(states, counts), batch_first=True)
+        padded = pad_sequence(list(torch.split(states, counts)), batch_first=True)
         self._node_states = torch.cat([self._node_states[:, : 1 + first], padded], 1)
 
 

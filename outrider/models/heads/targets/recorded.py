@@ -23,7 +23,7 @@ from outrider.models.heads.modules.layers import Attention
 from outrider.models.heads.targets.autoregressive import AutoregressiveTarget, skip_tokens
 from outrider.models.torch.cuda_recorder import Recorder
 from outrider.models.triton.decoder import attend_groups
-from outrider.models.triton.passes import MAX_COLUMNS, Bucket, Buffers, Rows, ragged_pass
+from outrider.models.triton.passes import MAX_COLUMNS, Bucket, Buffers, Rows, feeds_long_prompt, ragged_pass
 from outrider.models.triton.recordings import Recordings
 
 
@@ -82,7 +82,7 @@ class RecordedHead(AutoregressiveTarget):
         )
         # The feed of a round is shorter where draft tokens were rejected. One recording serves all.
         bucket = find(least=steps + 1) or find()
-        if bucket is None:
+        if bucket is None or feeds_long_prompt(head_batch, -1):
             return draft_by_scores(self, batch, vocab, stop_rule)
         self._memory.reserve(head_batch, [max(budget - 1, 0) for budget in batch.draft_budget])
         buffers, run = self.graphs.find(bucket)
@@ -102,10 +102,11 @@ class RecordedHead(AutoregressiveTarget):
 
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._memory.reserve(batch, draft.width)
-        bucket = self.graphs.bucket(batch, draft, first)
+        bucket = None if feeds_long_prompt(batch, first) else self.graphs.bucket(batch, draft, first)
         if bucket is None:
             ragged = ragged_pass(batch, draft, first, self._memory)
-            out = self._forward(ragged.tokens, states, ragged.positions(), ragged.groups)
+            in_order = torch.empty_like(states).index_copy_(0, ragged.place, states)
+            out = self._forward(ragged.tokens, in_order, ragged.positions(), ragged.groups)[ragged.place]
             return out, ragged.per_node(self.module.logits(out[ragged.keep]))
         buffers, run = self.graphs.find(bucket)
         buffers.fill(batch, draft, first, self._memory)

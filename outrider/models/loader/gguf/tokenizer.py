@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from outrider.core.markers import TEXT_MARKERS
+from outrider.core.markers import text_markers
 from outrider.core.tokenizer import FastTokenizer
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.loader.gguf.file import GGUFFile
@@ -152,13 +152,14 @@ def _merges_of(vocab: Mapping[str, int], tokens: list[str], scores: list[float])
 def _add_tokens(backend: Tokenizer, tokens: list[str], types: Iterable[int]) -> None:
     """Add the tokens that text is searched for before it is split. Those of control are special.
 
-    The markers of function calls are text, as `read_tokenizer` has them.
+    The markers of function calls and reasoning are text, as `read_tokenizer` has them.
     """
+    markers = text_markers(tokens)
     special: list[AddedToken] = []
     plain: list[AddedToken] = []
     for token, type in zip(tokens, types, strict=False):
         if token and type in (_CONTROL, _USER_DEFINED):
-            is_special = type == _CONTROL and token not in TEXT_MARKERS
+            is_special = type == _CONTROL and token not in markers
             (special if is_special else plain).append(AddedToken(token, normalized=False, special=is_special))
     backend.add_special_tokens(special)
     backend.add_tokens(plain)

@@ -61,9 +61,11 @@ struct Model {
   const Pool* pool;
   Linear head;
   Linear table;               // the embedding in panels, if `embedding` is null
+  Linear reduce, rank;        // [r][hidden] and [head.outputs][r]: their product approximates the head; no outputs: unused
   int32_t layers, hidden, heads, key_heads, dim, ffn, threads;
   int32_t rotaries, rotary_dim;  // rotary tables; leading dimensions of a head that they rotate
   int32_t gelu;                  // whether gates use GELU, approximated by tanh, instead of SiLU
+  int32_t candidates;            // with `rank`: panels of the head that get exact logits, the most promising ones
   int32_t rounds_table;          // whether entries of `table` times `table_scale` are rounded to elements
   float epsilon, scale;
   float table_scale, embedding_scale, residual_scale, logit_divisor;  // 1 in most models
@@ -111,9 +113,9 @@ OUTRIDER_LAYOUT(Layer, qkv, out, gate_up, down, value, router, attention_norm, m
 OUTRIDER_LAYOUT(Pool, entries, table, layers, reach, bits)
 OUTRIDER_LAYOUT(Entry, fuse, project, last_norm, tap_norm, embedding_norm, state_norm, tapped, tap, normed,
                 embedding_first, zero_first, residual_normed, recycle_normed)
-OUTRIDER_LAYOUT(Model, layer, embedding, norm, frequency, rotary_scale, entry, id, pool, head, table, layers, hidden,
-                heads, key_heads, dim, ffn, threads, rotaries, rotary_dim, gelu, rounds_table, epsilon, scale,
-                table_scale, embedding_scale, residual_scale, logit_divisor, score_cap, logit_cap)
+OUTRIDER_LAYOUT(Model, layer, embedding, norm, frequency, rotary_scale, entry, id, pool, head, table, reduce, rank,
+                layers, hidden, heads, key_heads, dim, ffn, threads, rotaries, rotary_dim, gelu, candidates,
+                rounds_table, epsilon, scale, table_scale, embedding_scale, residual_scale, logit_divisor, score_cap, logit_cap)
 OUTRIDER_LAYOUT(Pass, token, position, slot, entry, prefix, tail_begin, tail, output_columns, logits, best,
                 export_layers, hidden_states, state, needs_fusion, num_columns, num_outputs, num_exports)
 OUTRIDER_LAYOUT(Chain, slot, position, entry, budget, weight, bias, end_ids, token, count, scored, margin, accept_prob,
@@ -499,9 +501,48 @@ class Decoder final : public Runner {
     }
   }
 
+  // Compute logits with the low-rank factors of the LM head. Then compute those of the most promising panels exactly.
+  void candidate_logits(Team& team, const Pass& pass) {
+    const int rows = pass.num_outputs;
+    const int outputs = model_.head.outputs;
+    const int count = model_.candidates;
+    normalize_rows(team, rows, pass.output_columns, model_.norm, model_.reduce);
+    apply<Store::kSet>(team, model_.reduce, packed_, rows, reduced_.data(), model_.reduce.outputs);
+    pack_rows(team, rows, reduced_.data(), model_.reduce.outputs, model_.rank);
+    apply<Store::kSet>(team, model_.rank, packed_, rows, pass.logits, outputs);
+    normalize_rows(team, rows, pass.output_columns, model_.norm, model_.head);
+    const auto choose = [&](int r) {
+      choose_panels(pass.logits + size_t(r) * outputs, outputs, count, &panels_[size_t(r) * count]);
+    };
+    team.share(rows, choose, 1);
+    MatrixUnits units;
+    const auto work = [&](int i) {
+      const int r = i / count;
+      compute_panel<Store::kSet>(units, model_.head, panels_[i], packed_, r, r + 1, pass.logits, outputs);
+    };
+    team.share(rows * count, work, panels_per_step(model_.head, 1));
+  }
+
+  // Write the numbers of the `count` panels with the largest logits.
+  static void choose_panels(const float* logits, int outputs, int count, int32_t* out) {
+    thread_local std::vector<std::pair<float, int32_t>> panels;
+    panels.clear();
+    for (int begin = 0; begin < outputs; begin += kPanel) {
+      float most = -INFINITY;  // NaN is never larger
+      for (int i = begin; i < std::min(begin + kPanel, outputs); i++) most = logits[i] > most ? logits[i] : most;
+      panels.emplace_back(-most, int32_t(panels.size()));
+    }
+    std::nth_element(panels.begin(), panels.begin() + (count - 1), panels.end());
+    for (int i = 0; i < count; i++) out[i] = panels[i].second;
+  }
+
   void lm_head(Team& team, const Pass& pass) {
-    normalize_rows(team, pass.num_outputs, pass.output_columns, model_.norm, model_.head);
-    apply<Store::kSet>(team, model_.head, packed_, pass.num_outputs, pass.logits, model_.head.outputs);
+    if (model_.rank.outputs) {
+      candidate_logits(team, pass);
+    } else {
+      normalize_rows(team, pass.num_outputs, pass.output_columns, model_.norm, model_.head);
+      apply<Store::kSet>(team, model_.head, packed_, pass.num_outputs, pass.logits, model_.head.outputs);
+    }
     const auto choose = [&](int k) {
       float* logits = pass.logits + size_t(k) * model_.head.outputs;
       if (model_.logit_divisor != 1)
@@ -606,7 +647,7 @@ class Decoder final : public Runner {
     const int heads = (model_.heads + 2 * model_.key_heads) * model_.dim;
     const int aux_size = model_.entry ? model_.entry->tapped : 0;
     const int input_size = model_.entry ? 2 * model_.hidden : model_.hidden;
-    const int widest = padded(std::max({input_size, heads, model_.ffn, aux_size}));
+    const int widest = padded(std::max({input_size, heads, model_.ffn, aux_size, model_.reduce.outputs}));
     const size_t count = columns;
     residual_.resize(count * model_.hidden);
     pair_.resize(count * (model_.entry ? input_size : 0));
@@ -616,6 +657,8 @@ class Decoder final : public Runner {
     wide_.resize(count * widest);
     query_.resize(count * model_.heads * model_.dim);
     output_.resize(count * model_.hidden);
+    reduced_.resize(count * model_.reduce.outputs);
+    panels_.resize(count * model_.candidates);
     cosine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
     sine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
     const int words = spaced(widest);  // enough for inputs of all formats, of which floats are the widest
@@ -650,8 +693,9 @@ class Decoder final : public Runner {
   // [columns][...]. `pair_` holds embedding and state of a draft head. `wide_` holds the outputs of qkv, attention and
   // gate_up, and `output_` those of attention and MLP before a norm or a factor.
   std::vector<float> aux_states_, fused_, pair_, states_, residual_, normed_, wide_, output_, cosine_, sine_;
-  std::vector<float> logits_;
+  std::vector<float> logits_, reduced_;
   std::vector<Element> query_;
+  std::vector<int32_t> panels_;  // [columns][candidates] of the head, which get exact logits
   std::vector<int32_t> words_, empty_tails_, best_;
   std::vector<InputGroup> groups_;
   Rows packed_{};  // inputs of the next linear layer

@@ -1,0 +1,33 @@
+"""What other packages add by the entry points outrider.proposers, outrider.verifiers and outrider.commands."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from outrider.errors import OutriderError
+
+
+@cache
+def added(kind: str) -> dict[str, EntryPoint]:
+    """Return the entry points of proposers, verifiers or commands, by name."""
+    return {point.name: point for point in entry_points(group=f"outrider.{kind}")}
+
+
+def load_added(kind: str, name: str) -> Any:
+    """Return the object that a package has added; None: there is none with this name.
+
+    Raises:
+        OutriderError: it cannot be imported.
+    """
+    point = added(kind).get(name)
+    if point is None:
+        return None
+    try:
+        return point.load()
+    except Exception as error:  # the code of the package can raise anything
+        package = point.dist.name if point.dist else point.value
+        raise OutriderError(
+            f"{name} of the package {package} cannot be imported ({error}); update it, or remove it"
+        ) from error

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, whose inputs and outputs are items."""
