@@ -111,7 +111,7 @@ _ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (  # the most important first
     ("int4", _QUANTIZED),
     ("int8", _QUANTIZED),
     ("fp8", _QUANTIZED),
-    ("triton", ("kernels", "round", "sampled")),
+    ("triton", ("head", "kernels", "round", "sampled")),
     ("graphs", ("kernels", "round", "sampled", "head", "attention", "rows")),
     (_PARTS, ("gpu",)),
 )

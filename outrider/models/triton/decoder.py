@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -58,6 +58,14 @@ class _Layer:
     def nbytes(self) -> int:
         """Bytes of the weights of the products."""
         return sum(weight.nbytes for weight in (self.qkv, self.out, self.gate_up, self.down))
+
+
+class QueryNorms(NamedTuple):
+    """Norms of the heads of queries and keys before the rotation."""
+
+    query: torch.Tensor | None  # [dim]
+    key: torch.Tensor | None  # [dim]
+    epsilon: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -179,15 +187,16 @@ class Decoder:
         shape, family = self.shape, self.shape.family
         linear = partial(linear_by_role, prompt_tokens)
         qkv = linear(hidden, layer.qkv, norm=self._factors(layer, family.attention_norm), bias=layer.qkv_bias)
-        if len(groups) == 1 and groups[0].take is None:
-            attended = self._attend(i, layer, qkv, groups[0], pages)
-        else:
-            attended = qkv.new_empty(len(qkv), shape.heads * shape.dim)
-            for group in groups:
-                assert group.take is not None
-                assert group.real is not None
-                part = self._attend(i, layer, qkv[group.take], group, pages)
-                attended[group.take[group.real]] = part[group.real]
+        attended = attend_groups(
+            qkv,
+            groups,
+            pages,
+            self._angles[shape.rotary.table[i]],
+            norms=QueryNorms(layer.norms.get("self_attn.q_norm"), layer.norms.get("self_attn.k_norm"), shape.epsilon),
+            scale=shape.scale,
+            window=shape.windows[i],
+            softcap=shape.score_cap,
+        )
         post_norm = layer.norms.get(family.attention_post_norm or "")
         hidden = self._added(linear, hidden, attended, layer.out, post_norm, layer.out_bias)
         norm = self._factors(layer, family.mlp_norm)
@@ -214,38 +223,6 @@ class Decoder:
 
     def _factors(self, layer: _Layer, name: str | None) -> Norm | None:
         return None if name is None else Norm(layer.norms[name], self.shape.epsilon)
-
-    def _attend(self, i: int, layer: _Layer, qkv: torch.Tensor, rows: Rows, pages: torch.Tensor) -> torch.Tensor:
-        """Write the keys and values of rows and return attention [T, heads * dim]."""
-        shape = self.shape
-        cos, sin = self._angles[shape.rotary.table[i]]
-        query = rotate_and_write(
-            qkv,
-            cos,
-            sin,
-            rows.position,
-            rows.entry,
-            rows.table,
-            pages,
-            query_norm=layer.norms.get("self_attn.q_norm"),
-            key_norm=layer.norms.get("self_attn.k_norm"),
-            epsilon=shape.epsilon,
-        )
-        run = attend_prompt if rows.is_prompt else attend
-        out = run(
-            query,
-            pages,
-            rows.table,
-            rows.prefix,
-            rows.bits,
-            rows.position,
-            scale=shape.scale,
-            window=shape.windows[i],
-            softcap=shape.score_cap,
-            rows=rows.rows,
-            columns=rows.columns,
-        )
-        return out.flatten(1)
 
     def make_submodel(self, layers: Sequence[int]) -> Decoder:
         """Return a decoder of some layers, in this order. It shares the weights, also after `load`."""
@@ -427,6 +404,71 @@ class Decoder:
             angles.append((angle.cos() * float(scale), angle.sin() * float(scale)))
         still = torch.zeros(context + 1, rotary.dim // 2, device=self.device)
         return [*angles, (still + 1, still)]  # table -1 is the last
+
+
+def attend_groups(
+    qkv: torch.Tensor,
+    groups: Sequence[Rows],
+    pages: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    *,
+    norms: QueryNorms | None = None,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Write the keys and values of a pass and return attention [T, heads * dim].
+
+    Args:
+        qkv: [T, (heads + 2 * key heads) * dim].
+        groups: the rows of the pass. They contain each token once.
+        pages: [blocks, key heads, 2, BLOCK, dim] the cache of the layer.
+        angles: cosines and sines [positions, R / 2].
+        norms: of queries and keys.
+        scale: of the scores.
+        window: tokens that a token sees, itself included; 0: all.
+        softcap: of the scores; 0: none.
+    """
+    weights = norms or QueryNorms(None, None, 0.0)
+
+    def attend_rows(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+        query = rotate_and_write(
+            values,
+            *angles,
+            rows.position,
+            rows.entry,
+            rows.table,
+            pages,
+            query_norm=weights.query,
+            key_norm=weights.key,
+            epsilon=weights.epsilon,
+        )
+        run = attend_prompt if rows.is_prompt else attend
+        out = run(
+            query,
+            pages,
+            rows.table,
+            rows.prefix,
+            rows.bits,
+            rows.position,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            rows=rows.rows,
+            columns=rows.columns,
+        )
+        return out.flatten(1)
+
+    if len(groups) == 1 and groups[0].take is None:
+        return attend_rows(qkv, groups[0])
+    _, key_heads, _, _, dim = pages.shape
+    attended = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * key_heads * dim)
+    for group in groups:
+        assert group.take is not None
+        assert group.real is not None
+        part = attend_rows(qkv[group.take], group)
+        attended[group.take[group.real]] = part[group.real]
+    return attended
 
 
 def _requantized(layer: _Layer, bits: int) -> _Layer:
