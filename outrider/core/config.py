@@ -72,8 +72,8 @@ class EngineConfig:
     """once, always or never: when the logits of a model are compared with those of transformers at load. once: per
     checkpoint, version and machine."""
     quantize: Annotated[str | None, Option("NAME", MODEL)] = None
-    """int8 or int4 weights for the target, on a CPU, or on a GPU with kernels triton. The quantized model is then the
-    target, exactly. Default: the weights as stored."""
+    """int8 or int4 weights for the target, on a CPU, or with the Triton kernels on a GPU. The quantized model is then
+    the target, exactly. Default: the weights as stored."""
     threads: Annotated[int | None, Option(panel=MODEL)] = None
     """CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node."""
     draft_window: Annotated[int | None, Option("TOKENS", MODEL)] = None

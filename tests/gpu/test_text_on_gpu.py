@@ -86,7 +86,6 @@ def test_default_proposer_of_a_target_without_draft():
     assert texts("cuda", params, target="@nano") == texts("cuda", params, target="@nano", proposer="none")
 
 
-@pytest.mark.parametrize("option", ["quantize", "draft_quantize"])
-def test_quantization_is_refused(option):
+def test_quantization_of_a_draft_is_refused():
     with pytest.raises(OutriderError, match="use device cpu"):
-        LLM(device="cuda", **{option: "int8"})
+        LLM(device="cuda", draft_quantize="int8")

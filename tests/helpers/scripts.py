@@ -21,8 +21,13 @@ class Done:
 
 
 def run_script(script: Path, *arguments: object) -> Done:
-    """Run a script. An exception other than SystemExit is raised. Modules beside the script are unloaded afterward."""
+    """Run a script. An exception other than SystemExit is raised.
+
+    It imports the modules beside it, also if others of the same names are loaded. They are unloaded afterward.
+    """
     out, err, code = StringIO(), StringIO(), 0
+    beside = {file.stem for file in script.parent.glob("*.py")}
+    hidden = {name: sys.modules.pop(name) for name in beside.intersection(sys.modules)}
     before = set(sys.modules)
     with (
         patch.object(sys, "argv", [str(script), *map(str, arguments)]),
@@ -41,4 +46,5 @@ def run_script(script: Path, *arguments: object) -> Done:
                 file = getattr(sys.modules[name], "__file__", None)
                 if file and Path(file).parent == script.parent:
                     del sys.modules[name]
+            sys.modules.update(hidden)
     return Done(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())

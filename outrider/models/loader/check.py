@@ -24,7 +24,7 @@ from outrider.core.target import CompiledTarget, ExpertCounter, Target
 from outrider.core.types import AudioFeatures, Batch, DraftBudget, SequenceState
 from outrider.errors import MODEL_ERRORS, NotEnoughMemory, UnsupportedModel
 from outrider.models.cache.memory import out_of_memory
-from outrider.models.loader.check_store import CheckResult, once
+from outrider.models.loader.check_store import CheckResult, kernels_of, once
 from outrider.models.loader.make import make_target
 from outrider.models.torch.attention import NAME
 from outrider.models.torch.checkpoint import Checkpoint
@@ -53,8 +53,8 @@ def make_checked_target(
 ) -> CheckedTarget:
     """Make the target for a checkpoint and check it. The first arguments are those of `make_target`.
 
-    With `kernels` auto, a model that fails the check on the native kernels runs on torch, with a
-    warning.
+    With `kernels` auto, a model that fails the check on the native or Triton kernels runs on torch,
+    with a warning.
 
     Args:
         check: once, always or never. once: an unchanged checkpoint that has passed is not checked
@@ -63,7 +63,7 @@ def make_checked_target(
     Raises:
         OutriderError: as in `make_target`.
         UnsupportedModel: as in `make_target` and `check_target`. A quantized model is not tried on
-            torch, because the native kernels have quantized it in their own format.
+            torch, because the kernels have quantized it in their own format.
     """
     target = make_target(checkpoint, slots=slots, context=context, kernels=kernels, bits=bits)
     try:
@@ -74,9 +74,11 @@ def make_checked_target(
     except UnsupportedModel as reason:
         if kernels != "auto" or not isinstance(target, CompiledTarget):
             raise
+        name = kernels_of(target)
         if bits < 16:
-            raise UnsupportedModel(f"{reason}; or use kernels torch, since this was on the native kernels") from reason
-        _log.warning("the native kernels fail the check, so the model runs on torch: %s", reason)
+            way = "use kernels torch" if name == "native" else "leave quantize out"
+            raise UnsupportedModel(f"{reason}; or {way}, since this was on the {name} kernels") from reason
+        _log.warning("the %s kernels fail the check, so the model runs on torch: %s", name, reason)
         target = make_target(checkpoint, slots=slots, context=context, kernels="torch")
         return CheckedTarget(target, _passed(target, checkpoint, bits, check))
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from outrider.core.target import CompiledTarget, Target
+from outrider.core.target import Target
 from outrider.errors import OutriderError
 from outrider.models.loader.fingerprint import code_fingerprint, model_fingerprint
 from outrider.models.native.library import cache_folder, load_library
@@ -60,6 +60,11 @@ def once(checkpoint: Checkpoint, target: Target, bits: int, check: Callable[[], 
     return known
 
 
+def kernels_of(target: Target) -> str:
+    """Return the kernels of a target, without the type of its weights: native, triton or torch."""
+    return target.kernels.split()[0]
+
+
 def _read(file: Path) -> CheckResult | None:
     """Return a kept result; None: there is none."""
     try:
@@ -83,7 +88,7 @@ def _file(checkpoint: Checkpoint, target: Target, bits: int) -> Path:
         _METHOD,
         model_fingerprint(Path(checkpoint.folder)),
         code_fingerprint(),
-        Path(load_library().code._name).stem if isinstance(target, CompiledTarget) else None,
+        Path(load_library().code._name).stem if kernels_of(target) == "native" else None,
         versions(),
         hardware(str(checkpoint.device)),
         str(checkpoint.dtype),

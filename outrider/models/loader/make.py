@@ -55,8 +55,9 @@ def make_target(
         try:
             return _make_triton_target(checkpoint, slots=slots, context=context, bits=bits)
         except UnsupportedModel as reason:
-            if kernels == "triton":
-                raise UnsupportedModel(f"{reason}; use kernels auto") from reason
+            if kernels == "triton" or bits < 16:
+                way = "use kernels auto" if bits == 16 else "leave quantize out"
+                raise UnsupportedModel(f"{reason}; {way}") from reason
             _log.info("running on torch: %s", reason)
     if native and kernels != "torch":
         from outrider.models.native.target import NativeTarget
@@ -116,6 +117,8 @@ def _check_settings(checkpoint: Checkpoint, kernels: str, bits: int, types: tupl
         raise OutriderError("kernels graphs needs an NVIDIA GPU; use kernels auto or torch")
     on_cpu = checkpoint.device.type == "cpu" and checkpoint.dtype == torch.bfloat16
     on_gpu = kernels == "triton" or (kernels == "auto" and checkpoint.device.type == "cuda")
+    if bits < 16 and checkpoint.recurrent and checkpoint.device.type == "cuda":
+        raise UnsupportedModel("quantize on a GPU does not support models with recurrent layers; leave it out")
     if bits < 16 and not on_cpu and not on_gpu:
         raise OutriderError(
             "quantize needs a CPU and bfloat16, or a GPU with kernels auto or triton; use dtype and kernels auto, or"

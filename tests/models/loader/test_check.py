@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,6 +153,18 @@ def test_model_that_fails_on_native_kernels_runs_on_torch(broken_kernels, folder
     assert "differ from the model's own" in messages[0]
 
 
+def test_failure_of_quantized_weights_on_triton_kernels(folders, monkeypatch):
+    def fail(*_):
+        raise UnsupportedModel("the logits differ")
+
+    target = SimpleNamespace(kernels="triton int8", compile_seconds=0.0)
+    monkeypatch.setattr(check, "make_target", lambda *_, **__: target)
+    monkeypatch.setattr(check, "_passed", fail)
+    checkpoint = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu")
+    with pytest.raises(UnsupportedModel, match="differ; or leave quantize out, since this was on the triton kernels"):
+        make_checked_target(checkpoint, slots=1, context=64, bits=8)
+
+
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -160,7 +173,7 @@ def test_model_that_fails_on_native_kernels_runs_on_torch(broken_kernels, folder
             {"kernels": "native"},
             "differ from the model's own .*; use another model, or transformers.generate for this one$",
         ),
-        ({"kernels": "auto", "bits": 8}, "or use kernels torch"),
+        ({"kernels": "auto", "bits": 8}, "or use kernels torch, since this was on the native kernels"),
     ],
 )
 def test_failure_that_is_not_tried_on_torch(settings, message, broken_kernels, folders):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from outrider import LLM, OutriderError
 from outrider.models.loader import check, check_store
+from outrider.models.loader.load import load_checkpoint
 from tests.helpers import tiny
 
 
@@ -69,6 +71,17 @@ def test_a_change_checks_again(folder, checks, change, monkeypatch):
         monkeypatch.setattr(check_store, "versions", lambda: {"transformers": "6"})
     _load(folder, **options)
     assert len(checks) == 2
+
+
+def test_triton_kernels_need_no_native_ones(folder, checks, monkeypatch):
+    def fail():
+        raise AssertionError("the native kernels are compiled")
+
+    monkeypatch.setattr(check_store, "load_library", fail)
+    target = SimpleNamespace(kernels="triton int8", compile_seconds=0.0)
+    result = check_store.CheckResult(error=0.0, tolerance=0.1, against="transformers 5", date="2026-01-01")
+    checkpoint = load_checkpoint(folder, dtype="float32", device="cpu")
+    assert check_store.once(checkpoint, target, 8, lambda: result) == result
 
 
 def test_a_check_that_fails_is_not_kept(folder, checks, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_warning_names_weights_that_are_not_quantized(folders, caplog, tmp_path)
 
 
 def test_error_messages_when_quantization_is_unsupported(folders, monkeypatch, tmp_path):
-    with pytest.raises(OutriderError, match="quantize needs a CPU and bfloat16; use device cpu and dtype auto"):
+    with pytest.raises(OutriderError, match="quantize needs a CPU and bfloat16, or a GPU with kernels auto"):
         LLM(folders["olmo2"], quantize="int8", dtype="float32", device="cpu", kernels="torch")
     sizes = {
         "hidden_size": 24,
@@ -195,6 +196,18 @@ def test_error_messages_when_quantization_is_unsupported(folders, monkeypatch, t
     monkeypatch.setattr(quantize, "OPERATORS", ("_no_such_operator",))
     with pytest.raises(UnsupportedModel, match="this torch has no operator _no_such_operator, which --quantize needs"):
         LLM(folders["olmo2"], quantize="int4", device="cpu", kernels="torch")
+
+
+def test_quantization_on_a_gpu_needs_the_triton_kernels(folders, monkeypatch):
+    def fail(_):
+        raise UnsupportedModel("the kernels need another GPU")
+
+    monkeypatch.setattr("outrider.models.triton.support.check_device", fail)
+    checkpoint = replace(load(folders["olmo2"]), device=torch.device("cuda"))
+    with pytest.raises(UnsupportedModel, match="need another GPU; leave quantize out"):
+        make_target(checkpoint, slots=1, context=64, bits=8)
+    with pytest.raises(UnsupportedModel, match="quantize on a GPU does not support models with recurrent layers"):
+        make_target(replace(checkpoint, recurrent=True), slots=1, context=64, bits=8)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

@@ -92,7 +92,7 @@ def test_inverse_cdf_equals_torch(interpreted, monkeypatch):
 @pytest.mark.fast_cases("80-1")
 @pytest.mark.parametrize(("capability", "split"), [(80, 1), (90, 8), (100, 8)])
 def test_kernel_builds_without_spills(capability, split, tmp_path):
-    types = {"logits": "*fp32", "params": "*fp32", "probs": "*fp32", "scratch": "*fp64", "arrived": "*i32"}
+    types = {"logits": "*fp32", "settings": "*fp32", "probs": "*fp32", "scratch": "*fp64", "arrived": "*i32"}
     types |= {"vocab": "i32", "nodes": "i32"}
     constants = {"BLOCK": 8192, "BLOCKS": 16, "STEPS": 16 // split, "SPLIT": split}
     built = helper.build(sampling.filter_rows, types, constants, capability=capability, cache=tmp_path, num_warps=16)
