@@ -300,7 +300,7 @@ def cached_batch(model: Target, cached: int, budget: int = 0) -> Iterator[Batch]
     """Yield a batch of one sequence in slot 0, with `cached` tokens in the cache and one token to feed."""
     tokens = [3 + i % 100 for i in range(cached + 1)]
     request = Request(
-        id=0, prompt_token_ids=tuple(tokens), params=SamplingParams(), seed=0, end_ids=frozenset(), max_tokens=1
+        id=0, prompt_token_ids=tuple(tokens[:-1]), params=SamplingParams(), seed=0, end_ids=frozenset(), max_tokens=1
     )
     seq = SequenceState(request=request, slot=0, token_ids=tokens)
     model.cache.admit(0, tokens)

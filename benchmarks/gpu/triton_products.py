@@ -56,20 +56,19 @@ _TINY = {"tiny qkv": Shape(48, 256, norm=True), "tiny gate up": Shape(64, 256, n
 _FEW = (Tile(16, 8, 4, 6), Tile(32, 8, 4, 4), Tile(32, 8, 4, 5), Tile(64, 8, 4, 3))
 _MANY = (
     Tile(128, 64, 4, 5, "split"), Tile(256, 64, 8, 3, "split"), Tile(128, 128, 8, 4, "split"),
-    Tile(256, 128, 8, 3, "split"), Tile(128, 64, 8, 5, "serial"),
+    Tile(256, 128, 8, 3, "split"),
 )  # fmt: skip
 _TILES = {
     16: (
         Tile(32, 16, 4, 4), Tile(64, 16, 4, 3), Tile(64, 16, 4, 6, "split"), Tile(128, 16, 4, 6, "split"),
-        Tile(64, 16, 4, 6, "serial"),
     ),
     32: (
         Tile(64, 32, 4, 6, "split"), Tile(128, 32, 4, 5, "split"), Tile(128, 32, 8, 5, "split"),
-        Tile(256, 32, 8, 3, "split"), Tile(128, 32, 8, 5, "serial"), Tile(32, 32, 4, 3),
+        Tile(256, 32, 8, 3, "split"), Tile(32, 32, 4, 3),
     ),
     64: (
         Tile(64, 64, 4, 6, "split"), Tile(128, 64, 4, 3, "split"), Tile(128, 64, 4, 5, "split"),
-        Tile(256, 64, 8, 3, "split"), Tile(128, 64, 8, 5, "serial"),
+        Tile(256, 64, 8, 3, "split"),
     ),
     128: _MANY, 256: _MANY, 512: _MANY, 1: _FEW, 8: _FEW,
 }  # fmt: skip

@@ -27,7 +27,6 @@ from outrider.models.triton.quantized import QuantizedWeight
 
 MAX_ROWS = 512  # above, the product is one of cuBLAS
 _STEP = 256  # inputs of an iteration
-_LARGEST_NORM = 64  # rows that each program multiplies with the weight of a norm again; above, a kernel does it once
 _FINISH_ROWS = 4  # of a program that adds chains
 _FINISH_OUTPUTS = 256
 
@@ -44,7 +43,6 @@ class Tile(NamedTuple):
 
     `form` is how the four chains are computed:
         parallel: a program has four warps, which take a chain each.
-        serial: a program computes one chain after the other, and its warps share the outputs.
         split: a program computes one chain, and its warps share the outputs. A second kernel adds the chains.
     """
 
@@ -53,11 +51,6 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     form: str = "parallel"
-
-    @property
-    def parts(self) -> int:
-        """Return how many warps share the outputs."""
-        return 1 if self.form == "parallel" else self.warps
 
 
 def linear(
@@ -85,6 +78,14 @@ def linear(
     """
     if len(x) > MAX_ROWS:
         return many_rows(x, weight, norm=norm, residual=residual, gate=gate, bias=bias, out_dtype=out_dtype)
+    at_once = max(_LARGEST_SUMS // (16 * weight.shape[0]) // 64, 1) * 64
+    if tile is None and len(x) > at_once:  # the sums of all rows would take too much memory
+        residuals = [None] * len(x) if residual is None else residual.split(at_once)
+        parts = [
+            linear(part, weight, norm=norm, residual=added, gate=gate, bias=bias, out_dtype=out_dtype)
+            for part, added in zip(x.split(at_once), residuals, strict=False)
+        ]
+        return torch.cat(parts)
     out, launches = _launches(x, weight, norm, residual, gate, bias, out_dtype, tile)
     for launch in launches:
         launch.kernel[launch.grid](*launch.arguments, **launch.options)
@@ -149,27 +150,27 @@ def _launches(
         "EVEN": inputs % _STEP == 0,
         "OUTPUTS": tile.outputs,
         "ROWS": tile.rows,
-        "PARTS": tile.parts,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
     # Programs of the same weights follow each other: the L2 cache serves all but the first.
     tiles = (triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs))
-    if tile.form != "split":
+    if tile.form == "parallel":
         arguments = (*weights, bias, residual, out, *sizes, *ends)
         return out, [_Launch(_product, tiles, arguments, {**options, "GATE": gate})]
     sums = x.new_empty(4, rows, outputs, dtype=torch.float32)
     squares = x.new_empty(4, rows, dtype=torch.float32) if norm else None
     launches = []
-    if norm and rows > _LARGEST_NORM:
+    if norm:
         scaled = x.new_empty(rows, inputs)
         launches.append(_Launch(
             _normalize, (triton.cdiv(rows, 2),), (x, norm.weight, scaled, squares, rows, inputs, x.stride(0)),
             {"HALVES": 2 if bits == 4 or group == 32 else 1, "EVEN": inputs % _STEP == 0, "ROWS": 2, "num_warps": 1},
         ))  # fmt: skip
-        weights = (scaled, *weights[1:4], None)
+        weights = (scaled, *weights[1:])
         sizes = (rows, outputs, inputs, inputs, values.shape[1])
-    launches.append(_Launch(_chain, (tiles[0], 4, tiles[1]), (*weights, sums, squares, *sizes), options))
+    grid = (tiles[0], 4, tiles[1])
+    launches.append(_Launch(_chain, grid, (*weights[:4], sums, *sizes), {**options, "PARTS": tile.warps}))
     finish = _Launch(
         _finish,
         (triton.cdiv(rows, _FINISH_ROWS), triton.cdiv(out.shape[1], _FINISH_OUTPUTS)),
@@ -196,9 +197,7 @@ def choose_tile(rows: int, outputs: int, bits: int, *, grouped: bool, input_byte
     if rows <= 16 or input_bytes == 4:
         size = 16 if outputs < 3072 or input_bytes == 4 else 64 if rows > 8 and outputs > 64 * _PROGRAMS else 32
         return _staged(size, 8 if rows <= 8 or input_bytes == 4 else 16, 4, "parallel", bits, input_bytes)
-    if 16 * rows * outputs > _LARGEST_SUMS:
-        return _staged(128, 64, 8, "serial", bits, input_bytes)
-    sizes = [each for each in _WIDE[min(128, triton.next_power_of_2(rows))] if not grouped or each[0] <= 128]
+    sizes = [each for each in _WIDE[min(256, triton.next_power_of_2(rows))] if not grouped or each[0] <= 128]
     enough = (each for each in sizes if 4 * triton.cdiv(outputs, each[0]) * triton.cdiv(rows, each[1]) >= _PROGRAMS)
     size, tile_rows, warps = next(enough, sizes[-1])
     return _staged(size, tile_rows, warps, "split", bits, input_bytes)
@@ -210,7 +209,8 @@ _LARGEST_SUMS = 1 << 28  # bytes of the four chains in memory
 _WIDE = {
     32: ((128, 32, 4), (64, 32, 4)),
     64: ((128, 64, 4), (64, 64, 4)),
-    128: ((256, 128, 8), (128, 64, 4), (64, 64, 4)),
+    128: ((128, 64, 4), (64, 64, 4)),
+    256: ((256, 128, 8), (128, 64, 4), (64, 64, 4)),
 }
 
 
@@ -292,34 +292,20 @@ def _product(
     x, values, scale, zero, norm, bias, residual, out,
     rows, outputs, inputs, x_stride, values_stride, residual_stride, epsilon,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUTPUTS outputs of ROWS rows. PARTS: 1: four warps take a chain each; more: see `_sum_products`."""
+    """Compute OUTPUTS outputs of ROWS rows. Four warps take a chain each."""
     n = _weight_rows(outputs, GATE, OUTPUTS)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    weights = n.reshape(PARTS, OUTPUTS // PARTS)
-    if PARTS == 1:
-        total, squares = _sum_products(
-            x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, 0,
-            KIND, GROUP, SCALE_ROWS, EVEN, 4, PARTS, OUTPUTS, ROWS,
-        )  # fmt: skip
-        result = _sum_chains(total)
-        square = _sum_chains(squares)
-    else:
-        first, first_square = _sum_two_chains(
-            x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, 0,
-            KIND, GROUP, SCALE_ROWS, EVEN, PARTS, OUTPUTS, ROWS,
-        )  # fmt: skip
-        last, last_square = _sum_two_chains(
-            x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, 2,
-            KIND, GROUP, SCALE_ROWS, EVEN, PARTS, OUTPUTS, ROWS,
-        )  # fmt: skip
-        result = (first + last).reshape(OUTPUTS, ROWS)
-        square = (first_square + last_square).reshape(ROWS)
+    total, squares = _sum_products(
+        x, values, scale, zero, norm, t, rows, n[None, :], outputs, inputs, x_stride, values_stride, 0,
+        KIND, GROUP, SCALE_ROWS, EVEN, 4, 1, OUTPUTS, ROWS,
+    )  # fmt: skip
+    result = _sum_chains(total)
     if GROUP == 0 and scale is not None:
         result *= tl.load(scale + n).to(tl.float32)[:, None]
     if norm is not None:
-        result *= tl.rsqrt(square / inputs + epsilon)[None, :]
+        result *= tl.rsqrt(_sum_chains(squares) / inputs + epsilon)[None, :]
     if bias is not None:
         result += tl.load(bias + n).to(tl.float32)[:, None]
     width = outputs
@@ -331,24 +317,6 @@ def _product(
         width = outputs // 2
         column = tl.program_id(1) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
     _store(result, residual, out, column, width, t, rows, residual_stride)
-
-
-@triton.jit
-def _sum_two_chains(
-    x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, chain,
-    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return the sum of two chains, and that of their squares, one chain after the other."""
-    even, even_square = _sum_products(
-        x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, chain,
-        KIND, GROUP, SCALE_ROWS, EVEN, 1, PARTS, OUTPUTS, ROWS,
-    )  # fmt: skip
-    odd, odd_square = _sum_products(
-        x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, chain + 1,
-        KIND, GROUP, SCALE_ROWS, EVEN, 1, PARTS, OUTPUTS, ROWS,
-    )  # fmt: skip
-    return even + odd, even_square + odd_square
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -380,23 +348,21 @@ def _normalize(
 
 @triton.jit(do_not_specialize=["rows"])
 def _chain(
-    x, values, scale, zero, norm, sums, squares, rows, outputs, inputs, x_stride, values_stride,
+    x, values, scale, zero, sums, rows, outputs, inputs, x_stride, values_stride,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN: tl.constexpr,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write one chain of OUTPUTS outputs of ROWS rows to `sums` [4, T, N], and of the squares to `squares` [4, T]."""
+    """Write one chain of OUTPUTS outputs of ROWS rows to `sums` [4, T, N]."""
     chain = tl.program_id(1)
     n = (tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)).reshape(PARTS, OUTPUTS // PARTS)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    total, square = _sum_products(
-        x, values, scale, zero, norm, t, rows, tl.minimum(n, outputs - 1), outputs, inputs, x_stride, values_stride,
+    total, _ = _sum_products(
+        x, values, scale, zero, None, t, rows, tl.minimum(n, outputs - 1), outputs, inputs, x_stride, values_stride,
         chain, KIND, GROUP, SCALE_ROWS, EVEN, 1, PARTS, OUTPUTS, ROWS,
     )  # fmt: skip
     place = chain * rows + t
     inside = (n < outputs)[:, :, None] & (t < rows)[None, None, :]
     tl.store(sums + place[None, None, :] * outputs + n[:, :, None], total, mask=inside)
-    if norm is not None:
-        tl.store(squares + place[None, :], square, mask=(t < rows)[None, :] & (tl.program_id(2) == 0))
 
 
 @triton.jit(do_not_specialize=["rows", "epsilon"])

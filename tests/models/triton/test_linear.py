@@ -151,7 +151,7 @@ def test_row_has_the_same_bits_in_each_tile(kind, monkeypatch):
     torch.testing.assert_close(whole.double(), reference(x, weight, **options), rtol=1e-2, atol=1e-2)
     for rows in (1, 9, 40):
         assert torch.equal(product(x[:rows], weight, **options), whole[:rows]), rows
-    for tile in (Tile(32, 16, 4, 3), Tile(64, 16, 8, 3, "split"), Tile(64, 16, 4, 3, "serial")):
+    for tile in (Tile(32, 16, 4, 3), Tile(64, 16, 8, 3, "split")):
         assert torch.equal(product(x[60:], weight, **options, tile=tile), whole[60:]), tile
 
 
@@ -175,6 +175,6 @@ def test_tiles_fill_the_chip_and_fit_into_it(rows, outputs):
         tile = products.choose_tile(rows, outputs, bits, grouped=grouped)
         programs = -(-rows // tile.rows) * -(-outputs // tile.outputs) * (4 if tile.form == "split" else 1)
         assert programs >= 120
-        stage = 256 // (4 if tile.parts > 1 else 1) * (tile.outputs * bits // 8 + 2 * tile.rows + 4)
+        stage = 256 // (4 if tile.form == "split" else 1) * (tile.outputs * bits // 8 + 2 * tile.rows + 4)
         assert (tile.stages - 1) * stage < 100 * 1024
         assert tile.stages >= 3

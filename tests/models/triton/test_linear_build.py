@@ -71,7 +71,7 @@ def compiled(kind: Kind, tile: Tile, capability: int, cache: Path) -> tuple[str,
     types |= {"scale": kind.scale, "zero": kind.zero, "norm": "*bf16" if tile.rows <= 64 else ""}
     types = {name: each for name, each in types.items() if each and name in kernel.arg_names}
     constants = {"KIND": kind.name, "GROUP": kind.group, "SCALE_ROWS": kind.scale_rows, "GATE": "", "EVEN": True}
-    constants |= {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "PARTS": tile.parts}
+    constants |= {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "PARTS": tile.warps}
     constants |= dict.fromkeys({"scale", "zero", "bias", "norm"} - types.keys())
     constants = {name: each for name, each in constants.items() if name in kernel.arg_names}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
