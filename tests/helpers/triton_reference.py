@@ -79,7 +79,8 @@ def attend_prompt(query, entries, block_table, prefix, bits, position, *, column
     if window:
         own = prefix[:, None] + torch.arange(columns)
         seen = seen & (own > position[:, None] - window)
-    return _attend(query, entries, block_table, prefix, seen, position, rows=rows, **settings)
+    seen = seen & (bits != 0)  # the others are padding
+    return _attend(query, entries, block_table, prefix * (bits[:, 0] != 0), seen, position, rows=rows, **settings)
 
 
 def _attend(query, entries, block_table, prefix, seen, position, *, scale, rows, window=0, softcap=0.0):

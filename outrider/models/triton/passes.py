@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from outrider.core.cache import SequenceSpan, node_order, pack
-from outrider.core.tree import ancestors, upload
-from outrider.core.types import Batch, Draft
+from outrider.core.tree import ancestors, pick, upload
+from outrider.core.types import Batch, Draft, DraftBudget
 from outrider.errors import UnsupportedModel
 from outrider.models.cache.device_pages import DevicePagedCache
 
+BLOCK_ROWS = 512  # tokens of a pass over a prompt, as many as a round has by default
 MAX_COLUMNS = 64  # tokens of a row whose visibility is in one word
 _PADDING = -1  # entry of a column without a token
 _LARGEST_ID = 2**31 - 1
@@ -53,6 +54,10 @@ class Bucket:
     trees: bool = False
     steps: int = 0  # length of a greedy draft; 0: the pass scores
     vocab: int = 0  # drafted ids are below it; 0: all
+    is_prompt: bool = False  # whether the row is a part of a long prompt; only the last token has logits
+
+
+PROMPT_BUCKET = Bucket(rows=1, columns=BLOCK_ROWS, nodes=0, is_prompt=True)
 
 
 class Buffers:
@@ -170,6 +175,7 @@ class Buffers:
             prefix=start,
             bits=bits.reshape(-1, 1).contiguous(),
             table=self.table,
+            is_prompt=self.bucket.is_prompt,
         )
 
 
@@ -220,6 +226,36 @@ def feeds_long_prompt(batch: Batch, first: int) -> bool:
     That depends on the request alone, so the results of a sequence do not depend on the other sequences.
     """
     return first < 0 and any(_prompt_left(batch, b) for b in range(len(batch.seqs)))
+
+
+def whole_prompts(batch: Batch, draft: Draft) -> list[int]:
+    """Return the sequences whose feed is a large part of a long prompt, each of which is a pass of its own.
+
+    []: a sequence feeds few tokens of a long prompt, or also others. Then all tokens run in one pass
+    without a fixed shape, with the same results.
+    """
+    left = [_prompt_left(batch, b) for b in range(len(batch.seqs))]
+    found = [b for b, tokens in enumerate(left) if tokens]
+    for b in found:
+        is_small = left[b] <= BLOCK_ROWS // 2 and len(found) > 1  # a pass of fixed shape would have much padding
+        if is_small or left[b] < len(batch.feed[b]) or draft.width[b]:
+            return []
+    return found
+
+
+def rows_of(batch: Batch, draft: Draft, chosen: Sequence[int], device: torch.device) -> tuple[Batch, Draft]:
+    """Return some sequences of a batch, and their draft tokens without what only verification needs."""
+    index = upload(chosen, device)
+    part = replace(
+        batch,
+        seqs=tuple(pick(batch.seqs, chosen)),
+        start=tuple(pick(batch.start, chosen)),
+        feed=tuple(pick(batch.feed, chosen)),
+        budget=DraftBudget(tuple(pick(batch.draft_budget, chosen))),
+    )
+    tensors: dict[str, Any] = {name: getattr(draft, name)[index] for name in ("tokens", "parent", "count", "kind")}
+    width, depth = tuple(pick(draft.width, chosen)), tuple(pick(draft.depth, chosen))
+    return part, replace(draft, **tensors, width=width, depth=depth, q=None, accept_prob=None, source=None)
 
 
 def _prompt_left(batch: Batch, b: int) -> int:

@@ -12,9 +12,8 @@ import torch
 from torch.nn import functional
 
 from outrider.models.triton.linear import linear, many_rows
+from outrider.models.triton.passes import BLOCK_ROWS
 from outrider.models.triton.quantized import QuantizedWeight
-
-BLOCK_ROWS = 512  # as many as a round has prompt tokens by default
 
 
 def linear_by_role(

@@ -17,7 +17,7 @@ import torch
 from outrider.core.types import Batch, Draft
 from outrider.models.cache.device_pages import DevicePagedCache
 from outrider.models.torch.cuda_recorder import Recorder
-from outrider.models.triton.passes import MAX_COLUMNS, Bucket, Buffers
+from outrider.models.triton.passes import MAX_COLUMNS, PROMPT_BUCKET, Bucket, Buffers
 
 _log = logging.getLogger("outrider")
 _MAX_TOKENS = 512  # of a pass of fixed shape
@@ -119,6 +119,8 @@ class Recordings:
             # A draft model is fed one or two tokens, and a draft head all tokens of the last round.
             feed = _round_up(count + 1) if self._states else 2
             buckets.append(Bucket(rows=rows, columns=feed, nodes=0, steps=count, vocab=vocab))
+        if not self._states:
+            buckets.append(PROMPT_BUCKET)
         for bucket in buckets:
             if bucket.rows * bucket.columns <= _MAX_TOKENS and bucket not in self._runs:
                 self.find(bucket)

@@ -14,7 +14,7 @@ import torch
 from outrider.core.cache import MIN_CAPACITY, Cache
 from outrider.core.target import draft_by_scores
 from outrider.core.tree import empty
-from outrider.core.types import Batch, Draft, DraftChains, KVView, Scores, SharedWeights, StopRule
+from outrider.core.types import Batch, Draft, DraftBudget, DraftChains, KVView, Scores, SharedWeights, StopRule
 from outrider.errors import OutriderError
 from outrider.models.cache.device_pages import DevicePagedCache
 from outrider.models.cache.shared import SharedCache
@@ -23,15 +23,24 @@ from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.cuda_recorder import Recorder
 from outrider.models.torch.model_weights import ModelWeights
 from outrider.models.triton.decoder import Decoder, Outputs
-from outrider.models.triton.passes import Buffers, RaggedPass, feeds_long_prompt, ragged_pass
+from outrider.models.triton.passes import (
+    BLOCK_ROWS,
+    PROMPT_BUCKET,
+    Buffers,
+    RaggedPass,
+    feeds_long_prompt,
+    ragged_pass,
+    rows_of,
+    whole_prompts,
+)
 from outrider.models.triton.recordings import Recordings
 
 
 class _Scored(NamedTuple):
     """The tensors that a pass of fixed shape returns."""
 
-    logits: torch.Tensor  # [R * C, V] float32, by node
-    best: torch.Tensor  # [R * C] int64
+    logits: torch.Tensor  # [R * C, V] float32, by node; of a prompt [1, V]
+    best: torch.Tensor  # [R * C] int64; of a prompt [1]
     states: dict[int, torch.Tensor]  # [T, H] by exported layer
 
 
@@ -84,7 +93,12 @@ class TritonTarget:
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         self._memory.reserve(batch, draft.width)
-        bucket = None if feeds_long_prompt(batch, first) else self.graphs.bucket(batch, draft, first)
+        if feeds_long_prompt(batch, first):
+            if prompts := whole_prompts(batch, draft):
+                return self._score_prompts(batch, draft, prompts)
+            bucket = None
+        else:
+            bucket = self.graphs.bucket(batch, draft, first)
         if bucket is None:
             return self._score_ragged(ragged_pass(batch, draft, first, self._memory))
         buffers, run = self.graphs.find(bucket)
@@ -105,6 +119,39 @@ class TritonTarget:
             hidden_states={layer: values[nodes] for layer, values in states.items()},
             best=best.view(shape)[:size, :num_nodes].clone(),
             feed_hidden_states=feed_states,
+        )
+
+    def _score_prompts(self, batch: Batch, draft: Draft, prompts: Sequence[int]) -> Scores:
+        """Score each of the sequences `prompts` in passes of its own, and the others in one."""
+        parts = {b: self._score_prompt(batch, b, 1 + draft.size) for b in prompts}
+        if others := [b for b in range(len(batch.seqs)) if b not in prompts]:
+            scores = self.score(*rows_of(batch, draft, others, self.device))
+            parts |= {b: _row(scores, i) for i, b in enumerate(others)}
+        return _joined([parts[b] for b in range(len(batch.seqs))])
+
+    def _score_prompt(self, batch: Batch, b: int, num_nodes: int) -> Scores:
+        """Run a part of the prompt of one sequence in blocks. Padding repeats node 0, its last token."""
+        states: dict[int, list[torch.Tensor]] = {layer: [] for layer in self._exported}
+        for begin in range(0, len(batch.feed[b]), BLOCK_ROWS):
+            feed = batch.feed[b][begin : begin + BLOCK_ROWS]
+            block = replace(
+                batch,
+                seqs=(batch.seqs[b],),
+                start=(batch.start[b] + begin,),
+                feed=(feed,),
+                budget=DraftBudget((0,)),
+            )
+            buffers, run = self.graphs.find(PROMPT_BUCKET)
+            buffers.fill(block, empty(1, self.device), -1, self._memory)
+            scored: _Scored = run()
+            for layer, values in scored.states.items():
+                states[layer].append(values[: len(feed)].clone())
+        fed = {layer: torch.cat(values) for layer, values in states.items()}
+        return Scores(
+            logits=scored.logits[None].repeat(1, num_nodes, 1),
+            hidden_states={layer: values[None, -1:].repeat(1, num_nodes, 1) for layer, values in fed.items()},
+            best=scored.best[None].repeat(1, num_nodes),
+            feed_hidden_states={layer: (values,) for layer, values in fed.items()},
         )
 
     def _score_ragged(self, ragged: RaggedPass) -> Scores:
@@ -142,8 +189,12 @@ class TritonTarget:
 
     def _score_fixed(self, buffers: Buffers) -> _Scored:
         outputs = Outputs(layers=self._exported)
-        hidden = self._decoder.forward(buffers.tokens(), [buffers.layout()], self._memory.pages, outputs)
-        logits = self._decoder.logits(hidden[buffers.nodes.long()])
+        prompt_tokens = buffers.bucket.columns if buffers.bucket.is_prompt else 0
+        hidden = self._decoder.forward(
+            buffers.tokens(), [buffers.layout()], self._memory.pages, outputs, prompt_tokens=prompt_tokens
+        )
+        nodes = buffers.last() if prompt_tokens else buffers.nodes.long()
+        logits = self._decoder.logits(hidden[nodes])
         best = logits.argmax(-1).masked_fill(~logits.amax(-1).isfinite(), -1)
         return _Scored(logits, best, outputs.states)
 
@@ -245,3 +296,33 @@ class TritonTarget:
     def _reset(self) -> None:
         """Drop the recorded passes."""
         self.graphs = Recordings(self._memory, make=self._function, record=self._record)
+
+
+def _row(scores: Scores, b: int) -> Scores:
+    """Return the scores of one sequence."""
+    return Scores(
+        logits=scores.logits[b : b + 1],
+        hidden_states={layer: values[b : b + 1] for layer, values in scores.hidden_states.items()},
+        best=None if scores.best is None else scores.best[b : b + 1],
+        feed_hidden_states={layer: values[b : b + 1] for layer, values in scores.feed_hidden_states.items()},
+    )
+
+
+def _joined(rows: Sequence[Scores]) -> Scores:
+    """Return the scores of several sequences."""
+    best = [row.best for row in rows if row.best is not None]
+    layers = rows[0].hidden_states
+    return Scores(
+        logits=torch.cat([row.logits for row in rows]),
+        hidden_states={layer: _states(rows, layer) for layer in layers},
+        best=torch.cat(best) if len(best) == len(rows) else None,
+        feed_hidden_states={layer: _feeds(rows, layer) for layer in layers},
+    )
+
+
+def _states(rows: Sequence[Scores], layer: int) -> torch.Tensor:
+    return torch.cat([row.hidden_states[layer] for row in rows])
+
+
+def _feeds(rows: Sequence[Scores], layer: int) -> tuple[torch.Tensor, ...]:
+    return tuple(row.feed_hidden_states[layer][0] for row in rows)

@@ -17,6 +17,7 @@ from outrider.errors import UnsupportedModel
 from outrider.models.loader.check import check_target
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
+from outrider.testing.drive import random_tree
 from tests.helpers import tiny, triton_reference
 from tests.helpers.configs import make_config
 from tests.helpers.recorder import FakeRecorder
@@ -151,6 +152,26 @@ def test_committed_branches_equal_a_fresh_prefill(record, folder):
         fresh = score_all(target, [tiny.admit(target, 3, row.token_ids)])[0]
         torch.testing.assert_close(committed[slot], fresh, rtol=1e-5, atol=1e-5)
     assert record is None or record.count > 0
+
+
+@pytest.mark.parametrize("widths", [(3, 2, 0, 4), (0, 0, 0, 0)])
+def test_prompts_in_passes_of_their_own_equal_one_ragged_pass(widths, folder, monkeypatch):
+    scores = []
+    for record in (FakeRecorder(), None):
+        target, _ = load(folder("qwen3"), record=record)
+        target.export_hidden_states([0, 1])
+        rows = [tiny.admit(target, slot, prompt) for slot, prompt in enumerate(PROMPTS)]
+        draft = random_tree(widths, 256, random.Random(3))
+        scores.append(target.score(tiny.everything(rows), draft))
+        monkeypatch.setattr("outrider.models.triton.target.whole_prompts", lambda *_: [])
+    own, ragged = scores
+    for b, width in enumerate(widths):
+        assert torch.equal(own.logits[b, : 1 + width], ragged.logits[b, : 1 + width])
+        for layer in (0, 1):
+            states = [each.hidden_states[layer][b, : 1 + width] for each in scores]
+            assert torch.equal(*states)
+            assert torch.equal(*(each.feed_hidden_states[layer][b] for each in scores))
+    assert own.best is not None
 
 
 def test_drafted_chains_equal_step_by_step_scoring(folder):
