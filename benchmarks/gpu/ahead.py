@@ -25,7 +25,7 @@ def compile_kernels(setup: Setup) -> dict[str, Any]:
         return {"skipped": "there is nothing to compile without a GPU"}
     began = perf_counter()
     target, draft = setup.models
-    with _only_compiled(), torch.inference_mode():
+    with _only_compiled(), _not_recorded(target), _not_recorded(draft), torch.inference_mode():
         _run(target, _TOKENS)
         _run(draft, _DRAFT_TOKENS)
         with cached_batch(draft, _PROMPT, setup.inputs.k) as batch:
@@ -34,10 +34,20 @@ def compile_kernels(setup: Setup) -> dict[str, Any]:
 
 
 def _run(model: Target, token_counts: Sequence[int]) -> None:
-    """Run each pass once. A second use of a shape would record it, without its kernels."""
+    """Run each pass once."""
     with cached_batch(model, _PROMPT) as batch:
         for count in token_counts:
             model.score(batch, draft_of(count - 1, model.device))
+
+
+@contextmanager
+def _not_recorded(model: Any) -> Iterator[None]:
+    """Let a model record no passes, which would be without kernels here."""
+    recorder, model.graphs.record = model.graphs.record, None
+    try:
+        yield
+    finally:
+        model.graphs.record = recorder
 
 
 @contextmanager

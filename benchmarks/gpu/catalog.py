@@ -42,7 +42,7 @@ _PARTS = "parts"  # the group of cells without models
 class Group:
     """How the models of some cells run."""
 
-    kernels: str = "auto"
+    kernels: str
     quantize: str | None = None
 
     @property
@@ -61,7 +61,7 @@ class Cell:
 
 GROUPS: Mapping[str, Group] = MappingProxyType(
     {
-        "auto": Group(),
+        "graphs": Group(kernels="graphs"),
         "triton": Group(kernels="triton"),
         "fp8": Group(kernels="triton", quantize="fp8"),
         "int8": Group(kernels="triton", quantize="int8"),
@@ -106,12 +106,13 @@ _QUANTIZED = ("compile_kernels", "texts", "step", "race")
 _ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (  # the most important first
     (_PARTS, ("triton_rules", "triton_attention", "triton_products")),
     ("triton", ("compile_kernels", "first_token", *_FIRST, *_BATCHED)),
-    ("auto", ("first_token", "bandwidth", "step_uncompiled", "compile", "split", "k_auto", "race", *_FIRST, *_BATCHED)),
+    ("graphs", ("first_token", "bandwidth", "step_uncompiled", "compile", "split", "k_auto", "race")),
+    ("graphs", (*_FIRST, *_BATCHED)),
     ("int4", _QUANTIZED),
     ("int8", _QUANTIZED),
     ("fp8", _QUANTIZED),
-    ("triton", ("kernels", "round", "sampled")),
-    ("auto", ("kernels", "round", "sampled", "head", "attention", "rows")),
+    ("triton", ("head", "kernels", "round", "sampled")),
+    ("graphs", ("kernels", "round", "sampled", "head", "attention", "rows")),
     (_PARTS, ("gpu",)),
 )
 

@@ -40,7 +40,7 @@ def main(
     like: Annotated[str, typer.Option(help="8b (the draft is then like 1b) or tiny (as they are).")] = "8b",
     device: str = "cuda",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    cells: Annotated[str, typer.Option(help="Cells or groups, such as triton,auto:step. Default: all.")] = "",
+    cells: Annotated[str, typer.Option(help="Cells or groups, such as triton,graphs:step. Default: all.")] = "",
     prompts: Annotated[Path | None, typer.Option(help="JSON lines. Default: one of each category.")] = None,
     max_tokens: Annotated[int, typer.Option(min=2)] = 64,
     seconds: Annotated[float, typer.Option(help="Limit of the whole run.")] = _LIMIT,

@@ -75,8 +75,8 @@ def _title(document: Mapping[str, Any]) -> str:
     return (
         f"# One GPU, cell by cell\n\n{card}, {document.get('date')}; {versions}; commit {document.get('commit')}."
         f"\nModels: {models.get(options.get('like'), 'as they are')}, {options.get('dtype')}."
-        " `benchmarks/gpu/short.sh` measured it.\n\nThe group `auto` runs on torch with CUDA graphs, the others on the"
-        " Triton kernels: in the type of the model, or with quantized weights."
+        " `benchmarks/gpu/short.sh` measured it.\n\nThe group `graphs` runs on torch with CUDA graphs, the others on"
+        " the Triton kernels: in the type of the model, or with quantized weights."
     )
 
 

@@ -222,7 +222,7 @@ def set_up(inputs: Inputs, pair: Pair, group: Group) -> Setup:
 
 def _config(inputs: Inputs, group: Group, *, slots: int, context: int) -> EngineConfig:
     # On a CPU use torch rather than the native kernels, because a GPU uses torch.
-    on_torch = inputs.device.type == "cpu" and group.kernels == "auto"
+    on_torch = inputs.device.type == "cpu" and group.kernels == "graphs"
     return EngineConfig(
         kernels="torch" if on_torch else group.kernels,
         quantize=group.quantize,

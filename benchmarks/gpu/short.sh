@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Answer the open questions about a GPU in one run, and write results.json, page.md and log.txt.
-# Usage: benchmarks/gpu/short.sh OUT_DIR [options of cells.py, such as --seconds 400 --cells triton,auto:step]
+# Usage: benchmarks/gpu/short.sh OUT_DIR [options of cells.py, such as --seconds 400 --cells triton,graphs:step]
 # PYTHON names the interpreter. Default: python3. The repository needs no installation.
 set -uo pipefail
 out=${1:?usage: benchmarks/gpu/short.sh OUT_DIR [options of cells.py]}

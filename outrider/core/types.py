@@ -332,11 +332,13 @@ class Scores:
 
     def states(self, layers: Sequence[int], b: int, path: Sequence[int]) -> torch.Tensor:
         """Return hidden states [n, layers, H] of sequence b: its feed, then the nodes of `path`. May be a view."""
-        nodes = [node + 1 for node in path]
-        return torch.stack(
-            [torch.cat([self.feed_hidden_states[layer][b], self.hidden_states[layer][b, nodes]]) for layer in layers],
-            dim=1,
-        )
+
+        def of(layer: int) -> torch.Tensor:
+            at_nodes = self.hidden_states[layer][b]
+            # Slices, because the copy of an index to a GPU would wait for it.
+            return torch.cat([self.feed_hidden_states[layer][b], *(at_nodes[node + 1 : node + 2] for node in path)])
+
+        return torch.stack([of(layer) for layer in layers], dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -57,17 +57,17 @@ def run(tmp_path_factory):
 
 
 def test_some_cells(run):
-    document, printed = run("--cells", "parts:gpu,triton:race,auto:race,auto:texts")
+    document, printed = run("--cells", "parts:gpu,triton:race,graphs:race,graphs:texts")
     results = document["cells"]
-    order = ["parts:gpu", "triton:load", "triton:race", "auto:load", "auto:race", "auto:texts"]
+    order = ["parts:gpu", "triton:load", "triton:race", "graphs:load", "graphs:race", "graphs:texts"]
     assert list(results) == order
     assert [name for name in order if "error" in results[name]] == []
     assert results["parts:gpu"]["skipped"] == "the tests need a GPU"
-    assert results["auto:race"]["result"]["tau"] >= 1
-    assert results["auto:texts"]["result"]["k = 4"] == {"different": 0, "first_positions": [-1]}
+    assert results["graphs:race"]["result"]["tau"] >= 1
+    assert results["graphs:texts"]["result"]["k = 4"] == {"different": 0, "first_positions": [-1]}
     assert document.keys() >= {"hardware", "versions", "commit", "options"}
     assert page(document) in printed
-    assert "| auto | k = 4 | 0 of 1 | [-1] |" in printed
+    assert "| graphs | k = 4 | 0 of 1 | [-1] |" in printed
 
 
 @pytest.mark.heavy
@@ -75,32 +75,32 @@ def test_all_cells(run):
     document, printed = run("--seconds", 500)
     results = {name: outcome["result"] for name, outcome in document["cells"].items() if "result" in outcome}
     assert [name for name, outcome in document["cells"].items() if "error" in outcome] == []
-    assert results["auto:k_auto"]["1.0"].keys() == {"auto", "0", "2", "4"}
-    assert results["auto:k_auto"]["1.0"]["4"]["k"] > results["auto:k_auto"]["1.0"]["0"]["k"] == 0
-    passes = results["auto:step"]["ms_by_cached_and_tokens"]
+    assert results["graphs:k_auto"]["1.0"].keys() == {"auto", "0", "2", "4"}
+    assert results["graphs:k_auto"]["1.0"]["4"]["k"] > results["graphs:k_auto"]["1.0"]["0"]["k"] == 0
+    passes = results["graphs:step"]["ms_by_cached_and_tokens"]
     assert list(passes) == ["64", "128"]
-    assert results["auto:split"].keys() == {"1", "2", "4", "8"}
+    assert results["graphs:split"].keys() == {"1", "2", "4", "8"}
     assert all(each["ms"] > 0 and each["limit_share"] > 0 for times in passes.values() for each in times.values())
-    round, race = results["auto:round"], results["auto:race"]
+    round, race = results["graphs:round"], results["graphs:race"]
     assert round["beyond_ms"] == pytest.approx(round["round_ms"] - round["target_ms"] - round["draft_ms"])
     assert race["against_plain"] == pytest.approx(race["speculative"]["tokens_per_s"] / race["plain"]["tokens_per_s"])
     assert 1 <= race["tau"] <= 5
-    offline = results["auto:offline_8"]
+    offline = results["graphs:offline_8"]
     assert offline["batch"] == SCALES["tiny"].slots
     assert offline["plain"]["first_token_ms"]["mean"] <= offline["plain"]["first_token_ms"]["last"]
-    assert {"64 cached, 1 x 1", "256 cached, 8 x 5, soft cap"} < results["auto:attention"].keys()
-    assert results["auto:sampled"].keys() == {"plain", "block", "walk", "rejection", "block, top_p 0.95"}
-    assert results["auto:sampled"]["plain"]["tau"] == 1 <= results["auto:sampled"]["walk"]["tau"]
-    assert 0 < results["auto:head"]["1"]["draft_ms"] < results["auto:head"]["5"]["draft_ms"]
+    assert {"64 cached, 1 x 1", "256 cached, 8 x 5, soft cap"} < results["graphs:attention"].keys()
+    assert results["graphs:sampled"].keys() == {"plain", "block", "walk", "rejection", "block, top_p 0.95"}
+    assert results["graphs:sampled"]["plain"]["tau"] == 1 <= results["graphs:sampled"]["walk"]["tau"]
+    assert 0 < results["graphs:head"]["1"]["draft_ms"] < results["graphs:head"]["5"]["draft_ms"]
     assert "## Start and memory" in printed
 
 
 @pytest.mark.heavy
 def test_the_head_of_a_cell_leaves_the_draft_model_as_it_was(run):
     """Cells of other draft lengths run after it, and it is the cell that replaces the proposer."""
-    document, _ = run("--cells", "auto:head,auto:texts,auto:split,auto:peers")
+    document, _ = run("--cells", "graphs:head,graphs:texts,graphs:split,graphs:peers")
     assert [name for name, outcome in document["cells"].items() if "error" in outcome] == []
-    assert document["cells"]["auto:split"]["result"]["4"]["draft_ms"] > 0
+    assert document["cells"]["graphs:split"]["result"]["4"]["draft_ms"] > 0
 
 
 @pytest.fixture
@@ -118,22 +118,22 @@ def watched(tmp_path, monkeypatch):
 
 
 def test_the_cells_after_one_that_ends_its_process_run_in_another_process(watched):
-    found = watched("auto:kernels", "auto:race", "triton:round", "triton:sampled", "triton:texts", "parts:gpu")
+    found = watched("graphs:kernels", "graphs:race", "triton:round", "triton:sampled", "triton:texts", "parts:gpu")
     assert [name for name, outcome in found.items() if outcome is True] == [
-        "auto:load",
-        "auto:race",
+        "graphs:load",
+        "graphs:race",
         "triton:load",
         "triton:texts",
         "parts:gpu",
     ]
-    assert "its process ended" in found["auto:kernels"]["error"]
+    assert "its process ended" in found["graphs:kernels"]["error"]
     assert "did not answer" in found["triton:round"]["error"]
     assert found["triton:sampled"]["error"] == "CUDA error"
 
 
 def test_cells_without_time_are_skipped(watched):
     """The results of a run that is cut short are those of its first cells."""
-    assert watched("auto:race", seconds=0)["auto:race"] == {"skipped": "no time is left"}
+    assert watched("graphs:race", seconds=0)["graphs:race"] == {"skipped": "no time is left"}
 
 
 def test_a_missing_file_skips_its_cell(monkeypatch):
@@ -146,7 +146,7 @@ def test_a_missing_file_skips_its_cell(monkeypatch):
 
 
 def test_unknown_names_are_errors(tmp_path):
-    for arguments in (["--cells", "auto:jump"], ["--cells", "jump"], ["--like", "70b"]):
+    for arguments in (["--cells", "graphs:jump"], ["--cells", "jump"], ["--like", "70b"]):
         result = CliRunner().invoke(application(), [str(tmp_path / "out.json"), *arguments])
         assert result.exit_code == 2
         assert "unknown" in result.output
@@ -161,7 +161,7 @@ def application():
 def test_every_cell_has_a_function_or_a_file_to_come():
     """A name in the catalog that is misspelled would only be found on the GPU."""
     coming = {"triton_rules", "triton_attention", "triton_products"}
-    for name in (*catalog.default_cells(), "auto:peers", "auto:load"):
+    for name in (*catalog.default_cells(), "graphs:peers", "graphs:load"):
         module, _, function = catalog.find(name).run.partition(":")
         if module not in coming:
             assert callable(getattr(importlib.import_module(module), function))

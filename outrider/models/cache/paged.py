@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from math import prod
 
 import torch
 
@@ -88,7 +89,7 @@ class PagedCache:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of all layers."""
-        return self._entries[0].nbytes
+        return prod(self._shape) * self._dtype.itemsize
 
     def address(self) -> int:
         """Address of the `Pool` structure for the kernels."""

@@ -68,7 +68,10 @@ class HiddenStates:
         If the description asks for it, the state of the last layer is returned after the target's
         final norm.
         """
-        states = self.read_raw(slot, begin, end)
+        return self.finish(self.read_raw(slot, begin, end))
+
+    def finish(self, states: torch.Tensor) -> torch.Tensor:
+        """Apply the final norm to the last layer of states [n, layers, H], if the description asks for it."""
         if not self._description.aux_states.final or not len(states):
             return states
         last = apply_final_norm(states[:, -1:], self._tables)
@@ -76,15 +79,19 @@ class HiddenStates:
 
     def read_raw(self, slot: int, begin: int, end: int) -> torch.Tensor:
         """Return the same states as the layers put them out, before any norm."""
-        parts = [
-            states[max(begin - position, 0) : end - position]
-            for position, states in self._pending[slot]
-            if position < end and begin < position + len(states)
-        ]
+        parts = self.parts(slot, begin, end)
         if not parts:
             num_layers = len(self._description.aux_states.layers)
             return self._tables.embedding.new_zeros(0, num_layers, self._description.target_hidden)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def parts(self, slot: int, begin: int, end: int) -> list[torch.Tensor]:
+        """Return the same states as views of consecutive pieces."""
+        return [
+            states[max(begin - position, 0) : end - position]
+            for position, states in self._pending[slot]
+            if position < end and begin < position + len(states)
+        ]
 
     def drop_before(self, slot: int, position: int) -> None:
         """Free the states before `position`, which are not needed any more."""

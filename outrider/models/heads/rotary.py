@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from outrider.models.heads.description import Body, Scaling
 from outrider.models.native.rotary import llama3, yarn_share
 
 
+@lru_cache(32)  # some are computed on the host, and a recorded pass must not wait for them
+@torch.inference_mode(False)  # training uses the cached tensors as well
 def frequencies(body: Body, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
     """Return the rotary frequencies, and the multiplier of cosines and sines.
 

@@ -56,7 +56,7 @@ def load_checkpoint(
     if is_gguf(path) and tp > 1:
         raise OutriderError(f"{path} is a GGUF file, which cannot be split over ranks; give a folder of safetensors")
     place = choose_device(device if tp == 1 else local_device(device))
-    if kernels != "torch" and tp == 1:
+    if kernels not in ("graphs", "torch") and tp == 1:
         open_path = _open_gguf if is_gguf(path) else _open_folder
         own_kernels = "native" if place.type == "cpu" and kernels != "triton" else "triton"
         opened = open_path(path, dtype, place, own_kernels)

@@ -13,7 +13,7 @@ from outrider.models.native.library import MissingKernels
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.group_weight import GROUP_KINDS
 
-KERNELS = ("auto", "native", "triton", "torch")
+KERNELS = ("auto", "native", "triton", "graphs", "torch")
 _log = logging.getLogger("outrider")
 
 
@@ -31,9 +31,9 @@ def make_target(
         checkpoint: the loaded model.
         slots: maximum number of running sequences.
         context: tokens of a sequence.
-        kernels: native, triton, torch or auto. auto chooses the native kernels on a CPU and the
-            Triton kernels on a GPU, if they support the dtype and the model; else torch, with CUDA
-            graphs on a GPU.
+        kernels: native, triton, graphs (torch with CUDA graphs), torch or auto. auto chooses the
+            native kernels on a CPU and the Triton kernels on a GPU, if they support the dtype and
+            the model; else graphs.
         bits: bits per weight of linear layers. 16 leaves them unchanged. 8 and 4 quantize them, in
             `checkpoint.model` as well.
 
@@ -77,7 +77,7 @@ def make_target(
         _log.warning("torch dequantizes the %s weights of this model in each pass, which is slow", ", ".join(types))
     from outrider.models.loader.make_torch import make_torch_target
 
-    return make_torch_target(checkpoint, slots=slots, context=context, bits=bits, record=kernels == "auto")
+    return make_torch_target(checkpoint, slots=slots, context=context, bits=bits, record=kernels in ("auto", "graphs"))
 
 
 def _make_triton_target(checkpoint: Checkpoint, *, slots: int, context: int, bits: int) -> Target:
@@ -113,6 +113,8 @@ def _check_settings(checkpoint: Checkpoint, kernels: str, bits: int, types: tupl
     """Check the kernels and the bits against a checkpoint, whose weights are in blocks of the GGUF `types`."""
     if kernels not in KERNELS:
         raise OutriderError(f"kernels {kernels!r} is unknown; use {', '.join(KERNELS)}")
+    if kernels == "graphs" and checkpoint.device.type != "cuda":
+        raise OutriderError("kernels graphs needs an NVIDIA GPU; use kernels auto or torch")
     on_cpu = checkpoint.device.type == "cpu" and checkpoint.dtype == torch.bfloat16
     on_gpu = kernels == "triton" or (kernels == "auto" and checkpoint.device.type == "cuda")
     if bits < 16 and checkpoint.recurrent and checkpoint.device.type == "cuda":

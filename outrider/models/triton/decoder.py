@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -39,6 +39,7 @@ _log = logging.getLogger("outrider")
 _OUT, _DOWN = "self_attn.o_proj", "mlp.down_proj"
 Matrix = torch.Tensor | QuantizedWeight  # [N, K]
 _MATRICES = ("qkv", "out", "gate_up", "down")  # of a layer
+_BIASES = ("qkv_bias", "out_bias")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,14 @@ class _Layer:
     def nbytes(self) -> int:
         """Bytes of the weights of the products."""
         return sum(weight.nbytes for weight in (self.qkv, self.out, self.gate_up, self.down))
+
+
+class QueryNorms(NamedTuple):
+    """Norms of the heads of queries and keys before the rotation."""
+
+    query: torch.Tensor | None  # [dim]
+    key: torch.Tensor | None  # [dim]
+    epsilon: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -178,15 +187,16 @@ class Decoder:
         shape, family = self.shape, self.shape.family
         linear = partial(linear_by_role, prompt_tokens)
         qkv = linear(hidden, layer.qkv, norm=self._factors(layer, family.attention_norm), bias=layer.qkv_bias)
-        if len(groups) == 1 and groups[0].take is None:
-            attended = self._attend(i, layer, qkv, groups[0], pages)
-        else:
-            attended = qkv.new_empty(len(qkv), shape.heads * shape.dim)
-            for group in groups:
-                assert group.take is not None
-                assert group.real is not None
-                part = self._attend(i, layer, qkv[group.take], group, pages)
-                attended[group.take[group.real]] = part[group.real]
+        attended = attend_groups(
+            qkv,
+            groups,
+            pages,
+            self._angles[shape.rotary.table[i]],
+            norms=QueryNorms(layer.norms.get("self_attn.q_norm"), layer.norms.get("self_attn.k_norm"), shape.epsilon),
+            scale=shape.scale,
+            window=shape.windows[i],
+            softcap=shape.score_cap,
+        )
         post_norm = layer.norms.get(family.attention_post_norm or "")
         hidden = self._added(linear, hidden, attended, layer.out, post_norm, layer.out_bias)
         norm = self._factors(layer, family.mlp_norm)
@@ -213,38 +223,6 @@ class Decoder:
 
     def _factors(self, layer: _Layer, name: str | None) -> Norm | None:
         return None if name is None else Norm(layer.norms[name], self.shape.epsilon)
-
-    def _attend(self, i: int, layer: _Layer, qkv: torch.Tensor, rows: Rows, pages: torch.Tensor) -> torch.Tensor:
-        """Write the keys and values of rows and return attention [T, heads * dim]."""
-        shape = self.shape
-        cos, sin = self._angles[shape.rotary.table[i]]
-        query = rotate_and_write(
-            qkv,
-            cos,
-            sin,
-            rows.position,
-            rows.entry,
-            rows.table,
-            pages,
-            query_norm=layer.norms.get("self_attn.q_norm"),
-            key_norm=layer.norms.get("self_attn.k_norm"),
-            epsilon=shape.epsilon,
-        )
-        run = attend_prompt if rows.is_prompt else attend
-        out = run(
-            query,
-            pages,
-            rows.table,
-            rows.prefix,
-            rows.bits,
-            rows.position,
-            scale=shape.scale,
-            window=shape.windows[i],
-            softcap=shape.score_cap,
-            rows=rows.rows,
-            columns=rows.columns,
-        )
-        return out.flatten(1)
 
     def make_submodel(self, layers: Sequence[int]) -> Decoder:
         """Return a decoder of some layers, in this order. It shares the weights, also after `load`."""
@@ -296,6 +274,38 @@ class Decoder:
         for i, layer in self._source._layers.items():
             _copy_layer(self._layers[i], _requantized(layer, self.bits))
         _copy_weight(self._head, quantize(_expanded(self._source._head), 8))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that the kernels read, by name."""
+        parts: dict[str, Matrix | None] = {"embedding": self._embedding, "norm": self._norm, _HEAD: self._head}
+        for i, layer in self._layers.items():
+            parts |= {f"{i}.{name}": getattr(layer, name) for name in (*_MATRICES, *_BIASES)}
+            parts |= {f"{i}.{name}": value for name, value in layer.norms.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, part in parts.items():
+            if isinstance(part, QuantizedWeight):
+                tensors |= {f"{name}.{field}": tensor for field, tensor in part.tensors().items()}
+            elif part is not None:
+                tensors[name] = part
+        return tensors
+
+    def discard(self) -> None:
+        """Free the memory of the weights. `restore` allocates it again, and `load` must fill it.
+
+        Raises:
+            OutriderError: a quantized copy would be lost.
+        """
+        if self._copies:
+            raise OutriderError("the quantized copy of this target cannot be freed; use level 1")
+        for tensor in self.tensors().values():
+            tensor.data = torch.empty_like(tensor)  # in place of memory that may be a part of a file
+            tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Allocate memory that `discard` has freed."""
+        for tensor in self.tensors().values():
+            if not tensor.untyped_storage().size():
+                tensor.untyped_storage().resize_(tensor.nbytes)
 
     def bytes(self) -> int:
         """Return the bytes of the weights, without those of the decoder that this one was made from."""
@@ -396,6 +406,71 @@ class Decoder:
         return [*angles, (still + 1, still)]  # table -1 is the last
 
 
+def attend_groups(
+    qkv: torch.Tensor,
+    groups: Sequence[Rows],
+    pages: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    *,
+    norms: QueryNorms | None = None,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Write the keys and values of a pass and return attention [T, heads * dim].
+
+    Args:
+        qkv: [T, (heads + 2 * key heads) * dim].
+        groups: the rows of the pass. They contain each token once.
+        pages: [blocks, key heads, 2, BLOCK, dim] the cache of the layer.
+        angles: cosines and sines [positions, R / 2].
+        norms: of queries and keys.
+        scale: of the scores.
+        window: tokens that a token sees, itself included; 0: all.
+        softcap: of the scores; 0: none.
+    """
+    weights = norms or QueryNorms(None, None, 0.0)
+
+    def attend_rows(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+        query = rotate_and_write(
+            values,
+            *angles,
+            rows.position,
+            rows.entry,
+            rows.table,
+            pages,
+            query_norm=weights.query,
+            key_norm=weights.key,
+            epsilon=weights.epsilon,
+        )
+        run = attend_prompt if rows.is_prompt else attend
+        out = run(
+            query,
+            pages,
+            rows.table,
+            rows.prefix,
+            rows.bits,
+            rows.position,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            rows=rows.rows,
+            columns=rows.columns,
+        )
+        return out.flatten(1)
+
+    if len(groups) == 1 and groups[0].take is None:
+        return attend_rows(qkv, groups[0])
+    _, key_heads, _, _, dim = pages.shape
+    attended = qkv.new_empty(len(qkv), qkv.shape[1] - 2 * key_heads * dim)
+    for group in groups:
+        assert group.take is not None
+        assert group.real is not None
+        part = attend_rows(qkv[group.take], group)
+        attended[group.take[group.real]] = part[group.real]
+    return attended
+
+
 def _requantized(layer: _Layer, bits: int) -> _Layer:
     """Return a layer with weights of fewer bits."""
     weights: dict[str, Any] = {name: quantize(_expanded(getattr(layer, name)), bits) for name in _MATRICES}
@@ -406,7 +481,7 @@ def _copy_layer(layer: _Layer, new: _Layer) -> None:
     """Copy new weights into the memory of a layer, which recorded passes read."""
     for name in _MATRICES:
         _copy_weight(getattr(layer, name), getattr(new, name))
-    for name in ("qkv_bias", "out_bias"):
+    for name in _BIASES:
         if (bias := getattr(layer, name)) is not None:
             bias.copy_(getattr(new, name))
     for name, value in layer.norms.items():
@@ -423,9 +498,9 @@ def _copy_weight(weight: Matrix, new: Matrix) -> None:
         assert isinstance(new, torch.Tensor)
         weight.copy_(new)
         return
-    for part in fields(weight):
-        if isinstance(tensor := getattr(weight, part.name), torch.Tensor):
-            tensor.copy_(getattr(new, part.name))
+    assert isinstance(new, QuantizedWeight)
+    for name, tensor in weight.tensors().items():
+        tensor.copy_(new.tensors()[name])
 
 
 def _check(shape: Dimensions, model_type: str) -> None:

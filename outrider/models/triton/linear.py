@@ -1,4 +1,4 @@
-"""Matrix products of 1 to 64 rows that read the weights once, with a fixed order of sums.
+"""Matrix products of 1 to 512 rows that read the weights once, with a fixed order of sums.
 
     linear(x, weight, *, norm=None, residual=None, gate="", bias=None, out_dtype=None) -> [T, N]
 
@@ -22,15 +22,14 @@ import torch
 import triton
 import triton.language as tl
 from torch.nn import functional
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from outrider.models.triton.quantized import QuantizedWeight
 
-MAX_ROWS = 64  # above, the product is one of cuBLAS
+MAX_ROWS = 512  # above, the product is one of cuBLAS
 _STEP = 256  # inputs of an iteration
-# Whether a kernel starts before the one before it ends, and reads weights into the L2 cache meanwhile. GPUs of compute
-# capability 9 and later do.
-overlap = False
+_LARGEST_NORM = 64  # rows that each program multiplies with the weight of a norm again; above, a kernel does it once
+_FINISH_ROWS = 4  # of a program that adds chains
+_FINISH_OUTPUTS = 256
 
 
 class Norm(NamedTuple):
@@ -41,12 +40,24 @@ class Norm(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a product is cut: the outputs and rows of a program, its warps, and the stages of its pipeline."""
+    """How a product is cut: the outputs and rows of a program, its warps, and the stages of its pipeline.
+
+    `form` is how the four chains are computed:
+        parallel: a program has four warps, which take a chain each.
+        serial: a program computes one chain after the other, and its warps share the outputs.
+        split: a program computes one chain, and its warps share the outputs. A second kernel adds the chains.
+    """
 
     outputs: int
-    rows: int  # 8, 16, 32 or 64
+    rows: int
     warps: int
     stages: int
+    form: str = "parallel"
+
+    @property
+    def parts(self) -> int:
+        """Return how many warps share the outputs."""
+        return 1 if self.form == "parallel" else self.warps
 
 
 def linear(
@@ -74,9 +85,10 @@ def linear(
     """
     if len(x) > MAX_ROWS:
         return many_rows(x, weight, norm=norm, residual=residual, gate=gate, bias=bias, out_dtype=out_dtype)
-    call = _call(x, weight, norm, residual, gate, bias, out_dtype, tile)
-    _product[call.grid](*call.arguments, **call.options)
-    return call.out
+    out, launches = _launches(x, weight, norm, residual, gate, bias, out_dtype, tile)
+    for launch in launches:
+        launch.kernel[launch.grid](*launch.arguments, **launch.options)
+    return out
 
 
 def compile_linear(
@@ -90,24 +102,24 @@ def compile_linear(
     out_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """Compile the kernel that `linear` runs for these arguments, and run nothing.
+    """Compile the kernels that `linear` runs for these arguments, and run nothing.
 
     In a `triton.runtime._async_compile.AsyncCompileMode` kernels are compiled at the same time.
     """
-    call = _call(x, weight, norm, residual, gate, bias, out_dtype, tile)
-    _product.warmup(*call.arguments, grid=call.grid, **call.options)
+    for launch in _launches(x, weight, norm, residual, gate, bias, out_dtype, tile)[1]:
+        launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
 
 
-class _Call(NamedTuple):
-    """A call of the kernel, and the tensor that it fills."""
+class _Launch(NamedTuple):
+    """A launch of a kernel."""
 
-    out: torch.Tensor
-    grid: tuple[int, int]  # programs with the same weights follow each other
+    kernel: Any
+    grid: tuple[int, ...]
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
 
-def _call(
+def _launches(
     x: torch.Tensor,
     weight: torch.Tensor | QuantizedWeight,
     norm: Norm | None,
@@ -116,57 +128,97 @@ def _call(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     tile: Tile | None,
-) -> _Call:
-    """Return the call of the kernel for the arguments of `linear`."""
+) -> tuple[torch.Tensor, list[_Launch]]:
+    """Return the result of `linear` for these arguments, not filled yet, and the launches that fill it."""
     rows, inputs = x.shape
     outputs = weight.shape[0]
     quantized = weight if isinstance(weight, QuantizedWeight) else None
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     group = quantized.group if quantized else 0
     bits = 8 * values.itemsize if values.shape[1] == inputs else 4
-    tile = tile or choose_tile(rows, outputs, bits, x.itemsize)
-    overlapped = overlap and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    tile = tile or choose_tile(rows, outputs, bits, grouped=group > 0, input_bytes=x.itemsize)
     out = x.new_empty(rows, outputs // 2 if gate else outputs, dtype=out_dtype or x.dtype)
-    arguments = (
-        x, values, quantized and quantized.scale, quantized and quantized.zero, norm and norm.weight, bias, residual,
-        out, rows, outputs, inputs, x.stride(0), values.shape[1], 0 if residual is None else residual.stride(0),
-        norm.epsilon if norm else 0.0,
-    )  # fmt: skip
+    scale = quantized and quantized.scale
+    weights = (x, values, scale, quantized and quantized.zero, norm and norm.weight)
+    sizes = (rows, outputs, inputs, x.stride(0), values.shape[1])
+    ends = (0 if residual is None else residual.stride(0), norm.epsilon if norm else 0.0)
     options = {
         "KIND": quantized.kind if quantized else "dense",
         "GROUP": group,
         "SCALE_ROWS": quantized.scale_rows if quantized else 1,
-        "GATE": gate,
-        "EVEN": inputs % 256 == 0,
+        "EVEN": inputs % _STEP == 0,
         "OUTPUTS": tile.outputs,
         "ROWS": tile.rows,
-        "OVERLAP": overlapped,
+        "PARTS": tile.parts,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
-    if overlapped:
-        options["launch_pdl"] = True
-    grid = (triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs))
-    return _Call(out, grid, arguments, options)
+    # Programs of the same weights follow each other: the L2 cache serves all but the first.
+    tiles = (triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs))
+    if tile.form != "split":
+        arguments = (*weights, bias, residual, out, *sizes, *ends)
+        return out, [_Launch(_product, tiles, arguments, {**options, "GATE": gate})]
+    sums = x.new_empty(4, rows, outputs, dtype=torch.float32)
+    squares = x.new_empty(4, rows, dtype=torch.float32) if norm else None
+    launches = []
+    if norm and rows > _LARGEST_NORM:
+        scaled = x.new_empty(rows, inputs)
+        launches.append(_Launch(
+            _normalize, (triton.cdiv(rows, 2),), (x, norm.weight, scaled, squares, rows, inputs, x.stride(0)),
+            {"HALVES": 2 if bits == 4 or group == 32 else 1, "EVEN": inputs % _STEP == 0, "ROWS": 2, "num_warps": 1},
+        ))  # fmt: skip
+        weights = (scaled, *weights[1:4], None)
+        sizes = (rows, outputs, inputs, inputs, values.shape[1])
+    launches.append(_Launch(_chain, (tiles[0], 4, tiles[1]), (*weights, sums, squares, *sizes), options))
+    finish = _Launch(
+        _finish,
+        (triton.cdiv(rows, _FINISH_ROWS), triton.cdiv(out.shape[1], _FINISH_OUTPUTS)),
+        (sums, squares, None if group else scale, bias, residual, out, rows, outputs, inputs, *ends),
+        {"GATE": gate, "OUTPUTS": _FINISH_OUTPUTS, "ROWS": _FINISH_ROWS, "num_warps": 4},
+    )
+    return out, [*launches, finish]
 
 
-def choose_tile(rows: int, outputs: int, bits: int, input_bytes: int = 2) -> Tile:
+def choose_tile(rows: int, outputs: int, bits: int, *, grouped: bool, input_bytes: int = 2) -> Tile:
     """Return the tile of a product of `rows` rows. It changes the time of the product and not its bits.
 
-    As many stages as fit into 99 KB, which all chips have, hide the latency of memory. Small tiles make enough programs
-    for all processors. Two programs of 32 rows, at the same time, share the weights through the L2 cache. One of 64
-    rows lacks registers.
+    The inputs of a program pass through the L2 cache once for each `Tile.outputs` rows of the weight. For few rows they
+    are few bytes, and one launch is the fastest. For more rows the tiles grow, as long as their programs fill the
+    processors, and a program computes one chain.
 
     Args:
-        rows: 1 to 64.
+        rows: 1 to MAX_ROWS.
         outputs: rows of the weight.
         bits: of a weight in memory.
+        grouped: whether scales belong to groups of inputs, whose sums take registers of their own.
         input_bytes: of an input.
     """
-    size = 16 if outputs < 3072 or input_bytes == 4 else 32
-    tile_rows = min(8 if input_bytes == 4 else 32, max(8, triton.next_power_of_2(rows)))
-    stage = _STEP * (size * bits // 8 + input_bytes * tile_rows + 4)  # bytes: weights, inputs, and the weight of a norm
-    return Tile(size, tile_rows, 4, min(6, 1 + 99 * 1024 // stage))
+    if rows <= 16 or input_bytes == 4:
+        size = 16 if outputs < 3072 or input_bytes == 4 else 64 if rows > 8 and outputs > 64 * _PROGRAMS else 32
+        return _staged(size, 8 if rows <= 8 or input_bytes == 4 else 16, 4, "parallel", bits, input_bytes)
+    if 16 * rows * outputs > _LARGEST_SUMS:
+        return _staged(128, 64, 8, "serial", bits, input_bytes)
+    sizes = [each for each in _WIDE[min(128, triton.next_power_of_2(rows))] if not grouped or each[0] <= 128]
+    enough = (each for each in sizes if 4 * triton.cdiv(outputs, each[0]) * triton.cdiv(rows, each[1]) >= _PROGRAMS)
+    size, tile_rows, warps = next(enough, sizes[-1])
+    return _staged(size, tile_rows, warps, "split", bits, input_bytes)
+
+
+_PROGRAMS = 120  # that fill a chip
+_LARGEST_SUMS = 1 << 28  # bytes of the four chains in memory
+# Outputs, rows and warps of a program, by the next power of two of the rows. A warp has 32 outputs or fewer.
+_WIDE = {
+    32: ((128, 32, 4), (64, 32, 4)),
+    64: ((128, 64, 4), (64, 64, 4)),
+    128: ((256, 128, 8), (128, 64, 4), (64, 64, 4)),
+}
+
+
+def _staged(outputs: int, rows: int, warps: int, form: str, bits: int, input_bytes: int) -> Tile:
+    """Return a tile with as many stages as fit into 99 KB, which all chips have. They hide the latency of memory."""
+    inputs = _STEP if form == "parallel" else _STEP // 4
+    stage = inputs * (outputs * bits // 8 + input_bytes * rows + 4)  # bytes: weights, inputs, and the weight of a norm
+    return Tile(outputs, rows, warps, min(6, 1 + 99 * 1024 // stage), form)
 
 
 def many_rows(
@@ -240,33 +292,167 @@ def _product(
     x, values, scale, zero, norm, bias, residual, out,
     rows, outputs, inputs, x_stride, values_stride, residual_stride, epsilon,
     KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, GATE: tl.constexpr, EVEN: tl.constexpr,
-    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUTPUTS outputs of ROWS rows."""
+    """Compute OUTPUTS outputs of ROWS rows. PARTS: 1: four warps take a chain each; more: see `_sum_products`."""
     n = _weight_rows(outputs, GATE, OUTPUTS)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if OVERLAP:
-        gdc_launch_dependents()
-        _prefetch(values, n, values_stride)
-        gdc_wait()  # for the kernel before this one, which may write all that follows
-    total, squares = _sum_products(
-        x + t[None, None, :] * x_stride, values + n.to(tl.int64)[None, :, None] * values_stride, scale, zero, norm,
-        (t < rows)[None, None, :], (n // SCALE_ROWS)[None, :], tl.cdiv(outputs, SCALE_ROWS), inputs,
-        KIND, GROUP, EVEN, OUTPUTS, ROWS,
-    )  # fmt: skip
-    result = _sum_chains(total)
+    weights = n.reshape(PARTS, OUTPUTS // PARTS)
+    if PARTS == 1:
+        total, squares = _sum_products(
+            x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, 0,
+            KIND, GROUP, SCALE_ROWS, EVEN, 4, PARTS, OUTPUTS, ROWS,
+        )  # fmt: skip
+        result = _sum_chains(total)
+        square = _sum_chains(squares)
+    else:
+        first, first_square = _sum_two_chains(
+            x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, 0,
+            KIND, GROUP, SCALE_ROWS, EVEN, PARTS, OUTPUTS, ROWS,
+        )  # fmt: skip
+        last, last_square = _sum_two_chains(
+            x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, 2,
+            KIND, GROUP, SCALE_ROWS, EVEN, PARTS, OUTPUTS, ROWS,
+        )  # fmt: skip
+        result = (first + last).reshape(OUTPUTS, ROWS)
+        square = (first_square + last_square).reshape(ROWS)
     if GROUP == 0 and scale is not None:
         result *= tl.load(scale + n).to(tl.float32)[:, None]
     if norm is not None:
-        result *= tl.rsqrt(_sum_chains(squares) / inputs + epsilon)[None, :]
+        result *= tl.rsqrt(square / inputs + epsilon)[None, :]
     if bias is not None:
         result += tl.load(bias + n).to(tl.float32)[:, None]
     width = outputs
     column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     if GATE != "":
-        result = _gated(result, GATE)
+        pairs = result.reshape(OUTPUTS // 16, 2, 8, ROWS).permute(0, 2, 3, 1)
+        gate, up = tl.split(pairs)
+        result = (_activated(gate, GATE) * up).reshape(OUTPUTS // 2, ROWS)
         width = outputs // 2
         column = tl.program_id(1) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+    _store(result, residual, out, column, width, t, rows, residual_stride)
+
+
+@triton.jit
+def _sum_two_chains(
+    x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, chain,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of two chains, and that of their squares, one chain after the other."""
+    even, even_square = _sum_products(
+        x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, chain,
+        KIND, GROUP, SCALE_ROWS, EVEN, 1, PARTS, OUTPUTS, ROWS,
+    )  # fmt: skip
+    odd, odd_square = _sum_products(
+        x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, chain + 1,
+        KIND, GROUP, SCALE_ROWS, EVEN, 1, PARTS, OUTPUTS, ROWS,
+    )  # fmt: skip
+    return even + odd, even_square + odd_square
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _normalize(
+    x, norm, out, squares, rows, inputs, x_stride,
+    HALVES: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write ROWS rows times the weight of a norm to `out` [T, K], and the chains of their squares to `squares` [4, T].
+
+    The squares are summed in the order of `_sum_products`.
+    """
+    CHUNK: tl.constexpr = 64
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    present = (t < rows)[None, None, :]
+    chain = tl.arange(0, 4)[:, None]
+    k = chain * CHUNK + tl.arange(0, CHUNK // HALVES)[None, :]
+    x += t[None, None, :] * x_stride + k[:, :, None]
+    out += t[None, None, :] * inputs + k[:, :, None]
+    norm += k
+    total = tl.zeros((4, ROWS), tl.float32)
+    for start in tl.range(0, inputs, 256, num_stages=4):
+        for half in tl.static_range(HALVES):
+            first = start + half * 32
+            inside = _inside(first + k, inputs, EVEN)
+            a, total = _read_rows(x + first, norm, first, present, inside, total)
+            tl.store(out + first, a, mask=present if inside is None else present & inside[:, :, None])
+    tl.store(squares + chain * rows + t[None, :], total, mask=(t < rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _chain(
+    x, values, scale, zero, norm, sums, squares, rows, outputs, inputs, x_stride, values_stride,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN: tl.constexpr,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write one chain of OUTPUTS outputs of ROWS rows to `sums` [4, T, N], and of the squares to `squares` [4, T]."""
+    chain = tl.program_id(1)
+    n = (tl.program_id(2) * OUTPUTS + tl.arange(0, OUTPUTS)).reshape(PARTS, OUTPUTS // PARTS)
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total, square = _sum_products(
+        x, values, scale, zero, norm, t, rows, tl.minimum(n, outputs - 1), outputs, inputs, x_stride, values_stride,
+        chain, KIND, GROUP, SCALE_ROWS, EVEN, 1, PARTS, OUTPUTS, ROWS,
+    )  # fmt: skip
+    place = chain * rows + t
+    inside = (n < outputs)[:, :, None] & (t < rows)[None, None, :]
+    tl.store(sums + place[None, None, :] * outputs + n[:, :, None], total, mask=inside)
+    if norm is not None:
+        tl.store(squares + place[None, :], square, mask=(t < rows)[None, :] & (tl.program_id(2) == 0))
+
+
+@triton.jit(do_not_specialize=["rows", "epsilon"])
+def _finish(
+    sums, squares, scale, bias, residual, out, rows, outputs, inputs, residual_stride, epsilon,
+    GATE: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Make OUTPUTS outputs of ROWS rows of the chains of `_chain`."""
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    width = outputs // 2 if GATE != "" else outputs
+    result = _finished(sums, squares, scale, bias, column, width, t, rows, outputs, inputs, epsilon)
+    if GATE != "":
+        up = _finished(sums + width, squares, _moved(scale, width), _moved(bias, width),
+                       column, width, t, rows, outputs, inputs, epsilon)  # fmt: skip
+        result = _activated(result, GATE) * up
+    _store(result, residual, out, column, width, t, rows, residual_stride)
+
+
+@triton.jit
+def _finished(sums, squares, scale, bias, column, width, t, rows, outputs, inputs, epsilon):
+    """Return the sums of four chains with scale, norm and bias [OUTPUTS, ROWS]."""
+    inside = (column < width)[:, None] & (t < rows)[None, :]
+    sums += t[None, :] * outputs + column[:, None]
+    result = _add_chains(sums, rows * outputs, inside)
+    if scale is not None:
+        result *= tl.load(scale + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
+    if squares is not None:
+        result *= tl.rsqrt(_add_chains(squares + t, rows, t < rows) / inputs + epsilon)[None, :]
+    if bias is not None:
+        result += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[:, None]
+    return result
+
+
+@triton.jit
+def _add_chains(pointers, stride, mask):
+    """Return (c0 + c1) + (c2 + c3) of numbers in memory."""
+    first = tl.load(pointers, mask=mask, other=0.0) + tl.load(pointers + stride, mask=mask, other=0.0)
+    return first + (
+        tl.load(pointers + 2 * stride, mask=mask, other=0.0) + tl.load(pointers + 3 * stride, mask=mask, other=0.0)
+    )
+
+
+@triton.jit
+def _moved(pointer, distance):
+    """Return a pointer plus a distance; None stays None."""
+    if pointer is None:
+        moved = None
+    else:
+        moved = pointer + distance
+    return moved
+
+
+@triton.jit
+def _store(result, residual, out, column, width, t, rows, residual_stride):
+    """Write results [OUTPUTS, ROWS] plus the residual to `out` [T, width]."""
     inside = (column < width)[:, None] & (t < rows)[None, :]
     if residual is not None:
         result += tl.load(residual + t[None, :] * residual_stride + column[:, None], mask=inside).to(tl.float32)
@@ -274,38 +460,35 @@ def _product(
 
 
 @triton.jit
-def _prefetch(values, n, values_stride):
-    """Bring the first 2 KB of rows of the weight into the L2 cache."""
-    LINE: tl.constexpr = 128 * 8 // values.dtype.element_ty.primitive_bitwidth  # values of a line of the cache
-    place = tl.minimum(tl.arange(0, 16) * LINE, values_stride - 1)
-    lines = (values + n.to(tl.int64)[:, None] * values_stride + place[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _sum_products(
-    x, values, scale, zero, norm, present, place, groups, inputs,
-    KIND: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
+    x, values, scale, zero, norm, t, rows, weights, outputs, inputs, x_stride, values_stride, first_chain,
+    KIND: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, EVEN: tl.constexpr,
+    CHAINS: tl.constexpr, PARTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of products [4, OUTPUTS, ROWS], and of the squares of the inputs [4, ROWS].
+    """Return sums of products [CHAINS * PARTS, OUTPUTS / PARTS, ROWS], and of the squares of the inputs [CHAINS, ROWS].
 
-    `x` and `values` point to rows. `present` masks the rows. `place` is where the outputs have their scales in a row
-    of `groups`.
+    A warp computes one of CHAINS * PARTS matrices, so that all tiles take the same instructions (mma.sync). There are
+    4 chains and 1 part, or 1 chain and a part for each warp.
+
+    `t` are the rows [ROWS], and `weights` those of the weight [PARTS, OUTPUTS / PARTS].
     """
     STEP: tl.constexpr = 256  # inputs of an iteration
     CHUNK: tl.constexpr = 64  # those of a chain
     HALVES: tl.constexpr = 2 if KIND == "int4" or GROUP == 32 else 1
     PACKED: tl.constexpr = 2 if KIND == "int4" else 1  # inputs of a byte
-    chain = tl.arange(0, 4)
+    present = (t < rows)[None, None, :]
+    place = weights // SCALE_ROWS
+    groups = tl.cdiv(outputs, SCALE_ROWS)
+    chain = first_chain + tl.arange(0, CHAINS)
     j = tl.arange(0, CHUNK // HALVES)[None, :]
     k = chain[:, None] * CHUNK + j
+    values += weights.to(tl.int64)[:, :, None] * values_stride
     values += (chain[:, None] * (CHUNK // PACKED) + j)[:, None, :]
+    x += t[None, None, :] * x_stride
     x += k[:, :, None]
     norm_k = norm + k if norm is not None else None
-    squares = tl.zeros((4, ROWS), tl.float32)
-    total = tl.zeros((4, OUTPUTS, ROWS), tl.float32)
+    squares = tl.zeros((CHAINS, ROWS), tl.float32)
+    total = tl.zeros((CHAINS * PARTS, OUTPUTS // PARTS, ROWS), tl.float32)
     # The scales of the next iteration are loaded before the products of this one.
     group = chain * CHUNK
     next_scale = _read_groups(scale, group, place, groups, inputs, GROUP)
@@ -361,7 +544,7 @@ def _read(pointers, mask):
 
 @triton.jit
 def _read_rows(x, norm, start, present, inside, squares):
-    """Return inputs [4, K, ROWS], times the weight of a norm, and `squares` [4, ROWS] plus their squares."""
+    """Return inputs [CHAINS, K, ROWS] times the weight of a norm, and `squares` [CHAINS, ROWS] plus their squares."""
     a = tl.load(x, mask=present if inside is None else present & inside[:, :, None], other=0.0)
     if norm is not None:
         wide = a.to(tl.float32)
@@ -394,7 +577,7 @@ def _floats(q, KIND: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _read_groups(table, k, place, groups, inputs, GROUP: tl.constexpr):
-    """Return the numbers [4, OUTPUTS] of the groups of inputs k [4] in float32."""
+    """Return the numbers of the groups of inputs k [CHAINS] for weights `place` [PARTS, N], in float32."""
     if GROUP == 0 or table is None:
         numbers = 0.0
     else:
@@ -405,8 +588,9 @@ def _read_groups(table, k, place, groups, inputs, GROUP: tl.constexpr):
 
 @triton.jit
 def _add(total, q, a, scale, zero, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """Return sums [4, OUTPUTS, ROWS] plus the products of weights [4, OUTPUTS, K] and inputs [4, K, ROWS]."""
+    """Return sums [B, N, ROWS] plus the products of weights [B, N, K] and inputs [B or 1, K, ROWS]."""
     w = _floats(q, KIND, a.dtype)
+    a = a.broadcast_to(w.shape[0], a.shape[1], a.shape[2])
     if GROUP == 0:
         total = tl.dot(w, a, total, input_precision="ieee")
     else:
@@ -431,19 +615,15 @@ def _weight_rows(outputs, GATE: tl.constexpr, OUTPUTS: tl.constexpr):
 
 
 @triton.jit
-def _gated(result, GATE: tl.constexpr):
-    """Return act(gate) * up [OUTPUTS / 2, ROWS] of results [OUTPUTS, ROWS] in the order of `_weight_rows`."""
-    OUTPUTS: tl.constexpr = result.shape[0]
-    ROWS: tl.constexpr = result.shape[1]
-    pairs = result.reshape(OUTPUTS // 16, 2, 8, ROWS).permute(0, 2, 3, 1)
-    gate, up = tl.split(pairs)
+def _activated(gate, GATE: tl.constexpr):
+    """Return the activation of a gate."""
     if GATE == "silu":
         gate = gate * tl.sigmoid(gate)
     elif GATE == "gelu":
         gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
         gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    return (gate * up).reshape(OUTPUTS // 2, ROWS)
+    return gate
 
 
 @triton.jit

@@ -58,9 +58,17 @@ class Bucket:
 class Buffers:
     """The inputs of a pass of one bucket."""
 
-    def __init__(self, bucket: Bucket, reach: int, device: torch.device) -> None:
-        """Allocate the inputs. `reach` is the number of blocks of a block table."""
+    def __init__(self, bucket: Bucket, reach: int, device: torch.device, states: torch.Tensor | None = None) -> None:
+        """Allocate the inputs.
+
+        Args:
+            bucket: the shape of the pass.
+            reach: blocks of a block table.
+            device: where the pass runs.
+            states: [T, ...] memory of the hidden states that a draft head starts from.
+        """
         self.bucket = bucket
+        self.states = states
         rows, columns = bucket.rows, bucket.columns
         grid = rows * columns
         # In this order: the id of each token, or ~i for draft token i of the flat draft; its entry;
@@ -75,7 +83,8 @@ class Buffers:
         self._parts[1].fill_(_PADDING)
 
     def bytes(self) -> int:
-        return self._integers.nbytes + self._draft.nbytes + self._parents.nbytes
+        own = (self._integers, self._draft, self._parents, self.states)
+        return sum(tensor.nbytes for tensor in own if tensor is not None)
 
     def fill(self, batch: Batch, draft: Draft, first: int, cache: DevicePagedCache) -> None:
         """Copy the integers of a round to the device, in one copy, and its draft tokens."""
@@ -110,6 +119,23 @@ class Buffers:
     @property
     def table(self) -> torch.Tensor:
         return self._parts[7].view(self.bucket.rows, -1)
+
+    def step(self, number: int) -> Rows:
+        """Return the rows of draft token `number` - 1 of a chain as the only column."""
+        position = self.base + (number - 1)
+        return Rows(
+            rows=self.bucket.rows,
+            columns=1,
+            entry=position.masked_fill(self.budget <= number, _PADDING),
+            position=position,
+            prefix=position,
+            bits=torch.ones(self.bucket.rows, 1, dtype=torch.int64, device=position.device),
+            table=self.table,
+        )
+
+    def last(self) -> torch.Tensor:
+        """Return the end of each feed [R] int64, which is node 0."""
+        return self.nodes.view(self.bucket.rows, -1)[:, 0].long()
 
     def tokens(self) -> torch.Tensor:
         """Return the token ids [T] int64."""
@@ -213,6 +239,21 @@ class RaggedPass:
     keep: torch.Tensor  # [K] int64 the columns whose logits are needed
     nodes: torch.Tensor | None  # [B, N] int64 indices into `keep`; None: in the order of `keep`
     spans: Sequence[SequenceSpan]
+
+    def positions(self) -> torch.Tensor:
+        """Return the position of each token [T] int32."""
+        positions = torch.zeros(self.tokens.shape, dtype=torch.int32, device=self.tokens.device)
+        for group in self.groups:
+            assert group.take is not None
+            assert group.real is not None
+            positions[group.take[group.real]] = group.position[group.real]
+        return positions
+
+    def per_node(self, values: torch.Tensor) -> torch.Tensor:
+        """Rearrange [K, ...] of the kept tokens to [B, N, ...] of the nodes."""
+        if self.nodes is not None:
+            return values[self.nodes]
+        return values.view(len(self.spans), -1, *values.shape[1:])
 
 
 class _Piece(NamedTuple):

@@ -41,6 +41,11 @@ class QuantizedWeight:
         """Bytes of the values, scales and zero points."""
         return sum(each.nbytes for each in (self.values, self.scale, self.zero) if each is not None)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by the names of their fields."""
+        tensors = {"values": self.values, "scale": self.scale, "zero": self.zero}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
     def to(self, device: torch.device) -> QuantizedWeight:
         """Return the weight on a device."""
         zero = None if self.zero is None else self.zero.to(device)

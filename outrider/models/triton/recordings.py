@@ -28,14 +28,27 @@ class Recordings:
     """The recorded passes of one model."""
 
     def __init__(
-        self, memory: DevicePagedCache, *, make: Callable[[Buffers], Callable[[], Any]], record: Recorder | None
+        self,
+        memory: DevicePagedCache,
+        *,
+        make: Callable[[Buffers], Callable[[], Any]],
+        record: Recorder | None,
+        states: Callable[[Bucket], torch.Tensor] | None = None,
     ) -> None:
-        """Record nothing yet. `make` returns the function of a pass whose inputs are in buffers."""
+        """Record nothing yet.
+
+        Args:
+            memory: the KV cache.
+            make: returns the function of a pass whose inputs are in buffers.
+            record: records it; None: passes run eagerly.
+            states: returns memory for the hidden states that a pass of a draft head starts from.
+        """
         self.seconds = 0.0  # of recording
         self.compiled = False  # the layers are kernels already
         self._memory = memory
         self._make = make
-        self._record = record
+        self.record = record  # None: passes run eagerly
+        self._states = states
         self._buffers: dict[Bucket, Buffers] = {}
         self._runs: dict[Bucket, Callable[[], Any]] = {}
         self._failed: set[Bucket] = set()
@@ -43,20 +56,22 @@ class Recordings:
 
     def bytes(self) -> int:
         """Return the bytes of recordings and buffers."""
-        recorded = self._record.bytes() if self._record else 0
+        recorded = self.record.bytes() if self.record else 0
         return recorded + sum(buffers.bytes() for buffers in self._buffers.values())
 
     def buckets(self) -> tuple[Bucket, ...]:
         """Return the recorded buckets."""
         return tuple(self._runs)
 
-    def bucket(self, batch: Batch, draft: Draft, first: int, *, steps: int = 0, vocab: int = 0) -> Bucket | None:
-        """Return the bucket of a pass; None: it has too many tokens."""
+    def bucket(
+        self, batch: Batch, draft: Draft, first: int, *, steps: int = 0, vocab: int = 0, least: int = 1
+    ) -> Bucket | None:
+        """Return the bucket of a pass of at least `least` columns; None: it has too many tokens."""
         skip = max(first, 0)
         pairs = zip(batch.feed, draft.width, strict=True)
         columns = max(len(feed) * (first < 0) + max(width - skip, 0) for feed, width in pairs)
         rows = _round_up(len(batch.seqs))
-        columns = _round_up(max(columns, 1))
+        columns = _round_up(max(columns, least))
         if max(columns, draft.size) > MAX_COLUMNS or rows * columns > _MAX_TOKENS:
             return None
         nodes = _round_up(draft.size) if draft.size else 0
@@ -68,7 +83,7 @@ class Recordings:
             self._runs.clear()  # `resize` has replaced the memory
             self._pages = self._memory.pages.data_ptr()
         if bucket not in self._buffers:
-            self._buffers[bucket] = Buffers(bucket, self._memory.reach, self._memory.device)
+            self._buffers[bucket] = self._allocate(bucket)
         if bucket not in self._runs and bucket not in self._failed:
             self._try(bucket)
         buffers = self._buffers[bucket]
@@ -100,21 +115,28 @@ class Recordings:
         before = self.seconds
         rows = _round_up(rows)
         buckets = [Bucket(rows=rows, columns=_round_up(count), nodes=_round_up(count - 1)) for count in columns]
-        buckets += [Bucket(rows=rows, columns=2, nodes=0, steps=count, vocab=vocab) for count in steps]
+        for count in steps:
+            # A draft model is fed one or two tokens, and a draft head all tokens of the last round.
+            feed = _round_up(count + 1) if self._states else 2
+            buckets.append(Bucket(rows=rows, columns=feed, nodes=0, steps=count, vocab=vocab))
         for bucket in buckets:
             if bucket.rows * bucket.columns <= _MAX_TOKENS and bucket not in self._runs:
                 self.find(bucket)
         return self.seconds - before
 
+    def _allocate(self, bucket: Bucket) -> Buffers:
+        states = self._states(bucket) if self._states else None
+        return Buffers(bucket, self._memory.reach, self._memory.device, states)
+
     def _try(self, bucket: Bucket) -> None:
         """Record a bucket. If that fails, its passes run without a recording."""
-        if self._record is None:
+        if self.record is None:
             return
         began = perf_counter()
         # New buffers have padding only, so that the runs of the recorder write nothing to the cache.
-        self._buffers[bucket] = Buffers(bucket, self._memory.reach, self._memory.device)
+        self._buffers[bucket] = self._allocate(bucket)
         try:
-            self._runs[bucket] = self._record(self._make(self._buffers[bucket]))
+            self._runs[bucket] = self.record(self._make(self._buffers[bucket]))
         except RuntimeError as reason:
             self._failed.add(bucket)
             if isinstance(reason, torch.OutOfMemoryError):

@@ -23,7 +23,7 @@ from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.cuda_recorder import Recorder
 from outrider.models.torch.model_weights import ModelWeights
 from outrider.models.triton.decoder import Decoder, Outputs
-from outrider.models.triton.passes import Buffers, RaggedPass, Rows, feeds_long_prompt, ragged_pass
+from outrider.models.triton.passes import Buffers, RaggedPass, feeds_long_prompt, ragged_pass
 from outrider.models.triton.recordings import Recordings
 
 
@@ -73,6 +73,7 @@ class TritonTarget:
         self._config = checkpoint.config.to_dict()
         self._record = record
         self._exported: tuple[int, ...] = ()
+        self._blocks = 0  # of the KV cache before `sleep`
         self._allocate_cache(self.layers)
         self._reset()
 
@@ -114,17 +115,12 @@ class TritonTarget:
         logits = self._decoder.logits(hidden[ragged.place[ragged.keep]])
         states = {layer: values[ragged.place] for layer, values in outputs.states.items()}
 
-        def per_node(values: torch.Tensor) -> torch.Tensor:
-            if ragged.nodes is not None:
-                return values[ragged.nodes]
-            return values.view(len(ragged.spans), -1, *values.shape[1:])
-
         def per_feed(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return tuple(values[span.begin : span.end - span.nodes] for span in ragged.spans)
 
         return Scores(
-            logits=per_node(logits),
-            hidden_states={layer: per_node(values[ragged.keep]) for layer, values in states.items()},
+            logits=ragged.per_node(logits),
+            hidden_states={layer: ragged.per_node(values[ragged.keep]) for layer, values in states.items()},
             feed_hidden_states={layer: per_feed(values) for layer, values in states.items()},
         )
 
@@ -156,25 +152,11 @@ class TritonTarget:
         bucket = buffers.bucket
         outputs = Outputs(layers=())
         pages = self._memory.pages
-        rows = buffers.layout()
-        hidden = self._decoder.forward(buffers.tokens(), [rows], pages, outputs)
-        last = buffers.nodes.view(bucket.rows, -1)[:, 0].long()  # the end of the feed is node 0
+        hidden = self._decoder.forward(buffers.tokens(), [buffers.layout()], pages, outputs)
         vocab = bucket.vocab or None
-        tokens = [self._decoder.logits(hidden[last])[:, :vocab].argmax(-1)]
-        one = torch.ones(bucket.rows, 1, dtype=torch.int64, device=self.device)
+        tokens = [self._decoder.logits(hidden[buffers.last()])[:, :vocab].argmax(-1)]
         for step in range(1, bucket.steps):
-            position = buffers.base + (step - 1)
-            entry = position.masked_fill(buffers.budget <= step, -1)
-            rows = Rows(
-                rows=bucket.rows,
-                columns=1,
-                entry=entry,
-                position=position,
-                prefix=position,
-                bits=one,
-                table=buffers.table,
-            )
-            hidden = self._decoder.forward(tokens[-1], [rows], pages, outputs)
+            hidden = self._decoder.forward(tokens[-1], [buffers.step(step)], pages, outputs)
             tokens.append(self._decoder.logits(hidden)[:, :vocab].argmax(-1))
         return torch.stack(tokens, 1)
 
@@ -192,6 +174,23 @@ class TritonTarget:
         self._decoder.load(weights)
         self._memory.forget()
         self.version = version
+
+    def sleep(self, *, weights: bool) -> None:
+        if weights:
+            self._decoder.discard()
+        self._blocks = len(self._memory.pages)
+        self._memory.resize(0)
+        self._reset()
+
+    def wake(self) -> None:
+        self._decoder.restore()
+        self._memory.resize(self._blocks)
+
+    def weight_names(self) -> frozenset[str]:
+        return frozenset(self._decoder.shapes)
+
+    def stored_weights(self) -> Mapping[str, torch.Tensor]:
+        return self._decoder.tensors()
 
     def bytes(self) -> int:
         return self._decoder.bytes()

@@ -144,9 +144,7 @@ class HeadTrainee:
         module = self._frozen_copy(setup.dtype)
         return HeadProposer(
             setup,
-            make_head_target(
-                module, self._tables, slots=setup.slots, context=setup.context, native=setup.kernels != "torch"
-            ),
+            make_head_target(module, self._tables, slots=setup.slots, context=setup.context, kernels=setup.kernels),
         )
 
     def save(self, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy
 import pytest
 import torch
 from torch.nn import functional
@@ -15,7 +14,7 @@ from outrider.models.torch.group_weight import Groups, Layout, pack_integers
 from outrider.models.triton.linear import Norm, Tile, linear
 from outrider.models.triton.quantized import QuantizedWeight, from_fp8, from_groups, quantize
 
-ROWS = (1, 2, 5, 16, 17, 33, 64, 65)  # the last: cuBLAS
+ROWS = (1, 2, 5, 16, 17, 33, products.MAX_ROWS + 1)  # the last: cuBLAS
 
 
 def made(kind: str, outputs: int, inputs: int) -> torch.Tensor | QuantizedWeight:
@@ -93,7 +92,7 @@ def test_each_type_of_weight(kind):
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_prompts_expand_the_weight(kind):
     weight = made(kind, 40, 288)
-    x = torch.randn(65, 288, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(products.MAX_ROWS + 1, 288, generator=torch.Generator().manual_seed(1))
     with helper.interpreted(products):
         torch.testing.assert_close(products.expand(weight, torch.float32), weight.dequantize(), rtol=1e-6, atol=0)
     torch.testing.assert_close(product(x, weight).double(), reference(x, weight), rtol=1e-3, atol=1e-3)
@@ -111,7 +110,7 @@ def test_rows_norm_residual(rows):
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("rows", [3, 65])
+@pytest.mark.parametrize("rows", [3, products.MAX_ROWS + 1])
 def test_gate(gate, rows):
     generator = torch.Generator().manual_seed(0)
     weight = made("own4", 2 * 25, 320)
@@ -138,23 +137,44 @@ def test_bfloat16():
     torch.testing.assert_close(out.double(), reference(x, weight, norm, residual[:, :5]), rtol=2e-2, atol=2e-2)
 
 
-def in_order(left, right, dtype):
-    """Multiply matrices with one order of sums, as MMA instructions do, and BLAS does not."""
-    total = numpy.zeros((*left.shape[:-1], right.shape[-1]), dtype)
-    for k in range(left.shape[-1]):
-        total += left[..., k, None] * right[..., k, None, :]
-    return total
-
-
 @pytest.mark.parametrize("kind", ["dense", "own4"])
-def test_row_has_the_same_bits_alone_and_among_others(kind, monkeypatch):
-    monkeypatch.setattr(numpy, "matmul", in_order)
+def test_row_has_the_same_bits_in_each_tile(kind, monkeypatch):
+    """A program computes the four chains at once, one after the other, or one of them."""
+    monkeypatch.setattr(products, "_FINISH_ROWS", 64)  # fewer programs take less time
     generator = torch.Generator().manual_seed(0)
-    weight = made(kind, 32, 320)
-    norm = Norm(torch.rand(320, generator=generator), 1e-6)
-    x = torch.randn(64, 320, generator=generator)
-    whole = product(x, weight, norm=norm, gate="silu")
-    for first, rows in ((0, 1), (63, 1), (40, 17)):
-        part = x[first : first + rows]
-        assert torch.equal(product(part, weight, norm=norm, gate="silu"), whole[first : first + rows]), (first, rows)
-    assert torch.equal(product(x[3:5], weight, norm=norm, gate="silu", tile=Tile(32, 64, 4, 3)), whole[3:5])
+    weight = made(kind, 48, 288)
+    norm = Norm(torch.rand(288, generator=generator), 1e-6)
+    x = torch.randn(66, 288, generator=generator).half()
+    weight = weight.half() if kind == "dense" else weight
+    options = {"norm": norm, "gate": "silu", "bias": torch.randn(48, generator=generator)}
+    whole = product(x, weight, **options)
+    torch.testing.assert_close(whole.double(), reference(x, weight, **options), rtol=1e-2, atol=1e-2)
+    for rows in (1, 9, 40):
+        assert torch.equal(product(x[:rows], weight, **options), whole[:rows]), rows
+    for tile in (Tile(32, 16, 4, 3), Tile(64, 16, 8, 3, "split"), Tile(64, 16, 4, 3, "serial")):
+        assert torch.equal(product(x[60:], weight, **options, tile=tile), whole[60:]), tile
+
+
+@pytest.mark.parametrize("kind", ["dense", "fp8 blocks", "4-32-0"])
+def test_row_has_the_same_bits_among_many(kind, monkeypatch):
+    monkeypatch.setattr(products, "_FINISH_ROWS", 64)  # fewer programs take less time
+    weight = made(kind, 40, 272)
+    weight = weight.half() if kind == "dense" else weight
+    x = torch.randn(300, 272, generator=torch.Generator().manual_seed(1)).half()
+    residual = torch.randn(300, 40, generator=torch.Generator().manual_seed(2)).half()
+    whole = product(x, weight, residual=residual)
+    for first, rows in ((299, 1), (235, 65), (170, 130)):
+        part = slice(first, first + rows)
+        assert torch.equal(product(x[part], weight, residual=residual[part]), whole[part]), (first, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256, 512])
+@pytest.mark.parametrize("outputs", [2048, 4096, 6144, 28672, 128256])
+def test_tiles_fill_the_chip_and_fit_into_it(rows, outputs):
+    for bits, grouped in ((16, False), (8, False), (8, True), (4, True)):
+        tile = products.choose_tile(rows, outputs, bits, grouped=grouped)
+        programs = -(-rows // tile.rows) * -(-outputs // tile.outputs) * (4 if tile.form == "split" else 1)
+        assert programs >= 120
+        stage = 256 // (4 if tile.parts > 1 else 1) * (tile.outputs * bits // 8 + 2 * tile.rows + 4)
+        assert (tile.stages - 1) * stage < 100 * 1024
+        assert tile.stages >= 3

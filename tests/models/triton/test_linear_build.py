@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from tests.helpers import triton as helper
 
 from outrider.models.triton import linear as products  # isort: skip
+from outrider.models.triton.linear import Tile
 
 _NUMBERS = ("rows", "outputs", "inputs", "x_stride", "values_stride", "residual_stride")
 
@@ -34,23 +37,43 @@ KINDS = {
 }
 
 
-@pytest.mark.fast_cases("dense-8-80", "dense-32-90", "dense-16-100", "fp8 blocks-32-100", "int4-16-80", "int4-32-90")
+@pytest.mark.fast_cases("dense-8-80", "dense-64-90", "dense-256-100", "fp8 blocks-64-100", "int4-16-80", "int4-32-90")
 @pytest.mark.parametrize("capability", helper.CAPABILITIES)
-@pytest.mark.parametrize("rows", [8, 16, 32])
+@pytest.mark.parametrize("rows", [8, 16, 32, 64, 256])
 @pytest.mark.parametrize("kind", KINDS)
 def test_build(kind, rows, capability, tmp_path):
-    name, bits, scale, zero, group, scale_rows = KINDS[kind]
-    tile = products.choose_tile(rows, 4096, bits)
-    types = {"x": "*bf16", "values": "*bf16" if bits == 16 else "*u8", "norm": "*fp32", "residual": "*bf16"}
-    types |= {"out": "*bf16", "epsilon": "fp32", **dict.fromkeys(_NUMBERS, "i32")}
-    types |= {argument: kind for argument, kind in (("scale", scale), ("zero", zero)) if kind}
-    constants = {"KIND": name, "GROUP": group, "SCALE_ROWS": scale_rows, "GATE": "", "EVEN": True}
-    constants |= {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "OVERLAP": capability >= 90}
-    constants |= dict.fromkeys({"scale", "zero", "bias"} - types.keys())
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    built = helper.build(products._product, types, constants, capability=capability, cache=tmp_path, **options)
+    tile = products.choose_tile(rows, 9000, KINDS[kind].bits, grouped=KINDS[kind].group > 0)
+    assembly, built = compiled(KINDS[kind], tile, capability, tmp_path)
     assert built.stack == 0
     assert built.shared < 100 * 1024
-    assembly = next(tmp_path.glob("**/*.ptx")).read_text()
     loop = assembly[assembly.index("Inner Loop") :]
     assert loop.count("cp.async.cg.shared.global") >= 4
+    assert assembly.count("mma.sync") >= 4
+    assert "wgmma" not in assembly  # other instructions would sum in another order
+    assert "tcgen05" not in assembly
+    check_sums_of_squares(tmp_path)
+
+
+def check_sums_of_squares(cache: Path) -> None:
+    """Check that a thread sums eight inputs in a row, and the threads of a warp the others of a chain."""
+    code = next(cache.glob("**/*.ttgir")).read_text()
+    for name in set(re.findall(r'"tt.reduce"\(.*?\}\) : \(tensor<[^,]*, (#\w+)>', code, re.DOTALL)):
+        layout = re.search(re.escape(name) + r" = (.*)", code)[1]
+        assert re.search(r"sizePerThread = \[1, 8, 1\], threadsPerWarp = \[\d+, [48], \d+\]", layout)
+        assert re.search(r"warpsPerCTA = \[\d+, 1, \d+\]", layout)
+
+
+def compiled(kind: Kind, tile: Tile, capability: int, cache: Path) -> tuple[str, helper.Build]:
+    """Compile the product with a norm, and return its assembly."""
+    kernel = products._chain if tile.form == "split" else products._product
+    types = {"x": "*bf16", "values": "*bf16" if kind.bits == 16 else "*u8", "residual": "*bf16", "out": "*bf16"}
+    types |= {"sums": "*fp32", "squares": "*fp32", "epsilon": "fp32", **dict.fromkeys(_NUMBERS, "i32")}
+    types |= {"scale": kind.scale, "zero": kind.zero, "norm": "*bf16" if tile.rows <= 64 else ""}
+    types = {name: each for name, each in types.items() if each and name in kernel.arg_names}
+    constants = {"KIND": kind.name, "GROUP": kind.group, "SCALE_ROWS": kind.scale_rows, "GATE": "", "EVEN": True}
+    constants |= {"OUTPUTS": tile.outputs, "ROWS": tile.rows, "PARTS": tile.parts}
+    constants |= dict.fromkeys({"scale", "zero", "bias", "norm"} - types.keys())
+    constants = {name: each for name, each in constants.items() if name in kernel.arg_names}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    built = helper.build(kernel, types, constants, capability=capability, cache=cache, **options)
+    return next(cache.glob("**/*.ptx")).read_text(), built

@@ -185,6 +185,21 @@ def test_weight_update_equals_loading_the_other_checkpoint(folder, tmp_path):
         copy.update_weights({}, 2)
 
 
+def test_sleeping_frees_the_memory_and_new_weights_wake_it(folder):
+    target, checkpoint = load(folder("qwen3"))
+    expected = score_all(target, [tiny.admit(target, 0, PROMPTS[1])])
+    names, stored = target.weight_names(), {name: each.clone() for name, each in target.stored_weights().items()}
+    state = {name: value.clone() for name, value in checkpoint.model.state_dict().items() if name in names}
+    target.cache.release(0)
+    target.sleep(weights=True)
+    assert all(not tensor.untyped_storage().size() for tensor in target.stored_weights().values())
+    assert target.cache.usage().blocks == 0
+    target.wake()
+    target.update_weights(state, 1)
+    assert all(torch.equal(stored[name], tensor) for name, tensor in target.stored_weights().items())
+    assert torch.equal(score_all(target, [tiny.admit(target, 0, PROMPTS[1])]), expected)
+
+
 def test_cache_of_fewer_blocks_than_the_sequences_need(folder):
     path = folder("llama")
     plain = generate(path, proposer="none")

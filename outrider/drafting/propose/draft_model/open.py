@@ -254,7 +254,7 @@ def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
             slots=setup.slots,
             context=setup.context,
             window=window,
-            native=setup.kernels != "torch",
+            kernels=setup.kernels,
             bits=bits,
         )
     except UnsupportedModel as reason:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.core import tree
 from outrider.core.config import FULL_BITS
@@ -46,8 +47,7 @@ class AutoregressiveTarget(HeadRunner):
         self._mask_rule = window_rule(window)
         self._kv_cache = StaticCache(slots=slots, capacity=context, device=self.device)
         self.cache = StateCache(self._kv_cache, self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1)
-        # The state after each node, by sequence and node. Node -1 is the last committed token.
-        self._node_states: list[dict[int, torch.Tensor]] = []
+        self._node_states = torch.empty(0)  # [B, 1 + N, H] after the last committed token, and after each node
         self._prepare()
 
     def _prepare(self) -> None:
@@ -55,7 +55,7 @@ class AutoregressiveTarget(HeadRunner):
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         head_batch = skip_tokens(batch)
-        states = torch.cat([self._input_states(batch, draft, first, b) for b in range(len(batch.seqs))])
+        states = self._feed_states(batch) if first < 0 else self._parent_states(draft, first)
         out, logits = self._run(head_batch, draft, first, states)
         self._store_states(self.module.feed_back(out), head_batch, draft, first)
         return self._scores(logits)
@@ -67,22 +67,20 @@ class AutoregressiveTarget(HeadRunner):
         out = self.module(layout.tokens, states, layout.positions, attention)
         return out, layout.per_node(self.module.logits(out[layout.keep]))
 
-    def _input_states(self, batch: Batch, draft: Draft, first: int, b: int) -> torch.Tensor:
-        """Return the states [L, H] that the columns of sequence b start from."""
-        slot = batch.seqs[b].slot
-        if first < 0:
-            assert not draft.width[b], "run the feed before draft tokens"
-            end = batch.start[b] + len(batch.feed[b])
-            return self._target_states(slot, max(batch.start[b], 1) - 1, end - 1)
-        node_states = self._node_states[b]
-        width = draft.width[b]
-        if draft.chain:
-            parents = [node - 1 for node in range(first, width)]
-        else:
-            parents = draft.parent[b].tolist()[first:width]
-        if not parents:
-            return node_states[-1].new_empty(0, len(node_states[-1]))
-        return torch.stack([node_states[parent] for parent in parents])
+    def _feed_states(self, batch: Batch) -> torch.Tensor:
+        """Return the target's states [T, H] that the feeds start from."""
+        return torch.cat([self._input_states(batch, b) for b in range(len(batch.seqs))])
+
+    def _input_states(self, batch: Batch, b: int) -> torch.Tensor:
+        """Return the target's states [F, H] that the feed of sequence b starts from."""
+        return self._target_states(batch.seqs[b].slot, max(batch.start[b], 1) - 1, batch.ends[b] - 1)
+
+    def _parent_states(self, draft: Draft, first: int) -> torch.Tensor:
+        """Return the states [T, H] that the nodes from `first` on start from."""
+        parent = draft.parent[:, first:].clamp(max=first - 1) + 1
+        width = self._node_states.shape[-1]
+        states = self._node_states.gather(1, parent[..., None].expand(-1, -1, width))
+        return torch.cat([states[b, : max(width - first, 0)] for b, width in enumerate(draft.width)])
 
     def _target_states(self, slot: int, begin: int, end: int) -> torch.Tensor:
         """Return the target's states [end - begin, H] as the module takes them."""
@@ -91,14 +89,13 @@ class AutoregressiveTarget(HeadRunner):
     def _store_states(self, states: torch.Tensor, batch: Batch, draft: Draft, first: int) -> None:
         """Store the state after the last committed token or each new node, for its children."""
         if first < 0:
+            assert not any(draft.width), "run the feed before draft tokens"
             ends = accumulate(map(len, batch.feed))
-            self._node_states = [{-1: states[end - 1]} for end in ends]
+            self._node_states = torch.stack([states[end - 1] for end in ends])[:, None]
             return
-        column = 0
-        for node_states, width in zip(self._node_states, draft.width, strict=True):
-            for node in range(first, width):
-                node_states[node] = states[column]
-                column += 1
+        counts = [max(width - first, 0) for width in draft.width]
+        padded = pad_sequence(list(torch.split(states, counts)), batch_first=True)
+        self._node_states = torch.cat([self._node_states[:, : 1 + first], padded], 1)
 
 
 class NativeHead(AutoregressiveTarget):
@@ -184,7 +181,7 @@ class NativeAutoregressiveTarget(NativeHead):
     def _draft_chains(self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: Draws | None) -> DraftChains:
         head_batch = skip_tokens(batch)
         empty = tree.empty(len(batch.seqs), self.device)
-        states = torch.cat([self._input_states(batch, empty, -1, b) for b in range(len(batch.seqs))])
+        states = self._feed_states(batch)
         self._paged_cache.reserve(head_batch, batch.draft_budget)
         columns = columns_of(head_batch, empty, -1, self.vocab).columns
         return self._decoder.draft_chains(

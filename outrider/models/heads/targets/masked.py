@@ -39,11 +39,10 @@ class MaskedTarget(AutoregressiveTarget):
         """Return the logits [B, 1 + masks, Vd] after each sequence and after its mask tokens."""
         num_masks = tuple(max(min(budget, self.max_draft_tokens) - 1, 0) for budget in batch.draft_budget)
         tokens = torch.full((len(num_masks), max(num_masks)), self._masks.token, device=self.device)
-        empty = tree.empty(len(num_masks), self.device)
         mask_state = self.module.mask_state()
         states = []
         for b, count in enumerate(num_masks):
-            states.append(self._input_states(batch, empty, -1, b))
+            states.append(self._input_states(batch, b))
             states.append(mask_state.expand(count, -1))
         return self._run(skip_tokens(batch), tree.chain(tokens, num_masks), -1, torch.cat(states))[1]
 

@@ -41,10 +41,10 @@ def make_head_target(
     slots: int,
     context: int,
     window: int | None = None,
-    native: bool = False,
+    kernels: str = "torch",
     bits: int = FULL_BITS,
 ) -> HeadTarget:
-    """Return a target that runs a draft head, on the native kernels if they can and the target runs on them.
+    """Return a target that runs a draft head, on the kernels of the target if they can.
 
     Args:
         module: the draft head.
@@ -53,7 +53,8 @@ def make_head_target(
         context: the most tokens of a sequence.
         window: the latest tokens that each token attends to, for heads that support it; None: all
             tokens.
-        native: whether the head may run on the native kernels while the target runs on torch.
+        kernels: those of the target: auto, native, triton or torch. With torch, the head runs on the
+            native kernels only if the target does.
         bits: bits per weight of linear layers and LM head, on the native kernels. 16: those of the
             target's dtype.
 
@@ -71,8 +72,13 @@ def make_head_target(
     file, name = "autoregressive", "AutoregressiveTarget"
     if module.description.masks is not None:
         file, name = "masked", "MaskedTarget"
+    elif kernels == "triton":
+        try:
+            return _recorded(module, tables, slots=slots, context=context, window=window)
+        except UnsupportedModel as reason:
+            _log.warning("the draft head runs on torch: %s", reason)
     on_native = tables.packed is not None
-    if on_native or (native and _fits_kernels(tables)):
+    if on_native or (kernels != "torch" and _fits_kernels(tables)):
         native_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{file}:Native{name}")
         try:
             return native_class(module, tables, slots=slots, context=context, window=window, bits=bits)
@@ -82,6 +88,18 @@ def make_head_target(
             _log.log(logging.WARNING if on_native else logging.INFO, "the draft head runs on torch: %s", reason)
     torch_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{file}:{name}")
     return torch_class(module, tables, slots=slots, context=context, window=window)
+
+
+def _recorded(module: HeadModule, tables: SharedWeights, *, slots: int, context: int, window: int | None) -> HeadTarget:
+    """Return a target on the Triton kernels."""
+    from outrider.models.heads.modules.autoregressive import AutoregressiveHead
+    from outrider.models.heads.targets.recorded import RecordedHead
+    from outrider.models.torch.cuda_recorder import CudaRecorder
+
+    assert isinstance(module, AutoregressiveHead)
+    device = tables.embedding.device
+    record = CudaRecorder(device) if device.type == "cuda" else None
+    return RecordedHead(module, tables, slots=slots, context=context, window=window, record=record)
 
 
 def _other_kind(module: HeadModule) -> str:
