@@ -159,7 +159,7 @@ def test_quantize_is_checked(file, folder, data, tmp_path):
         (file, {"quantize": "int8"}, r"the target is quantized already \(Q4_0\); leave quantize out"),
         (folder, {"quantize": "int3"}, "quantize 'int3' is unknown; use int8, int4"),
         (folder, {"quantize": "int8", "dtype": "float32"}, "quantize needs a CPU and bfloat16"),
-        (folder, {"kernels": "cuda"}, "kernels 'cuda' is unknown; use auto, native, triton, torch"),
+        (folder, {"kernels": "cuda"}, "kernels 'cuda' is unknown; use auto, native"),
     ):
         with pytest.raises(OutriderError, match=message):
             Training("mtp", _settings(data, tmp_path, target, **options))

@@ -505,7 +505,7 @@ def test_auto_uses_native_kernels_for_float32_and_bfloat16(folders):
 
 
 def test_error_messages_for_unsupported_options(folders, monkeypatch):
-    with pytest.raises(OutriderError, match="kernels 'quick' is unknown; use auto, native, triton, torch"):
+    with pytest.raises(OutriderError, match="kernels 'quick' is unknown; use auto, native, triton, graphs, torch"):
         LLM(folders["llama"], kernels="quick")
     with pytest.raises(OutriderError, match="need a CPU, and bfloat16 or float32; use kernels auto"):
         LLM(folders["llama"], kernels="native", dtype="float16")
