@@ -8,7 +8,7 @@ function runs eagerly: a recording changes no bit of the result.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +21,7 @@ from outrider.models.triton.passes import MAX_COLUMNS, PROMPT_BUCKET, Bucket, Bu
 
 _log = logging.getLogger("outrider")
 _MAX_TOKENS = 512  # of a pass of fixed shape
+_CHAIN_SIZES = (2, 16, 64)  # columns of the feed of a chain
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
 
 
@@ -71,7 +72,7 @@ class Recordings:
         pairs = zip(batch.feed, draft.width, strict=True)
         columns = max(len(feed) * (first < 0) + max(width - skip, 0) for feed, width in pairs)
         rows = _round_up(len(batch.seqs))
-        columns = _round_up(max(columns, least))
+        columns = _columns(max(columns, least), rows, steps)
         if max(columns, draft.size) > MAX_COLUMNS or rows * columns > _MAX_TOKENS:
             return None
         nodes = _round_up(draft.size) if draft.size else 0
@@ -117,7 +118,7 @@ class Recordings:
         buckets = [Bucket(rows=rows, columns=_round_up(count), nodes=_round_up(count - 1)) for count in columns]
         for count in steps:
             # A draft model is fed one or two tokens, and a draft head all tokens of the last round.
-            feed = _round_up(count + 1) if self._states else 2
+            feed = _columns(count + 1, rows, count) if self._states else 2
             buckets.append(Bucket(rows=rows, columns=feed, nodes=0, steps=count, vocab=vocab))
         if not self._states:
             buckets.append(PROMPT_BUCKET)
@@ -153,6 +154,11 @@ class Recordings:
             self.seconds += perf_counter() - began
 
 
-def _round_up(count: int) -> int:
+def _columns(count: int, rows: int, steps: int) -> int:
+    """Return the columns of a bucket for `count` tokens of a row. Chains have few sizes, as each length has its own."""
+    return _round_up(count, _CHAIN_SIZES if steps and rows * _CHAIN_SIZES[-1] <= _MAX_TOKENS else _SIZES)
+
+
+def _round_up(count: int, sizes: Sequence[int] = _SIZES) -> int:
     """Return the smallest size of a bucket that is at least `count`."""
-    return next((size for size in _SIZES if size >= count), 2 * _SIZES[-1]) if count else 0
+    return next((size for size in sizes if size >= count), 2 * _SIZES[-1]) if count else 0
