@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider import LLM, SamplingParams
 from outrider.core import tree
@@ -20,6 +19,7 @@ from outrider.testing import random_tree
 from outrider.train.model.presets import Sizes, describe
 from tests.helpers import heads, tiny
 from tests.helpers.configs import make_config
+from tests.helpers.no_synchronization import NoSynchronization
 from tests.helpers.recorder import FakeRecorder
 from tests.models.heads import drive_head
 
@@ -44,20 +44,6 @@ def reference():
 def make(name, make_target=RecordedHead, **options):
     description = heads.cases()[name][1]
     return make_target(heads.random_draft(description), TABLES, slots=3, context=160, **options)
-
-
-class NoSynchronization(TorchDispatchMode):
-    """Raises where an operation on a GPU would wait for the device."""
-
-    def __init__(self, *more):
-        super().__init__()
-        self._forbidden = ("_local_scalar_dense", "nonzero", "masked_select", "unique", *more)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        assert name not in self._forbidden, name
-        assert name != "index" or all(each is None or each.dtype != torch.bool for each in args[1])
-        return function(*args, **(kwargs or {}))
 
 
 def run_rounds(heads_to_run, check):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -20,10 +21,11 @@ from outrider.models.loader.make import make_target
 from outrider.testing.drive import random_tree
 from tests.helpers import tiny, triton_reference
 from tests.helpers.configs import make_config
+from tests.helpers.no_synchronization import NoSynchronization
 from tests.helpers.recorder import FakeRecorder
 
 kernels = pytest.importorskip("tests.helpers.triton")
-from outrider.models.triton import attention, decoder, layers, linear  # noqa: E402
+from outrider.models.triton import attention, decoder, layers, linear, prompt_products  # noqa: E402
 from outrider.models.triton.target import TritonTarget  # noqa: E402
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
@@ -183,6 +185,56 @@ def test_drafted_chains_equal_step_by_step_scoring(folder):
         tokens = target.draft_greedy(batch, 200).tokens
         for b, count in enumerate(batch.draft_budget):
             assert torch.equal(tokens[b, :count], expected[b, :count])
+
+
+def count_launches(monkeypatch):
+    """Replace the kernels by functions that count their calls and do not wait, as the references do."""
+    calls = Counter()
+
+    def counted(name, run):
+        def call(*args, **settings):
+            calls[name] += 1
+            return run(*args, **settings)
+
+        monkeypatch.setattr(decoder, name, call)
+        if name == "linear":
+            monkeypatch.setattr(prompt_products, name, call)
+
+    counted("linear", triton_reference.linear)
+    counted("rotate_and_write", lambda qkv, *rest, **norms: qkv.view(len(qkv), -1, 16)[:, :4])
+    counted("attend", lambda query, *rest, **settings: query + 1)
+    return calls
+
+
+@pytest.mark.parametrize(("widths", "budget"), [((4, 4), 0), ((0, 0), 0), ((0, 0), 4)])
+def test_launches_of_a_recorded_pass_and_none_waits(widths, budget, folder, monkeypatch):
+    calls = count_launches(monkeypatch)
+    recorded = []
+
+    def record(run):
+        run()
+        calls.clear()
+        with NoSynchronization() as mode:
+            results = run()
+        recorded.append(mode)
+        return lambda: results
+
+    target, _ = load(folder("llama"), record=record)
+    rows = [tiny.admit(target, slot, PROMPTS[slot]) for slot in (0, 1)]
+    batch = replace(tiny.everything(rows), budget=DraftBudget((budget, budget)))
+    if budget:
+        target.draft_greedy(batch, 256)
+    else:
+        chain = tree.chain(torch.ones(2, max(widths), dtype=torch.int64), widths)
+        target.score(batch, chain)
+    passes = budget or 1
+    layers = len(target.read_bytes()[0])
+    assert calls == {
+        "linear": passes * (4 * layers + 1),
+        "rotate_and_write": passes * layers,
+        "attend": passes * layers,
+    }
+    assert len(recorded) == 1
 
 
 def test_ids_beyond_the_embedding_are_clamped(folder):
