@@ -222,17 +222,17 @@ def draft_weight_bits(draft_quantize: str | None, *, kernels: str, device: str) 
     """Bits of a weight of a draft model or draft head, as `weight_bits`. The device may be auto.
 
     Raises:
-        OutriderError: the name is unknown, or the draft does not run on the native kernels.
+        OutriderError: the name is unknown, or the kernels do not quantize.
     """
     bits = weight_bits(draft_quantize, option="draft_quantize")
     if bits < FULL_BITS and kernels == "torch":
         raise OutriderError(
             f"draft_quantize is {draft_quantize}, and kernels is torch; use kernels auto, or leave draft_quantize out"
         )
-    if bits < FULL_BITS and device not in (AUTO, "cpu") and kernels != "triton":
+    if bits < FULL_BITS and device not in (AUTO, "cpu") and kernels not in (AUTO, "triton"):
         raise OutriderError(
-            f"draft_quantize is {draft_quantize}, and the native kernels do not run on {device};"
-            " use device cpu, or kernels triton, or leave draft_quantize out"
+            f"draft_quantize is {draft_quantize}, and kernels {kernels} does not quantize on {device};"
+            " use kernels auto, or leave draft_quantize out"
         )
     return bits
 

@@ -129,7 +129,10 @@ def test_lm_head_of_a_quantized_target_is_shared(folders):
             {"draft_quantize": "int4", "kernels": "torch"},
             "draft_quantize is int4, and kernels is torch; use kernels auto",
         ),
-        ({"draft_quantize": "int4", "device": "cuda"}, "the native kernels do not run on cuda; use device cpu"),
+        (
+            {"draft_quantize": "int4", "device": "cuda", "kernels": "graphs"},
+            "does not quantize on cuda; use kernels auto",
+        ),
         ({"draft_quantize": "int4", "proposer": "ngram"}, "draft_quantize is int4 and the proposer ngram has no draft"),
         ({"draft_quantize": "int8", "proposer": "quantized:int4"}, "quantized:int4 has no draft"),
     ],

@@ -162,7 +162,8 @@ class _OpenedModel:
             )
         bits = _bits(setup)
         config = self.checkpoint.config
-        kernels = "triton" if setup.kernels == "triton" else "native"
+        on_gpu = setup.kernels == "triton" or (setup.kernels == "auto" and setup.device.type == "cuda")
+        kernels = "triton" if on_gpu else "native"
         try:
             if kernels == "native" and (self.checkpoint.source is not None or not may_run(config)):
                 raise UnsupportedModel(f"{config.model_type} does not run on the native kernels")

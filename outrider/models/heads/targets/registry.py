@@ -17,6 +17,8 @@ from outrider.models.heads.store import HeadModule
 from outrider.models.native.pack import FLOAT_DTYPES
 
 if TYPE_CHECKING:
+    import torch
+
     from outrider.models.heads.targets.base import HeadTarget
 
 _TARGETS = "outrider.models.heads.targets"  # few heads need all modules of it
@@ -53,8 +55,8 @@ def make_head_target(
         context: the most tokens of a sequence.
         window: the latest tokens that each token attends to, for heads that support it; None: all
             tokens.
-        kernels: those of the target: auto, native, triton or torch. With torch, the head runs on the
-            native kernels only if the target does.
+        kernels: those that the target was asked to use. auto chooses the Triton kernels on a GPU. With
+            torch, the head runs on the native kernels only if the target does.
         bits: bits per weight of linear layers and LM head, on the native kernels. 16: those of the
             target's dtype.
 
@@ -72,11 +74,13 @@ def make_head_target(
     file, name = "autoregressive", "AutoregressiveTarget"
     if module.description.masks is not None:
         file, name = "masked", "MaskedTarget"
-    elif kernels == "triton":
+    elif not quantized and _asks_for_triton(kernels, tables.embedding.device):
         try:
             return _recorded(module, tables, slots=slots, context=context, window=window)
         except UnsupportedModel as reason:
-            _log.warning("the draft head runs on torch: %s", reason)
+            _log.log(
+                logging.WARNING if kernels == "triton" else logging.INFO, "the draft head runs on torch: %s", reason
+            )
     on_native = tables.packed is not None
     if on_native or (kernels != "torch" and _fits_kernels(tables)):
         native_class: Callable[..., HeadTarget] = resolve_name(f"{_TARGETS}.{file}:Native{name}")
@@ -90,14 +94,20 @@ def make_head_target(
     return torch_class(module, tables, slots=slots, context=context, window=window)
 
 
+def _asks_for_triton(kernels: str, device: torch.device) -> bool:
+    return kernels == "triton" or (kernels == "auto" and device.type == "cuda")
+
+
 def _recorded(module: HeadModule, tables: SharedWeights, *, slots: int, context: int, window: int | None) -> HeadTarget:
     """Return a target on the Triton kernels."""
     from outrider.models.heads.modules.autoregressive import AutoregressiveHead
     from outrider.models.heads.targets.recorded import RecordedHead
     from outrider.models.torch.cuda_recorder import CudaRecorder
+    from outrider.models.triton.support import check_device
 
     assert isinstance(module, AutoregressiveHead)
     device = tables.embedding.device
+    check_device(device)
     record = CudaRecorder(device) if device.type == "cuda" else None
     return RecordedHead(module, tables, slots=slots, context=context, window=window, record=record)
 
