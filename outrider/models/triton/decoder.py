@@ -1,9 +1,9 @@
 """A Llama-like model on the Triton kernels: its weights on the device, and its forward pass.
 
-A layer runs six kernels for up to 64 tokens: the product for queries, keys and values with the norm
-before it; the rotary embedding and the write to the cache; attention and the sum of its parts; the
-output product with the residual; the product of gate and up with the norm before it; and the
-product of down with the residual.
+A layer runs seven kernels for up to 16 tokens: the product for queries, keys and values with the
+norm before it; the rotary embedding and the write to the cache; attention, and the sum of its parts;
+the output product with the residual; the product of gate and up with the norm before it; and the
+product of down with the residual. For more tokens, a product takes two or three kernels.
 """
 
 from __future__ import annotations

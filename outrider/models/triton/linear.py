@@ -8,7 +8,7 @@ factor (`[gate; up]`), and the result is [T, N / 2].
 
 The order of sums: an iteration takes 256 inputs. Each of four chains of MMA instructions takes 64 of them, so chain c
 sums the inputs k with k // 64 % 4 == c in ascending order. The result is (c0 + c1) + (c2 + c3), in float32. This order
-depends on neither the number of rows nor the tile. A row has the same bits alone and among 63 others.
+depends on neither the number of rows nor the tile. A row has the same bits alone and among 511 others.
 
 Rounding: products and sums are float32. The dtype of `x` rounds x * g of a norm, and the result after bias, gate and
 residual. A norm multiplies the sum: y = rstd * sum_k w_k (x_k g_k).
