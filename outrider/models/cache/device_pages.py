@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.models.cache.memory import free_bytes
 from outrider.models.cache.paged import PagedCache
 from outrider.models.cache.prefix_tree import BLOCK
 
@@ -34,6 +33,7 @@ class DevicePagedCache(PagedCache):
     ) -> None:
         """Allocate some blocks. The arguments are those of `PagedCache`."""
         self.device = device
+        self.allocations = 0  # how often the memory was replaced
         block_bytes = layers * heads * 2 * BLOCK * dim * dtype.itemsize
         self._first_blocks = max(_FIRST_BYTES // block_bytes, 2)
         super().__init__(slots=slots, capacity=capacity, layers=layers, heads=heads, dim=dim, dtype=dtype)
@@ -55,14 +55,10 @@ class DevicePagedCache(PagedCache):
             table += self._table[slot * self._reach : (slot + 1) * self._reach]
         return table
 
-    def free_memory(self) -> int | None:
-        """Return the bytes of the device that are free, with those of this cache; None: not a GPU."""
-        free = free_bytes(self.device)
-        return None if free is None else free + self._entries.nbytes
-
     def _allocate(self, blocks: int) -> torch.Tensor:
-        if not hasattr(self, "_entries"):  # before the memory is divided among the models
+        if not self.allocations:  # before the memory is divided among the models
             blocks = min(blocks, self._first_blocks)
+        self.allocations += 1
         self._entries = torch.empty(0)  # frees the older memory first
         return torch.zeros(blocks, *self._shape, dtype=self._dtype, device=self.device)
 

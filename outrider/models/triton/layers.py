@@ -1,4 +1,4 @@
-"""What stands between the products of a layer: rotary embedding, writes to the cache, norms and moves of entries."""
+"""What stands between the products of a layer: rotary embedding, writes to the cache, and norms."""
 
 from __future__ import annotations
 
@@ -173,65 +173,3 @@ def _rms_norm(x, residual, weight, total, out, epsilon, WIDTH: tl.constexpr, PAD
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
     normed = wide * scale * tl.load(weight + channel, mask=exists, other=0.0).to(tl.float32)
     tl.store(out + place, normed.to(row.dtype), mask=exists)
-
-
-def move_entries(entries: torch.Tensor, block_table: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy entries of sequences to other places, in all layers: all are read before one is written.
-
-    Args:
-        entries: [blocks, layers, Hkv, 2, BLOCK, D].
-        block_table: [R, M] int32.
-        source: [R, N] int32: entries of each row; -1 moves nothing.
-        target: [R, N] int32: where they go.
-    """
-    _, layers, key_heads, _, block, dim = entries.shape
-    rows, moves = source.shape
-    _move[(layers * key_heads * 2, rows)](
-        entries,
-        block_table,
-        source,
-        target,
-        block_table.stride(0),
-        moves,
-        MOVES=triton.next_power_of_2(moves),
-        D=dim,
-        PADDED=triton.next_power_of_2(dim),
-        BLOCK=block,
-        BLOCK_STRIDE=entries.stride(0),
-        num_warps=4,
-    )
-
-
-@triton.jit(
-    do_not_specialize=["table_stride", "moves"],
-    do_not_specialize_on_alignment=["block_table", "source", "target"],
-)
-def _move(
-    entries,
-    block_table,
-    source,
-    target,
-    table_stride,
-    moves,
-    MOVES: tl.constexpr,
-    D: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-):
-    """Move the entries of one row in the keys or values of one head of one layer."""
-    held = entries + tl.program_id(0) * BLOCK * D
-    row = tl.program_id(1)
-    move = tl.arange(0, MOVES)
-    channel = tl.arange(0, PADDED)
-    old = tl.load(source + row * moves + move, mask=move < moves, other=-1)
-    new = tl.load(target + row * moves + move, mask=old >= 0, other=0)
-    table = block_table + row * table_stride
-    old_block = tl.load(table + old // BLOCK, mask=old >= 0, other=0).to(tl.int64)
-    new_block = tl.load(table + new // BLOCK, mask=old >= 0, other=0).to(tl.int64)
-    copied = (old >= 0)[:, None] & (channel < D)[None, :]
-    old_place = old_block * BLOCK_STRIDE + old % BLOCK * D
-    new_place = new_block * BLOCK_STRIDE + new % BLOCK * D
-    content = tl.load(held + old_place[:, None] + channel[None, :], mask=copied)
-    tl.debug_barrier()
-    tl.store(held + new_place[:, None] + channel[None, :], content, mask=copied)

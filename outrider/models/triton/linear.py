@@ -86,28 +86,20 @@ def linear(
             for part, added in zip(x.split(at_once), residuals, strict=False)
         ]
         return torch.cat(parts)
-    out, launches = _launches(x, weight, norm, residual, gate, bias, out_dtype, tile)
+    out, launches = _launches(
+        x, weight, norm=norm, residual=residual, gate=gate, bias=bias, out_dtype=out_dtype, tile=tile
+    )
     for launch in launches:
         launch.kernel[launch.grid](*launch.arguments, **launch.options)
     return out
 
 
-def compile_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor | QuantizedWeight,
-    *,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    gate: str = "",
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
-) -> None:
+def compile_linear(x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, **options: Any) -> None:
     """Compile the kernels that `linear` runs for these arguments, and run nothing.
 
     In a `triton.runtime._async_compile.AsyncCompileMode` kernels are compiled at the same time.
     """
-    for launch in _launches(x, weight, norm, residual, gate, bias, out_dtype, tile)[1]:
+    for launch in _launches(x, weight, **options)[1]:
         launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
 
 
@@ -123,12 +115,13 @@ class _Launch(NamedTuple):
 def _launches(
     x: torch.Tensor,
     weight: torch.Tensor | QuantizedWeight,
-    norm: Norm | None,
-    residual: torch.Tensor | None,
-    gate: str,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    tile: Tile | None,
+    *,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    gate: str = "",
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
 ) -> tuple[torch.Tensor, list[_Launch]]:
     """Return the result of `linear` for these arguments, not filled yet, and the launches that fill it."""
     rows, inputs = x.shape

@@ -53,7 +53,7 @@ class Recordings:
         self._buffers: dict[Bucket, Buffers] = {}
         self._runs: dict[Bucket, Callable[[], Any]] = {}
         self._failed: set[Bucket] = set()
-        self._pages = 0  # address of the memory that the recorded passes read
+        self._allocation = 0  # of the memory that the recorded passes read
 
     def bytes(self) -> int:
         """Return the bytes of recordings and buffers."""
@@ -80,9 +80,10 @@ class Recordings:
 
     def find(self, bucket: Bucket) -> tuple[Buffers, Callable[[], Any]]:
         """Return the buffers of a bucket and its pass, which is recorded at first."""
-        if self._memory.pages.data_ptr() != self._pages:
-            self._runs.clear()  # `resize` has replaced the memory
-            self._pages = self._memory.pages.data_ptr()
+        if self._memory.allocations != self._allocation:
+            # `resize` has replaced the memory of the cache, and `sleep` perhaps that of shared weights, too.
+            self._runs.clear()
+            self._allocation = self._memory.allocations
         if bucket not in self._buffers:
             self._buffers[bucket] = self._allocate(bucket)
         if bucket not in self._runs and bucket not in self._failed:

@@ -73,19 +73,3 @@ def test_norm(dtype):
     assert torch.equal(alone, added[1:2])
     torch.testing.assert_close(plain.double(), normed(x, weight, 1e-5), rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(added.double(), normed(total, weight, 1e-5), rtol=tolerance, atol=tolerance)
-
-
-def test_moves_read_all_entries_before_they_write():
-    entries = numbers(4, 2, 2, 2, 16, 24)
-    table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
-    source = torch.tensor([[15, 17, 20], [5, -1, 4]], dtype=torch.int32)
-    target = torch.tensor([[14, 15, 16], [4, 0, 5]], dtype=torch.int32)
-    wanted = entries.clone()
-    for row in range(2):
-        for old, new in zip(source[row].tolist(), target[row].tolist(), strict=True):
-            if old >= 0:
-                moved = entries[table[row, old // 16], ..., old % 16, :]
-                wanted[table[row, new // 16], ..., new % 16, :] = moved
-    with helper.interpreted(layers):
-        layers.move_entries(entries, table, source, target)
-    assert torch.equal(entries, wanted)

@@ -273,6 +273,20 @@ def test_sleeping_frees_the_memory_and_new_weights_wake_it(folder):
     assert torch.equal(score_all(target, [tiny.admit(target, 0, PROMPTS[1])]), expected)
 
 
+def test_sleep_drops_the_recorded_passes_of_a_draft_with_the_same_cache(folder):
+    target, checkpoint = load(folder("qwen3"))
+    draft = target.make_submodel([0])
+    draft.graphs.record = FakeRecorder()
+    for recorded in (1, 2):
+        score_all(draft, [tiny.admit(draft, 0, PROMPTS[1])])
+        assert draft.graphs.record.recorded == recorded
+        target.cache.release(0)
+        state = {name: value.clone() for name, value in checkpoint.model.state_dict().items()}
+        target.sleep(weights=True)
+        target.wake()
+        target.update_weights({name: state[name] for name in target.weight_names()}, recorded)
+
+
 def test_cache_of_fewer_blocks_than_the_sequences_need(folder):
     path = folder("llama")
     plain = generate(path, proposer="none")
