@@ -60,7 +60,7 @@ def test_a_draft_model_and_suffix_are_compared(run):
     first, second = report["versions"]["in vLLM's environment"]
     assert (first["method"], first["num_speculative_tokens"]) == ("draft_model", 2)
     assert Path(first["model"]).name == "draft"
-    assert second["model"] == "outrider.tools.vllm_suffix.VllmSuffix"
+    assert second["model"] == "outrider.drafting.plugins.vllm.Drafts"
     for each in report["drafts"]:
         assert each["overall"]["vllm"] == {"rounds": 8, "accepted": [8, 0], "length": 2.0}
         assert list(each["categories"]) == list(TEXTS)

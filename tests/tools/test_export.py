@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
+from outrider.drafting.plugins.vllm import Drafts
 from outrider.errors import OutriderError
 from outrider.models.heads.description import Kind
 from outrider.models.heads.files import read_target_info
@@ -27,7 +28,6 @@ from outrider.models.torch.gguf_linear import expand_blocks
 from outrider.tools.export.engines import ENGINES, MODEL, Draft, engine_of, words
 from outrider.tools.export.gguf_model import find_rule
 from outrider.tools.export.tuned import tuned_k
-from outrider.tools.vllm_suffix import VllmSuffix
 from tests.helpers import tiny
 from tests.helpers.heads import cases, random_draft, write_new_head, write_random_head
 
@@ -233,7 +233,7 @@ def test_suffix_has_a_command_and_no_files(tmp_path):
     command = words(summary["command"])
     config = json.loads(command[command.index("--speculative-config") + 1])
     module, _, name = config["model"].rpartition(".")
-    assert getattr(import_module(module), name) is VllmSuffix
+    assert getattr(import_module(module), name) is Drafts
     assert (config["method"], config["num_speculative_tokens"]) == ("custom_class", 6)
 
 

@@ -22,11 +22,11 @@ from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.stats import Stats, StatsAccumulator
 from outrider.core.types import Batch, Draft, Needs, Round
 from outrider.core.types import Request as EngineRequest
+from outrider.drafting.plugins.vllm import Drafts
 from outrider.lab.common.jobs import encode_prompt
 from outrider.models.heads.files import read_config, read_target_info
 from outrider.models.heads.formats.registry import find
 from outrider.models.heads.store import KEY, import_head, load_module, write_head
-from outrider.tools.vllm_suffix import VllmSuffix
 
 SHORT_BLOCKS = "Outrider, too, computes blocks of k draft tokens (DFlash, DSpark), not the blocks of the training"
 
@@ -47,10 +47,15 @@ class SuffixAsInVllm:
     needs = Needs()
 
     def __init__(self, setup: ProposerSetup, *, k: int) -> None:
-        speculation = SimpleNamespace(num_speculative_tokens=k)
-        model = SimpleNamespace(max_model_len=setup.context)
-        self._suffix = VllmSuffix(
-            SimpleNamespace(speculative_config=speculation, model_config=model, additional_config={})
+        model = SimpleNamespace(max_model_len=setup.context, get_vocab_size=lambda: setup.vocab, tokenizer="")
+        self._drafts = Drafts(
+            SimpleNamespace(
+                speculative_config=SimpleNamespace(num_speculative_tokens=k),
+                model_config=model,
+                scheduler_config=SimpleNamespace(max_num_seqs=1),
+                device_config=SimpleNamespace(device_type="cpu"),
+                additional_config={"outrider_k": k},
+            )
         )
         self._device = setup.device
         self._chain: list[int] = []
@@ -67,7 +72,7 @@ class SuffixAsInVllm:
         (seq,) = round.batch.seqs
         (emitted,) = round.emitted
         row = np.array([[*seq.token_ids, *emitted]], np.int32)
-        (self._chain,) = self._suffix.propose([emitted], [row.shape[1]], row)
+        (self._chain,) = self._drafts.propose([emitted], [row.shape[1]], row)
 
     def release(self, slot: int) -> None:
         pass

@@ -49,6 +49,7 @@ def complete(request: Request, target: str, speculation: Mapping[str, Any]) -> l
         enable_prefix_caching=False,
         enforce_eager=True,
         disable_log_stats=False,
+        additional_config={"outrider_k": request.k},  # only the class of `suffix` reads it
         speculative_config=dict(speculation),
     )
     params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, stop_token_ids=list(request.ends))

@@ -156,6 +156,10 @@ class CostPlanner:
         """Return the passes of a draft model for a draft whose nodes have these `sources`."""
         return min(depth, sum(bool(bits & self._model_sources) for bits in sources))
 
+    def expected_seconds(self, seqs: int, k: float, *, cached: float) -> float:
+        """Return the expected time of a round with k draft tokens per sequence, without drafting."""
+        return self._clock.verify(seqs, k, cached=cached)
+
     def state(self) -> dict[str, Any]:
         """Return what the planner has learned of the proposers, as JSON values. Pass costs are not included."""
         return {"proposers": [proposer.state() for proposer in self.proposers]}

@@ -22,7 +22,7 @@ NOTHING = "nothing"  # a layout: no files, because the proposer has no weights
 TARGET = "TARGET"  # in commands, if no target is given
 SUFFIX = "suffix"  # the proposer of this name, which runs inside of the engine
 
-_VLLM_SUFFIX = "outrider.tools.vllm_suffix.VllmSuffix"
+_VLLM_DRAFTS = "outrider.drafting.plugins.vllm.Drafts"  # its default proposer is `suffix` with a history
 _NO_MTP = "no command for MTP modules was checked"
 _QWEN = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
 _FAMILIES = ("MiMoForCausalLM", *_QWEN)
@@ -89,7 +89,7 @@ def _vllm_mtp(draft: Draft) -> str:
 
 
 def _vllm_suffix(draft: Draft) -> str:
-    return _vllm("custom_class")(replace(draft, path=_VLLM_SUFFIX))
+    return _vllm("custom_class")(replace(draft, path=_VLLM_DRAFTS))
 
 
 def _sglang(algorithm: str) -> Callable[[Draft], str]:
