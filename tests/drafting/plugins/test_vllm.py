@@ -174,7 +174,7 @@ def test_the_planner_drafts_only_where_it_pays(requests):
     """The times are those of vLLM for CPU: each token costs, so drafts must be right to pay."""
 
     def run(next_token, **settings):
-        engine = FakeVllm(make(8, requests, **settings), seconds=lambda tokens: 1 + 0.15 * tokens, slots=requests)
+        engine = FakeVllm(make(8, requests, **settings), seconds=lambda tokens: 1 + 0.22 * tokens, slots=requests)
         texts = engine.generate([[i, *REPEATED, i, *REPEATED] for i in range(requests)], next_token, most=160)
         return texts, engine
 
