@@ -642,6 +642,8 @@ class Decoder final : public Runner {
 
   // Grow the buffers for a pass of this many columns.
   void reserve(int columns) {
+    packed_.count = columns;
+    routed_.count = columns * max_top_;
     if (columns <= capacity_) return;
     capacity_ = columns;
     const int heads = (model_.heads + 2 * model_.key_heads) * model_.dim;
@@ -661,10 +663,9 @@ class Decoder final : public Runner {
     panels_.resize(count * model_.candidates);
     cosine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
     sine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
-    const int words = spaced(widest);  // enough for inputs of all formats, of which floats are the widest
+    const int words = row_words(widest);
     words_.resize(count * words);
-    groups_.resize(count * widest / kSmallGroup);
-    packed_ = {words_.data(), groups_.data(), words, widest / kSmallGroup};
+    packed_ = {words_.data(), words, columns};
     if (max_experts_) reserve_experts(columns);
   }
 
@@ -672,15 +673,14 @@ class Decoder final : public Runner {
   void reserve_experts(int columns) {
     const size_t rows = size_t(columns) * max_top_;
     const int widest = padded(std::max(model_.hidden, max_expert_ffn_));
-    const int words = spaced(widest);  // enough for the inputs of the router, which are floats
+    const int words = row_words(widest);  // for the inputs of the router, too
     mlp_input_.resize(size_t(columns) * model_.hidden);
     router_logits_.resize(size_t(columns) * max_experts_);
     assignment_.reserve(columns, max_top_, max_experts_);
     expert_wide_.resize(rows * max_expert_ffn_);
     expert_out_.resize(rows * model_.hidden);
     routed_words_.resize(rows * words);
-    routed_groups_.resize(rows * widest / kSmallGroup);
-    routed_ = {routed_words_.data(), routed_groups_.data(), words, widest / kSmallGroup};
+    routed_ = {routed_words_.data(), words, int(rows)};
   }
 
   Model model_;
@@ -697,7 +697,6 @@ class Decoder final : public Runner {
   std::vector<Element> query_;
   std::vector<int32_t> panels_;  // [columns][candidates] of the head, which get exact logits
   std::vector<int32_t> words_, empty_tails_, best_;
-  std::vector<InputGroup> groups_;
   Rows packed_{};  // inputs of the next linear layer
   // Routed experts. A row is a column with one of its experts.
   int max_experts_ = 0, max_top_ = 0, max_expert_ffn_ = 0;  // of all layers
@@ -707,7 +706,6 @@ class Decoder final : public Runner {
   std::vector<float> mlp_input_, router_logits_;            // [columns][...]
   std::vector<float> expert_wide_, expert_out_;  // [rows][...]
   std::vector<int32_t> routed_words_;               // [rows][...]
-  std::vector<InputGroup> routed_groups_;           // [rows][...]
   Rows routed_{};  // inputs of the router, with a row for each column, or of the experts
 };
 
