@@ -215,12 +215,25 @@ struct Span {
   int lines;             // cache lines of them to prefetch for each group in each pass over the inputs
 };
 
-// Compute the integer products of group `g` of a span with M rows, for the outputs of some registers, which begin at `lane`.
-// The group begins at step `First` of its chunk. Lambdas must be inlined, or the products lie in memory.
-template <int First, class Weights, int M, int Regs>
-inline __attribute__((always_inline)) void multiply_group(const Weights& weights, const RowSpan<Weights::words>* x, int g,
-                                                          int lane, IntReg (&acc)[M][Regs]) {
+// Add the products of a group, which were summed as integers, to the sums of a row. All are those of one register of outputs.
+template <bool with_minimum>
+inline void add_scaled(float* sums, IntReg products, const float* scale, const float* minimum, const InputGroup& input) {
+  const FloatReg scales = load_reg(scale) * input.scale;
+  FloatReg sum = multiply_add(load_reg(sums), __builtin_convertvector(products, FloatReg), scales);
+  if (with_minimum) sum = multiply_add(sum, load_reg(minimum), input.scaled_total - FloatReg{});
+  store(sums, sum);
+}
+
+// Add the products of group `g` of a span to the sums of M rows, for the outputs of `Regs` registers, which begin at `lane`.
+// The group begins at step `First` of its chunk. The products stay in registers only if they are summed and added in one
+// function, and if all lambdas are inlined.
+template <int First, int M, int Regs, class Weights>
+inline __attribute__((always_inline)) void add_group(const Weights& weights, const Span& span,
+                                                     const RowSpan<Weights::words>* x, int g, int lane,
+                                                     float (*sums)[kPanel]) {
   constexpr int group = Weights::group, words = Weights::words;
+  const auto& scales = weights.scales;
+  IntReg acc[M][Regs];
   for_each<M>([&](auto m) {
     for_each<Regs>([&](auto p) { acc[m][p] = IntReg{} + x[m].group[g].start; });
   });
@@ -245,35 +258,22 @@ inline __attribute__((always_inline)) void multiply_group(const Weights& weights
     for_each<M>([&](auto m) {
       for_each<Regs>([&](auto p) { acc[m][p] = add_narrow(IntReg{}, acc[m][p]); });
     });
-}
-
-// Add the integer products of group `g` of a span to the sums of M rows.
-template <class Weights, int M, int Regs>
-inline __attribute__((always_inline)) void add_group(const Weights& weights, const Span& span,
-                                                     const RowSpan<Weights::words>* x, int g, int lane,
-                                                     IntReg (&acc)[M][Regs], float (*sums)[kPanel]) {
-  const auto& scales = weights.scales;
   if (span.correction)
     for_each<M>([&](auto m) {
       for_each<Regs>([&](auto p) { acc[m][p] += span.correction * x[m].group[g].total; });
     });
-  if (Weights::may_have_zero && span.zero)
-    for_each<M>([&](auto m) {
-      for_each<Regs>([&](auto p) {
-        acc[m][p] -= load_reg(scales.zero[g] + lane + p * kRegLanes) * x[m].group[g].total;
+  if constexpr (Weights::may_have_zero)
+    if (span.zero)
+      for_each<M>([&](auto m) {
+        for_each<Regs>([&](auto p) {
+          acc[m][p] -= load_reg(scales.zero[g] + lane + p * kRegLanes) * x[m].group[g].total;
+        });
       });
-    });
   const auto add = [&](auto with_minimum) {
     for_each<M>([&](auto m) {
       for_each<Regs>([&](auto p) {
-        const int output = lane + p * kRegLanes;
-        const InputGroup& input = x[m].group[g];
-        const FloatReg scale = load_reg(scales.scale[g] + output) * input.scale;
-        FloatReg sum = load_reg(sums[m] + output);
-        sum = multiply_add(sum, __builtin_convertvector(acc[m][p], FloatReg), scale);
-        if (with_minimum)
-          sum = multiply_add(sum, load_reg(scales.minimum[g] + output), input.scaled_total - FloatReg{});
-        store(sums[m] + output, sum);
+        const int at = lane + p * kRegLanes;
+        add_scaled<with_minimum>(sums[m] + at, acc[m][p], scales.scale[g] + at, scales.minimum[g] + at, x[m].group[g]);
       });
     });
   };
@@ -296,9 +296,7 @@ __attribute__((flatten)) void multiply(const Weights& weights, const Span& span,
     for (int g = 0; g < span.groups; g += groups)
       for_each<groups>([&](auto part) {
         for (int i = 0; i < span.lines; i++, ahead += kLine) __builtin_prefetch(ahead);
-        IntReg acc[M][regs];
-        multiply_group<part * Weights::group / 4>(weights, x, g + part, lane, acc);
-        add_group(weights, span, x, g + part, lane, acc, sums);
+        add_group<part * Weights::group / 4, M, regs>(weights, span, x, g + part, lane, sums);
       });
 }
 
