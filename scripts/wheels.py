@@ -29,6 +29,9 @@ from outrider.models.native.compiling import compile_kernels
 _LIBC = "2.28"  # that of torch's own wheels
 _FOLDER = "outrider/models/native/prebuilt"
 _EXPORTS = "{ global: outrider_*; local: *; };"
+# gcc's libraries read this variable of newer GNU C libraries. 0 is right with any number of threads.
+_VARIABLE = "char __libc_single_threaded = 0;"
+_OF_TORCH = {"GOMP_parallel", "omp_get_max_threads", "omp_get_num_threads", "omp_get_thread_num"}
 _LARGEST = 60_000_000  # bytes of a wheel
 
 
@@ -75,18 +78,32 @@ def _compile_all(folder: Path, machine: str, work: Path) -> None:
             start = perf_counter()
             path = prebuilt_path(folder, build.name)
             compile_kernels(path, (compiler, *build.flags), partial(_link, compiler, machine, work), lambda: None)
+            _check_symbols(path, machine)
             seconds = perf_counter() - start
             print(f"{machine} {build.name}: {path.stat().st_size:,} bytes, {seconds:.0f} s", flush=True)
 
 
 def _link(compiler: str, machine: str, work: Path, objects: Sequence[str], library: str) -> Sequence[str]:
-    """Return the command that links objects to a library. It contains gcc's libraries, and exports only functions."""
-    exports = work / "exports"
+    """Return the command that links objects to a library. It contains gcc's libraries, and exports only functions.
+
+    They come before Zig's own library, whose functions would replace faster ones of the GNU C library.
+    """
+    exports, variable = work / "exports", work / "variable.c"
     exports.write_text(_EXPORTS)
-    names = ("libstdc++.a", "libgcc_eh.a", "libgcc.a")
-    archives = [_run(compiler, f"-print-file-name={name}") for name in names]
+    variable.write_text(_VARIABLE)
+    standard, gcc = (_run(compiler, f"-print-file-name={name}") for name in ("libstdc++.a", "libgcc.a"))
     zig = (sys.executable, "-m", "ziglang", "cc", "-target", f"{machine}-linux-gnu.{_LIBC}")
-    return (*zig, "-shared", "-s", f"-Wl,--version-script={exports}", *objects, *archives, "-lm", "-o", library)
+    flags = ("-shared", "-s", "-Wl,--gc-sections", f"-Wl,--version-script={exports}")
+    return (*zig, *flags, *objects, str(variable), standard, "-lunwind", gcc, "-lm", "-o", library)
+
+
+def _check_symbols(library: Path, machine: str) -> None:
+    """Check that a library needs nothing but versioned symbols, which auditwheel checks, and functions of torch."""
+    lines = _run(f"{machine}-linux-gnu-nm", "--dynamic", "--undefined-only", str(library)).splitlines()
+    names = {line.split()[1] for line in lines if line.split()[0] == "U"}
+    unknown = {name for name in names if "@" not in name} - _OF_TORCH
+    if unknown:
+        raise SystemExit(f"{library.name} needs {', '.join(sorted(unknown))}, which older systems lack")
 
 
 def _run_module(*arguments: str) -> str:
