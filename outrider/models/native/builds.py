@@ -30,6 +30,10 @@ class Build(NamedTuple):
     flags: tuple[str, ...]  # of the compiler
     needs: tuple[str, ...]  # names in `torch.cpu.get_capabilities`
 
+    def runs_with(self, capabilities: Mapping[str, Any]) -> bool:
+        """Return whether a processor with these capabilities has all instructions."""
+        return all(capabilities.get(name) for name in self.needs)
+
 
 _V3 = ("avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt")  # of the level x86-64-v3
 _VNNI = (*_V3, "avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl", "avx512_vnni")
@@ -75,7 +79,7 @@ def find_prebuilt() -> Path | None:
     installed = {path.stem.rpartition("-")[0] for path in _PREBUILT.glob("*.so")}
     builds = [build for build in BUILDS if build.machine == platform.machine() and build.name in installed]
     has = _capabilities() if builds else {}
-    usable = [build.name for build in builds if all(has.get(name) for name in build.needs)]
+    usable = [build.name for build in builds if build.runs_with(has)]
     if wanted == COMPILED or (not wanted and not usable):
         return None
     if wanted and wanted not in usable:
