@@ -66,8 +66,8 @@ class EngineConfig:
     """auto, cpu, cuda, cuda:1, ..."""
     kernels: Annotated[str, Option("NAME", MODEL)] = "auto"
     """auto, native, triton, graphs or torch. auto: the fastest that support the model. The native kernels run on CPUs
-    in bfloat16 and float32; a C++ compiler builds them once per machine. The Triton kernels run Llama-like models on
-    NVIDIA GPUs. graphs: torch with CUDA graphs."""
+    in bfloat16 and float32; the wheel has them, and elsewhere a C++ compiler builds them once per machine. The Triton
+    kernels run Llama-like models on NVIDIA GPUs. graphs: torch with CUDA graphs."""
     check: Annotated[str, Option("NAME", MODEL)] = ONCE
     """once, always or never: when the logits of a model are compared with those of transformers at load. once: per
     checkpoint, version and machine."""

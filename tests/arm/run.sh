@@ -34,4 +34,4 @@ check() {
 
 check cortex-a53 -march=armv8-a -fopenmp
 check cortex-a76 -march=armv8.2-a+dotprod -fopenmp
-check max -march=armv8.2-a+dotprod+i8mm+bf16 # without OpenMP, as with Apple's clang
+check max -march=armv8.2-a+dotprod+i8mm+bf16 -DOUTRIDER_OWN_THREADS # without OpenMP, as on macOS

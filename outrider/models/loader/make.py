@@ -9,7 +9,7 @@ import torch
 
 from outrider.core.target import Target
 from outrider.errors import OutriderError, UnsupportedModel
-from outrider.models.native.library import MissingKernels
+from outrider.models.native.builds import MissingKernels
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.group_weight import GROUP_KINDS
 

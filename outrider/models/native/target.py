@@ -86,8 +86,13 @@ class NativeTarget:
 
     @property
     def compile_seconds(self) -> float:
-        """Time to compile the kernels; 0 if an earlier run has compiled them."""
+        """Time to compile the kernels; 0 if they are prebuilt, or an earlier run has compiled them."""
         return self._library.compile_seconds
+
+    @property
+    def kernel_build(self) -> str:
+        """The build of the kernels: that of a prebuilt library, or "compiled"."""
+        return self._library.build
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         self._memory.reserve(batch, draft.width)
