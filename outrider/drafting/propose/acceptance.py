@@ -69,7 +69,7 @@ class TextAcceptance:
 
     @property
     def factor(self) -> float:
-        """The accepted tokens relative to the estimated ones, at most 1: few tokens are too little to raise estimates."""
+        """The accepted tokens relative to the estimated ones, at most 1: a few tokens do not raise estimates."""
         return min((self._accepted + _TEXT_WEIGHT) / (self._estimated + _TEXT_WEIGHT), 1.0)
 
     def learn(self, drafted: TreeBuilder, emitted: Sequence[int]) -> None:
