@@ -91,3 +91,4 @@ export async function copy(text) {
 }
 
 for (const node of document.querySelectorAll("[data-icon]")) node.prepend(icon(node.dataset.icon));
+for (const node of document.querySelectorAll("[data-close]")) node.onclick = () => node.closest("dialog").close();

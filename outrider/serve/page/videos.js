@@ -126,7 +126,6 @@ export function offerVideos(model) {
 
 $("open-videos").addEventListener("click", () => $("videos").showModal());
 $("video-form").addEventListener("submit", (event) => {
-  if (event.submitter?.value === "close") return;
   event.preventDefault();
   makeVideo();
 });
