@@ -14,7 +14,7 @@ pytestmark = needs_browser
 CHAT = "**/v1/chat/completions"
 TEXT = """# Title
 
-**bold** *it* `code` <img src=x onerror="hacked=1"> a_b_c [a](https://a.b/c_(d)) [bad](javascript:hacked=1) ![x](http://i)
+**bold** _it_ `code` <img src=x onerror="hacked=1"> a_b_c [a](https://a.b/c_(d)) [bad](javascript:hacked=1) ![x](http://i)
 
 1. one
    - sub

@@ -1,7 +1,7 @@
 // The field for a message, and the text files that go with it.
 
 import {countTokens} from "./api.js";
-import {$, announce, element, iconButton} from "./dom.js";
+import {$, announce, element, iconButton, onEnter} from "./dom.js";
 
 const MAX_BYTES_PER_TOKEN = 16;  // of the context: a larger file is not read
 let files = [];  // {name, content, tokens}
@@ -79,11 +79,7 @@ export function startComposer(send) {
     field.style.height = "auto";
     field.style.height = `${Math.min(field.scrollHeight, innerHeight * .4)}px`;
   });
-  field.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    send();
-  });
+  onEnter(field, send);
   $("attach").addEventListener("click", () => $("file-input").click());
   $("file-input").addEventListener("change", () => {
     attach([...$("file-input").files]);

@@ -39,6 +39,15 @@ export function iconButton(name, title, onclick) {
   return element("button", {className: "icon", title, onclick}, icon(name));
 }
 
+// Let Enter in a field do something. Shift+Enter begins a line.
+export function onEnter(field, action) {
+  field.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    action();
+  });
+}
+
 export function definitions(rows) {
   return rows.map(([term, text]) => (
     element("div", {}, element("dt", {textContent: term}), element("dd", {textContent: text}))));

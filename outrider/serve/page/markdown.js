@@ -3,46 +3,44 @@
 // A line is {from, to}, a range of the source, so that each piece of shown text is known by its place in the source.
 // `emit(parent, from, to)` appends the text of a range; it may shade it.
 
-import {element, patch, patchChildren} from "./dom.js";
+import {element, patch} from "./dom.js";
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})[ \t]*([^\s`]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*?)(?:[ \t]+#+)?[ \t]*$/;
+const HEADING = /^ {0,3}(#{1,6}[ \t]+)(.*?)(?:[ \t]+#+)?[ \t]*$/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:[ \t]+|$)/;
 const DELIMITERS = /^[ \t]*\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
-const SPECIAL = /\\[!-/:-@[-`{-~]|`+|\*{1,3}|_{1,3}|~~|!?\[|<?https?:\/\//g;
-const LINK = /!?\[((?:[^[\]\\]|\\.|\[[^[\]]*\])*)\]\(\s*<?((?:https?:|mailto:)[^\s<>()]*(?:\([^\s()]*\)[^\s()]*)*)>?(?:\s+["'][^)]*)?\s*\)/y;
-const URL_TEXT = /<?(https?:\/\/[^\s<>]*[^\s<>.,;:!?'")\]}*_])>?/y;
+const MARK = /\\[!-/:-@[-`{-~]|`+|\*{1,3}|_{1,3}|~~|!?\[|<?https?:\/\//g;
+const LINK = /(!?\[)((?:[^[\]\\]|\\.|\[[^[\]]*\])*)\]\(\s*<?((?:https?:|mailto:)[^\s<>()]*(?:\([^\s()]*\)[^\s()]*)*)>?(?:\s+["'][^)]*)?\s*\)/y;
+const URL_TEXT = /(<?)(https?:\/\/[^\s<>]*[^\s<>.,;:!?'")\]}*_])>?/y;
 const MAX_DEPTH = 8;  // of quotes and lists in each other
 
 const shown = new WeakMap();  // container: the keys of its blocks
 const indentOf = (text) => text.length - text.trimStart().length;
+const cut = ({from, to}, count) => ({from: Math.min(from + count, to), to});
 const startsBlock = (text) => [FENCE, HEADING, QUOTE, RULE].some((kind) => kind.test(text)) || ITEM.test(text) && text.trim().length > 2;
 
 // Show `source` in `container`. Only the blocks that differ from those shown before are changed.
 // `open`: more text follows. `version`: another value shows all blocks anew.
 export function renderMarkdown(container, source, {emit, open = false, version = ""}) {
-  const lines = [...source.matchAll(/[^\n]*(?:\n|$)/g)].map(({index, 0: text}) => ({from: index, to: index + text.length - text.endsWith("\n")}));
+  let from = 0;
+  const lines = source.split("\n").map((text) => {
+    const line = {from, to: from + text.length};
+    from = line.to + 1;
+    return line;
+  });
   const blocks = new Parser(source, emit).blocks(lines, 0);
+  const isOpen = (i) => open && i === blocks.length - 1;
   const before = shown.get(container) ?? [];
-  const keys = blocks.map(({from, to}, i) => [version, open && i === blocks.length - 1, from, source.slice(from, to)].join("\n"));
+  const keys = blocks.map((block, i) => [version, isOpen(i), block.from, source.slice(block.from, block.to)].join("\n"));
   blocks.forEach(({make}, i) => {
     if (keys[i] === before[i]) return;
-    const fresh = make(open && i === blocks.length - 1);
-    if (container.children[i]) patch(container.children[i], fresh);
-    else container.append(fresh);
+    if (container.children[i]) patch(container.children[i], make(isOpen(i)));
+    else container.append(make(isOpen(i)));
   });
   while (container.children.length > blocks.length) container.lastChild.remove();
   shown.set(container, keys);
-}
-
-// Show text without Markdown.
-export function renderPlain(container, source, {emit}) {
-  const fresh = element("p");
-  emit(fresh, 0, source.length);
-  patchChildren(container, [fresh]);
-  shown.delete(container);
 }
 
 class Parser {
@@ -60,12 +58,12 @@ class Parser {
         i++;
         continue;
       }
-      const [end, make] = this.blockAt(lines, i, depth);
-      const makeOpen = (open = this.open) => {
+      const [end, makeElement] = this.blockAt(lines, i, depth);
+      const make = (open = this.open) => {
         this.open = open;
-        return make();
+        return makeElement();
       };
-      blocks.push({from: lines[i].from, to: lines[end - 1].to, make: makeOpen});
+      blocks.push({from: lines[i].from, to: lines[end - 1].to, make});
       i = end;
     }
     return blocks;
@@ -74,21 +72,19 @@ class Parser {
   // Return the line after the block that begins at line i, and what makes its element.
   blockAt(lines, i, depth) {
     const text = this.text(lines[i]);
-    const endOf = (start, belongs) => {
-      let end = start;
+    const endOf = (end, belongs) => {
       while (end < lines.length && belongs(this.text(lines[end]))) end++;
       return end;
     };
     const fence = FENCE.exec(text);
     if (fence) {
-      const close = new RegExp(`^ {0,3}\\${fence[1][0]}{${fence[1].length},}[ \\t]*$`);
-      const end = endOf(i + 1, (line) => !close.test(line));
+      const end = endOf(i + 1, (line) => !line.trim().startsWith(fence[1]) || line.trim().replaceAll(fence[1][0], ""));
       return [Math.min(end + 1, lines.length), () => this.code(lines.slice(i + 1, end), indentOf(text), fence[2] || "text")];
     }
     const heading = HEADING.exec(text);
     if (heading) {
-      const from = lines[i].from + text.indexOf(heading[2], indentOf(text) + heading[1].length);
-      return [i + 1, () => this.leaf("h" + Math.min(heading[1].length + 2, 6), [{from, to: from + heading[2].length}])];
+      const from = lines[i].from + indentOf(text) + heading[1].length;
+      return [i + 1, () => this.leaf("h" + Math.min(heading[1].trim().length + 2, 6), [{from, to: from + heading[2].length}])];
     }
     if (RULE.test(text)) return [i + 1, () => element("hr")];
     if (depth < MAX_DEPTH && QUOTE.test(text)) {
@@ -109,8 +105,8 @@ class Parser {
     return element(tag, {}, ...this.blocks(lines, depth + 1).map(({make}) => make()));
   }
 
-  leaf(tag, lines) {
-    const node = element(tag);
+  leaf(tag, lines, properties) {
+    const node = element(tag, properties);
     this.inline(node, this.run(lines));
     return node;
   }
@@ -123,47 +119,33 @@ class Parser {
     return element("figure", {className: "code"}, head, element("pre", {tabIndex: 0}, code));
   }
 
-  list(lines, first, depth) {
-    const [, indent, marker] = ITEM.exec(this.text(lines[first]));
-    const ordered = /\d/.test(marker);
-    const inside = indent.length + 2;  // columns from which a line belongs to an item
-    const itemAt = (line) => {
-      const match = ITEM.exec(line);
-      return match && match[1].length < inside && /\d/.test(match[2]) === ordered && !RULE.test(line) ? match[0].length : 0;
-    };
+  list(lines, i, depth) {
+    const [, indent, marker] = ITEM.exec(this.text(lines[i]));
+    const isOrdered = (text) => /\d/.test(text);
     const items = [];
     let width = 0;  // of the marker
     let blank = false;
-    let i = first;
     for (; i < lines.length; i++) {
       const text = this.text(lines[i]);
       const own = indentOf(text);
-      if (itemAt(text)) {
-        width = itemAt(text);
+      const inside = own >= indent.length + 2;
+      const item = !inside && !RULE.test(text) && ITEM.exec(text);
+      if (item && isOrdered(item[2]) === isOrdered(marker)) {
+        width = item[0].length;
         items.push([cut(lines[i], width)]);
-      } else if (!text.trim() || own >= inside) {
-        items.at(-1).push(cut(lines[i], Math.min(own, width)));
-      } else if (!blank && !startsBlock(text)) {
-        items.at(-1).push(lines[i]);
-      } else break;
+      } else if (inside || !text.trim()) items.at(-1).push(cut(lines[i], Math.min(own, width)));
+      else if (!blank && !startsBlock(text)) items.at(-1).push(lines[i]);
+      else break;
       blank = !text.trim();
     }
-    const make = () => element(ordered ? "ol" : "ul", ordered ? {start: Number.parseInt(marker)} : {},
-      ...items.map((item) => this.nest("li", item, depth)));
-    return [i, make];
+    const properties = isOrdered(marker) ? {start: Number.parseInt(marker)} : {};
+    return [i, () => element(isOrdered(marker) ? "ol" : "ul", properties, ...items.map((item) => this.nest("li", item, depth)))];
   }
 
   table(lines) {
     const [head, delimiters, ...body] = lines.map((line) => this.cells(line));
-    const sides = delimiters.map((cell) => {
-      const text = this.text(cell);
-      return text.endsWith(":") ? (text.startsWith(":") ? "center" : "right") : "";
-    });
-    const row = (tag, cells) => element("tr", {}, ...sides.map((className, i) => {
-      const cell = this.leaf(tag, cells[i] ? [cells[i]] : []);
-      cell.className = className;
-      return cell;
-    }));
+    const sides = delimiters.map((cell) => (this.text(cell).endsWith(":") ? "right" : ""));
+    const row = (tag, cells) => element("tr", {}, ...sides.map((className, i) => this.leaf(tag, cells.slice(i, i + 1), {className})));
     const table = element("table", {}, element("thead", {}, row("th", head)), element("tbody", {}, ...body.map((cells) => row("td", cells))));
     return element("div", {className: "table", tabIndex: 0}, table);
   }
@@ -200,11 +182,11 @@ class Parser {
 
   // Append a part of a run with emphasis, code and links.
   inline(parent, run, from = 0, to = run.text.length) {
-    const find = new RegExp(SPECIAL);
+    const find = new RegExp(MARK);
     find.lastIndex = from;
     let done = from;
     for (let match; (match = find.exec(run.text)) && match.index < to;) {
-      const span = this.spanAt(run, match[0], match.index, to);
+      const span = this.spanAt(run.text, match[0], match.index, to);
       if (!span) continue;
       this.show(parent, run, done, match.index);
       const node = span.tag ? parent.appendChild(element(span.tag, span.properties)) : parent;
@@ -216,44 +198,34 @@ class Parser {
   }
 
   // Return what a mark begins: {tag, from, to, end}, the range of its text and the end of the whole; null: nothing.
-  spanAt({text}, mark, at, to) {
+  spanAt(text, mark, at, to) {
     const from = at + mark.length;
     if (mark[0] === "\\") return {from: at + 1, to: from, end: from};
-    if (mark.endsWith("[")) return linkAt(LINK, text, at, to);
-    if (mark.endsWith("/")) return linkAt(URL_TEXT, text, at, to);
-    const goesOn = this.open && to === text.length && from < to;  // the closing mark may follow
-    if (mark[0] === "`") {
-      const close = new RegExp(`(?<!\`)${mark}(?!\`)`).exec(text.slice(from, to));
-      if (!close) return goesOn ? {tag: "code", from, to, end: to} : null;
-      return {tag: "code", from, to: from + close.index, end: from + close.index + mark.length};
-    }
-    if (from >= to || /\s/.test(text[from]) || mark[0] === "_" && /\w/.test(text[at - 1])) return null;
-    const close = closing(text, mark, from, to);
-    const tag = mark === "~~" ? "del" : mark.length === 1 ? "em" : "strong";
-    if (close < 0) return goesOn ? {tag, nested: true, from, to, end: to} : null;
-    return {tag, nested: true, from, to: close, end: close + mark.length};
+    if (/[[/]$/.test(mark)) return linkAt(mark.endsWith("[") ? LINK : URL_TEXT, text, at, to);
+    const isCode = mark[0] === "`";
+    if (!isCode && (/\s|^$/.test(text.slice(from, Math.min(from + 1, to))) || mark[0] === "_" && /\w/.test(text[at - 1] ?? ""))) return null;
+    const close = isCode ? text.slice(from, to).search(`(?<!\`)${mark}(?!\`)`) : closing(text.slice(from, to), mark);
+    const tag = {"`": "code", "~~": "del", "*": "em", _: "em"}[mark] ?? (isCode ? "code" : "strong");
+    if (close >= 0) return {tag, nested: !isCode, from, to: from + close, end: from + close + mark.length};
+    return this.open && to === text.length && from < to ? {tag, nested: !isCode, from, to, end: to} : null;  // the closing mark may follow
   }
 }
-
-const cut = ({from, to}, count) => ({from: Math.min(from + count, to), to});
 
 function linkAt(pattern, text, at, to) {
   pattern.lastIndex = at;
   const match = pattern.exec(text);
-  const end = at + (match?.[0].length ?? 0);
-  if (!match || end > to) return null;
-  const from = at + match[0].indexOf(match[1], pattern === LINK ? match[0].indexOf("[") + 1 : 0);
-  const properties = {href: match[2] ?? match[1], target: "_blank", rel: "noopener noreferrer"};
-  return {tag: "a", properties, nested: pattern === LINK, from, to: from + match[1].length, end};
+  if (!match || at + match[0].length > to) return null;
+  const [whole, mark, label, url] = match;
+  const from = at + mark.length;
+  const properties = {href: url ?? label, target: "_blank", rel: "noopener noreferrer"};
+  return {tag: "a", properties, nested: pattern === LINK, from, to: from + label.length, end: at + whole.length};
 }
 
 // Return the place of the mark that closes an emphasis, or -1. Code spans and escapes are passed over.
-function closing(text, mark, start, to) {
-  for (const {0: found, index} of text.slice(start, to).matchAll(/\\.|(`+).*?\1|\*+|_+|~+/gs)) {
-    const at = start + index;
-    const {length} = found;
-    if (found[0] !== mark[0] || /\s/.test(text[at - 1]) || mark[0] === "_" && /\w/.test(text[at + length])) continue;
-    if (length === mark.length || length > mark.length && length !== 2) return at + length - mark.length;
+function closing(text, mark) {
+  for (const {0: {length, 0: first}, index} of text.matchAll(/\\.|(`+).*?\1|\*+|_+|~+/gs)) {
+    if (first !== mark[0] || /\s/.test(text[index - 1]) || first === "_" && /\w/.test(text[index + length] ?? "")) continue;
+    if (length === mark.length || length > mark.length && length !== 2) return index + length - mark.length;
   }
   return -1;
 }

@@ -1,8 +1,8 @@
 // Shows the turns of a chat.
 
-import {$, copy, element, iconButton, patch} from "./dom.js";
+import {$, copy, element, iconButton, onEnter, patchChildren} from "./dom.js";
 import {figuresElement, speedText} from "./figures.js";
-import {renderMarkdown, renderPlain} from "./markdown.js";
+import {renderMarkdown} from "./markdown.js";
 import {emitter} from "./shading.js";
 import {settings, shownAnswer} from "./store.js";
 
@@ -39,25 +39,17 @@ function editTurn(turn, actions) {
     articles.set(turn, fresh);
     fresh.querySelector(".tools").lastChild.focus();
   };
-  const send = () => {
-    if (area.value.trim() || turn.files.length) actions.edit(turn, area.value);
-  };
-  area.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") close();
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    send();
-  });
+  const send = () => (area.value.trim() || turn.files.length) && actions.edit(turn, area.value);
+  onEnter(area, send);
+  area.addEventListener("keydown", ({key}) => key === "Escape" && close());
   const row = element("div", {className: "row"}, element("button", {textContent: "Cancel", onclick: close}),
     element("button", {className: "primary", textContent: "Send", onclick: send}));
   articles.get(turn).replaceChildren(heading("You"), element("div", {className: "bubble editing"}, area, row));
   area.focus();
 }
 
-function assistantArticle() {
-  const sides = element("div", {className: "sides"});
-  return element("article", {}, heading("Answer"), sides, element("p", {className: "verdict"}), element("div", {className: "tools"}));
-}
+const part = (className, tag = "div") => element(tag, {className});
+const assistantArticle = () => element("article", {}, heading("Answer"), part("sides"), part("verdict", "p"), part("tools"));
 
 // Show what has changed in a turn of the assistant.
 export function updateTurn(chat, turn, actions, running) {
@@ -78,8 +70,8 @@ export function updateTurn(chat, turn, actions, running) {
 }
 
 function sideElement() {
-  const reasoning = element("details", {className: "reasoning"}, element("summary", {textContent: "Reasoning"}), element("div", {className: "text"}));
-  return element("section", {}, element("h3"), reasoning, element("div", {className: "text"}), element("p"), element("div"));
+  const reasoning = element("details", {className: "reasoning"}, element("summary", {textContent: "Reasoning"}), part("text"));
+  return element("section", {}, part("", "h3"), reasoning, part("text"), part("note", "p"), part(""));
 }
 
 function updateSide(section, answer, {title, chat, running}) {
@@ -94,14 +86,16 @@ function updateSide(section, answer, {title, chat, running}) {
   const isChat = chat.mode === "chat";
   body.className = isChat ? "text" : "text raw";
   if (isChat) renderMarkdown(body, text, {emit, open: running, version});
-  else renderPlain(body, text, {emit});
+  else {
+    const raw = element("p");
+    emit(raw, 0, text.length);
+    patchChildren(body, [raw]);
+  }
   section.classList.toggle("waiting", running && !text && !reasoning);
   note.textContent = error || NOTES[answer.finish] || "";
   note.className = error ? "note error" : "note";
   note.role = error ? "alert" : "note";
-  if (!figures) measured.replaceChildren();
-  else if (measured.firstChild) patch(measured.firstChild, figuresElement(figures));
-  else measured.append(figuresElement(figures));
+  patchChildren(measured, figures ? [figuresElement(figures)] : []);
 }
 
 function buttons(turn, answer, actions) {
