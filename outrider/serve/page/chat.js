@@ -71,7 +71,10 @@ async function generate(turn, compare = settings.compare) {
   refresh();
   scrollToEnd();
   announce("Generating");
-  const update = () => updateTurn(mine, turn, actions, running?.turn === turn);
+  const update = () => {
+    updateTurn(mine, turn, actions, running?.turn === turn);
+    if (follows && mine === chat) scrollToEnd();
+  };
   await run(answer, path, {...body, ...drafted}, update);
   if (compare && !answer.error && answer.finish !== "stopped") await run(answer.plain, path, {...body, ...plain}, update);
   else delete answer.plain;
@@ -79,28 +82,25 @@ async function generate(turn, compare = settings.compare) {
   save(mine);
   update();
   showState();
-  if (follows) scrollToEnd();
   announce(answer.error || (answer.finish === "stopped" ? "Stopped" : "Done"));
 }
 
-const newAnswer = ({temperature}) => ({
-  id: Math.random(), text: "", reasoning: "", pieces: [], figures: null, finish: "", error: "", temperature,
-});
+const newAnswer = ({temperature}) => (
+  {id: Math.random(), text: "", reasoning: "", pieces: [], figures: null, finish: "", error: "", temperature});
 
 // Fill an answer from a stream. An error becomes part of the answer.
 async function run(answer, path, body, update) {
   const measured = startRun();
-  const options = {include_drafts: true, include_usage: true};
+  const request = {...body, stream_options: {include_drafts: true, include_usage: true}};
   let usage = null;
   let frame = 0;
   const show = () => {
     frame = 0;
     if (measured.arrivals.length) answer.figures = figuresOf(measured, usage);
     update();
-    if (follows) scrollToEnd();
   };
   try {
-    for await (const chunks of stream(path, {...body, stream_options: options}, running.controller.signal)) {
+    for await (const chunks of stream(path, request, running.controller.signal)) {
       const before = measured.tokens;
       for (const chunk of chunks) {
         usage = chunk.usage ?? usage;
@@ -137,7 +137,11 @@ function send() {
   answerLast();
 }
 
-const stop = () => running?.controller.abort();
+function stop() {
+  if (!running) return;
+  running.controller.abort();
+  $("message").focus();
+}
 
 // Show a chat of the list, or a new one.
 function open(next = newChat(model?.input ?? "chat")) {
@@ -188,7 +192,7 @@ function showMode() {
 // Show what can be done now, and how much of the context is used.
 function showState() {
   document.body.classList.toggle("empty", !chat.turns.length);
-  $("send").hidden = Boolean(running);
+  $("send").hidden = running;
   $("stop").hidden = !running;
   $("send").disabled = !canSend();
   $("export").disabled = !chat.turns.length;
@@ -204,12 +208,12 @@ function scrollToEnd() {
 // Let a button of the toolbar turn a setting on and off.
 function addSwitch(name, onchange) {
   const show = () => $(name).setAttribute("aria-pressed", settings[name]);
-  $(name).addEventListener("click", () => {
+  $(name).onclick = () => {
     settings[name] = !settings[name];
     saveSettings();
     show();
     onchange?.();
-  });
+  };
   show();
 }
 
@@ -232,7 +236,7 @@ async function start() {
     $("model").textContent = "";
     $("error").textContent = error.message;
   }
-  $("retry").hidden = Boolean(model);
+  $("retry").hidden = model;
   open(chat.turns.length ? chat : undefined);
 }
 
@@ -241,28 +245,28 @@ const CLICKS = {
   menu: () => document.body.classList.toggle("menu"), shade: () => document.body.classList.remove("menu"),
   "export-json": () => exportJson(chat, model?.id), "export-markdown": () => exportMarkdown(chat),
 };
-for (const [id, action] of Object.entries(CLICKS)) $(id).addEventListener("click", action);
+for (const [id, action] of Object.entries(CLICKS)) $(id).onclick = action;
 startComposer(send);
 startSettings(() => chat, showMode);
 addSwitch("drafts", reshade);
 addSwitch("compare");
-$("rejected").addEventListener("change", () => {
+$("rejected").onchange = () => {
   settings.rejected = $("rejected").checked;
   saveSettings();
   reshade();
-});
+};
 $("message").addEventListener("input", showState);
-$("log").addEventListener("scroll", () => {
+$("log").onscroll = () => {
   const {scrollHeight, scrollTop, clientHeight} = $("log");
   follows = scrollHeight - scrollTop - clientHeight < SCROLL_SLACK;
   $("to-end").hidden = follows;
-});
-$("log").addEventListener("click", ({target}) => {
+};
+$("log").onclick = ({target}) => {
   if (!target.classList.contains("copy-code")) return;
   const code = target.closest("figure").querySelector("code").cloneNode(true);
   for (const rejected of code.querySelectorAll("s")) rejected.remove();
   copy(code.textContent);
-});
+};
 addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (document.body.classList.contains("menu")) document.body.classList.remove("menu");

@@ -80,11 +80,11 @@ export function startComposer(send) {
     field.style.height = `${Math.min(field.scrollHeight, innerHeight * .4)}px`;
   });
   onEnter(field, send);
-  $("attach").addEventListener("click", () => $("file-input").click());
-  $("file-input").addEventListener("change", () => {
+  $("attach").onclick = () => $("file-input").click();
+  $("file-input").onchange = () => {
     attach([...$("file-input").files]);
     $("file-input").value = "";
-  });
+  };
   const dropping = (on) => document.body.classList.toggle("dropping", on);
   const take = (event, list) => {
     if (!list.length) return;

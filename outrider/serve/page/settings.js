@@ -41,7 +41,7 @@ export function showSettings(chat, model) {
 
 // `chatNow` returns the chat that is shown. `onChange` is called after a change.
 export function startSettings(chatNow, onChange) {
-  $("settings").addEventListener("change", ({target}) => {
+  $("settings").onchange = ({target}) => {
     if (!target.checkValidity()) return;
     const value = target.type !== "number" ? target.value : target.value === "" ? null : Number(target.value);
     if (ofChat(target.name)) chatNow()[target.name] = value;
@@ -49,9 +49,9 @@ export function startSettings(chatNow, onChange) {
     saveSettings();
     save(chatNow());
     onChange();
-  });
-  $("open-settings").addEventListener("click", () => $("settings").showModal());
-  $("settings").addEventListener("click", (event) => {  // beside the dialog
+  };
+  $("open-settings").onclick = () => $("settings").showModal();
+  $("settings").onclick = (event) => {  // beside the dialog
     if (event.target === $("settings")) $("settings").close();
-  });
+  };
 }

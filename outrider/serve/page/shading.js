@@ -43,28 +43,18 @@ export function emitter(source, pieces, start = 0) {
     end += text.length;
     return {begin, end, by, rejected};
   });
+  let i = 0;  // the piece at the place that was shown last
   return (parent, from, to) => {
-    let i = firstFrom(placed, from);
+    while (i > 0 && placed[i - 1].end >= from) i--;
     for (; i < placed.length && placed[i].begin < to; i++) {
-      const {by, ...piece} = placed[i];
-      const rejected = piece.begin < from ? "" : piece.rejected;
-      if (rejected && settings.rejected) parent.append(element("s", {textContent: rejected, title: "drafted and rejected", ariaHidden: "true"}));
-      append(parent, source.slice(Math.max(piece.begin, from), Math.min(piece.end, to)), by, rejected);
+      const {begin, end: pieceEnd, by, rejected} = placed[i];
+      if (pieceEnd < from || pieceEnd === from && begin < from) continue;
+      const missed = begin < from ? "" : rejected;  // a piece may be shown in several parts
+      if (missed && settings.rejected) parent.append(element("s", {textContent: missed, title: "drafted and rejected", ariaHidden: "true"}));
+      append(parent, source.slice(Math.max(begin, from), Math.min(pieceEnd, to)), by, missed);
     }
     append(parent, source.slice(Math.max(end, from), to), "", "");  // text that came without its tokens
   };
-}
-
-// Return the index of the first piece that ends after a place, or has no text there.
-function firstFrom(placed, from) {
-  let low = 0;
-  let high = placed.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (placed[middle].end < from || placed[middle].end === from && placed[middle].begin < from) low = middle + 1;
-    else high = middle;
-  }
-  return low;
 }
 
 // Append the text of a token. Consecutive tokens of one source share an element.
