@@ -50,7 +50,7 @@ export function emitter(source, pieces, start = 0) {
       const {begin, end: pieceEnd, by, rejected} = placed[i];
       if (pieceEnd < from || pieceEnd === from && begin < from) continue;
       const missed = begin < from ? "" : rejected;  // a piece may be shown in several parts
-      if (missed && settings.rejected) parent.append(element("s", {textContent: missed, title: "drafted and rejected", ariaHidden: "true"}));
+      if (missed && settings.rejected) parent.append(element("s", {textContent: missed.replace(/\s*\n\s*/g, " ↵ "), title: "drafted and rejected", ariaHidden: "true"}));
       append(parent, source.slice(Math.max(begin, from), Math.min(pieceEnd, to)), by, missed);
     }
     append(parent, source.slice(Math.max(end, from), to), "", "");  // text that came without its tokens
