@@ -44,7 +44,9 @@ def chat(browser, server):
     """The page of the server, `expect`, and the bodies of the requests for answers."""
     with opened(browser, server[0], width=1000) as (page, expect):
         bodies = []
-        page.on("request", lambda request: bodies.append(request.post_data_json) if "completions" in request.url else None)
+        page.on(
+            "request", lambda request: bodies.append(request.post_data_json) if "completions" in request.url else None
+        )
         expect(page.locator("#exact")).to_have_text("exact")
         set_fields(page, max_tokens=12)
         yield page, expect, bodies
@@ -240,7 +242,9 @@ def test_a_model_without_chat_template_continues_a_text(browser, server, monkeyp
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colors_and_small_screens(browser, server, scheme):
     with opened(browser, server[0], width=360, color_scheme=scheme) as (page, expect):
-        answer_with(page, "x" * 300 + "\n\n" + "|a|b|\n|-|-|\n|" + "long " * 60 + "|" + "y" * 90 + "|\n\n```\n" + "z" * 200)
+        answer_with(
+            page, "x" * 300 + "\n\n" + "|a|b|\n|-|-|\n|" + "long " * 60 + "|" + "y" * 90 + "|\n\n```\n" + "z" * 200
+        )
         expect(page.locator("#exact")).to_have_text("exact")
         page.click("#compare")
         page.click("#drafts")
@@ -272,7 +276,10 @@ def test_colors_and_small_screens(browser, server, scheme):
 def test_the_page_asks_for_a_key_and_works_behind_a_path(browser):
     with serving(api_key=["secret"]) as (url, _):
         with opened(browser, "about:blank") as (page, expect):
-            page.route("**/proxy/**", lambda route: route.fulfill(response=route.fetch(url=route.request.url.replace("/proxy", ""))))
+            page.route(
+                "**/proxy/**",
+                lambda route: route.fulfill(response=route.fetch(url=route.request.url.replace("/proxy", ""))),
+            )
             page.goto(url + "/proxy/")
             for key, dialogs in (("wrong", 1), ("secret", 0)):
                 expect(page.locator("#key-error")).to_contain_text("the API key is missing or wrong")

@@ -62,8 +62,7 @@ export function patch(old, fresh) {
     return;
   }
   for (const {name, value} of fresh.attributes) {
-    if (name === "style") old.style.cssText = value;  // the policy of the page forbids the attribute
-    else if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
   }
   patchChildren(old, [...fresh.childNodes]);
 }

@@ -2,7 +2,7 @@
 
 import {definitions, element} from "./dom.js";
 
-const POSITIONS = 12;  // bars of the chart
+const POSITIONS = 8;  // whose acceptance is shown
 
 // Return the measurements of a run that starts now.
 export function startRun() {
@@ -63,6 +63,7 @@ export function figuresElement({speed, tokens, rounds, drafted, accepted, source
   const line = element("summary", {}, element("b", {textContent: speedText(speed)}), ` · ${parts.join(" · ")}`);
   const rows = [
     ["tokens per round (tau)", (tokens / rounds).toFixed(2)], ["accepted draft tokens", `${accepted} of ${drafted}`],
+    ["accepted by position", shares.map(percent).join(" ") || "no drafts"],
     ["output", `${tokens} tokens in ${rounds} rounds`], ["time to first token", `${first.toFixed(0)} ms`],
     ["ms per token, p50 p95 p99", times.map((time) => time.toFixed(1)).join("  ")],
   ];
@@ -71,17 +72,5 @@ export function figuresElement({speed, tokens, rounds, drafted, accepted, source
     rows.push(["prompt", `${prompt} tokens, ${details.cached_tokens} cached`]);
     rows.push(["exact", exact ? "yes" : bound ? `no, ${bound.kind} at most ${bound.value}` : "no"]);
   }
-  return element("details", {className: "figures"}, line, element("dl", {}, ...definitions(rows)), ...(shares.length ? [chart(shares)] : []));
-}
-
-// Return a bar chart of the acceptance at each position.
-function chart(shares) {
-  const ariaLabel = "acceptance by position: " + shares.map((share, i) => `${i + 1}: ${percent(share)}`).join(", ");
-  const bars = shares.map((share, i) => {
-    const bar = element("i");
-    bar.style.height = `${58 * share}%`;
-    return element("span", {}, element("small", {textContent: (100 * share).toFixed(0)}), bar, element("small", {textContent: i + 1}));
-  });
-  const caption = element("figcaption", {textContent: "acceptance by position, in % of the draft tokens whose ancestors were accepted"});
-  return element("figure", {}, caption, element("div", {className: "bars", role: "img", ariaLabel}, ...bars));
+  return element("details", {className: "figures"}, line, element("dl", {}, ...definitions(rows)));
 }

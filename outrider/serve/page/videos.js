@@ -76,20 +76,10 @@ function play(file, state) {
   URL.revokeObjectURL(videoUrl);
   videoUrl = URL.createObjectURL(file);
   const label = "video of " + state.prompt;
-  const isImage = state.output_format === "gif";
-  const player = isImage
+  const player = state.output_format === "gif"
     ? element("img", {src: videoUrl, alt: label})
     : element("video", {src: videoUrl, loop: true, muted: true, autoplay: true, controls: true, playsInline: true, ariaLabel: label});
   $("player").replaceChildren(player);
-  if (isImage) return;
-  const count = state.speculation.num_blocks;
-  const mark = () => {  // the block that is shown
-    if (!player.isConnected) return;
-    const now = Math.min(count - 1, Math.floor(player.currentTime / player.duration * count));
-    [...$("strip").children].forEach((entry, i) => entry.classList.toggle("now", i === now));
-    requestAnimationFrame(mark);
-  };
-  mark();
 }
 
 // Offer the dialog if the server has a model of videos.
