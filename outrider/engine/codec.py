@@ -79,7 +79,7 @@ class TextCodec:
 
     @property
     def input_kind(self) -> str:
-        """What the model takes: "chat" with a chat template, "prompt" without one, "source" or "audio" for an encoder."""
+        """What the model takes: "chat" with a chat template, "prompt" without; for an encoder "source" or "audio"."""
         if self.source_rules is not None:
             return "source" if self.speech_rules is None else "audio"
         return "chat" if self.chat_template else "prompt"

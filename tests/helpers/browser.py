@@ -33,7 +33,7 @@ def started_browser() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, url: str, *, width: int = 390, **options: Any) -> Iterator[Opened]:
-    """Open a page with an empty storage, on a small screen. Fail if a script of it raises, or its policy forbids a part.
+    """Open a page with an empty storage. Fail if a script of it raises, or its policy forbids a part.
 
     `options` are those of `Browser.new_context`.
     """
@@ -42,6 +42,7 @@ def opened(browser: Any, url: str, *, width: int = 390, **options: Any) -> Itera
     context = browser.new_context(viewport={"width": width, "height": 844}, **options)
     page = context.new_page()
     page.set_default_timeout(20_000)
+    playwright.expect.set_options(timeout=20_000)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("console", lambda message: errors.append(message.text) if "Policy" in message.text else None)
     page.goto(url)

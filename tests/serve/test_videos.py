@@ -8,7 +8,6 @@ import threading
 import time
 from functools import partial
 
-import httpx
 import openai
 import pytest
 from fastapi import FastAPI
