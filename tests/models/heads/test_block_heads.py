@@ -299,6 +299,28 @@ def test_blocks_in_one_training_pass_are_independent(monkeypatch):
         assert torch.equal(step.loss_mask, full_step.loss_mask.gather(1, index))
 
 
+@pytest.mark.parametrize(("kind", "learned"), [("dflash2", ("kernel", "after")), ("domino", ("token_out",))])
+def test_new_corrections_change_nothing_and_learn(kind, learned):
+    torch.manual_seed(4)
+    module = make_module(describe(kind, SMALL))
+    module.share_weights(TABLES.embedding, TABLES.head)
+    texts = TrainingBatch(
+        tokens=torch.randint(0, 40, (1, 9)),
+        aux_states=torch.randn(1, 8, 5, 64),
+        target_probs=torch.rand(8, 40),
+        loss_mask=torch.ones(1, 8, dtype=torch.bool),
+    )
+    loss = torch.zeros(())
+    for step in unrolled(module, texts, 4):
+        ((_, base),) = step.auxiliary
+        assert torch.equal(step.logits, base)
+        loss = loss + step.logits.logsumexp(-1).sum()
+    loss.backward()
+    names = [name for name, _ in module.named_parameters() if any(part in name for part in learned)]
+    assert len(names) == (9 if kind == "dflash2" else 1)  # two layers have four kernels each
+    assert all(bool(module.get_parameter(name).grad.any()) for name in names)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_of_one_token_is_not_trained(kind):
     module = make_module(describe(kind, SMALL))
