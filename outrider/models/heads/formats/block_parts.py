@@ -31,7 +31,7 @@ class BlockKind:
     kind: Kind
     mark: str  # in `architectures`
     architecture: str  # as it is written
-    speculator: str  # the class of speculators
+    speculator: str = ""  # the class of speculators; "": named after the mark
     names: Names
     nested_names: Names | None = None  # of speculators; None: the same
     # Where the config does not say: whether the column of the last committed token drafts, in a
@@ -59,33 +59,22 @@ _MARKOV: Names = MappingProxyType(
         "markov_out.weight": "markov_head.markov_w2.weight",
     }
 )
-# The weight `mix` of XPress is stored as it is trained.
-_REFINER: Names = MappingProxyType(
+# By our names: those of the flat format, and those of speculators. `mix` is stored as it is trained.
+_REFINER_PARTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "refiner.token_in.weight": "xpress_head.w1.weight",
-        "refiner.column_in.weight": "xpress_head.down_h.weight",
-        "refiner.block_in.weight": "xpress_head.down_g.weight",
-        "refiner.join.weight": "xpress_head.in_proj.weight",
-        "refiner.mix": "xpress_head.mix.L",
-        "refiner.gate.weight": "xpress_head.mlp.gate_proj.weight",
-        "refiner.up.weight": "xpress_head.mlp.up_proj.weight",
-        "refiner.down.weight": "xpress_head.mlp.down_proj.weight",
-        "refiner.token_out.weight": "xpress_head.w2.weight",
+        "token_in.weight": ("w1.weight", "token_embed.weight"),
+        "column_in.weight": ("down_h.weight", "down_h.weight"),
+        "block_in.weight": ("down_g.weight", "down_g.weight"),
+        "join.weight": ("in_proj.weight", "in_proj.weight"),
+        "mix": ("mix.L", "mix_l"),
+        "gate.weight": ("mlp.gate_proj.weight", "mlp_gate.weight"),
+        "up.weight": ("mlp.up_proj.weight", "mlp_up.weight"),
+        "down.weight": ("mlp.down_proj.weight", "mlp_down.weight"),
+        "token_out.weight": ("w2.weight", "readout.weight"),
     }
 )
-_NESTED_REFINER: Names = MappingProxyType(
-    {
-        "refiner.token_in.weight": "refiner_head.token_embed.weight",
-        "refiner.column_in.weight": "refiner_head.down_h.weight",
-        "refiner.block_in.weight": "refiner_head.down_g.weight",
-        "refiner.join.weight": "refiner_head.in_proj.weight",
-        "refiner.mix": "refiner_head.mix_l",
-        "refiner.gate.weight": "refiner_head.mlp_gate.weight",
-        "refiner.up.weight": "refiner_head.mlp_up.weight",
-        "refiner.down.weight": "refiner_head.mlp_down.weight",
-        "refiner.token_out.weight": "refiner_head.readout.weight",
-    }
-)
+_REFINER: Names = {f"refiner.{name}": f"xpress_head.{flat}" for name, (flat, _) in _REFINER_PARTS.items()}
+_NESTED_REFINER: Names = {f"refiner.{name}": f"refiner_head.{nested}" for name, (_, nested) in _REFINER_PARTS.items()}
 _SELECTOR: Names = MappingProxyType(
     {
         "selector.before": "candidate_selector.predecessor_codebook",
@@ -217,7 +206,6 @@ BLOCK_KINDS: tuple[BlockKind, ...] = (
         kind=Kind.XPRESS,
         mark="XPress",
         architecture="Qwen3XPressModel",
-        speculator="XPressSpeculator",
         names=_REFINER,
         nested_names=_NESTED_REFINER,
         read=_read_refiner,
@@ -227,7 +215,6 @@ BLOCK_KINDS: tuple[BlockKind, ...] = (
         kind=Kind.DSPARK,
         mark="DSpark",
         architecture="Qwen3DSparkModel",
-        speculator="DSparkSpeculator",
         names=_MARKOV,
         anchored=True,
         nested_anchored=True,
@@ -249,7 +236,6 @@ BLOCK_KINDS: tuple[BlockKind, ...] = (
         kind=Kind.DOMINO,
         mark="Domino",
         architecture="DominoDraftModel",
-        speculator="DominoSpeculator",
         names=_RECURRENCE,
         nested_names={name: f"logits_correction.{stored}" for name, stored in _RECURRENCE.items()},
         nested_anchored=True,
@@ -258,9 +244,7 @@ BLOCK_KINDS: tuple[BlockKind, ...] = (
         write=_write_recurrence,
     ),
     # The last one: what has none of the marks above.
-    BlockKind(
-        kind=Kind.DFLASH, mark="DFlash", architecture="DFlashDraftModel", speculator="DFlashSpeculator", names={}
-    ),
+    BlockKind(kind=Kind.DFLASH, mark="DFlash", architecture="DFlashDraftModel", names={}),
 )
 
 

@@ -151,7 +151,7 @@ class Blocks:
         aux_layers = description.aux_states.layers
         if self.nested:
             config |= values
-            config |= speculators(self.kind, kind.speculator, target, block.draft_tokens)
+            config |= speculators(self.kind, kind.speculator or f"{kind.mark}Speculator", target, block.draft_tokens)
             config["transformer_layer_config"] = base
             config["draft_vocab_size"] = description.output_vocab
             config["mask_token_id"] = mask_token
