@@ -157,7 +157,7 @@ def _unsupported_reason(config: Mapping[str, Any], names: Collection[str]) -> st
     if "DFlare" in architectures:
         return "DFlare is not supported; use DFlash or DFlash 2"
     if "Eagle4" in architectures or "efficient_lm_head.weight" in names:
-        return "EAGLE-4 is not supported, because its config is not documented openly; use EAGLE-3 or DFlash 2"
+        return "EAGLE-4 is not supported, because no open description of its config was found; use EAGLE-3 or DFlash 2"
     if any(re.match(r"mtp\.\d+\.|model\.mtp\.layers\.", name) for name in names):
         return "modules of DeepSeek-V4 and MiMo-V2 are not supported, because their layers are not those of Llama"
     known = *(each.kind for each in BLOCK_KINDS), "eagle3", "peagle", "mtp"
