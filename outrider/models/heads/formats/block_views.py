@@ -1,8 +1,8 @@
 """What the columns of a block attend to, in configs.
 
 `layer_types` says which layers have a window. Whether a column sees later columns is read from the
-first of these that a config has: `is_causal`, `causal`, `causal_head` of JetSpec. Without one,
-layers with a window are causal, and others are not, as in vLLM; speculators has a switch for
+first of these that a config has: `is_causal` of z-lab, `causal` of vLLM, `causal_head` of JetSpec.
+Without one, layers with a window are causal, and others are not; speculators has a switch for
 layers with a window.
 """
 
@@ -98,7 +98,8 @@ def written_views(name: str, block: DraftBlock, *, nested: bool) -> WrittenViews
         # Otherwise vLLM makes the attention of all layers causal, not only of those with a window.
         return WrittenViews(layers, {_NON_CAUSAL: True not in causal_windows})
     if len(causal) == 1:
-        return WrittenViews(layers, {"causal": causal.pop(), "causal_head": True in {view.causal for view in views}})
+        is_causal = causal.pop()
+        return WrittenViews({**layers, "is_causal": is_causal}, {"causal": is_causal, "causal_head": is_causal})
     by_window = all(view.causal == bool(view.window) for view in views)
     refuse(name, {"has causal blocks in layers that windows do not tell apart": not by_window})
     return WrittenViews(layers, {})
