@@ -19,7 +19,7 @@ from outrider.verify.relaxed.registry import with_absolute_table
 
 BENCHMARK, VERSION = "outrider tune", 1
 FIT = "outrider fit"  # its documents have the same settings
-_TARGET_OPTIONS = ("target", "dtype", "kernels", "quantize")
+_TARGET_OPTIONS = ("target", "dtype", "kernels", "quantize", "kv_dtype")
 # Tuned for the proposer of the file, and useless for another one.
 _PROPOSER_OPTIONS = ("k", "verifier", "draft_window", "draft_quantize")
 _OPTIONS = (*_TARGET_OPTIONS, "proposer", *_PROPOSER_OPTIONS)
@@ -48,6 +48,7 @@ def settings_dict(
         "dtype": engine.dtype,
         "kernels": engine.kernels,
         "quantize": engine.quantize,
+        "kv_dtype": engine.kv_dtype,
         **draft_settings(engine, expression, draft_quantize=draft_quantize),
         "models": {name: model_fingerprint(model_folder(name)) for name in names},
     }

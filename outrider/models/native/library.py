@@ -32,6 +32,7 @@ _SOURCE_FOLDER = Path(__file__).parent / "csrc"
 # Translation units, the longest first, as they are compiled at the same time.
 _UNITS = (
     "decoder.cpp",
+    "pool.cpp",
     "tiles_codes.cpp",
     "tiles_integers.cpp",
     "rules.cpp",
