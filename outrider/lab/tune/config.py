@@ -114,6 +114,8 @@ def _read(file: str) -> Mapping[str, Any]:
             f" with: outrider tune --out {file}"
         )
     settings = document.get("settings")
+    if isinstance(settings, dict):
+        settings.setdefault("kv_dtype", AUTO)  # files of earlier versions lack it
     if not isinstance(settings, dict) or not {*_OPTIONS, "models"} <= settings.keys():
         raise OutriderError(f"{file} lacks settings; write it again with: outrider tune --out {file}")
     invalid = [name for name in (*_OPTIONS, "models") if not _is_valid(name, settings[name])]
