@@ -17,7 +17,7 @@ cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 PYTHONPATH=$PWD "$1" tests/arm/write_models.py "$work/models"
-sources=(tests/arm/*.cpp outrider/models/native/csrc/{tiles_codes,tiles_integers,rules,suffix}.cpp)
+sources=(tests/arm/*.cpp outrider/models/native/csrc/{pool,tiles_codes,tiles_integers,rules,suffix}.cpp)
 
 # Build the tests and run them. Usage: check PROCESSOR FLAGS...
 check() {

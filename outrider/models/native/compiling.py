@@ -13,9 +13,10 @@ from outrider.models.native.builds import SOURCES, MissingKernels
 
 # Translation units, the longest first, as they are compiled at the same time.
 UNITS = (
-    "decoder.cpp",
-    "tiles_codes.cpp",
     "tiles_integers.cpp",
+    "tiles_codes.cpp",
+    "decoder.cpp",
+    "pool.cpp",
     "rules.cpp",
     "blocks.cpp",
     "quantize.cpp",
