@@ -98,14 +98,10 @@ def test_best_weights_of_a_draft_are_measured_again_and_named():
 
 def test_draft_models_are_listed_with_their_costs_and_the_command_of_the_fastest():
     draft = "draft:/x/a model"
-    cases = [
-        case(draft, 2, 1.1),
-        case(draft, 2, 1.1, temperature=1.0),
-        case(draft, 4, 1.5, tau=3.0, draft_quantize="int4"),
-        case(draft, 4, 1.3),
-    ]
-    cases += [case(draft, 4, 1.5, tau=2.0, temperature=1.0, draft_quantize="int4"), case("ngram", 4, 2.0)]
-    cases += [case(draft, 4, 1.2, temperature=1.0), case("ngram", 4, 1.0, temperature=1.0)]
+    cases = [case("ngram", 4, 2.0), case("ngram", 4, 1.0, temperature=1.0)]
+    for k, quantize, value, taus in ((2, None, 1.1, (2, 2)), (4, "int4", 1.5, (3, 2)), (4, None, 1.3, (2, 2))):
+        for temperature, tau in enumerate(taus):
+            cases.append(case(draft, k, value, tau=tau, temperature=float(temperature), draft_quantize=quantize))
     engine = EngineConfig(target="/x/large", quantize="int8")
     found = outcome(measured(*cases), engine=engine)
     fastest, stored = found.drafts
