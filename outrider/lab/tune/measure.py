@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from outrider.core.config import NO_DRAFT
 from outrider.core.planner import FixedPlanner, Planner
 from outrider.core.prompts import Prompt, read_prompts
 from outrider.core.proposer import Proposer, ProposerSetup
@@ -134,8 +135,7 @@ class VariantEngines:
             proposer="none",
             k=0,
             verifier=None,
-            draft_window=None,  # each proposer has its own draft settings
-            draft_quantize=None,
+            **NO_DRAFT,  # each proposer has its own
             max_num_seqs=settings.max_num_seqs,
             prefix_caching=False,  # the prefill of a prompt must cost the same each time
         )

@@ -515,6 +515,7 @@ def test_missing_target_is_reported(fit, tmp_path):
         ({"--temperature": "0,-1"}, "temperature is -1"),
         ({"--temperature": "hot"}, "--temperature is 'hot'; use up to 64 numbers such as 0,0.7,1"),
         ({"--draft-window": 8}, "--draft-window is 8; use at least 16 tokens"),
+        ({"--draft-candidates": 64}, "draft heads support no --draft-candidates; leave it out, or use --minutes 0"),
         ({"--draft-window": 32, "--head": "medusa"}, "heads of kind medusa support no --draft-window"),
         ({"--draft-window": 32, "--minutes": 0}, "none of ngram, suffix has a draft that reads the text"),
         (
