@@ -20,6 +20,7 @@ from outrider.models.loader.tokenizer import read_tokenizer
 from outrider.models.loader.weight_shapes import weight_shapes
 
 HUB = "hub"  # names the cache of the Hugging Face Hub
+_HEAD, _GGUF_HEAD = "lm_head.weight", "output.weight"
 _SMALLER = 0.9  # largest share of the target's parameters; a copy of the target in another format has about 1
 
 
@@ -49,13 +50,15 @@ def find_smaller(target: Path, places: Sequence[str]) -> tuple[Path, ...]:
 
 
 def count_parameters(path: Path) -> int:
-    """Return the number of weights of a model, from its configuration or the headers of its files.
+    """Return the number of weights of a model without its LM head, from its configuration or the headers of its files.
+
+    A format may store a tied LM head or not, so it would tell copies of one model apart.
 
     Raises:
         OutriderError: it is no model, or a file is missing or damaged.
     """
     if is_gguf(path):
-        return sum(prod(tensor.shape) for tensor in read_gguf(path).tensors.values())
+        return sum(prod(tensor.shape) for name, tensor in read_gguf(path).tensors.items() if name != _GGUF_HEAD)
     check_folder(path)
     config = read_model_config(path)
     check_weights(path, config)
@@ -64,14 +67,13 @@ def count_parameters(path: Path) -> int:
         shapes = weight_shapes(text)
     except UnsupportedModel:
         return sum(map(_stored_values, path.glob("*.safetensors")))
-    if getattr(text, "tie_word_embeddings", False):
-        del shapes["lm_head.weight"]
-    return sum(map(prod, shapes.values()))
+    return sum(prod(shape) for name, shape in shapes.items() if name != _HEAD)
 
 
 def _stored_values(file: Path) -> int:
     with safe_open(file, "pt") as tensors:
-        return sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118  # it is no mapping
+        names = [name for name in tensors.keys() if name != _HEAD]  # noqa: SIM118  # it is no mapping
+        return sum(prod(tensors.get_slice(name).get_shape()) for name in names)
 
 
 def _folder(place: str) -> Path:

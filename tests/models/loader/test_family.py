@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from math import prod
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -58,13 +57,18 @@ def test_gguf_files_are_found_and_a_split_one_is_one(tmp_path):
     assert find_smaller(target, [str(tmp_path / "models")]) == (small,)
 
 
-def test_parameters_are_those_of_the_model(target, tmp_path):
-    def stored(folder):
-        return sum(prod(value.shape) for value in AutoModelForCausalLM.from_pretrained(folder).parameters())
-
+def test_parameters_are_those_without_the_lm_head_in_each_format(target, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(target)
+    tied = AutoModelForCausalLM.from_config(make_config("LlamaConfig", **SIZES, tie_word_embeddings=True))
+    tied.save_pretrained(tmp_path / "tied")
     other = save(tmp_path / "other", make_config("GPTNeoXConfig"))  # not on the native kernels
-    assert count_parameters(target) == stored(target)
-    assert count_parameters(other) == stored(other)
+    assert count_parameters(target) == sum(each.numel() for each in model.model.parameters())
+    files = [write_gguf(tmp_path / f"{kind}.gguf", tied, kind) for kind in ("F16", "Q8_0")]
+    body = sum(each.numel() for each in tied.model.parameters())
+    assert [count_parameters(path) for path in (tmp_path / "tied", *files)] == [body] * 3
+    tied.config.tie_word_embeddings = False
+    assert count_parameters(write_gguf(tmp_path / "untied.gguf", tied, "F16")) == body
+    assert count_parameters(other) > 0
 
 
 def test_nothing_found_names_the_fix(target, hub, tmp_path):
