@@ -48,7 +48,7 @@ docs: .venv/ready ## Build the documentation site in site/. A broken link fails.
 readme: .venv/ready ## Regenerate the example output in README.md.
 	$(BIN)/python docs/update_readme.py
 
-release: ## Build the source archive and the wheel in dist/, and try the wheel in a fresh environment.
+release: ## Build the source archive and the wheels in dist/, and try the wheel of this machine in a fresh environment.
 	scripts/release.sh --python $(PYTHON)
 
 # The CPU build of torch comes first. A looser request may pull gigabytes of CUDA packages.

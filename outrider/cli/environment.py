@@ -17,6 +17,7 @@ _OPTIONS = frozenset(
         "device",
         "kernels",
         "quantize",
+        "kv_dtype",
         "threads",
         "draft_window",
         "draft_quantize",

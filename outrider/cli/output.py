@@ -137,7 +137,8 @@ class Output:
         lines = _summary(outcome)
         if self._show:
             parts = self._llm.parts
-            lines[-1] += f"; {_precision(parts)}, {parts.target.kernels} kernels"
+            build = _kernel_build(parts)
+            lines[-1] += f"; {_precision(parts)}, {parts.target.kernels} kernels{f' ({build})' if build else ''}"
             lines[-1] += "" if parts.loaded.check else "; logits not checked"
             lines.append(f"proposer {proposer_name(parts.proposer_spec)}, verifier {parts.verifier.name}")
         for line in (*lines, *map(str, self._llm.parts.draft_placements)):
@@ -149,6 +150,13 @@ class Output:
         if self._as_json:
             print(json.dumps(_document(outcome, self._llm)), flush=True)
         return not failed
+
+
+def _kernel_build(parts: EngineParts) -> str | None:
+    """Return the build of the native kernels; None: the target runs on others."""
+    from outrider.models.native.target import NativeTarget
+
+    return parts.target.kernel_build if isinstance(parts.target, NativeTarget) else None
 
 
 def _precision(parts: EngineParts) -> str:
@@ -237,6 +245,7 @@ def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
         "tokens_per_s": outcome.speed.rate,
         **llm.parts.precision.as_dict(),
         "kernels": llm.parts.target.kernels,
+        "kernel_build": _kernel_build(llm.parts),
         "load_check": llm.parts.loaded.check and asdict(llm.parts.loaded.check),
         "draft_placements": [placement.as_dict() for placement in llm.parts.draft_placements],
         "versions": machine.versions(),

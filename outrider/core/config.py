@@ -17,11 +17,12 @@ from outrider.errors import OutriderError
 REPLICATED, SHARDED = "replicated", "sharded"  # placements of a draft on several ranks
 PLACEMENTS = (AUTO, REPLICATED, SHARDED)
 QUANTIZE_BITS = {"int8": 8, "int4": 4}
+KV_DTYPES = (AUTO, "int8")
 FULL_BITS = 16
 ONCE, ALWAYS, NEVER = "once", "always", "never"  # when the logits of a model are checked at load
 # Fields of `EngineConfig` that are options of commands. All commands that load a target have the
 # first ones.
-TARGET_OPTIONS = ("target", "dtype", "device", "kernels", "check", "quantize", "threads")
+TARGET_OPTIONS = ("target", "dtype", "device", "kernels", "check", "quantize", "kv_dtype", "threads")
 DRAFT_OPTIONS = ("draft_window", "draft_quantize", "draft_candidates")
 NO_DRAFT: Mapping[str, Any] = MappingProxyType(dict.fromkeys(DRAFT_OPTIONS))  # for an engine without a draft
 ENGINE_OPTIONS = (
@@ -67,14 +68,17 @@ class EngineConfig:
     """auto, cpu, cuda, cuda:1, ..."""
     kernels: Annotated[str, Option("NAME", MODEL)] = "auto"
     """auto, native, triton, graphs or torch. auto: the fastest that support the model. The native kernels run on CPUs
-    in bfloat16 and float32; a C++ compiler builds them once per machine. The Triton kernels run Llama-like models on
-    NVIDIA GPUs. graphs: torch with CUDA graphs."""
+    in bfloat16 and float32; the wheel has them, and elsewhere a C++ compiler builds them once per machine. The Triton
+    kernels run Llama-like models on NVIDIA GPUs. graphs: torch with CUDA graphs."""
     check: Annotated[str, Option("NAME", MODEL)] = ONCE
     """once, always or never: when the logits of a model are compared with those of transformers at load. once: per
     checkpoint, version and machine."""
     quantize: Annotated[str | None, Option("NAME", MODEL)] = None
     """int8 or int4 weights for the target, on a CPU, or with the Triton kernels on a GPU. The quantized model is then
     the target, exactly. Default: the weights as stored."""
+    kv_dtype: Annotated[str, Option("NAME", MODEL)] = AUTO
+    """auto or int8: the keys and values in the KV cache, on the native kernels of a CPU. int8 takes half the memory of
+    bfloat16. The model with that cache is then the target, exactly. Draft models use it as well. auto: as the model."""
     threads: Annotated[int | None, Option(panel=MODEL)] = None
     """CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node."""
     draft_window: Annotated[int | None, Option("TOKENS", MODEL)] = None
@@ -125,6 +129,8 @@ class EngineConfig:
             raise OutriderError(f"check is {self.check!r}; use {ONCE}, {ALWAYS} or {NEVER}")
         check_draft_length(self.k, or_auto=True)
         weight_bits(self.quantize)
+        if self.kv_dtype not in KV_DTYPES:
+            raise OutriderError(f"kv_dtype is {self.kv_dtype!r}; use {' or '.join(KV_DTYPES)}")
         draft_weight_bits(self.draft_quantize, kernels=self.kernels, device=self.device)
         _check_count("tp", self.tp)
         if self.draft_placement not in PLACEMENTS:

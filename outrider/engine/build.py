@@ -182,6 +182,7 @@ def prepare_target(checkpoint: Checkpoint, config: EngineConfig) -> LoadedTarget
         context=_context(config.max_model_len, checkpoint),
         kernels=config.kernels,
         bits=config.bits,
+        kv_dtype=config.kv_dtype,
         check=config.check,
     )
     return LoadedTarget(
@@ -293,7 +294,7 @@ def assemble(
 
 
 def make_setup(loaded: LoadedTarget, draw: Draw, config: EngineConfig) -> ProposerSetup:
-    """Return the setup that a proposer for this target is made from. Of `config`, only the draft settings are read."""
+    """Return the setup that a proposer for this target is made from. Of `config`, only what drafts need is read."""
     checkpoint, target = loaded.checkpoint, loaded.model
     return ProposerSetup(
         target=target,
@@ -308,6 +309,7 @@ def make_setup(loaded: LoadedTarget, draw: Draw, config: EngineConfig) -> Propos
         source_rules=checkpoint.source,
         draft_window=config.draft_window,
         draft_quantize=config.draft_quantize,
+        kv_dtype=config.kv_dtype,
         draft_candidates=config.draft_candidates,
         check=config.check,
         target_folder=checkpoint.folder,

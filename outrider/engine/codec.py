@@ -77,6 +77,13 @@ class TextCodec:
         """The chat template of the model; "" if it has none."""
         return str(getattr(self.tokenizer, "chat_template", None) or "")
 
+    @property
+    def input_kind(self) -> str:
+        """What the model takes: "chat" with a chat template, "prompt" without; for an encoder "source" or "audio"."""
+        if self.source_rules is not None:
+            return "source" if self.speech_rules is None else "audio"
+        return "chat" if self.chat_template else "prompt"
+
     def encode(self, prompt: Prompt, *, language: str | None = None, task: str | None = None) -> tuple[int, ...]:
         """Return the tokens of a prompt, with the special tokens that the tokenizer adds.
 

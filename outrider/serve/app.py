@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from outrider._version import __version__
 from outrider.errors import OutriderError
@@ -33,6 +32,8 @@ from outrider.serve.openai.errors import (
 from outrider.serve.openai.missing_routes import add_missing_routes
 from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from outrider.serve.openai.template_options import reads_thinking
+from outrider.serve.pages import add_pages
 from outrider.serve.settings import Settings
 from outrider.serve.speech.routes import add_audio_routes, add_missing_audio_routes
 from outrider.serve.videos.routes import add_missing_video_routes, add_video_routes
@@ -40,13 +41,6 @@ from outrider.serve.weight_routes import add_weight_routes, weight_root
 
 if TYPE_CHECKING:
     from outrider.serve.videos.service import VideoService
-
-_PAGE = Path(__file__).parent / "page.html"
-_DOCS = Path(__file__).parent / "docs.html"
-_PAGE_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self';"
-    " img-src blob:; media-src blob:"
-)
 
 
 def make_app(
@@ -91,6 +85,7 @@ def make_app(
     if settings.vllm_metrics:
         async_llm.latency.registry.register(VLLMMetrics(async_llm, name))
     handler = RequestHandler(async_llm, settings, name=name)
+    add_pages(app)
     _add_routes(app, handler, async_llm, name, videos)
     _add_text_routes(app, handler)
     _add_token_routes(app, handler, async_llm)
@@ -173,14 +168,6 @@ def _add_routes(
         handler.check_model(model)
         return _model(name, async_llm)
 
-    @app.get("/", include_in_schema=False)
-    async def page() -> FileResponse:
-        return FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> FileResponse:
-        return FileResponse(_DOCS, headers={"Content-Security-Policy": _PAGE_POLICY})
-
     @app.get("/health", responses=RESPONSES)
     async def health() -> Response:
         """Return whether the server works."""
@@ -215,12 +202,15 @@ def _add_token_routes(app: FastAPI, handler: RequestHandler, async_llm: AsyncLLM
 def _model(name: str, async_llm: AsyncLLM) -> dict[str, Any]:
     """Return the model object of OpenAI's API, with Outrider's extensions."""
     parts = async_llm.parts
+    codec = async_llm.codec
     return {
         "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "outrider",
         "max_model_len": parts.context,
+        "input": codec.input_kind,
+        "enable_thinking": reads_thinking(codec.chat_template),
         "proposers": list(parts.proposers),
         "verifiers": list(parts.verifiers),
         "verifier": {

@@ -1,4 +1,4 @@
-"""What the server answers until its models are loaded: its progress, and 503 to every request."""
+"""What the server answers until its models are loaded: its pages, its progress, and 503 to every other request."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from outrider.runtime.bar import StageBar
 from outrider.serve.monitoring.request_log import RequestLog
 from outrider.serve.openai.responses import error_response
+from outrider.serve.pages import PAGE_PATHS, page_file
 
 # A connection ends with its response, so that the next request of a client reaches the server that
 # has the models.
@@ -49,6 +50,9 @@ class LoadingServer:
         self._thread.join()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in PAGE_PATHS:  # the page shows how far the load is
+            await page_file(scope["path"], _HEADERS)(scope, receive, send)
+            return
         document = self.state()
         if scope["path"] != "/health":
             message = f"the server is {document['stage']}; send the request again later"

@@ -12,8 +12,9 @@ from outrider.serve.anthropic.errors import in_api_of
 from outrider.serve.api_keys import ApiKey, find_key
 from outrider.serve.monitoring.request_log import entry_of
 from outrider.serve.openai.responses import error_response
+from outrider.serve.pages import PAGE_PATHS
 
-_PUBLIC_PATHS = frozenset({"/health", "/", "/docs"})  # paths that need no API key
+_PUBLIC_PATHS = PAGE_PATHS | {"/health"}  # paths that need no API key
 _CHARGED_PATHS = frozenset(  # paths whose tokens count for a quota
     {
         "/v1/completions",

@@ -48,8 +48,10 @@ KIND_TEXTS = {
     Kind.MEDUSA: "Medusa: heads that predict tokens independently of each other",
     Kind.HYDRA: "Hydra: heads that also use the draft tokens before them",
     Kind.DFLASH: "DFlash: a block of tokens in one pass",
+    Kind.DFLASH2: "DFlash 2: a block of tokens in one pass, whose likeliest tokens are ranked by the token before",
     Kind.DSPARK: "DSpark: a block of tokens in one pass, corrected token by token",
     Kind.XPRESS: "XPress: a block of tokens in one pass, corrected by all draft tokens before each one",
+    Kind.DOMINO: "Domino: a block of tokens in one pass, corrected by a recurrent state of the draft tokens before",
     Kind.KV_SHARING: "kv-sharing: layers that attend to the keys and values of the target, as Gemma 4 assistants do",
 }
 
@@ -267,9 +269,22 @@ def _block_text(block: DraftBlock) -> str:
         f"corrected by the previous token, with rank {block.markov_rank}": block.markov_rank > 0,
         "with a confidence head": block.confidence,
         "refined by all earlier draft tokens": block.refiner is not None,
+        "corrected by a recurrent state": block.recurrence is not None,
+        **_view_traits(block),
     }
+    if block.selector:
+        traits[f"chosen from the {block.selector.candidates or 'all'} likeliest tokens of a column"] = True
     text = f"{block.draft_tokens} draft tokens in {block.size} columns"
     return text + _listed(traits)
+
+
+def _view_traits(block: DraftBlock) -> dict[str, bool]:
+    windows = sorted({view.window for view in block.views if view.window})
+    causal = sum(view.causal for view in block.views)
+    return {
+        f"windows of {', '.join(map(str, windows))} positions": bool(windows),
+        f"no later column is seen in {causal} of {len(block.views)} layers": causal > 0,
+    }
 
 
 def _fusion_text(description: HeadDescription) -> str:

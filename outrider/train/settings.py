@@ -35,7 +35,8 @@ class KindSettings:
     """What to train."""
 
     kind: Annotated[str, Option("KIND", argument=True)]
-    """eagle3, eagle31, slim, peagle, mtp, medusa, hydra, dflash, dspark, xpress, kv-sharing or draft."""
+    """eagle3, eagle31, slim, peagle, mtp, medusa, hydra, dflash, jetspec, dflash2, dspark, xpress, domino, kv-sharing
+    or draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class Settings:
     centroid_top_k: Annotated[int, Option(panel=_DRAFT, min=0)] = 0
     """Clusters whose tokens get logits. 0: an eighth of --centroids."""
     draft_tokens: Annotated[int, Option(panel=_DRAFT, min=0)] = 0
-    """Draft tokens per pass of peagle, dflash, dspark and xpress. 0: 7."""
+    """Draft tokens per pass of peagle and of the kinds that draft a block. 0: 7."""
     mask_token_id: Annotated[int | None, Option(panel=_DRAFT, min=0)] = None
     """Mask a block with the embedding of this token, as other formats do. Default: a trained mask."""
     mtp_modules: Annotated[int, Option(panel=_DRAFT, min=1)] = 1

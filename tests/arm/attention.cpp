@@ -9,30 +9,54 @@ namespace outrider::test {
 // A slot with keys and values of one key head, and columns that attend to it.
 template <class Element>
 struct Scene {
+  static constexpr double kTolerance = kIntegers<Element> ? 2e-4 : sizeof(Element) == 2 ? 4e-3 : 2e-6;
   static constexpr int kEntries = 150, kColumns = 5, kSharing = 3, kBlocks = (kEntries + kBlock - 1) / kBlock;
   int dim;
-  std::vector<Element> memory, query;
+  std::vector<Element> memory;
+  std::vector<Factor<Element>> query;
+  std::vector<float> query_scale;  // [columns * sharing]
   std::vector<double> key, value;  // [entries][dim]
   std::vector<int32_t> table{1, 2, 0};
   std::vector<int32_t> position{60, 149, 100, 101, 102}, prefix{61, 150, 100, 100, 100};
   std::vector<int32_t> tail_begin{0, 0, 0, 1, 3, 6}, tail{100, 100, 102, 100, 102, 105};
 
   Scene(Random& random, int dim)
-      : dim(dim), memory(size_t(kBlocks) * 2 * kBlock * dim), query(size_t(kColumns) * kSharing * dim) {
-    for (Element& element : query) set(element, 3 * random.uniform());
+      : dim(dim), memory(size_t(kBlocks) * 2 * part_size<Element>(dim)), query(size_t(kColumns) * kSharing * dim) {
+    std::vector<float> x(dim);
+    const auto draw = [&](float scale) {
+      for (float& each : x) each = scale * random.uniform();
+      return x.data();
+    };
+    for (int row = 0; row < kColumns * kSharing; row++)
+      query_scale.push_back(round_all(draw(3), dim, &query[size_t(row) * dim]));
     const Entries<Element> at = entries();
-    for (int entry = 0; entry < kEntries; entry++)
+    for (int entry = 0; entry < kEntries; entry++) {
+      at.set_key(entry, 0, draw(1));
+      at.set_value(entry, 0, draw(1));
       for (int i = 0; i < dim; i++) {
-        Element& to_key = at.key(entry, 0)[at.key_offset(i)];
-        Element& to_value = at.value(entry, 0)[at.value_offset(i)];
-        set(to_key, random.uniform());
-        set(to_value, random.uniform());
-        key.push_back(to_float(to_key));
-        value.push_back(to_float(to_value));
+        key.push_back(number(at.keys(entry, 0), entry, at.key(entry, 0)[at.key_offset(i)]));
+        value.push_back(number(at.values(entry, 0), entry, at.value(entry, 0)[at.value_offset(i)]));
       }
+    }
   }
 
-  Entries<Element> entries() { return {memory.data(), table.data(), int64_t(2) * kBlock * dim, dim}; }
+  // Return a cached number.
+  double number(const Element* part, int entry, Element element) const {
+    if constexpr (kIntegers<Element>)
+      return double(element) * scales_of(part, dim)[entry % kBlock];
+    else
+      return to_float(element);
+  }
+
+  double query_number(int row, int i) const {
+    const auto element = query[size_t(row) * dim + i];
+    if constexpr (kIntegers<Element>)
+      return double(element) * query_scale[row];
+    else
+      return to_float(element);
+  }
+
+  Entries<Element> entries() { return {memory.data(), table.data(), 2 * part_size<Element>(dim), dim}; }
   Columns columns() const { return {position.data(), prefix.data(), tail_begin.data(), tail.data()}; }
 
   // Return the outputs [columns][sharing * dim] of tiles of at most `width` columns.
@@ -40,8 +64,8 @@ struct Scene {
     std::vector<float> out(query.size());
     Scratch<Element> scratch(dim);
     for (int c = 0; c < kColumns; c += width)
-      outrider::attend(columns(), {c, std::min(c + width, kColumns)}, 0, heads, entries(), query.data(), out.data(),
-                       scratch);
+      outrider::attend<Element>(columns(), {c, std::min(c + width, kColumns)}, 0, heads, entries(),
+                                {query.data(), query_scale.data()}, out.data(), scratch);
     return out;
   }
 
@@ -59,7 +83,7 @@ struct Scene {
     double mass = 0;
     for (const int entry : visible) {
       double score = 0;
-      for (int i = 0; i < dim; i++) score += double(to_float(query[size_t(row) * dim + i])) * key[size_t(entry) * dim + i];
+      for (int i = 0; i < dim; i++) score += query_number(row, i) * key[size_t(entry) * dim + i];
       score *= heads.scale;
       if (heads.cap) score = heads.cap * std::tanh(score / heads.cap);
       mass += std::exp(score);
@@ -77,7 +101,7 @@ struct Scene {
       expected.insert(expected.end(), each.begin(), each.end());
     }
     const std::vector<double> scale(expected.size(), 1.0);
-    check(close(out, expected, scale, sizeof(Element) == 2 ? 4e-3 : 2e-6), name + ": values");
+    check(close(out, expected, scale, kTolerance), name + ": values");
     for (int width = 2; width <= kColumns; width++)
       check(same_bits(out.data(), attend(heads, width).data(), out.size()), name + ": columns");
   }
@@ -98,6 +122,7 @@ void check_attention_of(const std::string& name) {
 void check_attention() {
   check_attention_of<float>("float32 attention");
   check_attention_of<uint16_t>("bfloat16 attention");
+  check_attention_of<int8_t>("int8 attention");
 }
 
 }  // namespace outrider::test

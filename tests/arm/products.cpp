@@ -158,10 +158,9 @@ inline void check_layer(const Linear& layer, const std::string& name) {
       scale.push_back(size);
     }
   }
-  const int stride = spaced(kInputs), groups = kInputs / kSmallGroup;
+  const int stride = row_words(kInputs);
   std::vector<int32_t> words(size_t(kRows) * stride);
-  std::vector<InputGroup> input_groups(kRows * groups);
-  const Rows rows{words.data(), input_groups.data(), stride, groups};
+  const Rows rows{words.data(), stride, kRows};
   for (int r = 0; r < kRows; r++) pack_row(rows, r, &x[size_t(r) * kInputs], kInputs, layer);
   std::vector<float> alone(size_t(kRows) * kOutputs), together(alone.size());
   MatrixUnits units;

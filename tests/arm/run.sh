@@ -17,7 +17,7 @@ cd "$(dirname "$0")/../.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 PYTHONPATH=$PWD "$1" tests/arm/write_models.py "$work/models"
-sources=(tests/arm/*.cpp outrider/models/native/csrc/{tiles_codes,tiles_integers,rules,suffix}.cpp)
+sources=(tests/arm/*.cpp outrider/models/native/csrc/{pool,tiles_codes,tiles_integers,rules,suffix}.cpp)
 
 # Build the tests and run them. Usage: check PROCESSOR FLAGS...
 check() {
@@ -34,4 +34,4 @@ check() {
 
 check cortex-a53 -march=armv8-a -fopenmp
 check cortex-a76 -march=armv8.2-a+dotprod -fopenmp
-check max -march=armv8.2-a+dotprod+i8mm+bf16 # without OpenMP, as with Apple's clang
+check max -march=armv8.2-a+dotprod+i8mm+bf16 -DOUTRIDER_OWN_THREADS # without OpenMP, as on macOS

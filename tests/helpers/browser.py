@@ -22,15 +22,37 @@ class Opened(NamedTuple):
 
 
 @contextmanager
-def browse(url: str) -> Iterator[Opened]:
-    """Open a page on a small screen. Fail if a script of it raises an error."""
+def started_browser() -> Iterator[Any]:
+    """Start a browser. While it runs, the thread cannot run an event loop of its own."""
     playwright = pytest.importorskip("playwright.sync_api")
-    page_errors: list[str] = []
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=CHROMIUM, args=list(_FLAGS))
-        page = browser.new_page(viewport={"width": 390, "height": 844})
-        page.on("pageerror", lambda error: page_errors.append(str(error)))
-        page.goto(url)
-        yield Opened(page, playwright.expect)
+        yield browser
         browser.close()
-    assert not page_errors
+
+
+@contextmanager
+def opened(browser: Any, url: str, *, width: int = 390, **options: Any) -> Iterator[Opened]:
+    """Open a page with an empty storage. Fail if a script of it raises, or its policy forbids a part.
+
+    `options` are those of `Browser.new_context`.
+    """
+    playwright = pytest.importorskip("playwright.sync_api")
+    errors: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 844}, **options)
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    playwright.expect.set_options(timeout=20_000)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if "Policy" in message.text else None)
+    page.goto(url)
+    yield Opened(page, playwright.expect)
+    context.close()
+    assert not errors
+
+
+@contextmanager
+def browse(url: str) -> Iterator[Opened]:
+    """Open a page in a browser of its own."""
+    with started_browser() as browser, opened(browser, url) as page:
+        yield page

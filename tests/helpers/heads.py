@@ -19,8 +19,10 @@ from outrider.engine.build import LoadedTarget, build_engine, load_target
 from outrider.llm import LLM
 from outrider.models.heads.description import (
     AuxStates,
+    BlockView,
     Body,
     Centroids,
+    Convolution,
     DraftBlock,
     Feedback,
     FuseNorm,
@@ -30,9 +32,11 @@ from outrider.models.heads.description import (
     Kind,
     MaskTokens,
     ParallelHeads,
+    Recurrence,
     Refiner,
     Rope,
     Scaling,
+    Selector,
     SharedKV,
 )
 from outrider.models.heads.store import HeadModule, make_module, write_head
@@ -141,6 +145,13 @@ _FLASH = DraftBlock(size=5)
 _ANCHORED = DraftBlock(size=4, sample_from_anchor=True)
 _SPARK = replace(_ANCHORED, markov_rank=8, confidence=True)
 _REFINER = Refiner(rank=8, ffn=16, passes=6, candidates=512)
+_CAUSAL = replace(_FLASH, views=(BlockView(causal=True),) * 3)
+_NEAR = BlockView(window=4)
+_MIXED = replace(_FLASH, views=(replace(_NEAR, causal=True),) * 2 + (BlockView(),))
+_SELECTING = replace(
+    _FLASH, convolution=Convolution(taps=2, group=16), selector=Selector(rank=8, candidates=5), views=(_NEAR,) * 3
+)
+_RECURRENT = replace(_ANCHORED, recurrence=Recurrence(state=24, rank=8, first=1))
 
 # By name: the format, and how the head is made for a target.
 _CASES: dict[str, tuple[str, Callable[[_Target], HeadDescription]]] = {
@@ -213,6 +224,19 @@ _CASES: dict[str, tuple[str, Callable[[_Target], HeadDescription]]] = {
     "narrow dflash": (
         "dflash-speculators",
         partial(_block, block=_FLASH, body={"layers": 1, "hidden": 48}, draft_vocab=40, **_TABLES),
+    ),
+    "causal dflash": ("dflash", partial(_block, block=_CAUSAL)),
+    "dflash with windows": ("dflash", partial(_block, block=_MIXED)),
+    "windows of speculators": ("dflash-speculators", partial(_block, block=_MIXED)),
+    "dflash2": ("dflash2", partial(_block, kind=Kind.DFLASH2, block=_SELECTING)),
+    "dflash2 of speculators": (
+        "dflash2-speculators",
+        partial(_block, kind=Kind.DFLASH2, block=replace(_SELECTING, views=()), **_TABLES),
+    ),
+    "domino": ("domino", partial(_block, kind=Kind.DOMINO, block=_RECURRENT)),
+    "domino of speculators": (
+        "domino-speculators",
+        partial(_block, kind=Kind.DOMINO, block=replace(_RECURRENT, sample_from_anchor=False)),
     ),
     "dspark": ("dspark", partial(_block, kind=Kind.DSPARK, block=_SPARK)),
     "dspark with tables": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -14,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from outrider import __version__
+from outrider.models.native.builds import BUILDS, prebuilt_path
+from outrider.models.native.library import load_library
+from tests.helpers import tiny
 from tests.helpers.source import PACKAGE, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
@@ -75,3 +79,26 @@ def test_the_wheel_runs(installed, tmp_path):
     ):
         done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert shown in done.stdout
+
+
+@pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
+def test_the_wheel_needs_no_compiler(installed, tmp_path):
+    """The library of this machine stands for a prebuilt one. `scripts/wheels.py` takes minutes to compile them."""
+    build = next((each for each in reversed(BUILDS) if each.machine == platform.machine()), None)
+    if build is None:
+        pytest.skip("no kernels are prebuilt for this machine")
+    package = installed / "outrider"
+    prebuilt = package / "models" / "native" / "prebuilt"
+    prebuilt.mkdir()
+    shutil.copy(load_library().code._name, prebuilt_path(prebuilt, build.name))
+    for weights in package.rglob("*.safetensors"):
+        weights.unlink()
+        weights.symlink_to(PACKAGE / weights.relative_to(package))
+    environment = {"PYTHONPATH": str(installed), "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    options = ["--target", "@nano", "--proposer", "ngram", "--k", "2", "--max-tokens", "8", "--check", "never"]
+    command = [sys.executable, installed / "bin" / "outrider", "run", "--show", *options, "def add(a, b):"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert "8 tokens in" in done.stderr
+    assert f"native kernels ({build.name})" in done.stderr
+    assert "compil" not in done.stderr
+    assert not list((tmp_path / "cache").rglob("kernels-*"))

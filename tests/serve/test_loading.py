@@ -39,6 +39,7 @@ def test_health_says_how_far_the_load_is():
                 reading.advance(40)
                 states.append(httpx.get(f"{url}/health"))
                 refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
+                page = httpx.get(url)
             with stage("checking", hint="; a hint to the operator"):
                 states.append(httpx.get(f"{url}/health"))
         assert listening.fileno() != -1  # the server that has the models goes on with it
@@ -51,6 +52,8 @@ def test_health_says_how_far_the_load_is():
     assert {each.status_code for each in (*states, refused)} == {503}
     assert int(refused.headers["retry-after"]) > 0
     assert refused.headers["x-request-id"]
+    assert page.status_code == 200
+    assert page.headers["connection"] == "close"
     error = refused.json()["error"]
     assert error["message"] == "the server is reading x; send the request again later"
     assert error["type"] == "server_error"

@@ -227,6 +227,26 @@ def test_other_engines_compute_blocks_of_k_tokens(block_head, tmp_path):
     assert (tmp_path / "llama" / "target.gguf").is_file()
 
 
+@pytest.mark.parametrize(("case", "engine"), [("causal dflash", "vllm"), ("dflash2", "vllm"), ("dflash2", "sglang")])
+def test_blocks_with_attention_masks_keep_them_in_the_flat_format(case, engine, block_head, tmp_path):
+    head, out = str(block_head(case)), str(tmp_path / "out")
+    result = CliRunner().invoke(app, ["export", head, "--for", engine, "--target", "@mini", "--k", "4", "--out", out])
+    assert result.exit_code == 0, result.output
+    config = json.loads((tmp_path / "out" / "draft" / "config.json").read_text())
+    inner = config["dflash_config"]
+    assert inner["causal"] is (case == "causal dflash")
+    assert config["architectures"] == ["DFlash2DraftModel" if case == "dflash2" else "DFlashDraftModel"]
+    assert inner.get("selector_top_k") == (5 if case == "dflash2" else None)
+
+
+def test_engines_that_ignore_attention_masks_are_refused(block_head, tmp_path):
+    head = str(block_head("causal dflash"))
+    out = str(tmp_path / "out")
+    result = CliRunner().invoke(app, ["export", head, "--for", "sglang", "--target", "@mini", "--k", "4", "--out", out])
+    message = " ".join(result.output.split())
+    assert "SGLang cannot run a draft of kind a block with windows or causal layers" in message
+
+
 def test_sglang_runs_dspark_heads_with_the_whole_block_only(block_head, tmp_path):
     head = block_head("dspark")
     result, _ = export(head, "--for", "sglang", "--out", tmp_path / "out", "--k", 2, "--target", "@mini")

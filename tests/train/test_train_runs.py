@@ -97,6 +97,8 @@ def uninterrupted(data, tmp_path_factory):
 OPTIONS = {
     "mtp": {},
     "dspark": {"draft_vocab_size": 500},
+    "dflash2": {},
+    "jetspec": {"mask_token_id": 9},
     "xpress": {"draft_vocab_size": 500, "passes_per_generation": 2},
     "draft": {"init_from": NANO, "loss": "kl:0.5,tv:0.5", "draft_vocab_size": 500},
     "kv-sharing": {},

@@ -21,6 +21,7 @@ _MIN_PATH_PROB = 0.01  # draft tokens below this acceptance probability are neve
 _MAX_POSITIONS = 16  # longest draft of a proposer without acceptance probabilities
 _TOKEN_DECAY = 0.98  # of acceptance counts, per draft token
 _PASS_DECAY = 0.97  # of means, per pass
+_SINGLE_GAIN = 1.03  # factor by which single draft tokens must be faster than longer drafts
 _MIN_PASSES = 3.0  # passes from which a mean is used
 _NEW_BELOW = 39.0  # decayed draft tokens at position 0, which is about 75 draft tokens
 _NEW_PASSES = 32  # passes after which a proposer is not new, even if few draft tokens were worth verifying
@@ -164,7 +165,9 @@ class ProposerStats:
         `max_draft_tokens`. The speedup is the lower one of the long-term mean and the mean since
         the last trial, so that neither a lucky trial nor an easy earlier text is enough. Estimates
         that are not trained yet may be too high, so a new proposer may also get the limit of one
-        that estimates nothing.
+        that estimates nothing. A draft model may always get a limit of 1: where its tokens are
+        expensive or its estimates tell little, as at temperature 1, longer drafts can lose while
+        single tokens gain. The acceptance of first tokens does not depend on where drafts stop.
 
         `clock` knows the pass times of the target.
         """
@@ -172,12 +175,17 @@ class ProposerStats:
             return self._best_fixed_length(seqs, cached, clock)
         measured = [means for means in (self._means, self._recent) if means.seen >= _MIN_PASSES]
         trimmed = self.max_draft_tokens, min(self._gain_of(means, seqs, cached, clock) for means in measured)
-        if not self.is_new:
+        if self.is_new:
+            fixed = self._best_fixed_length(seqs, cached, clock)
+            return fixed if fixed[0] and fixed[1] > trimmed[1] else trimmed
+        if self.costs.draft is None:
             return trimmed
-        fixed = self._best_fixed_length(seqs, cached, clock)
-        return fixed if fixed[0] and fixed[1] > trimmed[1] else trimmed
+        single = self._best_fixed_length(seqs, cached, clock, longest=1)
+        return single if single[0] and single[1] > _SINGLE_GAIN * trimmed[1] else trimmed
 
-    def _best_fixed_length(self, seqs: int, cached: float, clock: Clock) -> tuple[int, float]:
+    def _best_fixed_length(
+        self, seqs: int, cached: float, clock: Clock, *, longest: int = _MAX_POSITIONS
+    ) -> tuple[int, float]:
         """Return the best draft length for all sequences, from the acceptance by position, and its speedup."""
         plain = clock.verify(seqs, 0, cached=cached)
         unit = self._draft_unit(seqs, cached)
@@ -187,7 +195,7 @@ class ProposerStats:
             fixed, per_token = self._draft_cost.per_round * unit, self._draft_cost.per_token * unit
         best = (0, 1.0)
         tau = path_prob = 1.0
-        for k, rate in enumerate(self.acceptance, 1):
+        for k, rate in enumerate(self.acceptance[:longest], 1):
             path_prob *= rate
             if path_prob < _MIN_PATH_PROB:
                 break

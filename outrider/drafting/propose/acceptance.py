@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from outrider.drafting.propose.tree_builder import TreeBuilder, depths
 
 MIN_ACCEPT_PROB = 0.02  # draft tokens with a lower estimated acceptance are left out
 _PRIOR_WEIGHT = 4.0  # weight of the prior, in draft tokens
 _DECAY = 0.99  # of the counts of a kind, with each further draft token of the kind
+_TEXT_WEIGHT = 4.0  # weight of the estimates against the draft tokens of a text, in draft tokens
+_TEXT_DECAY = 0.95  # of the sums of a text, per draft
 
 
 class AcceptanceEstimator:
@@ -50,12 +52,45 @@ class AcceptanceEstimator:
 
     def learn(self, drafted: TreeBuilder, kinds: Sequence[Hashable], emitted: Sequence[int]) -> None:
         """Learn from the draft of a sequence, with `kinds` [N], after the tokens `emitted` were committed."""
-        if not emitted:
-            return
-        path = drafted.path(emitted)
-        accepted_nodes = {-1, *path}
-        for node, (kind, parent) in enumerate(zip(kinds, drafted.parent, strict=True)):
-            # Nothing is known about the children of the last emitted token.
-            if parent in accepted_nodes and (parent < 0 or parent != path[-1] or len(path) < len(emitted)):
-                verified, accepted = self._counts.get(kind, (0.0, 0.0))
-                self._counts[kind] = verified * self._decay + 1, accepted * self._decay + (node in accepted_nodes)
+        for node, is_accepted in judged_nodes(drafted, emitted):
+            verified, accepted = self._counts.get(kinds[node], (0.0, 0.0))
+            self._counts[kinds[node]] = verified * self._decay + 1, accepted * self._decay + is_accepted
+
+
+class TextAcceptance:
+    """The acceptance of draft tokens in one text, relative to their estimates, which are means over all texts.
+
+    Lookups that pay in most texts may fail in one. Its own draft tokens tell after a few of them.
+    """
+
+    def __init__(self) -> None:
+        self._estimated = 0.0  # decayed sums over draft tokens whose ancestors were accepted
+        self._accepted = 0.0
+
+    @property
+    def factor(self) -> float:
+        """The accepted tokens relative to the estimated ones, at most 1: a few tokens do not raise estimates."""
+        return min((self._accepted + _TEXT_WEIGHT) / (self._estimated + _TEXT_WEIGHT), 1.0)
+
+    def learn(self, drafted: TreeBuilder, emitted: Sequence[int]) -> None:
+        """Learn from a draft that was estimated with `factor`, after the tokens `emitted` were committed."""
+        factor = self.factor
+        self._estimated *= _TEXT_DECAY
+        self._accepted *= _TEXT_DECAY
+        for node, is_accepted in judged_nodes(drafted, emitted):
+            parent = drafted.parent[node]
+            parent_prob = drafted.accept_prob[parent] if parent >= 0 else 1.0
+            self._estimated += min(drafted.accept_prob[node] / parent_prob / factor, 1.0)
+            self._accepted += is_accepted
+
+
+def judged_nodes(drafted: TreeBuilder, emitted: Sequence[int]) -> Iterator[tuple[int, bool]]:
+    """Yield the nodes whose ancestors were accepted, and whether each was, after `emitted` was committed."""
+    if not emitted:
+        return
+    path = drafted.path(emitted)
+    accepted_nodes = {-1, *path}
+    for node, parent in enumerate(drafted.parent):
+        # Nothing is known about the children of the last emitted token.
+        if parent in accepted_nodes and (parent < 0 or parent != path[-1] or len(path) < len(emitted)):
+            yield node, node in accepted_nodes

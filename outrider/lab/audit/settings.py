@@ -12,7 +12,18 @@ from outrider.errors import OutriderError
 
 # What is audited, where the user does not say otherwise.
 AUDITED_ENGINE = EngineConfig(k=4)
-_OPTIONS = ("target", "device", "kernels", "quantize", "threads", *DRAFT_OPTIONS, "proposer", "k", "verifier")
+_OPTIONS = (
+    "target",
+    "device",
+    "kernels",
+    "quantize",
+    "kv_dtype",
+    "threads",
+    *DRAFT_OPTIONS,
+    "proposer",
+    "k",
+    "verifier",
+)
 _MIN_SAMPLES = 100  # of a statistical test
 
 

@@ -19,7 +19,7 @@ from outrider.verify.relaxed.registry import with_absolute_table
 
 BENCHMARK, VERSION = "outrider tune", 1
 FIT = "outrider fit"  # its documents have the same settings
-_TARGET_OPTIONS = ("target", "dtype", "kernels", "quantize")
+_TARGET_OPTIONS = ("target", "dtype", "kernels", "quantize", "kv_dtype")
 # Tuned for the proposer of the file, and useless for another one.
 _PROPOSER_OPTIONS = ("k", "verifier", *DRAFT_OPTIONS)
 _OPTIONS = (*_TARGET_OPTIONS, "proposer", *_PROPOSER_OPTIONS)
@@ -48,6 +48,7 @@ def settings_dict(
         "dtype": engine.dtype,
         "kernels": engine.kernels,
         "quantize": engine.quantize,
+        "kv_dtype": engine.kv_dtype,
         **draft_settings(engine, expression, draft_quantize=draft_quantize),
         "models": {name: model_fingerprint(model_folder(name)) for name in names},
     }
@@ -113,6 +114,8 @@ def _read(file: str) -> Mapping[str, Any]:
             f" with: outrider tune --out {file}"
         )
     settings = document.get("settings")
+    if isinstance(settings, dict):
+        settings.setdefault("kv_dtype", AUTO)  # files of earlier versions lack it
     if not isinstance(settings, dict) or not {*_OPTIONS, "models"} <= settings.keys():
         raise OutriderError(f"{file} lacks settings; write it again with: outrider tune --out {file}")
     invalid = [name for name in (*_OPTIONS, "models") if not _is_valid(name, settings[name])]

@@ -79,14 +79,20 @@ def block_tokens(folder: str) -> int:
     return block.draft_tokens if block else 0
 
 
-_BLOCKS = (Kind.DFLASH, Kind.DSPARK)  # heads that other engines run with a block of k tokens
+_BLOCKS = (Kind.DFLASH, Kind.DFLASH2, Kind.DSPARK)  # heads that other engines run with a block of k tokens
 _KINDS: Mapping[str, Kind] = MappingProxyType({kind.value: kind for kind in Kind})
 
 # For each engine: its name in `outrider export --for`, and its names of the kinds of draft heads that it runs.
 _HEADS: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
     {
-        "vLLM": ("vllm", {"eagle": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}),
-        "SGLang": ("sglang", {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK"}),
+        "vLLM": (
+            "vllm",
+            {"eagle": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dflash2": "dflash", "dspark": "dspark"},
+        ),
+        "SGLang": (
+            "sglang",
+            {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dflash2": "DFLASH", "dspark": "DSPARK"},
+        ),
         "llama.cpp": ("llama.cpp", {"eagle3": "draft-eagle3", "dflash": "draft-dflash", "dspark": "draft-dspark"}),
     }
 )

@@ -19,6 +19,7 @@ from outrider.models.cache.pool import CPool
 from outrider.models.cache.prefix_tree import BLOCK, CachedBlock, PrefixTree
 
 _LANES = 16  # entries whose keys are interleaved; kLanes of models/native/csrc/vectors.h
+_SCALE = torch.float32.itemsize  # bytes of the scale of a key or a value in int8
 
 
 class CacheFull(RuntimeError):
@@ -43,7 +44,10 @@ class _BlockTable:
 
 
 class PagedCache:
-    """Keys and values in bfloat16 or float32, which the native kernels read and write through a block table.
+    """Keys and values in bfloat16, float32 or int8, which the native kernels read and write through a block table.
+
+    In int8 each token has a float32 scale per head for its key, and one for its value. They follow
+    the numbers in a block, so whatever copies or shares blocks copies and shares them as well.
 
     A full block of committed tokens is shared read-only. Draft tokens are always written to a
     sequence's own blocks. A prefix that ends within a shared block is copied. If a sequence
@@ -53,11 +57,21 @@ class PagedCache:
     """
 
     def __init__(self, *, slots: int, capacity: int, layers: int, heads: int, dim: int, dtype: torch.dtype) -> None:
-        """Allocate blocks for `slots` sequences of `capacity` tokens. `resize` changes the number of blocks."""
+        """Allocate blocks for `slots` sequences of `capacity` tokens. `resize` changes the number of blocks.
+
+        Args:
+            slots: sequences that run at once.
+            capacity: tokens of a sequence.
+            layers: layers of the model.
+            heads: key heads.
+            dim: of a head.
+            dtype: of keys and values.
+        """
         self._slots = slots
         self._capacity = capacity
         self._reach = -(-capacity // BLOCK)  # blocks of a full context
-        self._shape = (layers, heads, 2, BLOCK, dim)
+        self._dim = dim
+        self._shape = (layers, heads, 2, BLOCK, dim + _SCALE if dtype == torch.int8 else dim)
         self._dtype = dtype
         self._table = array("i", bytes(4 * slots * self._reach))
         self._tables = [_BlockTable() for _ in range(slots)]
@@ -184,7 +198,8 @@ class PagedCache:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Copy keys and values [slots, heads, end - begin, dim] of a layer; None if these slots are empty.
 
-        Entries beyond the length of a slot are arbitrary finite numbers.
+        Those in int8 are returned in float32. Entries beyond the length of a slot are arbitrary
+        finite numbers.
         """
         if not any(self._tables[slot].blocks for slot in slots):
             return None
@@ -204,25 +219,33 @@ class PagedCache:
         keys, values = self._views(entries)
         keys = keys.permute(0, 2, 1, 3, 5, 4, 6)  # [slots, heads, blocks, groups, lanes, words, each]
         values = values.permute(0, 2, 1, 3, 5, 4)  # [slots, heads, blocks, words, each, dim]
-        shape = (*keys.shape[:2], -1, self._shape[-1])
-        return keys.reshape(shape), values.reshape(shape)
+        shape = (*keys.shape[:2], -1, self._dim)
+        keys, values = keys.reshape(shape), values.reshape(shape)
+        if self._dtype != torch.int8:
+            return keys, values
+        scales = self._scales(entries).permute(3, 0, 2, 1, 4).reshape(2, *keys.shape[:-1], 1)
+        return keys * scales[0], values * scales[1]
 
     def _allocate(self, blocks: int) -> torch.Tensor:
-        """Return zeros [blocks, layers, heads, 2, BLOCK, dim]. Pages that are not used take no memory."""
+        """Return zeros [blocks, layers, heads, 2, BLOCK, dim], with scales in int8. Unused pages take no memory."""
         return zeros(blocks, *self._shape, dtype=self._dtype)
 
     def _views(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View blocks as keys [..., heads, groups, words, lanes, each] and values [..., heads, words, dim, each].
 
-        A 4-byte word of keys holds `each` dimensions of one entry, with 16 entries side by side. A
+        A word of keys holds `each` dimensions of one entry, with 16 entries side by side. A
         word of values holds one dimension of `each` adjacent entries. The kernels multiply this
         layout directly (`models/native/csrc/attention.h`).
         """
-        each = 4 // self._dtype.itemsize
-        dim = self._shape[-1]
-        keys, values = entries.flatten(-2).unbind(-2)
+        each = 1 if self._dtype == torch.float32 else 2
+        dim = self._dim
+        keys, values = entries.flatten(-2)[..., : BLOCK * dim].unbind(-2)
         groups = (BLOCK // _LANES, dim // each, _LANES, each)
         return keys.view(*keys.shape[:-1], *groups), values.view(*values.shape[:-1], BLOCK // each, dim, each)
+
+    def _scales(self, entries: torch.Tensor) -> torch.Tensor:
+        """View the scales [..., heads, 2, BLOCK] of blocks in int8."""
+        return entries.flatten(-2)[..., BLOCK * self._dim :].view(torch.float32)
 
     def _publish(self, slot: int, length: int, *, ended: bool = False) -> None:
         """Share the full blocks within the first `length` tokens; with `ended` also the last, partly filled one."""
@@ -274,6 +297,9 @@ class PagedCache:
         each = keys.shape[-1]
         keys[to_block, :, :, to // _LANES, :, to % _LANES] = keys[block, :, :, at // _LANES, :, at % _LANES]
         values[to_block, :, :, to // each, :, to % each] = values[block, :, :, at // each, :, at % each]
+        if self._dtype == torch.int8:
+            scales = self._scales(self._entries)
+            scales[to_block, :, :, :, to] = scales[block, :, :, :, at]
 
     def _locate(self, slot: int, entries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the blocks of entries of a slot, and their indices in these blocks."""

@@ -6,7 +6,7 @@ import ctypes
 
 
 class CPool(ctypes.Structure):
-    """`Pool` of models/native/csrc/decoder.cpp. `PagedCache.resize` sets the address of the entries."""
+    """`Pool` of models/native/csrc/pool.h. `PagedCache.resize` sets the address of the entries."""
 
     __slots__ = ()  # so that an unknown name is an error
     _fields_ = (

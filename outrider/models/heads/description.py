@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
 from types import MappingProxyType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from outrider.errors import OutriderError
 
@@ -33,7 +33,9 @@ class Kind(StrEnum):
     HYDRA = "hydra"  # the embeddings of the earlier draft tokens
     DFLASH = "dflash"  # nothing: one pass fills in a block of mask tokens
     DSPARK = "dspark"  # the previous draft token, which corrects the logits of a DFlash pass
+    DFLASH2 = "dflash2"  # the previous draft token, which ranks the likeliest tokens of a DFlash pass
     XPRESS = "xpress"  # all earlier draft tokens, with which a causal refiner corrects the logits of a DFlash pass
+    DOMINO = "domino"  # the same, with a recurrent correction
     KV_SHARING = "kv-sharing"  # a hidden state, from layers that attend to the target's own keys and values
 
 
@@ -173,6 +175,39 @@ class Refiner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockView:
+    """What the columns of a block attend to in one decoder layer."""
+
+    window: int = 0  # the number of latest positions that a column sees, its own included; 0: all
+    causal: bool = False  # a column sees no later column (JetSpec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """Convolutions over the columns of a block, before and after attention and MLP of each layer (DFlash 2)."""
+
+    taps: int  # columns that a column reads: its own, and those before it
+    group: int  # adjacent channels that share the part of their coefficients that depends on the input
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selector:
+    """A score of each token after the one before it, for the likeliest tokens of a column (DFlash 2)."""
+
+    rank: int
+    candidates: int  # likeliest tokens of a column that can be drafted; 0: all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """A recurrent correction of the logits of a block, by all tokens before a draft token (Domino)."""
+
+    state: int  # width of the recurrent state
+    rank: int  # width of the hidden layer that maps it to logits
+    first: int = 0  # draft tokens at the begin of a block that are not corrected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBlock:
     """A block that one pass fills in: the last committed token, and mask tokens after it."""
 
@@ -183,6 +218,10 @@ class DraftBlock:
     markov_rank: int = 0  # rank of the matrix that corrects logits by the previous token; 0: no correction
     confidence: bool = False  # a confidence head estimates the acceptance probability
     refiner: Refiner | None = None  # corrects logits by all earlier draft tokens
+    views: tuple[BlockView, ...] = ()  # by decoder layer; (): a column attends to everything
+    convolution: Convolution | None = None
+    selector: Selector | None = None
+    recurrence: Recurrence | None = None
 
     @property
     def draft_tokens(self) -> int:
@@ -356,19 +395,78 @@ def _block_problems(description: HeadDescription, block: DraftBlock) -> dict[str
         ),
         f"a block of size {block.size} has no draft token": block.draft_tokens < 1,
         f"its Markov correction has rank {block.markov_rank}": block.markov_rank < 0,
-        "its kind is xpress but it has no causal refiner, or the reverse": (
-            (description.kind is Kind.XPRESS) != (block.refiner is not None)
+        f"it has {len(block.views)} views, which is not one for each decoder layer": (
+            description.body is not None and len(block.views) not in (0, description.body.layers)
         ),
-        **(_refiner_problems(block, block.refiner) if block.refiner else {}),
+        "its attention has a negative window": any(view.window < 0 for view in block.views),
+        **{
+            f"its kind is {kind} but it has no {name}, or the reverse": (description.kind is kind) != (part is not None)
+            for kind, name, part in _parts(block)
+        },
+        "it has several corrections of its logits, or a confidence head beside one": (
+            sum(part is not None for _, _, part in _parts(block)) + (block.markov_rank > 0 or block.confidence) > 1
+        ),
+        **(_refiner_problems(block.refiner) if block.refiner else {}),
+        **_selector_problems(description, block),
+        **(_recurrence_problems(block.recurrence) if block.recurrence else {}),
     }
 
 
-def _refiner_problems(block: DraftBlock, refiner: Refiner) -> dict[str, bool]:
+class _Part(NamedTuple):
+    """A part of a block head that only one kind has."""
+
+    kind: Kind
+    name: str
+    part: object | None
+
+
+def _parts(block: DraftBlock) -> tuple[_Part, ...]:
+    return (
+        _Part(Kind.XPRESS, "causal refiner", block.refiner),
+        _Part(Kind.DFLASH2, "candidate selector", block.selector),
+        _Part(Kind.DOMINO, "recurrent correction", block.recurrence),
+    )
+
+
+def _selector_problems(description: HeadDescription, block: DraftBlock) -> dict[str, bool]:
+    """Return what may be wrong with a candidate selector and its convolutions, and whether it is."""
+    convolution = block.convolution
+    selector = block.selector
+    problems = {
+        "it has a candidate selector but no convolutions, or the reverse": (convolution is None) != (selector is None)
+    }
+    if convolution:
+        taps, group = convolution.taps, convolution.group
+        problems[f"its convolutions read {taps} columns of a block of size {block.size}"] = not 0 < taps <= block.size
+        problems[f"its hidden size is {description.width}, which groups of {group} channels do not divide"] = (
+            group < 1 or description.width % group > 0
+        )
+        problems["it has convolutions, but no norm before its first layer"] = (
+            description.body is not None and not description.body.first_norm
+        )
+    if selector:
+        problems[f"its candidate selector has rank {selector.rank} and {selector.candidates} candidates"] = (
+            not 0 < selector.rank <= _MAX_WIDTH or not 0 <= selector.candidates <= _MAX_VOCAB
+        )
+    return problems
+
+
+def _recurrence_problems(recurrence: Recurrence) -> dict[str, bool]:
+    """Return what may be wrong with a recurrent correction, and whether it is."""
+    sizes = recurrence.state, recurrence.rank
+    return {
+        f"its recurrent correction has sizes of {sizes[0]}, {sizes[1]}": (
+            not all(0 < size <= _MAX_WIDTH for size in sizes)
+        ),
+        f"its recurrent correction begins after {recurrence.first} draft tokens": not 0
+        <= recurrence.first
+        < _MAX_COUNT,
+    }
+
+
+def _refiner_problems(refiner: Refiner) -> dict[str, bool]:
     """Return what may be wrong with a causal refiner, and whether it is."""
     return {
-        "it has a causal refiner, and a Markov correction or a confidence head as well": (
-            block.markov_rank > 0 or block.confidence
-        ),
         f"its causal refiner has sizes of {refiner.rank}, {refiner.ffn}": (
             not (0 < refiner.rank <= _MAX_WIDTH and 0 < refiner.ffn <= _MAX_WIDTH)
         ),

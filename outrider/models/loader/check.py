@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from outrider.core import tree
 from outrider.core.config import NEVER, ONCE
+from outrider.core.params import AUTO
 from outrider.core.target import CompiledTarget, ExpertCounter, Target
 from outrider.core.types import AudioFeatures, Batch, DraftBudget, SequenceState
 from outrider.errors import MODEL_ERRORS, NotEnoughMemory, UnsupportedModel
@@ -29,7 +30,7 @@ from outrider.models.loader.make import make_target
 from outrider.models.torch.attention import NAME
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.gguf_linear import BlockLinear
-from outrider.models.torch.rounding import BLOCK_TOLERANCE, TIE_FACTOR, TOLERANCE, TRIALS
+from outrider.models.torch.rounding import BLOCK_TOLERANCE, INT8_CACHE_TOLERANCE, TIE_FACTOR, TOLERANCE, TRIALS
 from outrider.models.torch.routing import prescribed_experts
 from outrider.runtime.progress import stage
 
@@ -49,9 +50,16 @@ class CheckedTarget(NamedTuple):
 
 
 def make_checked_target(
-    checkpoint: Checkpoint, *, slots: int, context: int, kernels: str = "auto", bits: int = 16, check: str = ONCE
+    checkpoint: Checkpoint,
+    *,
+    slots: int,
+    context: int,
+    kernels: str = "auto",
+    bits: int = 16,
+    kv_dtype: str = AUTO,
+    check: str = ONCE,
 ) -> CheckedTarget:
-    """Make the target for a checkpoint and check it. The first arguments are those of `make_target`.
+    """Make the target for a checkpoint and check it. The arguments before `check` are those of `make_target`.
 
     With `kernels` auto, a model that fails the check on the native or Triton kernels runs on torch,
     with a warning.
@@ -63,15 +71,18 @@ def make_checked_target(
     Raises:
         OutriderError: as in `make_target`.
         UnsupportedModel: as in `make_target` and `check_target`. A quantized model is not tried on
-            torch, because the kernels have quantized it in their own format.
+            torch, because the kernels have quantized it in their own format. Nor is a model whose
+            KV cache is in int8, which torch does not have.
     """
-    target = make_target(checkpoint, slots=slots, context=context, kernels=kernels, bits=bits)
+    target = make_target(checkpoint, slots=slots, context=context, kernels=kernels, bits=bits, kv_dtype=kv_dtype)
     try:
-        passed = None if check == NEVER else _passed(target, checkpoint, bits, check)
+        passed = None if check == NEVER else _passed(target, checkpoint, bits, check, kv_dtype)
         if isinstance(target, CompiledTarget):
             checkpoint.lazy_model.release()  # the kernels have packed its weights
         return CheckedTarget(target, passed)
     except UnsupportedModel as reason:
+        if kv_dtype != AUTO:
+            raise UnsupportedModel(f"{reason}; or leave kv_dtype out, which was {kv_dtype}") from reason
         if kernels != "auto" or not isinstance(target, CompiledTarget):
             raise
         name = kernels_of(target)
@@ -83,7 +94,7 @@ def make_checked_target(
         return CheckedTarget(target, _passed(target, checkpoint, bits, check))
 
 
-def _passed(target: Target, checkpoint: Checkpoint, bits: int, check: str) -> CheckResult:
+def _passed(target: Target, checkpoint: Checkpoint, bits: int, check: str, kv_dtype: str = AUTO) -> CheckResult:
     """Return the kept result of an earlier check, or check the target."""
     name = Path(checkpoint.folder).name or "the model"
     reference = f"transformers {version('transformers')}"
@@ -95,13 +106,16 @@ def _passed(target: Target, checkpoint: Checkpoint, bits: int, check: str) -> Ch
             announcement=f"checking the logits of {name} against {reference}{how}",
             hint=hint,
         ):
-            return check_target(target, checkpoint)
+            return check_target(target, checkpoint, kv_dtype)
 
     return once(checkpoint, target, bits, check_now) if check == ONCE else check_now()
 
 
-def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:
+def check_target(target: Target, checkpoint: Checkpoint, kv_dtype: str = AUTO) -> CheckResult:
     """Compare the logits of a draft tree with those of the model's own forward pass over each branch.
+
+    `kv_dtype` is that of the target, as in `make_target`. The model's own pass does not round keys
+    and values to it, so the comparison bounds the error of the cache.
 
     Raises:
         NotEnoughMemory: the device has too little memory for the KV cache or the passes.
@@ -113,6 +127,8 @@ def check_target(target: Target, checkpoint: Checkpoint) -> CheckResult:
     errors = torch.full((1 + len(_PARENTS),), torch.inf)  # the smallest of all trials, by node
     blocks = target.kernels != "torch" and checkpoint.block_types
     tolerance = BLOCK_TOLERANCE if blocks else TOLERANCE[checkpoint.dtype]
+    if kv_dtype != AUTO:
+        tolerance = max(tolerance, INT8_CACHE_TOLERANCE)
     try:
         for trial in range(TRIALS):
             with quiet_transformers():

@@ -7,9 +7,10 @@ from functools import cache
 
 import torch
 
+from outrider.core.params import AUTO
 from outrider.core.target import Target
 from outrider.errors import OutriderError, UnsupportedModel
-from outrider.models.native.library import MissingKernels
+from outrider.models.native.builds import MissingKernels
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.group_weight import GROUP_KINDS
 
@@ -24,6 +25,7 @@ def make_target(
     context: int,
     kernels: str = "auto",
     bits: int = 16,
+    kv_dtype: str = AUTO,
 ) -> Target:
     """Make the target for a checkpoint.
 
@@ -36,9 +38,10 @@ def make_target(
             the model; else graphs.
         bits: bits per weight of linear layers. 16 leaves them unchanged. 8 and 4 quantize them, in
             `checkpoint.model` as well.
+        kv_dtype: auto or int8, as in `EngineConfig`. int8 needs the native kernels.
 
     Raises:
-        OutriderError: `kernels` or `bits` do not fit the device or the dtype.
+        OutriderError: `kernels`, `bits` or `kv_dtype` do not fit the device or the dtype.
         UnsupportedModel: the native or Triton kernels were requested but do not support the model,
             or it cannot be quantized.
     """
@@ -49,6 +52,12 @@ def make_target(
     native = checkpoint.device.type == "cpu" and has_native_dtype and not on_torch
     if kernels == "native" and not native:
         raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
+    kv_int8 = kv_dtype != AUTO
+    if kv_int8 and not (native and kernels in ("auto", "native")):
+        raise OutriderError(
+            f"kv_dtype {kv_dtype} needs the native kernels, which run decoder-only attention models on a CPU in one"
+            " process; use device cpu, and kernels and dtype auto, or leave kv_dtype out"
+        )
     if kernels == "triton" and on_torch:
         raise UnsupportedModel("the Triton kernels run decoder-only attention models on one GPU; use kernels auto")
     if kernels == "triton" or (kernels == "auto" and checkpoint.device.type == "cuda" and not on_torch):
@@ -63,8 +72,11 @@ def make_target(
         from outrider.models.native.target import NativeTarget
 
         try:
-            return NativeTarget(checkpoint, slots=slots, context=context, bits=bits)
+            stored = torch.int8 if kv_int8 else None
+            return NativeTarget(checkpoint, slots=slots, context=context, bits=bits, kv_dtype=stored)
         except UnsupportedModel as reason:
+            if kv_int8:
+                raise UnsupportedModel(f"{reason}; leave kv_dtype out") from reason
             if kernels == "native":
                 raise UnsupportedModel(f"{reason}; use kernels auto") from reason
             _report_fallback(reason)

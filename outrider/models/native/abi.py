@@ -18,7 +18,7 @@ import torch
 from outrider.core.draws import DrawParams
 from outrider.models.cache.pool import CPool
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256  # kMaxHeadDim of attention.h
 MAX_QUERIES_PER_KEY_HEAD = 48  # kMaxTileRows of attention.h
 
 
@@ -99,7 +99,7 @@ class CModel(ctypes.Structure):
         ("layer", ctypes.POINTER(CLayer)),
         *_pointers("embedding", "norm", "frequency", "rotary_scale", "entry", "id", "pool"),
         *_linears("head", "table", "reduce", "rank"),
-        *_integers("layers", "hidden", "heads", "key_heads", "dim", "ffn"),
+        *_integers("bits", "layers", "hidden", "heads", "key_heads", "dim", "ffn"),
         *_integers("threads", "rotaries", "rotary_dim", "gelu", "candidates", "rounds_table"),
         *_floats("epsilon", "scale", "table_scale", "embedding_scale"),
         *_floats("residual_scale", "logit_divisor", "score_cap", "logit_cap"),

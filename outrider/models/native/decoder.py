@@ -151,7 +151,7 @@ class Decoder(Passes):
                 for part in parts:
                     weights.release(_weight_name(part))
                     count(_weight_name(part))
-        self.dtype = FLOAT_DTYPES[32 if bits == 32 else 16]  # of the embedding, keys and values
+        self.dtype = FLOAT_DTYPES[32 if bits == 32 else 16]  # of the embedding
         table = weights[self._embedding_name]
         self._table = self._pack_table(table)  # the embedding, if it is the LM head or in blocks
         self._embedding = None if self._table else self._arena.keep(self._scaled(_dense(table).to(self.dtype)))
@@ -239,7 +239,7 @@ class Decoder(Passes):
         self._open()
 
     def attach(self, memory: PagedCache) -> None:
-        """Use this KV cache. It has the dtype of this decoder and at least as many layers."""
+        """Use this KV cache. It has at least as many layers as this decoder."""
         self._memory = memory
         self._open()
 
@@ -509,6 +509,7 @@ class Decoder(Passes):
             reduce=self._factors.reduce.c() if self._factors else CLinear(),
             rank=self._factors.rank.c() if self._factors else CLinear(),
             candidates=self._candidates,
+            bits=8 * self.dtype.itemsize,
             layers=len(layers),
             hidden=shape.hidden,
             heads=shape.heads,

@@ -1,4 +1,4 @@
-"""Compile the C++ sources of this folder into a library, once per machine, and load it."""
+"""Load the kernels: a prebuilt library of the wheel, or one that is compiled once per machine."""
 
 from __future__ import annotations
 
@@ -8,77 +8,79 @@ import logging
 import os
 import platform
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
-from outrider.errors import OutriderError, UnsupportedModel
+from outrider.errors import OutriderError
 from outrider.models.native.abi import check_layout
-from outrider.models.native.processor import march
+from outrider.models.native.builds import (
+    COMPILED,
+    VARIABLE,
+    MissingKernels,
+    find_prebuilt,
+    own_flags,
+    sources_hash,
+)
+from outrider.models.native.compiling import FLAGS, UNITS, compile_kernels
 from outrider.runtime.compiler import install_command
 from outrider.runtime.progress import stage
 
 _log = logging.getLogger("outrider")
-_SOURCE_FOLDER = Path(__file__).parent / "csrc"
-# Translation units, the longest first, as they are compiled at the same time.
-_UNITS = (
-    "decoder.cpp",
-    "tiles_codes.cpp",
-    "tiles_integers.cpp",
-    "rules.cpp",
-    "blocks.cpp",
-    "quantize.cpp",
-    "suffix.cpp",
-)
-# Apple's clang has no OpenMP. The kernels have threads of their own then.
-_THREADS = () if sys.platform == "darwin" else ("-fopenmp",)
-_FLAGS = ("-O3", f"-march={march()}", "-std=c++17", "-fPIC", *_THREADS)
-_TIMEOUT = 600  # seconds for one call of the compiler
-
-
-class MissingKernels(UnsupportedModel):
-    """The kernels cannot be compiled or loaded on this system. The message says why, and how to change it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """The compiled kernels."""
+    """The loaded kernels."""
 
     code: ctypes.CDLL
-    compile_seconds: float  # 0 if an earlier run has compiled them
+    build: str  # the name of a prebuilt one, or "compiled"
+    compile_seconds: float  # 0 if they are prebuilt, or an earlier run has compiled them
 
 
 @cache
 def load_library() -> Library:
-    """Load the kernels. Compile them first if no earlier run has.
+    """Load the kernels. Without prebuilt ones, compile them first if no earlier run has.
 
     Raises:
-        MissingKernels: there is no compiler, the compiler fails, or the cache folder cannot be
+        MissingKernels: OUTRIDER_KERNEL_BUILD names no build that runs here, or the kernels are not
+            prebuilt, and there is no compiler, the compiler fails, or the cache folder cannot be
             written.
     """
-    compiler = find_compiler()
-    path = cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
-    seconds = 0.0 if path.is_file() else _compile_once(compiler, path)
-    if isinstance(seconds, MissingKernels):
-        raise MissingKernels(str(seconds))
+    prebuilt = find_prebuilt()
+    if prebuilt:
+        path, build, seconds = prebuilt, prebuilt.stem.rpartition("-")[0], 0.0
+    else:
+        compiler = find_compiler()
+        path, build = cache_folder() / f"kernels-{_fingerprint(compiler)}.so", COMPILED
+        compiled = 0.0 if path.is_file() else _compile_once(compiler, path)
+        if isinstance(compiled, MissingKernels):
+            raise MissingKernels(str(compiled))
+        seconds = compiled
     try:
         # The OpenMP symbols are not linked, so they resolve to torch's. Two thread teams would
         # compete for the cores.
         code = ctypes.CDLL(str(path))
     except OSError as error:
-        raise MissingKernels(f"the compiled kernels in {path} do not load ({error}); delete that file") from error
+        fix = f"set {VARIABLE}={COMPILED}" if prebuilt else "delete that file"
+        raise MissingKernels(f"the kernels in {path} do not load ({error}); {fix}") from error
     check_layout(code)
     _declare_functions(code)
-    return Library(code=code, compile_seconds=seconds)
+    return Library(code=code, build=build, compile_seconds=seconds)
+
+
+def is_available() -> bool:
+    """Return whether there are prebuilt kernels for this processor, or a compiler."""
+    try:
+        return bool(find_prebuilt() or find_compiler())
+    except MissingKernels:
+        return False
 
 
 def _declare_functions(code: ctypes.CDLL) -> None:
@@ -140,8 +142,12 @@ def find_compiler() -> str:
 @cache  # a failure as well, since a start asks for the kernels several times
 def _compile_once(compiler: str, path: Path) -> float | MissingKernels:
     """Compile the kernels to `path`. Return the time in seconds, or why they cannot be compiled."""
+    start = perf_counter()
     try:
-        return _compile(compiler, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _log.warning("compiling the CPU kernels, once per machine; this takes about half a minute")
+        with stage("compiling the CPU kernels, once per machine", len(UNITS)) as compiling:
+            compile_kernels(path, (compiler, *own_flags()), partial(_link, compiler), compiling.advance)
     except MissingKernels as error:
         return error
     except OSError as error:
@@ -149,52 +155,22 @@ def _compile_once(compiler: str, path: Path) -> float | MissingKernels:
         return MissingKernels(
             f"the folder of the compiled kernels, {path.parent}, cannot be written ({error.strerror}); {fix}"
         )
-
-
-def _compile(compiler: str, path: Path) -> float:
-    """Compile the kernels to `path`. Return the time in seconds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    start = perf_counter()
-    link_flags = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        _log.warning("compiling the CPU kernels, once per machine; this takes about half a minute")
-        objects = [str(Path(folder) / f"{unit}.o") for unit in _UNITS]
-        commands = [
-            (compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", output)
-            for unit, output in zip(_UNITS, objects, strict=True)
-        ]
-        library = Path(folder) / "kernels.so"
-        with (
-            stage("compiling the CPU kernels, once per machine", len(_UNITS)) as compiling,
-            ThreadPoolExecutor(os.cpu_count()) as pool,
-        ):
-            for _ in pool.map(_run_compiler, commands):
-                compiling.advance()
-        _run_compiler((compiler, "-shared", *link_flags, *objects, "-o", str(library)))
-        # An atomic move, since other processes may compile at the same time.
-        os.replace(library, path)
     return perf_counter() - start
 
 
-def _run_compiler(command: Sequence[str]) -> None:
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise MissingKernels(f"the C++ compiler does not run ({error}); name another in CXX") from error
-    if result.returncode:
-        message = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-200:])
-        fix = "free some space" if "No space left" in result.stderr else "name another in CXX"
-        raise MissingKernels(f"{command[0]} cannot compile the kernels ({message.strip()}); {fix}")
+def _link(compiler: str, objects: Sequence[str], library: str) -> Sequence[str]:
+    """Return the command that links objects to a library."""
+    flags = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
+    return (compiler, "-shared", *flags, *objects, "-o", library)
 
 
 def _fingerprint(compiler: str) -> str:
     """Return a hash of everything that the compiled library depends on, including the processor."""
-    digest = hashlib.sha256("\n".join((compiler, *_FLAGS, platform.machine(), torch.__version__)).encode())
+    digest = hashlib.sha256("\n".join((compiler, *own_flags(), *FLAGS, platform.machine(), torch.__version__)).encode())
     digest.update(torch.backends.cpu.get_cpu_capability().encode())
     if (info := Path("/proc/cpuinfo")).is_file():
         digest.update(next((line for line in info.read_text().splitlines() if "flags" in line.lower()), "").encode())
-    for source in sorted(_SOURCE_FOLDER.glob("*.[ch]*")):
-        digest.update(source.read_bytes())
+    digest.update(sources_hash().encode())
     return digest.hexdigest()[:16]
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from outrider.errors import UnsupportedModel
-from outrider.models.native.library import find_compiler
+from outrider.models.native.library import is_available
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +78,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def may_run(config: Any) -> bool:
-    """Return whether the kernels know the architecture of a configuration and can be compiled here.
+    """Return whether the kernels know the architecture of a configuration, and are prebuilt or can be compiled here.
 
     Of a multimodal model they run the text part.
     """
-    if config.get_text_config(decoder=True).model_type not in FAMILIES:
-        return False
-    try:
-        return bool(find_compiler())
-    except UnsupportedModel:
-        return False
+    return config.get_text_config(decoder=True).model_type in FAMILIES and is_available()

@@ -50,11 +50,14 @@ class NativeTarget:
 
     cache: Cache
 
-    def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, bits: int = 16) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, *, slots: int, context: int, bits: int = 16, kv_dtype: torch.dtype | None = None
+    ) -> None:
         """Pack the weights and allocate a cache for `slots` sequences of up to `context` tokens.
 
         With `bits` below 16 the weights are quantized, and those of `checkpoint.model` are replaced
-        by the quantized ones when it is made.
+        by the quantized ones when it is made. `kv_dtype` is int8, or None for the dtype of the
+        checkpoint.
 
         Raises:
             UnsupportedModel: the kernels cannot be compiled, or do not support this model.
@@ -79,16 +82,21 @@ class NativeTarget:
         self._columns = 0  # of the last pass
         self._blocks = 0  # of the KV cache before `sleep`
         self._config = checkpoint.config.to_dict()
-        self.kernels = "native" if bits == 16 else f"native int{bits}"
-        if self._decoder.types:
-            self.kernels = f"native {'+'.join(self._decoder.types)}"
+        self._kv_dtype = kv_dtype or self._decoder.dtype
+        types = self._decoder.types or ((f"int{bits}",) if bits < 16 else ())
+        self.kernels = self._kernels(*types)
         self.layers = self._decoder.shape.layers
         self._allocate_cache(self.layers)
 
     @property
     def compile_seconds(self) -> float:
-        """Time to compile the kernels; 0 if an earlier run has compiled them."""
+        """Time to compile the kernels; 0 if they are prebuilt, or an earlier run has compiled them."""
         return self._library.compile_seconds
+
+    @property
+    def kernel_build(self) -> str:
+        """The build of the kernels: that of a prebuilt library, or "compiled"."""
+        return self._library.build
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         self._memory.reserve(batch, draft.width)
@@ -212,9 +220,14 @@ class NativeTarget:
         other = copy(self)
         other._decoder = self._decoder.make_requantized(bits)
         other._layers = ()
-        other.kernels = f"native int{bits}"
+        other.kernels = self._kernels(f"int{bits}")
         other._share_cache(self)
         return other
+
+    def _kernels(self, *types: str) -> str:
+        """Return the name of the kernels with these types of weights, such as native Q4_K+Q6_K kv-int8."""
+        cache = ("kv-int8",) if self._kv_dtype == torch.int8 else ()
+        return " ".join(("native", *(("+".join(types),) if types else ()), *cache))
 
     def _share_cache(self, owner: NativeTarget) -> None:
         """Use the KV cache of the target that this one was made from."""
@@ -230,7 +243,7 @@ class NativeTarget:
             layers=layers,
             heads=shape.key_heads,
             dim=shape.dim,
-            dtype=self._decoder.dtype,
+            dtype=self._kv_dtype,
         )
         self.cache = self._memory
         self._decoder.attach(self._memory)

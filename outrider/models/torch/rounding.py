@@ -14,6 +14,8 @@ TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
 # The native kernels multiply quantized blocks with activations of 8 bits. A small random model
 # amplifies their rounding to 10% of the norm; another architecture differs by 50% or more.
 BLOCK_TOLERANCE = 0.2
+# Keys and values in int8 are rounded to 1/254 of the largest number of a head.
+INT8_CACHE_TOLERANCE = 0.06
 # Comparisons that must all fail before a pass counts as wrong. Rounding may route a token to
 # another expert, which changes its logits.
 TRIALS = 4

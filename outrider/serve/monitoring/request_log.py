@@ -15,6 +15,7 @@ from uuid import uuid4
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.core.types import Completion
+from outrider.serve.pages import PARTS
 
 _log = logging.getLogger("outrider.serve.requests")
 _UNLOGGED_PATHS = frozenset({"/health", "/metrics"})  # polled by monitoring systems
@@ -116,7 +117,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            if scope["path"] not in _UNLOGGED_PATHS:
+            if scope["path"] not in _UNLOGGED_PATHS and not scope["path"].startswith(PARTS):
                 _log.info("request", extra={"fields": entry.fields(scope, status)})
 
 

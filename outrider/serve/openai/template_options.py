@@ -66,6 +66,11 @@ def template_options(
     return chosen
 
 
+def reads_thinking(template: str) -> bool:
+    """Return whether a request may set `enable_thinking` to either value."""
+    return reasoning_of(template, "") is not None and not template_variables(template).isdisjoint(_ENABLE)
+
+
 @lru_cache(maxsize=16)
 def template_variables(template: str) -> frozenset[str]:
     """Return the variables that a request may set in a chat template; none if it is invalid."""

@@ -20,6 +20,7 @@ FOLDER = "folder"  # a layout: the folder of the model as it is
 IN_TARGET = "in target"  # a layout: the checkpoint of the target with the module in it
 NOTHING = "nothing"  # a layout: no files, because the proposer has no weights
 TARGET = "TARGET"  # in commands, if no target is given
+MASKED = "a block with windows or causal layers"  # a kind: a DFlash head with such an attention
 SUFFIX = "suffix"  # the proposer of this name, which runs inside of the engine
 
 _VLLM_SUFFIX = "outrider.tools.vllm_suffix.VllmSuffix"
@@ -224,6 +225,8 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                     command=_vllm("dflash"),
                     tested=_COMPARED,
                 ),
+                MASKED: Recipe(layout="dflash", command=_vllm("dflash")),
+                Kind.DFLASH2: Recipe(layout="dflash2", command=_vllm("dflash"), note="needs a GPU"),
                 Kind.DSPARK: Recipe(
                     layout="dspark-speculators",
                     command=_vllm("dspark"),
@@ -257,6 +260,7 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
                 Kind.EAGLE: Recipe(layout="eagle", command=_sglang("EAGLE")),
                 Kind.EAGLE3: Recipe(layout="eagle3", command=_sglang("EAGLE3")),
                 Kind.DFLASH: Recipe(layout="dflash", command=_sglang("DFLASH")),
+                Kind.DFLASH2: Recipe(layout="dflash2", command=_sglang("DFLASH")),
                 Kind.DSPARK: Recipe(layout="dspark", command=_sglang("DSPARK"), needs_whole_block=True),
                 Kind.MTP: Recipe(layout=IN_TARGET, command=_sglang_mtp, families=_FAMILIES),
             },

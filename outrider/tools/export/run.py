@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from outrider.errors import OutriderError
-from outrider.models.heads.description import Feedback, FuseNorm, Kind
+from outrider.models.heads.description import Feedback, FuseNorm, HeadDescription, Kind
 from outrider.models.heads.files import read_config
 from outrider.models.heads.formats.base import ImportedHead
 from outrider.models.heads.formats.registry import find
@@ -19,7 +19,7 @@ from outrider.models.heads.store import KEY, import_head
 from outrider.models.loader.embedded import model_folder
 from outrider.runtime.atomic_files import check_folder
 from outrider.tools.convert import run_convert
-from outrider.tools.export.engines import FOLDER, GGUF, IN_TARGET, MODEL, SUFFIX, Draft, Recipe, engine_of
+from outrider.tools.export.engines import FOLDER, GGUF, IN_TARGET, MASKED, MODEL, SUFFIX, Draft, Recipe, engine_of
 from outrider.tools.export.gguf_model import same_tokens, write_gguf
 from outrider.tools.export.length import find_length
 from outrider.tools.export.mtp import architecture_of, write_in_target
@@ -53,7 +53,7 @@ def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
     source = None if folder == SUFFIX else model_folder(folder)
     path = _empty_folder(settings.out)
     head = _head(source) if source else None
-    kind = SUFFIX if source is None else MODEL if head is None else str(head.description.kind)
+    kind = SUFFIX if source is None else MODEL if head is None else _kind(head.description)
     recipe = chosen.recipe(kind)
     if head is not None:
         _check(engine, head)
@@ -148,6 +148,12 @@ def _head(folder: Path) -> ImportedHead | None:
         if found is None or found.whole():
             return None
     return import_head(folder)
+
+
+def _kind(description: HeadDescription) -> str:
+    """Return the kind of a head. Most engines ignore the attention masks of a DFlash head, so such a head is apart."""
+    has_masks = description.kind is Kind.DFLASH and description.block is not None and bool(description.block.views)
+    return MASKED if has_masks else str(description.kind)
 
 
 def _check(engine: str, head: ImportedHead) -> None:

@@ -1,9 +1,9 @@
-"""Unrolls a block head: blocks at random positions, filled in by one pass (DFlash, DSpark, XPress).
+"""Unrolls a block head: blocks at random positions, filled in by one pass (DFlash, DSpark, XPress and others).
 
 The hidden states of a sequence are projected once, for many blocks side by side. A block attends to
-the states before it, and bidirectionally to itself, like the one block that the engine drafts at
-this position. Draft token k of a block is trained after k given tokens, as the engine uses it after
-k accepted ones.
+the states before it and to itself, like the one block that the engine drafts at this position.
+Draft token k of a block is trained after k given tokens, as the engine uses it after k accepted
+ones.
 
 The papers weight draft token k by exp(-k / gamma), counted from 0. This is a loss decay of exp(-1 /
 gamma): 0.78 for blocks of 7 draft tokens, 0.82 for 9 and 0.87 for 15.
@@ -11,6 +11,10 @@ gamma): 0.78 for blocks of 7 draft tokens, 0.82 for 9 and 0.87 for 15.
 A causal refiner (XPress, 2608.02438) is trained after given tokens, as it is used when tokens are
 sampled, and after its own tokens of an earlier Jacobi pass, as greedy drafts use it (consistency).
 The logits without the correction are trained as well, because the first pass starts from them.
+
+So are those of a candidate selector (DFlash 2), because they decide which tokens are candidates. The
+selector itself is trained on all tokens. And so are those of a recurrent correction (Domino), whose
+paper lowers their weight in the course of the training.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from outrider.models.heads.description import BlockView
 from outrider.models.heads.modules.block import BlockHead
 from outrider.models.heads.modules.layers import Attention
 from outrider.train.loss.steps import Step, TrainingBatch, sample_columns
@@ -27,6 +32,7 @@ MAX_BLOCKS = 512  # per sequence
 # Weights of the losses of a refiner, besides that after given tokens: after its own tokens, and
 # without correction.
 _CONSISTENCY_WEIGHT, _BASE_WEIGHT = 0.3, 0.6
+_UNARY_WEIGHT = 1.0  # of the loss without the correction of a selector
 CONSISTENCY_PASSES = 3  # of which each batch trains one, at random
 _CHUNK_LOGITS = 1 << 24  # computed at once, for own tokens
 
@@ -44,23 +50,32 @@ def unroll_blocks(module: BlockHead, batch: TrainingBatch, steps: int, share: fl
     columns = _forward(module, batch, starts)
     out = module.predicting(columns)
     refiner = _RefinerSteps(module, batch, starts, columns) if module.block.refiner else None
+    states: torch.Tensor | None = None  # [B, A, S] of a recurrent correction
     rows = torch.arange(len(starts), device=starts.device)[:, None].expand_as(starts)
     last = batch.loss_mask.shape[1] - 1
     for index in range(min(steps, module.block.draft_tokens)):
         position = (starts + index).clamp(max=last)  # of the token before the draft token
         valid = valid & (starts + index <= last) & batch.loss_mask[rows, position]
         index_out = out[:, :, index][valid]
-        previous_tokens = batch.tokens[rows, position][valid]
+        before = batch.tokens[rows, position]
+        previous_tokens = before[valid]
         target = batch.target_probs_at(rows[valid], position[valid])
         base = module.logits(index_out)
         if refiner is not None:
             yield refiner.step(index, valid, base, target)
             continue
+        if module.block.recurrence:
+            states = module.recurrence.advance(module.embed(before), states)
+            depth = torch.full_like(previous_tokens, index)
+            corrections = module.recurrence.corrections(index_out, states[valid], depth)
+            yield Step(loss_mask=valid, logits=base + corrections, target=target, auxiliary=((_BASE_WEIGHT, base),))
+            continue
         yield Step(
             loss_mask=valid,
-            logits=module.correct_logits(base, previous_tokens),
+            logits=module.correct_logits(base, index_out, previous_tokens),
             target=target,
             confidence=module.confidence(index_out, previous_tokens) if module.block.confidence else None,
+            auxiliary=((_UNARY_WEIGHT, base),) if module.block.selector else (),
         )
 
 
@@ -89,7 +104,8 @@ def _forward(module: BlockHead, batch: TrainingBatch, starts: torch.Tensor) -> t
     positions = torch.arange(states.shape[1], device=device)
     block_positions = starts[..., None] + torch.arange(module.block.size, device=device)
     state_kv = module.keys_and_values(states, positions.expand(len(states), -1))
-    attention = _BlockAttention(state_kv, positions >= starts[..., None])
+    views = module.block.views or (BlockView(),) * len(state_kv)
+    attention = _BlockAttention(state_kv, starts, block_positions, views)
     first_tokens = batch.tokens.gather(1, starts)
     return module(first_tokens, block_positions.flatten(1), attention)  # type: ignore[no-any-return]
 
@@ -167,15 +183,25 @@ def _own_tokens(
 class _BlockAttention:
     """Attention of a block to the states before it and to itself."""
 
-    def __init__(self, state_kv: Sequence[tuple[torch.Tensor, torch.Tensor]], hidden: torch.Tensor) -> None:
-        """Take the keys and values of states, and the attention mask.
+    def __init__(
+        self,
+        state_kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        starts: torch.Tensor,
+        positions: torch.Tensor,
+        views: Sequence[BlockView],
+    ) -> None:
+        """Take the keys and values of states, and the blocks.
 
         Args:
             state_kv: keys and values [B, Hkv, L, D] of the target's states, by layer.
-            hidden: [B, A, L] bool: the states that a block does not attend to.
+            starts: [B, A] positions of the first columns of blocks.
+            positions: [B, A, size] positions of all columns.
+            views: what the columns see, by layer.
         """
         self._state_kv = state_kv
-        self._hidden = hidden[:, None, None, :, None]
+        self._views = views
+        length = state_kv[0][0].shape[2]
+        self._hidden = {view: _hidden(view, starts, positions, length)[:, None, None] for view in set(views)}
 
     def __call__(
         self,
@@ -185,17 +211,34 @@ class _BlockAttention:
         value: torch.Tensor,
     ) -> torch.Tensor:
         state_keys, state_values = (tensor[:, :, None] for tensor in self._state_kv[attention.layer_idx])
+        hidden = self._hidden[self._views[attention.layer_idx]]  # [B, 1, 1, A, size, L + size]
         length = state_keys.shape[3]  # of [B, Hkv, 1, L, D]
         rows, heads, columns, dim = key.shape
-        blocks = self._hidden.shape[3]
-        by_block = (blocks, columns // blocks)
+        by_block = hidden.shape[3:5]
         query = (query * dim**-0.5).view(rows, heads, -1, columns, dim)
         key, value = (tensor.reshape(rows, heads, 1, *by_block, dim) for tensor in (key, value))
         state_scores = (query @ state_keys.transpose(-1, -2)).view(rows, heads, -1, *by_block, length)
         block_scores = query.view(rows, heads, -1, *by_block, dim) @ key.transpose(-1, -2)
         # block_scores is [B, Hkv, G, A, size, size]
-        scores = torch.cat([state_scores.masked_fill(self._hidden, -torch.inf), block_scores], -1)
+        scores = torch.cat([state_scores, block_scores], -1).masked_fill(hidden, -torch.inf)
         weights = scores.float().softmax(-1).to(value.dtype)
         from_states = weights[..., :length].flatten(3, 4) @ state_values
         from_block = (weights[..., length:] @ value).flatten(3, 4)
         return (from_states + from_block).flatten(1, 2)
+
+
+def _hidden(view: BlockView, starts: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+    """Return whether a column does not see each of `length` states and each column of its block.
+
+    The result is [B, A, size, length + size] bool. The other arguments are those of `_BlockAttention`.
+    """
+    states = torch.arange(length, device=starts.device)
+    columns = positions[..., None]  # [B, A, size, 1]
+    of_states = (states >= starts[..., None, None]).expand(*positions.shape, -1)
+    of_block = torch.zeros_like(columns, dtype=torch.bool).expand(*positions.shape, positions.shape[-1])
+    if view.causal:
+        of_block = columns < positions[..., None, :]
+    if view.window:
+        of_states = of_states | (states <= columns - view.window)
+        of_block = of_block | (positions[..., None, :] <= columns - view.window)
+    return torch.cat([of_states, of_block], -1)

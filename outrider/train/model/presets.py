@@ -11,8 +11,10 @@ from typing import Any
 from outrider.errors import OutriderError
 from outrider.models.heads.description import (
     AuxStates,
+    BlockView,
     Body,
     Centroids,
+    Convolution,
     DraftBlock,
     Feedback,
     FuseNorm,
@@ -22,7 +24,9 @@ from outrider.models.heads.description import (
     Kind,
     MaskTokens,
     ParallelHeads,
+    Recurrence,
     Refiner,
+    Selector,
     SharedKV,
 )
 
@@ -32,6 +36,8 @@ _EAGLE3_KINDS = frozenset({"eagle3", "eagle31", "peagle", "slim"})
 _DRAFT_TOKENS = 7  # default of the kinds that draft all tokens in one pass
 _MAX_RANK = 256  # of what corrects a draft token by the tokens before it
 _REFINER_RATIO, _JACOBI_PASSES, _CANDIDATES = 2, 6, 512  # of xpress: width of the MLP over the rank; as published
+_TAPS, _GROUP, _SELECTED = 2, 16, 16  # of dflash2, as published
+_MAX_STATE, _UNCORRECTED = 1024, 1  # of domino, as published
 _MAX_AUX_LAYERS = 5  # layers of the target that a block head reads
 
 
@@ -218,31 +224,56 @@ def _parallel_heads(kind: Kind) -> Callable[[Sizes], HeadDescription]:
     return describe_kind
 
 
-def _block(kind: Kind) -> Callable[[Sizes], HeadDescription]:
-    """Return a function that describes a draft of this kind: dflash, dspark or xpress."""
+def _dflash(sizes: Sizes, kind: Kind = Kind.DFLASH, **parts: Any) -> HeadDescription:
+    """Return a draft whose block has these parts. By default, the first column predicts no token."""
+    draft_tokens = sizes.draft_tokens or _DRAFT_TOKENS
+    return _head(
+        sizes,
+        kind,
+        aux_states=AuxStates(layers=_block_aux_layers(sizes.layers), fused=True),
+        body=replace(_body(sizes), head_norms=True),
+        block=DraftBlock(**{"size": draft_tokens + 1, **parts}),
+    )
 
-    def describe_kind(sizes: Sizes) -> HeadDescription:
-        is_dspark = kind is Kind.DSPARK
-        draft_tokens = sizes.draft_tokens or _DRAFT_TOKENS
-        # At most a quarter of the width, because the two tables of a correction have a row for
-        # every token.
-        rank = max(min(_MAX_RANK, sizes.hidden // 4), 1)
-        refiner = Refiner(rank=rank, ffn=_REFINER_RATIO * rank, passes=_JACOBI_PASSES, candidates=_CANDIDATES)
-        return _head(
-            sizes,
-            kind,
-            aux_states=AuxStates(layers=_block_aux_layers(sizes.layers), fused=True),
-            body=replace(_body(sizes), head_norms=True),
-            block=DraftBlock(
-                size=draft_tokens if is_dspark else draft_tokens + 1,
-                sample_from_anchor=is_dspark,
-                markov_rank=rank if is_dspark else 0,
-                confidence=is_dspark,
-                refiner=refiner if kind is Kind.XPRESS else None,
-            ),
-        )
 
-    return describe_kind
+def _rank(sizes: Sizes) -> int:
+    """Return the rank of a correction.
+
+    It is at most a quarter of the width, because the two tables of a correction have a row for
+    every token.
+    """
+    return max(min(_MAX_RANK, sizes.hidden // 4), 1)
+
+
+def _jetspec(sizes: Sizes) -> HeadDescription:
+    return _dflash(sizes, views=(BlockView(causal=True),) * sizes.depth)
+
+
+def _dflash2(sizes: Sizes) -> HeadDescription:
+    return _dflash(
+        sizes,
+        Kind.DFLASH2,
+        convolution=Convolution(taps=_TAPS, group=math.gcd(_GROUP, sizes.hidden)),
+        selector=Selector(rank=_rank(sizes), candidates=_SELECTED),
+    )
+
+
+def _dspark(sizes: Sizes) -> HeadDescription:
+    draft_tokens = sizes.draft_tokens or _DRAFT_TOKENS
+    parts = {"size": draft_tokens, "sample_from_anchor": True, "markov_rank": _rank(sizes), "confidence": True}
+    return _dflash(sizes, Kind.DSPARK, **parts)
+
+
+def _domino(sizes: Sizes) -> HeadDescription:
+    recurrence = Recurrence(state=min(_MAX_STATE, sizes.hidden), rank=_rank(sizes), first=_UNCORRECTED)
+    draft_tokens = sizes.draft_tokens or _DRAFT_TOKENS
+    return _dflash(sizes, Kind.DOMINO, size=draft_tokens, sample_from_anchor=True, recurrence=recurrence)
+
+
+def _xpress(sizes: Sizes) -> HeadDescription:
+    rank = _rank(sizes)
+    refiner = Refiner(rank=rank, ffn=_REFINER_RATIO * rank, passes=_JACOBI_PASSES, candidates=_CANDIDATES)
+    return _dflash(sizes, Kind.XPRESS, refiner=refiner)
 
 
 def _block_aux_layers(layers: int) -> tuple[int, ...]:
@@ -263,9 +294,12 @@ KINDS: Mapping[str, Callable[[Sizes], HeadDescription]] = MappingProxyType(
         "mtp": _mtp,
         "medusa": _parallel_heads(Kind.MEDUSA),
         "hydra": _parallel_heads(Kind.HYDRA),
-        "dflash": _block(Kind.DFLASH),
-        "dspark": _block(Kind.DSPARK),
-        "xpress": _block(Kind.XPRESS),
+        "dflash": _dflash,
+        "jetspec": _jetspec,
+        "dflash2": _dflash2,
+        "dspark": _dspark,
+        "xpress": _xpress,
+        "domino": _domino,
         KV_SHARING: _kv_sharing,
     }
 )

@@ -70,6 +70,27 @@ def test_trimmed_drafts_have_the_whole_limit():
     assert not stats.estimates_acceptance
 
 
+def test_single_tokens_are_drafted_where_longer_drafts_lose():
+    """A draft token takes half a pass. The estimates let 4 be drafted, of which 1 is accepted."""
+    half = PassCost(tokens=(1, 2), seconds=(0.5, 0.5), entry=0, pair=0)
+    stats = stats_of(costs(FLAT, half))
+    stats.note_draft(SimpleNamespace(accept_prob=((0.5,),)))
+    for _ in range(20):
+        stats.learn(replace(outcome(1), draft_seconds=20.0), cached=0)
+    length, gain = best_length(stats)
+    assert length == 1
+    assert gain == pytest.approx(2 / 1.5, rel=0.05)
+
+
+def test_lookups_keep_the_whole_limit():
+    """Their estimates tell where a first token is worth it, so its acceptance says nothing about the other places."""
+    stats = stats_of(costs(FLAT, None))
+    stats.note_draft(SimpleNamespace(accept_prob=((0.5,),)))
+    for _ in range(20):
+        stats.learn(replace(outcome(1), output_tokens=5, draft_seconds=0.0), cached=0)
+    assert best_length(stats)[0] == 12
+
+
 def test_rounds_without_use_are_counted_until_the_next_use():
     stats = stats_of()
     before = stats.idle_rounds

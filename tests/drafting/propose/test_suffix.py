@@ -13,12 +13,14 @@ import torch
 
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, DraftBudget, Scores
+from outrider.drafting.propose.acceptance import TextAcceptance
 from outrider.drafting.propose.lookup.suffix import SuffixProposer
 from outrider.drafting.propose.lookup.suffix_automaton import Automaton
 from outrider.drafting.propose.lookup.suffix_history import CONTEXT, History
 from outrider.drafting.propose.lookup.suffix_text import NativeSuffixIndex, PythonSuffixIndex, suffix_index_factory
 from outrider.drafting.propose.lookup.suffix_tree import ShareCalibration
 from outrider.drafting.propose.registry import find_proposer
+from outrider.drafting.propose.tree_builder import TreeBuilder
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.native.library import load_library
 from outrider.testing import ToyTarget, toy_setup
@@ -368,6 +370,49 @@ def test_useful_outputs_are_kept_longer():
     run_request(proposer, [2, 2, 2, 2, 2, 2, 2, 2, 2, 2], "c")
     assert draft_tokens(proposer, [0, *STORY[:5]], "a") == STORY[5:9]
     assert draft_tokens(proposer, other[:4], "b") == draft_tokens(SuffixProposer(setup()), other[:4], "b")
+
+
+def test_a_text_that_rejects_drafts_lowers_its_own_estimates():
+    proposer = SuffixProposer(setup())
+    skipping = list(range(0, 20, 2))  # each token is followed by another one than in the prompt
+    seq = make_seq(list(range(21)), 0)
+    proposer.admit(0, seq.request)
+    for token in skipping:
+        batch, draft = propose(proposer, seq)
+        round = make_round(batch, draft, Scores(logits=torch.empty(0)), [()], [(token,)])
+        proposer.commit(round)
+        append(round)
+    other = make_seq(seq.token_ids, 1)
+    proposer.admit(1, other.request)
+    own = propose(proposer, seq)[1]
+    fresh = propose(proposer, other)[1]
+    assert own.accept_prob[0][0] < 0.7 * fresh.accept_prob[0][0]
+
+
+def test_accepted_drafts_restore_the_estimates_of_a_text_and_never_exceed_them():
+    text = TextAcceptance()
+    drafted = TreeBuilder([1, 2], [-1, 0], [0.8, 0.4])
+    text.learn(drafted, [3])
+    assert text.factor == pytest.approx(4 / (4 + 0.8))
+    text.learn(drafted, [1, 3])
+    estimated = 0.95 * 0.8 + 0.8 * 1.2 + 0.5 * 1.2  # the second draft was estimated with a factor of 1 / 1.2
+    assert text.factor == pytest.approx((4 + 1) / (4 + estimated))
+    for _ in range(60):
+        text.learn(drafted, [1, 2, 3])
+    assert text.factor == 1
+
+
+def test_rounds_without_drafts_index_nothing_until_the_next_draft():
+    proposer = SuffixProposer(setup(), history=10)
+    seq = make_seq([*STORY, *STORY[:3]], 0)
+    proposer.admit(0, seq.request)
+    assert propose(proposer, seq, budget=0)[1].size == 0  # the prefill
+    for token in STORY[3:6]:
+        seq.num_cached_tokens = len(seq.token_ids)
+        seq.token_ids.append(token)
+        assert propose(proposer, seq, budget=0)[1].size == 0
+        assert len(proposer._indexes[0]) == len(STORY) + 3
+    assert propose(proposer, seq)[1].tokens[0].tolist() == STORY[6:10]
 
 
 def test_prompt_is_indexed_as_it_is_prefilled():

@@ -163,7 +163,11 @@ def advice_bytes(**settings):
 
 
 INVALID_SETTINGS = (
-    *((name, value) for name in ("target", "proposer", "verifier", "dtype", "quantize") for value in (5, ["x"])),
+    *(
+        (name, value)
+        for name in ("target", "proposer", "verifier", "dtype", "quantize", "kv_dtype")
+        for value in (5, ["x"])
+    ),
     *(("k", value) for value in (-1, "some", True, None, 1.5)),
     *(("draft_window", value) for value in (0, "some", True, 1.5)),
     *(("draft_candidates", value) for value in (0, "some")),

@@ -16,7 +16,17 @@ from outrider.drafting.propose.draft_model import chain as chain_module
 from outrider.drafting.propose.draft_model.confidence import Confidence
 from outrider.drafting.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.errors import OutriderError
-from outrider.models.heads.description import AuxStates, DraftBlock, FuseNorm, HeadDescription, Refiner
+from outrider.models.heads.description import (
+    AuxStates,
+    BlockView,
+    Convolution,
+    DraftBlock,
+    FuseNorm,
+    HeadDescription,
+    Recurrence,
+    Refiner,
+    Selector,
+)
 from outrider.models.heads.store import make_module, read_head, write_head
 from outrider.models.heads.targets.block import BlockTarget
 from outrider.models.heads.targets.registry import make_head_target
@@ -46,18 +56,24 @@ from tests.models.heads.training_pass import LENGTHS, TrainingPass
 SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, draft_tokens=4)
 MINI = Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=2, draft_tokens=4)
 NANO = Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, depth=1, draft_tokens=4)
-KINDS = ["dflash", "dspark", "xpress"]
+KINDS = ["dflash", "jetspec", "dflash2", "dspark", "xpress", "domino"]
+VIEWS = BlockView(window=5), BlockView(window=7, causal=True)
 
 
 def make_head(description: HeadDescription, seed: int = 0):
-    """Return a module with random weights, also in the Markov correction, the confidence head and the refiner."""
-    return random_head(description, seed, perturbed=("norm", "markov", "judge", "mix", "token_out"))
+    """Return a module with random weights, also in what corrects logits and in the convolutions."""
+    return random_head(description, seed, perturbed=("norm", "markov", "judge", "mix", "token_out", "after", "kernel"))
 
 
 def variants(kind: str) -> dict[str, HeadDescription]:
     """Descriptions of a kind, by name."""
     plain = describe(kind, SMALL)
-    if kind == "xpress":
+    if kind == "dflash2":  # training scores all tokens
+        every = replace(plain.block.selector, candidates=0)
+        plain = replace(plain, block=replace(plain.block, selector=every))
+    if kind in ("jetspec", "dflash2", "domino"):
+        last = {"windows": replace(plain, block=replace(plain.block, views=VIEWS))}
+    elif kind == "xpress":
         refiner = plain.block.refiner
         last = {"anchored": replace(plain, block=DraftBlock(size=3, sample_from_anchor=True, refiner=refiner))}
     else:
@@ -65,14 +81,14 @@ def variants(kind: str) -> dict[str, HeadDescription]:
         last = {"confidence without Markov": replace(plain, block=spark)}
     return {
         "plain": plain,
-        "reduced draft vocabulary": describe(kind, replace(SMALL, draft_vocab=9)),
+        "reduced draft vocabulary": replace(plain, draft_vocab=9),
         "own tables": replace(
             plain,
             own_embedding=True,
             own_lm_head=True,
             body=replace(plain.body, hidden=48, heads=4, attention_bias=True),
         ),
-        "one layer without fusion": replace(plain, aux_states=AuxStates(layers=(7,)), final_norm=False),
+        "state without fusion": replace(plain, aux_states=AuxStates(layers=(7,)), final_norm=False),
         **last,
     }
 
@@ -119,6 +135,10 @@ def test_description_without_a_block_field_is_readable():
         ({"block": DraftBlock(size=1)}, "a block of size 1 has no draft token"),
         ({"block": DraftBlock(size=4, markov_rank=-1)}, "its Markov correction has rank -1"),
         ({"block": DraftBlock(size=4, refiner=Refiner(rank=8, ffn=8, passes=2))}, "it has no causal refiner, or the"),
+        ({"block": DraftBlock(size=4, views=VIEWS[:1])}, "has 1 views, which is not one for each decoder layer"),
+        ({"block": DraftBlock(size=4, views=(BlockView(window=-1),) * 2)}, "attention has a negative window"),
+        ({"block": DraftBlock(size=4, selector=Selector(rank=8, candidates=2))}, "no candidate selector, or the rev"),
+        ({"block": DraftBlock(size=4, convolution=Convolution(taps=2, group=16))}, "selector but no convolutions, or"),
         ({"target_hidden": 32}, "hidden size is 64, but the target's embedding and LM head have size 32"),
     ],
 )
@@ -129,21 +149,50 @@ def test_invalid_descriptions_are_rejected(change, message):
 
 def test_presets_for_large_targets_follow_the_papers():
     sizes = Sizes(hidden=4096, layers=36, vocab=151936, epsilon=1e-6, draft_tokens=15)
-    dflash, dspark, xpress = (describe(kind, sizes) for kind in KINDS)
-    assert dflash.aux_states.layers == dspark.aux_states.layers == xpress.aux_states.layers == (1, 9, 17, 25, 33)
-    assert dflash.block == DraftBlock(size=16)
-    assert dspark.block == DraftBlock(size=15, sample_from_anchor=True, markov_rank=256, confidence=True)
-    assert xpress.block == DraftBlock(size=16, refiner=Refiner(rank=256, ffn=512, passes=6, candidates=512))
+    published = {
+        "dflash": DraftBlock(size=16),
+        "jetspec": DraftBlock(size=16, views=(BlockView(causal=True),)),
+        "dflash2": DraftBlock(
+            size=16, convolution=Convolution(taps=2, group=16), selector=Selector(rank=256, candidates=16)
+        ),
+        "dspark": DraftBlock(size=15, sample_from_anchor=True, markov_rank=256, confidence=True),
+        "xpress": DraftBlock(size=16, refiner=Refiner(rank=256, ffn=512, passes=6, candidates=512)),
+        "domino": DraftBlock(size=15, sample_from_anchor=True, recurrence=Recurrence(state=1024, rank=256, first=1)),
+    }
+    assert published.keys() == set(KINDS)
+    for kind, block in published.items():
+        assert describe(kind, sizes).block == block
+        assert describe(kind, sizes).aux_states.layers == (1, 9, 17, 25, 33)
     assert describe("dflash", replace(sizes, layers=1)).aux_states.layers == (0,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "change", "message"),
+    [
+        ("dflash2", "convolution", {"taps": 6}, "its convolutions read 6 columns of a block of size 5"),
+        ("dflash2", "convolution", {"group": 24}, "hidden size is 64, which groups of 24 channels do not divide"),
+        ("dflash2", "selector", {"rank": 0}, "has rank 0 and 16 candidates"),
+        ("domino", "recurrence", {"state": 0}, "sizes of 0, 16"),
+        ("domino", "recurrence", {"first": -1}, "begins after -1 draft tokens"),
+    ],
+)
+def test_invalid_parts_are_rejected(kind, part, change, message):
+    description = describe(kind, SMALL)
+    block = description.block
+    with pytest.raises(OutriderError, match=message):
+        replace(description, block=replace(block, **{part: replace(getattr(block, part), **change)}))
 
 
 @pytest.mark.fast_cases(
     "dflash-plain",
     "dflash-confidence without Markov",
     "dspark-reduced draft vocabulary",
-    "dspark-one layer without fusion",
+    "dspark-state without fusion",
     "xpress-own tables",
     "xpress-anchored",
+    "jetspec-plain",
+    "dflash2-windows",
+    "domino-windows",
 )
 @pytest.mark.parametrize(("kind", "name"), ALL_VARIANTS)
 def test_engine_logits_equal_training_logits(kind, name):
@@ -250,6 +299,28 @@ def test_blocks_in_one_training_pass_are_independent(monkeypatch):
         assert torch.equal(step.loss_mask, full_step.loss_mask.gather(1, index))
 
 
+@pytest.mark.parametrize(("kind", "learned"), [("dflash2", ("kernel", "after")), ("domino", ("token_out",))])
+def test_new_corrections_change_nothing_and_learn(kind, learned):
+    torch.manual_seed(4)
+    module = make_module(describe(kind, SMALL))
+    module.share_weights(TABLES.embedding, TABLES.head)
+    texts = TrainingBatch(
+        tokens=torch.randint(0, 40, (1, 9)),
+        aux_states=torch.randn(1, 8, 5, 64),
+        target_probs=torch.rand(8, 40),
+        loss_mask=torch.ones(1, 8, dtype=torch.bool),
+    )
+    loss = torch.zeros(())
+    for step in unrolled(module, texts, 4):
+        ((_, base),) = step.auxiliary
+        assert torch.equal(step.logits, base)
+        loss = loss + step.logits.logsumexp(-1).sum()
+    loss.backward()
+    names = [name for name, _ in module.named_parameters() if any(part in name for part in learned)]
+    assert len(names) == (9 if kind == "dflash2" else 1)  # two layers have four kernels each
+    assert all(bool(module.get_parameter(name).grad.any()) for name in names)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_of_one_token_is_not_trained(kind):
     module = make_module(describe(kind, SMALL))
@@ -280,8 +351,8 @@ def test_logits_of_a_node_depend_only_on_its_path(kind):
             while (parent := int(draft.parent[b, path[0]])) >= 0:
                 path.insert(0, parent)
             chain = tree.chain(draft.tokens[:, path], (len(path),) * 2)
-            chain_logits = head.score(batch, chain, len(path) - 1).logits
-            assert torch.allclose(chain_logits[b, 0], node_logits[b, node], atol=1e-4)
+            chain_logits = head.score(batch, chain, 0).logits
+            assert torch.allclose(chain_logits[b, -1], node_logits[b, node], atol=1e-4)
 
 
 def test_confidence_depends_on_the_parent_but_not_on_the_token_itself():
@@ -324,7 +395,13 @@ def test_confidence_head_limits_the_draft_length():
     assert lengths == [0, 4]
 
 
-@pytest.mark.fast_cases("dflash-HeadProposer-1.0", "dspark-HeadTreeProposer-0.0", "xpress-HeadProposer-1.0")
+@pytest.mark.fast_cases(
+    "dflash2-HeadProposer-1.0",
+    "dspark-HeadTreeProposer-0.0",
+    "jetspec-HeadTreeProposer-0.0",
+    "xpress-HeadProposer-1.0",
+    "domino-HeadTreeProposer-0.0",
+)
 @pytest.mark.parametrize(("make", "temperature"), [(HeadProposer, 1.0), (HeadTreeProposer, 0.0)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_equals_plain_decoding(kind, temperature, make, tmp_path, monkeypatch):

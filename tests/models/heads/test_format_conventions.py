@@ -176,6 +176,9 @@ def test_block_heads_are_exported_only_to_formats_that_can_represent_them():
     own_lm_head = replace(dflash[0], own_lm_head=True), dflash[1]
     for (description, weights), name, message in (
         (dspark, "dflash", "use --to dspark"),
+        (random_case("causal dflash"), "dflash-speculators", "a causal block without a window; use --to dflash"),
+        (random_case("dflash2"), "dflash", "is of kind dflash2; use --to dflash2"),
+        (dflash, "domino", "is not of kind domino; use --to dflash"),
         (dflash, "dspark", "use --to dflash"),
         (reduced, "dspark", "use --to dspark-speculators"),
         (own_lm_head, "dflash", "use --to dflash-speculators"),
@@ -185,9 +188,9 @@ def test_block_heads_are_exported_only_to_formats_that_can_represent_them():
             format_of(name).write(description, weights, TARGET)
     xpress = random_case("xpress")
     for name in ("dflash", "dspark", "dflash-speculators"):
-        with pytest.raises(OutriderError, match="has a causal refiner; use --to xpress"):
+        with pytest.raises(OutriderError, match="is of kind xpress; use --to xpress"):
             format_of(name).write(xpress[0], xpress[1], TARGET)
-    with pytest.raises(OutriderError, match="has no causal refiner; use --to dflash"):
+    with pytest.raises(OutriderError, match="is not of kind xpress; use --to dflash"):
         format_of("xpress").write(dflash[0], dflash[1], TARGET)
     odd = replace(xpress[0], block=replace(xpress[0].block, refiner=replace(xpress[0].block.refiner, ffn=12)))
     with pytest.raises(OutriderError, match="no multiple of its rank; use --to xpress"):

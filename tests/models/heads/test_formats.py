@@ -92,9 +92,11 @@ def plain_output():
     "deepseek",
     "modules with tables",
     "mimo",
-    "dflash",
+    "causal dflash",
     "narrow dflash",
     "anchored dflash",
+    "dflash2",
+    "domino of speculators",
     "xpress of speculators",
 )
 @pytest.mark.parametrize("case", [case for case in MINI if "assistant" not in case])  # its target is a Gemma 4

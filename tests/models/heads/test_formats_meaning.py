@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
 
 from outrider.core import tree
+from outrider.core.types import SharedWeights
 from outrider.models.heads.config import ConfigReader
 from outrider.models.heads.description import Body, Rope, Scaling
 from outrider.models.heads.formats.base import Source, TargetInfo
@@ -21,6 +22,7 @@ from outrider.models.heads.modules.layers import Attention, rotation
 from outrider.models.heads.rotary import frequencies
 from outrider.models.heads.store import load_module
 from outrider.models.heads.targets.autoregressive import AutoregressiveTarget, NativeAutoregressiveTarget
+from outrider.models.heads.targets.registry import make_head_target
 from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
@@ -226,7 +228,7 @@ def import_case(case):
     weights = random_draft(description, seed=3).state_dict()
     config, tensors = format_of(name).write(description, weights, target)
     imported_description, imported_weights = format_of(name).read(Source(config, tensors, target))
-    module = load_module(imported_description, imported_weights, where=case)
+    module = load_module(imported_description, imported_weights, where=case).eval()
     module.share_weights(TABLE, HEAD)
     return tensors, module
 
@@ -349,10 +351,24 @@ def test_parallel_heads_agree_with_references(case):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-def block(t, *, size, mask, first):
+def convolved(t, name, which, x, kernel_input):
+    """Convolve the columns x [size, H] before (`which` 0) or after (1) a sublayer, if it has convolutions."""
+    if f"{name}.base_kernel" not in t:
+        return x
+    base = t[f"{name}.base_kernel"][which]
+    dynamic = (kernel_input @ t[f"{name}.kernel_projection.weight"].T).view(len(x), 2, len(base), -1)[:, which]
+    out = []
+    for row in range(len(x)):
+        taps = [base[tap] + dynamic[row, tap].repeat_interleave(16) for tap in range(len(base))]
+        out.append(sum(kernel * x[row - tap] for tap, kernel in enumerate(taps) if tap <= row))
+    return torch.stack(out)
+
+
+def block(t, *, size, mask, first, views=()):
     """Return a function from states [T, layers, H] and the token after them to the outputs of the columns that predict.
 
-    These are the columns from `first` on. `mask` is the row of the embedding that is the mask.
+    These are the columns from `first` on. `mask` is the row of the embedding that is the mask. `views` has the window
+    of each layer, 0 for none, and whether its columns see no later column.
     """
 
     def run(aux_states, token):
@@ -361,7 +377,13 @@ def block(t, *, size, mask, first):
         positions = torch.arange(len(context) + size).float()
         for i in range(sum(name.endswith("q_proj.weight") for name in t)):
             prefix = f"layers.{i}."
-            normed_block = rms_norm(x, t[f"{prefix}input_layernorm.weight"])
+            normed = rms_norm(x, t[f"{prefix}input_layernorm.weight"])
+            normed_block = convolved(t, f"{prefix}attention_conv", 0, normed, normed)
+            window, causal = views[i] if views else (0, False)
+            distance = positions[-size:, None] - positions
+            hidden = (distance >= window) if window else torch.zeros_like(distance, dtype=torch.bool)
+            if causal:
+                hidden = hidden | (distance < 0)
 
             def project(name, y, prefix=prefix):
                 y = (y @ t[f"{prefix}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, DIM)).transpose(0, 1)
@@ -374,9 +396,12 @@ def block(t, *, size, mask, first):
             query = project("q", normed_block)
             key = repeat_key_heads(project("k", visible), len(query))
             value = repeat_key_heads(project("v", visible), len(query))
-            out = (query @ key.transpose(-1, -2) / DIM**0.5).softmax(-1) @ value
-            x = x + out.transpose(0, 1).flatten(-2) @ t[f"{prefix}self_attn.o_proj.weight"].T
-            x = x + mlp(t, f"{prefix}mlp.", rms_norm(x, t[f"{prefix}post_attention_layernorm.weight"]))
+            out = (query @ key.transpose(-1, -2) / DIM**0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ value
+            out = out.transpose(0, 1).flatten(-2) @ t[f"{prefix}self_attn.o_proj.weight"].T
+            x = x + convolved(t, f"{prefix}attention_conv", 1, out, normed)
+            normed = rms_norm(x, t[f"{prefix}post_attention_layernorm.weight"])
+            out = mlp(t, f"{prefix}mlp.", convolved(t, f"{prefix}mlp_conv", 0, normed, normed))
+            x = x + convolved(t, f"{prefix}mlp_conv", 1, out, normed)
         return rms_norm(x, t["norm.weight"])[first:]
 
     return run
@@ -410,10 +435,44 @@ def check_refiner(t, module, columns, expected):
     torch.testing.assert_close(refiner.corrections(latents), torch.stack(corrections), atol=1e-3, rtol=1e-3)
 
 
+def select(t, logits, out, before):
+    """Return the scores of the five likeliest tokens of each column after the token before it; -inf for others."""
+    before_table, after_table = (t[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor"))
+    scores = torch.full_like(logits, -torch.inf)
+    for row, token in enumerate(before.tolist()):
+        gate = before_table[token] * (out[row] @ t["candidate_selector.hidden_projection.weight"].T)
+        for candidate in logits[row].argsort(descending=True)[:5].tolist():
+            scores[row, candidate] = logits[row, candidate] + gate @ after_table[candidate]
+    return scores
+
+
+def recurrent_corrections(t, out, tokens):
+    """Return the corrections [n, V] of columns, each after one more of `tokens` [n]; the first one has none."""
+    weights = {name.removeprefix("logits_correction."): value for name, value in t.items()}
+    gru = torch.nn.GRU(64, 24, bias=False)
+    gru.load_state_dict({name: weights[f"prefix_gru.{name}"] for name in gru.state_dict()})
+    states, _ = gru(t.get("embed_tokens.weight", TABLE)[tokens])
+    hidden = functional.silu(torch.cat([out, states], -1) @ weights["embed_proj.0.weight"].T)
+    corrections = hidden @ weights["embed_proj.2.weight"].T
+    corrections[0] = 0
+    return corrections
+
+
+MIXED = [(4, True), (4, True), (0, False)]
+NEAR = [(4, False)] * 3
+
+
 @pytest.mark.parametrize(
     ("case", "size", "first"),
     [
         ("dflash", 5, 1),
+        ("causal dflash", 5, 1),
+        ("dflash with windows", 5, 1),
+        ("windows of speculators", 5, 1),
+        ("dflash2", 5, 1),
+        ("dflash2 of speculators", 5, 1),
+        ("domino", 4, 0),
+        ("domino of speculators", 4, 1),
         ("narrow dflash", 5, 1),
         ("dspark", 4, 0),
         ("dspark with tables", 4, 0),
@@ -426,14 +485,11 @@ def check_refiner(t, module, columns, expected):
 def test_block_heads_agree_with_references(case, size, first):
     t, module = import_case(case)
     aux_states = torch.randn(6, 3, 64)
-    expected = block(t, size=size, mask=MASK, first=first)(aux_states, 11)
-    context = module.keys_and_values(module.fuse_states(aux_states), torch.arange(6))
-
-    def attend(attention, query, key, value):
-        context_key, context_value = context[attention.layer_idx]
-        return full_attention(query, torch.cat([context_key, key], -2), torch.cat([context_value, value], -2))
-
-    columns = module(torch.tensor([11]), 6 + torch.arange(size), attend)[0]
+    views = {"causal dflash": [(0, True)] * 3, "dflash2": NEAR}.get(case, MIXED if "windows" in case else ())
+    expected = block(t, size=size, mask=MASK, first=first, views=views)(aux_states, 11)
+    tables = SharedWeights(embedding=TABLE, head=HEAD, norm=torch.ones(64), epsilon=EPSILON)
+    head = make_head_target(module, tables, slots=1, context=32)
+    columns = head._run_blocks(feed(head, module.description, [*range(6), 11], aux_states))[0]
     if module.block.refiner:
         check_refiner(t, module, columns, expected)
         return
@@ -444,7 +500,15 @@ def test_block_heads_agree_with_references(case, size, first):
     if module.block.markov_rank:
         markov = t["markov_head.markov_w1.weight"][before]
         expected_logits = expected_logits + markov @ t["markov_head.markov_w2.weight"].T
-    logits = module.correct_logits(module.logits(out), before)
+    if module.block.selector:
+        expected_logits = select(t, expected_logits, expected, before)
+    logits = module.correct_logits(module.logits(out), out, before)
+    if module.block.recurrence:
+        expected_logits = expected_logits + recurrent_corrections(t, expected, before)
+        states = None
+        for depth, token in enumerate(before):
+            states = module.recurrence.advance(module.embed(token[None]), states)
+            logits[depth] += module.recurrence.corrections(out[depth], states[0], torch.tensor(depth))
     torch.testing.assert_close(logits, expected_logits, atol=1e-3, rtol=1e-3)
     if module.block.confidence:
         weight = t["confidence_head.proj.weight"][0]

@@ -38,8 +38,9 @@ def description_of(layout: str, **changes) -> HeadDescription:
 
 def make_head(description: HeadDescription, seed: int = 0):
     """Return a target that runs a head whose corrections are as large as its logits."""
-    module = random_head(description, seed, perturbed=("norm", "mix", "token_in", "token_out"))
-    module.refiner.token_out.weight *= 30
+    module = random_head(description, seed, perturbed=("norm", "mix", "token_in", "token_out", "kernel", "after"))
+    if description.block.refiner:
+        module.refiner.token_out.weight *= 30
     return make_head_target(module, TABLES, slots=2, context=32)
 
 
@@ -97,11 +98,14 @@ def test_only_candidates_can_be_drafted():
     assert bool((all_tokens.score(same_batch, tree.empty(2, CPU)).logits > -torch.inf).all())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("candidates", [0, 12])
-def test_tokens_are_sampled_from_the_stated_distribution(layout, candidates):
+STATED = {f"{layout} {count}": description_of(layout, candidates=count) for layout in LAYOUTS for count in (0, 12)}
+STATED |= {kind: describe(kind, SIZES) for kind in ("dflash2", "domino")}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_tokens_are_sampled_from_the_stated_distribution(name):
     """Each q of a sampled chain equals the head's distribution after the tokens before it, in a chain of its own."""
-    head = make_head(description_of(layout, candidates=candidates))
+    head = make_head(STATED[name])
     proposer = HeadProposer(replace(toy_setup(ToyTarget(vocab=40)), draw=Draw.SAMPLE), head)
     seq = make_seq([1, 2, 3, 4, 5], 0, SamplingParams(temperature=1.0))
     proposer.admit(0, seq.request)
@@ -117,6 +121,7 @@ def test_tokens_are_sampled_from_the_stated_distribution(layout, candidates):
         q = draft.q.values[draft.q.at[0, depth]]
         assert torch.allclose(q, expected, atol=1e-5)
         assert q[draft.tokens[0, depth]] > 0
+        assert int((q > 0).sum()) <= (16 if name == "dflash2" else 40)
 
 
 def texts_of(tokens: torch.Tensor) -> TrainingBatch:

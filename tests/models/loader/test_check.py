@@ -174,6 +174,7 @@ def test_failure_of_quantized_weights_on_triton_kernels(folders, monkeypatch):
             "differ from the model's own .*; use another model, or transformers.generate for this one$",
         ),
         ({"kernels": "auto", "bits": 8}, "or use kernels torch, since this was on the native kernels"),
+        ({"kernels": "auto", "kv_dtype": "int8"}, "or leave kv_dtype out, which was int8"),
     ],
 )
 def test_failure_that_is_not_tried_on_torch(settings, message, broken_kernels, folders):

@@ -22,9 +22,9 @@ def checks(tmp_path, monkeypatch):
     ran = []
     run = check.check_target
 
-    def counted(target, checkpoint):
+    def counted(target, checkpoint, kv_dtype):
         ran.append(target.kernels)
-        return run(target, checkpoint)
+        return run(target, checkpoint, kv_dtype)
 
     monkeypatch.setattr(check, "check_target", counted)
     return ran

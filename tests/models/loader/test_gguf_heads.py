@@ -10,6 +10,7 @@ import torch
 
 from outrider import LLM, SamplingParams
 from outrider.errors import OutriderError, UnsupportedModel
+from outrider.models.heads.description import BlockView
 from outrider.models.heads.files import read_target_info
 from outrider.models.heads.formats.base import TargetInfo
 from outrider.models.heads.formats.registry import format_of
@@ -20,6 +21,7 @@ from tests.helpers import tiny
 from tests.helpers.gguf_architectures import writable_model, write_architecture
 from tests.helpers.heads import HEAD, MASK, TABLE, cases, random_draft
 
+_CONVOLVED = {"attention": "attn", "mlp": "ffn"}
 _LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -38,8 +40,9 @@ _TOP = {"norm": "output_norm", "lm_head": "output", "input_norm": "enc.output_no
 _TOP |= (
     {"embed_tokens": "token_embd"}
     | {f"markov_head.{part}": part for part in ("markov_w1", "markov_w2")}
-    | {"confidence_head.proj": "conf_proj"}
+    | {"confidence_head.proj": "conf_proj", "candidate_selector.hidden_projection": "selector_hidden"}
 )
+_LAYER |= {f"{part}_conv.kernel_projection": f"{other}_conv_proj" for part, other in _CONVOLVED.items()}
 
 
 def _target(vocab=96):
@@ -58,6 +61,17 @@ def _target(vocab=96):
 
 def _interleaved(weight, heads):
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def _add_selector(writer, kind, config):
+    """Add the fields that only DFlash 2 has."""
+    inner = config.get("dflash_config", {})
+    if "selector_rank" not in inner:
+        return
+    for field in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
+        writer.add_uint32(f"{kind}.{field}", inner[field])
+    writer.add_uint32(f"{kind}.attention.sliding_window", config["sliding_window"])
+    writer.add_bool(f"{kind}.attention.causal", inner["causal"])
 
 
 def _write(path, name, kind, *, factors=None, fields=()):
@@ -82,6 +96,7 @@ def _write(path, name, kind, *, factors=None, fields=()):
     writer.add_uint32("tokenizer.ggml.mask_token_id", MASK)
     if "sample_from_anchor" in config:
         writer.add_bool(f"{kind}.sample_from_anchor", config["sample_from_anchor"])
+    _add_selector(writer, kind, config)
     for field, value in dict(fields).items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{kind}.{field}", value)
     for key, weight in tensors.items():
@@ -89,6 +104,10 @@ def _write(path, name, kind, *, factors=None, fields=()):
         module, _, suffix = part.rpartition(".")
         if key == "d2t":
             writer.add_tensor("d2t", (weight + torch.arange(len(weight))).numpy())
+        elif part.endswith("base_kernel"):
+            writer.add_tensor(f"blk.{layer}.{_CONVOLVED[module.partition('_')[0]]}_conv_base", weight.numpy())
+        elif key.endswith("_codebook"):
+            writer.add_tensor(f"selector_{part.removesuffix('_codebook').rpartition('.')[2]}.weight", weight.numpy())
         elif layer.isdecimal():
             permuted = kind == "eagle3" and module in ("self_attn.q_proj", "self_attn.k_proj")
             values = _interleaved(weight, 4 if "q_proj" in module else 2) if permuted else weight
@@ -116,6 +135,7 @@ def _llama3_factors():
         ("eagle3", "eagle3", None),
         ("eagle3 without a norm", "eagle3", _llama3_factors()),
         ("dflash", "dflash", None),
+        ("dflash2", "dflash", None),
         ("dspark", "dflash", None),
         ("dspark with tables", "dflash", None),
     ],
@@ -166,7 +186,6 @@ def test_a_file_has_a_module_for_further_tokens(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention.sliding_window": 8}, "a sliding window, which draft heads do not support"),
         ({"final_logit_softcapping": 30.0}, "capped logits"),
         ({"logit_scale": 2.0}, "scaled logits"),
         ({"embedding_scale": 2.0}, "is a draft head with scaled embeddings or values"),
@@ -177,6 +196,12 @@ def test_what_draft_heads_do_not_support_is_refused(tmp_path, fields, message):
     _write(path, "dflash", "dflash", fields=fields)
     with pytest.raises(OutriderError, match=message):
         import_head(path, _target())
+
+
+def test_windows_and_causal_blocks_are_read(tmp_path):
+    path = tmp_path / "head.gguf"
+    _write(path, "dflash", "dflash", fields={"attention.sliding_window": 8, "attention.causal": 1})
+    assert import_head(path, _target()).description.block.views == (BlockView(window=8, causal=True),) * 3
 
 
 def test_an_unknown_scaling_of_a_head_is_refused(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from outrider.models.native import abi, library
 from outrider.models.native.abi import CChain, CLayer, CModel, CPass, check_layout
+from outrider.models.native.builds import SOURCES
 from tests.helpers import tiny
 
 pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
@@ -75,7 +76,7 @@ def test_every_structure_is_compared():
         value for value in vars(abi).values() if isinstance(value, type) and issubclass(value, ctypes.Structure)
     }
     assert structures == set(abi._STRUCTURES)
-    sources = "".join(path.read_text() for path in library._SOURCE_FOLDER.iterdir())
+    sources = "".join(path.read_text() for path in SOURCES.iterdir())
     assert set(re.findall(r"OUTRIDER_LAYOUT\((\w+), \w+,", sources)) == {
         structure.__name__.removeprefix("C") for structure in structures
     }

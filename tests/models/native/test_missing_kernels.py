@@ -15,7 +15,7 @@ from outrider.models.loader import make
 from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
-from outrider.models.native import library
+from outrider.models.native import compiling, library
 from outrider.runtime import compiler
 from tests.helpers import tiny
 
@@ -94,7 +94,7 @@ def test_a_full_disk_is_named_and_met_once(monkeypatch, tmp_path):
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "find_compiler", lambda: "g++")
-    monkeypatch.setattr(library.subprocess, "run", fail)
+    monkeypatch.setattr(compiling.subprocess, "run", fail)
     counts = []
     for _ in range(2):
         with pytest.raises(library.MissingKernels, match=r"No space left on device\); free some space$"):

@@ -89,10 +89,10 @@ def folders(tmp_path_factory):
     return {name: tiny.save(root / name, config) for name, config in MODELS.items()}
 
 
-def load_target(folder, layers=(), *, bits=16, context=128):
+def load_target(folder, layers=(), *, bits=16, context=128, kv_dtype="auto"):
     """Return a target and the transformers model that it was made from."""
     checkpoint = load_checkpoint(folder, dtype="float32" if bits == 32 else "bfloat16", device="cpu")
-    target = make_target(checkpoint, slots=4, context=context, kernels="native", bits=min(bits, 16))
+    target = make_target(checkpoint, slots=4, context=context, kernels="native", bits=min(bits, 16), kv_dtype=kv_dtype)
     target.export_hidden_states(layers)
     checkpoint.model.set_attn_implementation("eager")
     return target, checkpoint.model

@@ -23,18 +23,30 @@ MODELS = {
 }
 
 
+COMMITTED = [BLOCK - 1, BLOCK, 2 * BLOCK - 3, 150]  # tokens
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("attention")
     return {name: tiny.save(root / name, config) for name, config in MODELS.items()}
 
 
-@pytest.mark.fast_cases("32-dim 32", "32-dim 64, one key head", "16-dim 48", "16-window")
+@pytest.mark.fast_cases(
+    "auto-32-dim 32",
+    "auto-32-dim 64, one key head",
+    "auto-16-dim 48",
+    "auto-16-window",
+    "int8-16-dim 48",
+    "int8-16-window",
+)
 @torch.inference_mode()
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("bits", [32, 16])
-def test_bits_do_not_depend_on_prefill_chunks(name, bits, folders):
-    target, _ = load_target(folders[name], bits=bits, context=256)
+@KV_DTYPES
+def test_bits_do_not_depend_on_prefill_chunks(name, bits, kv_dtype, folders):
+    target, _ = load_target(folders[name], bits=bits, context=256, kv_dtype=kv_dtype)
     tokens = random_ids(LENGTH)
     reference = feed(target, [tokens[:1]], draft=chain(tokens[1:]))[0].logits[0]
     for sizes in ([LENGTH - 1, 1], [63, 1, 64, 62], [64, 64, 62], [65, 60, 3, 62], [7] * 27 + [1], [1] * LENGTH):
@@ -43,12 +55,16 @@ def test_bits_do_not_depend_on_prefill_chunks(name, bits, folders):
         assert torch.equal(logits, reference[ends]), sizes
 
 
+@pytest.mark.fast_cases(
+    *(f"auto-{committed}-{name}" for committed in COMMITTED for name in MODELS), "int8-63-dim 32", "int8-150-window"
+)
 @torch.inference_mode()
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("committed", [BLOCK - 1, BLOCK, 2 * BLOCK - 3, 150])
-def test_tree_nodes_that_fill_a_block_equal_each_branch_alone(name, committed, folders):
+@pytest.mark.parametrize("committed", COMMITTED)
+@KV_DTYPES
+def test_tree_nodes_that_fill_a_block_equal_each_branch_alone(name, committed, kv_dtype, folders):
     """The last block of a branch may be whole although its entries are not adjacent in the cache."""
-    target, _ = load_target(folders[name], context=256)
+    target, _ = load_target(folders[name], context=256, kv_dtype=kv_dtype)
     tokens = random_ids(committed)
     draft = random_tree([12], 250, random.Random(committed))
     scores = feed(target, [tokens], draft=draft)[0].logits
@@ -69,10 +85,11 @@ def test_logits_are_close_to_transformers(name, folders):
 
 
 @torch.inference_mode()
-def test_unused_entries_of_a_block_may_be_nan(folders):
-    target, _ = load_target(folders["dim 32"], context=256)
+@KV_DTYPES
+def test_unused_entries_of_a_block_may_be_nan(kv_dtype, folders):
+    target, _ = load_target(folders["dim 32"], context=256, kv_dtype=kv_dtype)
     tokens = random_ids(100)
     expected = feed(target, [tokens])[0].logits
     target.cache.release(0)
-    target._memory._entries.fill_(float("nan"))
+    target._memory._entries.view(torch.uint8).fill_(0xFF)  # NaN in float32 and bfloat16
     assert torch.equal(feed(target, [tokens[:70], tokens[70:]], slot=1)[-1].logits, expected)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from outrider.core.config import FULL_BITS, SHARDED, draft_weight_bits
+from outrider.core.params import AUTO
 from outrider.core.placement import DraftPlacement
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.target import Target, WeightSharer
@@ -123,6 +124,11 @@ class _OpenedModel:
         """Whether both tokenizers give the same ids, whatever the padding of the vocabularies."""
         return bool(self.setup.tokenizer.get_vocab() == self.checkpoint.tokenizer.get_vocab())
 
+    @property
+    def _may_be_native(self) -> bool:
+        """Whether the native kernels run the architecture of the draft model."""
+        return self.checkpoint.source is None and may_run(self.checkpoint.config)
+
     def model(self, tokens_per_token: int = 1) -> Target:
         """Make the draft model.
 
@@ -146,7 +152,12 @@ class _OpenedModel:
     def _as_stored(self, size: int) -> Target:
         setup = self.setup
         return make_checked_target(
-            self.checkpoint, slots=setup.slots, context=size, kernels=setup.kernels, check=setup.check
+            self.checkpoint,
+            slots=setup.slots,
+            context=size,
+            kernels=setup.kernels,
+            kv_dtype=setup.kv_dtype if self._may_be_native else AUTO,
+            check=setup.check,
         ).target
 
     def _quantized(self, size: int) -> Target:
@@ -165,10 +176,16 @@ class _OpenedModel:
         on_gpu = setup.kernels == "triton" or (setup.kernels == "auto" and setup.device.type == "cuda")
         kernels = "triton" if on_gpu else "native"
         try:
-            if kernels == "native" and (self.checkpoint.source is not None or not may_run(config)):
+            if kernels == "native" and not self._may_be_native:
                 raise UnsupportedModel(f"{config.model_type} does not run on the native kernels")
             return make_checked_target(
-                self.checkpoint, slots=setup.slots, context=size, kernels=kernels, bits=bits, check=setup.check
+                self.checkpoint,
+                slots=setup.slots,
+                context=size,
+                kernels=kernels,
+                bits=bits,
+                kv_dtype=setup.kv_dtype,
+                check=setup.check,
             ).target
         except UnsupportedModel as reason:
             raise _not_quantized(self.folder, setup, reason) from reason

@@ -5,10 +5,13 @@ After SuffixDecoding (Oliaro et al. 2024) and SAM-Decoding (Hu et al. 2024).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
+from outrider.core import tree
 from outrider.core.proposer import Proposer, ProposerSetup, parse_count
 from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
+from outrider.drafting.propose.acceptance import TextAcceptance
 from outrider.drafting.propose.lookup.source_text import source_text
 from outrider.drafting.propose.lookup.suffix_history import History
 from outrider.drafting.propose.lookup.suffix_text import SuffixIndex, suffix_index_factory
@@ -39,17 +42,21 @@ class SuffixProposer:
         self._offsets: dict[int, int] = {}  # by slot: indexed tokens before those of the sequence
         self._seqs: dict[int, SequenceState] = {}  # by slot
         self._calibration = ShareCalibration()
+        self._texts: dict[int, TextAcceptance] = {}  # by slot
         self._drafted: dict[int, SuffixDraft] = {}  # by slot, in this round
 
     def admit(self, slot: int, request: Request) -> None:
         index = self._indexes[slot] = self._make_index()
         index.extend(source_text(request))
         self._offsets[slot] = len(index)
+        self._texts[slot] = TextAcceptance()
 
     def propose(self, batch: Batch) -> Draft:
         self._drafted = {}
+        self._seqs.update((seq.slot, seq) for seq in batch.seqs)
+        if not any(batch.draft_budget) and sum(map(len, batch.feed)) == len(batch.seqs):
+            return tree.empty(len(batch.seqs), self._device)  # the next draft indexes these tokens
         for seq, start, feed, budget in zip(batch.seqs, batch.start, batch.feed, batch.draft_budget, strict=True):
-            self._seqs[seq.slot] = seq
             index = self._indexes[seq.slot]
             index.extend(seq.token_ids[len(index) - self._offsets[seq.slot] : start + len(feed)])
             self._drafted[seq.slot] = self._grow(seq, index, budget) if budget else SuffixDraft()
@@ -59,12 +66,14 @@ class SuffixProposer:
         for seq, emitted in zip(round.batch.seqs, round.emitted, strict=True):
             if drafted := self._drafted.get(seq.slot):
                 self._calibration.learn(drafted, emitted)
+                self._texts[seq.slot].learn(drafted.builder, emitted)
                 if self._history:
                     self._history.mark_useful(drafted.outputs(emitted))
 
     def release(self, slot: int) -> None:
         self._indexes.pop(slot, None)
         self._offsets.pop(slot, None)
+        self._texts.pop(slot, None)
         seq = self._seqs.pop(slot, None)
         # A preempted sequence has no slot any more, and continues later.
         if self._history and seq and seq.slot == slot:
@@ -86,10 +95,12 @@ class SuffixProposer:
         history.learn(self._scope(seq), prompt, output)
 
     def _grow(self, seq: SequenceState, index: SuffixIndex, budget: int) -> SuffixDraft:
+        factor = self._texts[seq.slot].factor
+        factors = array("d", [factor * each for each in self._calibration.factors])
         if self._history is None:
-            return index.grow([], 0, self._calibration.factors, budget)
+            return index.grow([], 0, factors, budget)
         continuations, matched = self._history.continuations(self._scope(seq), seq.token_ids, budget)
-        return index.grow(continuations, matched, self._calibration.factors, budget)
+        return index.grow(continuations, matched, factors, budget)
 
 
 def suffix_proposer(argument: str, setup: ProposerSetup) -> Proposer:

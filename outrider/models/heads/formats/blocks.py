@@ -1,9 +1,9 @@
-"""DFlash, DSpark and XPress in the formats of z-lab, DeepSpec, SpecForge and vLLM, and in that of speculators.
+"""Heads that fill in blocks, in the formats of z-lab, DeepSpec, SpecForge and vLLM, and in that of speculators.
 
 The layers are the same in all formats. The formats differ in two ways that tensors do not show.
 Speculators counts the target's layers by inputs, the others by outputs. And the column of the last
-committed token predicts a draft token (`sample_from_anchor`) by default in DSpark, but not in
-DFlash and XPress. If this is misread, each draft token is shifted by one position.
+committed token predicts a draft token (`sample_from_anchor`) by default in DSpark and in Domino of
+speculators, but not in the others. If this is misread, each draft token is shifted by one position.
 
 The mask is a row of the embedding, which is the target's if the draft head has none.
 """
@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.nn import functional
 
 from outrider.errors import OutriderError
 from outrider.models.heads.config import ConfigReader
-from outrider.models.heads.description import AuxStates, Body, DraftBlock, HeadDescription, Kind, Refiner
+from outrider.models.heads.description import AuxStates, Body, DraftBlock, HeadDescription, Kind
 from outrider.models.heads.formats.base import (
     Config,
     Source,
@@ -32,6 +31,14 @@ from outrider.models.heads.formats.base import (
     shared_lm_head,
     stored,
 )
+from outrider.models.heads.formats.block_parts import (
+    BLOCK_KINDS,
+    BlockKind,
+    flat_kind,
+    stored_confidence,
+    take_confidence,
+)
+from outrider.models.heads.formats.block_views import read_views, written_views
 from outrider.models.heads.formats.eagle3 import read_ids, to_output_layers, write_ids
 from outrider.models.heads.formats.llama import LLAMAS, layer_tensors, read_body, take_layer, unlike, write_body
 from outrider.models.heads.formats.speculators import speculators
@@ -46,49 +53,12 @@ _REQUIRED: Mapping[str, str] = MappingProxyType(
         "norm.weight": "norm.weight",
     }
 )
-_MARKOV: Mapping[str, str] = MappingProxyType(
-    {
-        "markov_in.weight": "markov_head.markov_w1.weight",
-        "markov_out.weight": "markov_head.markov_w2.weight",
-    }
-)
-# The refiner of XPress as it is stored for vLLM, and by speculators. The weight `mix` is stored as
-# it is trained.
-_REFINER: Mapping[str, str] = MappingProxyType(
-    {
-        "refiner.token_in.weight": "xpress_head.w1.weight",
-        "refiner.column_in.weight": "xpress_head.down_h.weight",
-        "refiner.block_in.weight": "xpress_head.down_g.weight",
-        "refiner.join.weight": "xpress_head.in_proj.weight",
-        "refiner.mix": "xpress_head.mix.L",
-        "refiner.gate.weight": "xpress_head.mlp.gate_proj.weight",
-        "refiner.up.weight": "xpress_head.mlp.up_proj.weight",
-        "refiner.down.weight": "xpress_head.mlp.down_proj.weight",
-        "refiner.token_out.weight": "xpress_head.w2.weight",
-    }
-)
-_NESTED_REFINER: Mapping[str, str] = MappingProxyType(
-    {
-        "refiner.token_in.weight": "refiner_head.token_embed.weight",
-        "refiner.column_in.weight": "refiner_head.down_h.weight",
-        "refiner.block_in.weight": "refiner_head.down_g.weight",
-        "refiner.join.weight": "refiner_head.in_proj.weight",
-        "refiner.mix": "refiner_head.mix_l",
-        "refiner.gate.weight": "refiner_head.mlp_gate.weight",
-        "refiner.up.weight": "refiner_head.mlp_up.weight",
-        "refiner.down.weight": "refiner_head.mlp_down.weight",
-        "refiner.token_out.weight": "refiner_head.readout.weight",
-    }
-)
-_PASSES, _CANDIDATES = 6, 512  # of XPress, where the config has none; engines choose the candidates
-_CONFIDENCE_PREFIX = "confidence_head.proj."
 _IDS = "aux_hidden_state_layer_ids"  # counted by inputs
-# Switches of the attention, and the values that are supported.
-_MUST_BE_FALSE = ("is_causal", "causal", "use_swa", "attention_sink_bias", "add_swa_attention_sink_bias")
+# Switches, and the values that are supported.
+_MUST_BE_FALSE = ("attention_sink_bias", "add_swa_attention_sink_bias")
 _MUST_BE_TRUE = ("is_neox_style", "rope_is_neox_style", "use_aux_hidden_state")
-_SPECULATORS: Mapping[Kind, str] = MappingProxyType(  # classes of speculators
-    {Kind.DFLASH: "DFlashSpeculator", Kind.DSPARK: "DSparkSpeculator", Kind.XPRESS: "XPressSpeculator"}
-)
+_MUST_BE_ONE = ("input_embedding_scale", "output_multiplier")
+_PROJECTORS = (Kind.DFLASH, Kind.DSPARK, Kind.DOMINO)
 _NUM_ANCHORS = 512  # blocks of a sequence in training; DeepSpec's model requires the key
 
 
@@ -98,19 +68,14 @@ class Blocks:
 
     name: str
     title: str
-    kind: Kind  # dflash, dspark or xpress
+    kind: Kind  # of block heads
     nested: bool
     file: str = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         if self.nested or "speculators_model_type" in config:
             return self.nested and config.get("speculators_model_type") == self.kind
-        kind = Kind.DFLASH
-        if "XPress" in str(config.get("architectures")) or _REFINER["refiner.mix"] in names:
-            kind = Kind.XPRESS
-        elif "DSpark" in str(config.get("architectures")) or _MARKOV["markov_in.weight"] in names:
-            kind = Kind.DSPARK
-        return kind is self.kind and {"fc.weight", "hidden_norm.weight"} <= set(names)
+        return {"fc.weight", "hidden_norm.weight"} <= set(names) and flat_kind(config, names) is self.kind
 
     def module(self, names: Collection[str]) -> str | None:
         return None
@@ -120,35 +85,37 @@ class Blocks:
         layer = config.object("transformer_layer_config") if self.nested else config
         block_config = _BlockConfig(config)
         block_config.check(layer)
+        kind = self._kind
         if self._is_spark and self.nested and "sample_from_anchor" not in config:
             raise OutriderError("config.json lacks sample_from_anchor; add the value that the training used")
         source.ignore(["verifier_lm_head.weight", "verifier_norm.weight"], "weights of the target, for training only")
-        body = read_body(layer, layer.size("num_hidden_layers"), lambda name: f"layers.0.{name}" in source)
+        count = layer.size("num_hidden_layers")
+        body = read_body(layer, count, lambda name: f"layers.0.{name}" in source, windows=True)
         target_layers = source.target_layers()
         vocab = layer.size("vocab_size")
         mask_token = block_config.at("mask_token_id").integer("mask_token_id")
-        weights = _take_tables(source, vocab, mask_token)
-        weights |= source.take_all(_REQUIRED)
-        weights |= source.take_all(_MARKOV, optional=True)
-        weights |= source.take_all(self._refiner_names)
+        weights = source.take_all(_REQUIRED)
+        weights |= source.take_all(self._names_in(source), optional=self._is_spark)
         for i in range(body.layers):
             weights |= take_layer(source, f"layers.{i}.", f"layers.{i}.")
-        rank = weights["markov_in.weight"].shape[-1] if "markov_in.weight" in weights else 0
-        weights |= _take_confidence(source, body.hidden + rank)
+        if self._is_spark:
+            rank = weights["markov_in.weight"].shape[-1] if "markov_in.weight" in weights else 0
+            weights |= take_confidence(source, body.hidden + rank)
+        anchored = kind.nested_anchored if self.nested else kind.anchored
         block = DraftBlock(
             size=block_config.at("block_size").size("block_size"),
-            sample_from_anchor=block_config.at("sample_from_anchor").boolean("sample_from_anchor", self._is_spark),
-            markov_rank=rank,
-            confidence="judge.weight" in weights,
-            refiner=_read_refiner(config, weights) if self.kind is Kind.XPRESS else None,
+            sample_from_anchor=block_config.anchored(anchored),
+            views=read_views(block_config.at, layer, count, kind.nested_causal if self.nested else None),
+            **kind.read(block_config.at, weights, self.nested),
         )
+        weights |= _take_tables(source, vocab, mask_token)
         target_hidden = block_config.at("target_hidden_size").size("target_hidden_size", body.hidden)
         if self.nested:
             aux_layers = block_config.layers_by_inputs()
         else:
             aux_layers = block_config.layers_by_outputs(target_layers, body.layers)
         description = HeadDescription(
-            kind=self.kind if block.refiner else Kind.DSPARK if rank or block.confidence else Kind.DFLASH,
+            kind=Kind.DFLASH if self._is_spark and not (block.markov_rank or block.confidence) else self.kind,
             target_hidden=target_hidden,
             target_layers=target_layers,
             vocab=vocab,
@@ -170,47 +137,43 @@ class Blocks:
         assert body is not None
         assert block is not None
         refuse(self.name, self._reasons(description, body, block))
+        kind = self._kind
+        views = written_views(self.name, block, nested=self.nested)
         tensors = self._tensors(description, body, weights, target)
-        base = write_body(body, description.vocab, target)
+        base = {**write_body(body, description.vocab, target), **views.layers}
         config: Config = {
             "block_size": block.size,
             "target_hidden_size": description.target_hidden,
             "num_target_layers": description.target_layers,
         }
-        if block.refiner:
-            config |= self._refiner_config(block, block.refiner)
-        if self._is_spark:
-            confidence = _written_confidence(weights, body.hidden)
-            tensors |= confidence.tensors
-            config["sample_from_anchor"] = block.sample_from_anchor
-            config["markov_rank"] = block.markov_rank
-            config["markov_head_type"] = "vanilla"
-            config["confidence_head_with_markov"] = confidence.uses_markov
-            config["enable_confidence_head"] = block.confidence
+        values = kind.write(block, weights, self.nested)
         mask_token = _mask_row(self.name, weights["mask"], tensors, target)
         aux_layers = description.aux_states.layers
         if self.nested:
-            config |= speculators(self.kind, _SPECULATORS[self.kind], target, block.draft_tokens)
+            config |= values
+            config |= speculators(self.kind, kind.speculator or f"{kind.mark}Speculator", target, block.draft_tokens)
             config["transformer_layer_config"] = base
             config["draft_vocab_size"] = description.output_vocab
             config["mask_token_id"] = mask_token
             config[_IDS] = [layer + 1 for layer in aux_layers]
-            # Otherwise vLLM makes the attention of all layers causal, not only of sliding ones.
-            config["sliding_window_non_causal"] = True
-            return config, tensors
-        inputs = {"mask_token_id": mask_token, "target_layer_ids": list(aux_layers)}
+            return {**config, **views.block}, tensors
+        inputs = {"mask_token_id": mask_token, "target_layer_ids": list(aux_layers), **views.block}
         if self._is_spark:
-            config = {**base, **config, **inputs, "num_anchors": _NUM_ANCHORS}
-            return {"architectures": ["Qwen3DSparkModel"], **config}, tensors
-        architecture = "Qwen3XPressModel" if block.refiner else "DFlashDraftModel"
-        return {"architectures": [architecture], **base, **config, "dflash_config": inputs}, tensors
+            config = {**base, **config, **values, **inputs, "num_anchors": _NUM_ANCHORS}
+            return {"architectures": [kind.architecture], **config}, tensors
+        if kind.inside:
+            inputs |= {"block_size": block.size, **values}
+        else:
+            config |= values
+        return {"architectures": [kind.architecture], **base, **config, "dflash_config": inputs}, tensors
 
     def _tensors(
         self, description: HeadDescription, body: Body, weights: Tensors, target: TargetInfo | None
     ) -> Tensors:
-        """Return all tensors except for the confidence head."""
-        stored_names = {**_REQUIRED, **_MARKOV, **_TABLES, **self._refiner_names}
-        tensors = stored(weights, stored_names, optional=True)
+        """Return all tensors."""
+        assert description.block is not None
+        stored_names = {**_REQUIRED, **_TABLES, **self._kind.names_in(self.nested)}
+        tensors = stored(weights, stored_names, optional=True) | stored_confidence(description.block, weights)
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"layers.{i}.")
         if self.nested:
@@ -227,35 +190,39 @@ class Blocks:
         return self.kind is Kind.DSPARK
 
     @property
-    def _refiner_names(self) -> Mapping[str, str]:
-        """The stored names of the weights of the refiner."""
-        if self.kind is not Kind.XPRESS:
-            return {}
-        return _NESTED_REFINER if self.nested else _REFINER
+    def _kind(self) -> BlockKind:
+        return next(each for each in BLOCK_KINDS if each.kind is self.kind)
 
-    def _refiner_config(self, block: DraftBlock, refiner: Refiner) -> Config:
-        """Return the values of a config that describe a refiner."""
-        config: Config = {"sample_from_anchor": block.sample_from_anchor, "xpress_rank": refiner.rank}
-        if self.nested:
-            return {**config, "xpress_mlp_ratio": refiner.ffn // refiner.rank, "num_jacobi_passes": refiner.passes}
-        return {
-            **config,
-            "xpress_mlp_hidden": refiner.ffn,
-            "xpress_block_size": block.size,
-            "xpress_num_passes": refiner.passes,
-        }
+    def _names_in(self, source: Source) -> Mapping[str, str]:
+        """Return the names of the tensors that only this kind has."""
+        names = self._kind.names_in(self.nested)
+        # The first heads of Domino have them in a container.
+        prefix = "logit_head." if any(name.startswith("logit_head.") for name in source.names) else ""
+        return {name: prefix + stored for name, stored in names.items()}
 
     def _reasons(self, description: HeadDescription, body: Body, block: DraftBlock) -> dict[str, bool]:
         """Return why this format cannot represent a draft head."""
         aux = description.aux_states
         refiner = block.refiner
+        special = description.kind not in (Kind.DFLASH, Kind.DSPARK)
+        full_vocab = self.kind in (Kind.DFLASH2, Kind.DOMINO)
         is_dflash = not (block.markov_rank or block.confidence or block.sample_from_anchor)
         has_norms = body.head_norms and body.first_norm and description.final_norm
         has_own_tables = description.own_lm_head or description.own_embedding
         nested_format = f"use --to {self.kind}-speculators"
         return {
-            "has a causal refiner; use --to xpress": refiner is not None and self.kind is not Kind.XPRESS,
-            f"has no causal refiner; use --to {description.kind}": refiner is None and self.kind is Kind.XPRESS,
+            f"is of kind {description.kind}; use --to {description.kind}": (
+                special and self.kind is not description.kind
+            ),
+            f"is not of kind {self.kind}; use --to {description.kind}": (
+                not special and self.kind not in (Kind.DFLASH, Kind.DSPARK)
+            ),
+            "has a reduced draft vocabulary, which this format does not have; use --to outrider": (
+                full_vocab and bool(description.draft_vocab)
+            ),
+            "has an anchor that predicts a token; use --to outrider": (
+                self.kind is Kind.DFLASH2 and block.sample_from_anchor
+            ),
             "has an MLP in its refiner whose width is no multiple of its rank; use --to xpress": (
                 refiner is not None and self.nested and refiner.ffn % refiner.rank > 0
             ),
@@ -311,19 +278,26 @@ class _BlockConfig:
             return (target_layers // 2,)
         return tuple(round(1 + i * (target_layers - 4) / (count - 1)) for i in range(count))
 
+    def anchored(self, default: bool) -> bool:
+        """Return whether the column of the last committed token drafts. SpecForge says that its labels are shifted."""
+        name = "sample_from_anchor" if "sample_from_anchor" in self.at("sample_from_anchor") else "shift_label"
+        return self.at(name).boolean(name, default)
+
     def check(self, layer: ConfigReader) -> None:
         """Raise OutriderError for values that are known but not supported. `layer` is the config of the layers."""
         model_type = layer.string("model_type", "qwen3")
         markov_type = self.at("markov_head_type").string("markov_head_type", "vanilla")
-        projector = self.at("projector_type").string("projector_type", "dflash")
+        projector = self.at("projector_type").string("projector_type", Kind.DFLASH)
         switches = [name for name in _MUST_BE_FALSE if self.at(name).boolean(name, False)]
         switches += [name for name in _MUST_BE_TRUE if not self.at(name).boolean(name, True)]
+        scales = [name for name in _MUST_BE_ONE if self.at(name).number(name, 1.0) != 1]
+        cap = "final_logit_softcapping"
         problems = {
             f"the layers of model_type {model_type!r} are not supported; supported are {', '.join(sorted(LLAMAS))}": (
                 model_type not in LLAMAS
             ),
-            f"projector_type {projector!r} is not supported; supported are dflash and dspark": (
-                projector not in ("dflash", "dspark")
+            f"projector_type {projector!r} is not supported; supported are {', '.join(_PROJECTORS)}": (
+                projector not in _PROJECTORS
             ),
             f"markov_head_type {markov_type!r} is not supported; supported is vanilla": (
                 markov_type.lower() != "vanilla"
@@ -331,8 +305,11 @@ class _BlockConfig:
             f"the attention that {', '.join(switches)} selects is not supported; use a draft head without it": (
                 bool(switches)
             ),
-            "capped logits (final_logit_softcapping) are not supported; use a draft head without them": (
-                "final_logit_softcapping" in layer
+            f"scaled embeddings or logits ({', '.join(scales)}) are not supported; use a draft head without them": (
+                bool(scales)
+            ),
+            f"capped logits ({cap}) are not supported; use a draft head without them": (
+                cap in layer or self.at(cap).number(cap, 0.0) > 0
             ),
         }
         for problem, exists in problems.items():
@@ -362,48 +339,6 @@ def _take_tables(source: Source, vocab: int, mask_token: int) -> Tensors:
     return weights | tables
 
 
-def _read_refiner(config: ConfigReader, weights: Tensors) -> Refiner:
-    """Return the description of a refiner from the shapes of its weights and from a config."""
-    passes = "num_jacobi_passes" if "num_jacobi_passes" in config else "xpress_num_passes"
-    return Refiner(
-        rank=weights["refiner.token_in.weight"].shape[-1],
-        ffn=len(weights["refiner.gate.weight"]),
-        passes=config.size(passes, _PASSES),
-        candidates=_CANDIDATES,
-    )
-
-
-def _take_confidence(source: Source, width: int) -> Tensors:
-    """Return the confidence head. Columns for the previous token are zeros if the stored head does not use it."""
-    if _CONFIDENCE_PREFIX + "weight" not in source:
-        return {}
-    weight = source.take(_CONFIDENCE_PREFIX + "weight")
-    return {
-        "judge.weight": functional.pad(weight, (0, max(width - weight.shape[-1], 0))),
-        "judge.bias": source.take(_CONFIDENCE_PREFIX + "bias"),
-    }
-
-
-class _WrittenConfidence(NamedTuple):
-    """The stored confidence head."""
-
-    tensors: Tensors
-    uses_markov: bool  # its input includes the Markov embedding of the previous token
-
-
-def _written_confidence(weights: Tensors, hidden: int) -> _WrittenConfidence:
-    """Return the confidence head as it is stored, without the columns for the previous token if they are zeros."""
-    if "judge.weight" not in weights:
-        return _WrittenConfidence({}, False)
-    weight = weights["judge.weight"]
-    uses_markov = bool(weight[:, hidden:].any())
-    tensors = {
-        _CONFIDENCE_PREFIX + "weight": weight if uses_markov else weight[:, :hidden],
-        _CONFIDENCE_PREFIX + "bias": weights["judge.bias"],
-    }
-    return _WrittenConfidence(tensors, uses_markov)
-
-
 def _mask_row(name: str, mask: torch.Tensor, tensors: Tensors, target: TargetInfo | None) -> int:
     """Return the row of the embedding that equals the mask.
 
@@ -426,11 +361,26 @@ def _mask_row(name: str, mask: torch.Tensor, tensors: Tensors, target: TargetInf
     return unused_id
 
 
+_ENGINES: Mapping[Kind, str] = MappingProxyType(  # that read the flat formats
+    {
+        Kind.DFLASH: "DFlash (z-lab, SpecForge, SGLang, vLLM)",
+        Kind.DFLASH2: "DFlash 2 (z-lab, SGLang, vLLM)",
+        Kind.DSPARK: "DSpark (DeepSpec, SGLang, vLLM)",
+        Kind.XPRESS: "XPress (vLLM)",
+        Kind.DOMINO: "Domino (SpecForge)",
+    }
+)
+
+
+def _nested(kind: Kind, title: str) -> Blocks:
+    return Blocks(name=f"{kind}-speculators", title=title, kind=kind, nested=True)
+
+
 BLOCKS: tuple[Blocks, ...] = (
-    Blocks(name="dflash-speculators", title="DFlash (speculators, vLLM)", kind=Kind.DFLASH, nested=True),
-    Blocks(name="dspark-speculators", title="DSpark (speculators, vLLM)", kind=Kind.DSPARK, nested=True),
-    Blocks(name="xpress-speculators", title="XPress (speculators)", kind=Kind.XPRESS, nested=True),
-    Blocks(name="dflash", title="DFlash (z-lab, SpecForge, SGLang, vLLM)", kind=Kind.DFLASH, nested=False),
-    Blocks(name="dspark", title="DSpark (DeepSpec, SGLang, vLLM)", kind=Kind.DSPARK, nested=False),
-    Blocks(name="xpress", title="XPress (vLLM)", kind=Kind.XPRESS, nested=False),
+    _nested(Kind.DFLASH, "DFlash (speculators, vLLM)"),
+    _nested(Kind.DFLASH2, "DFlash 2 (speculators, vLLM)"),
+    _nested(Kind.DSPARK, "DSpark (speculators, vLLM)"),
+    _nested(Kind.XPRESS, "XPress (speculators)"),
+    _nested(Kind.DOMINO, "Domino (speculators)"),
+    *(Blocks(name=str(kind), title=title, kind=kind, nested=False) for kind, title in _ENGINES.items()),
 )

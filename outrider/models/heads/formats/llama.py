@@ -29,13 +29,14 @@ _UNSUPPORTED_TENSORS: Mapping[str, str] = MappingProxyType(
 )
 
 
-def read_body(config: ConfigReader, layers: int, has: Callable[[str], bool]) -> Body:
+def read_body(config: ConfigReader, layers: int, has: Callable[[str], bool], *, windows: bool = False) -> Body:
     """Return decoder layers by their config.
 
     Args:
         config: the config of the layers.
         layers: the number of layers.
         has: returns whether the first layer has a tensor of this name.
+        windows: whether sliding windows are read elsewhere.
 
     Raises:
         OutriderError: they are not Llama layers.
@@ -48,7 +49,7 @@ def read_body(config: ConfigReader, layers: int, has: Callable[[str], bool]) -> 
     )
     problems = {
         f"hidden_act {activation}; draft heads support only silu": activation != "silu",
-        "a sliding window, which draft heads do not support": uses_window,
+        "a sliding window, which draft heads of this kind do not support": uses_window and not windows,
         "scaled logits (logit_scale), which draft heads do not support": config.number("logit_scale", 1.0) != 1.0,
         "interleaved rotary positions (rope_interleave), which draft heads do not support": config.boolean(
             "rope_interleave", False

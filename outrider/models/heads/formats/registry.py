@@ -12,6 +12,7 @@ from typing import Any
 from outrider.errors import OutriderError
 from outrider.models.heads.files import TensorFiles, model_sizes, read_config, text_config
 from outrider.models.heads.formats.base import Format, ImportedHead, Source, TargetInfo
+from outrider.models.heads.formats.block_parts import BLOCK_KINDS
 from outrider.models.heads.formats.blocks import BLOCKS
 from outrider.models.heads.formats.eagle import Eagle
 from outrider.models.heads.formats.eagle3 import Eagle3, SpeculatorsEagle3
@@ -153,12 +154,15 @@ def _unsupported_reason(config: Mapping[str, Any], names: Collection[str]) -> st
         return (
             "its config names a mask token (P-EAGLE), but the tensor mask_hidden is missing; copy the draft head again"
         )
-    if re.search("Domino|DFlash2|DFlare", architectures) or any(name.startswith("prefix_gru.") for name in names):
-        return "this variant of DFlash is not supported; use DFlash or DSpark"
+    if "DFlare" in architectures:
+        return "DFlare is not supported; use DFlash or DFlash 2"
+    if "Eagle4" in architectures or "efficient_lm_head.weight" in names:
+        return "EAGLE-4 is not supported, because no open description of its config was found; use EAGLE-3 or DFlash 2"
     if any(re.match(r"mtp\.\d+\.|model\.mtp\.layers\.", name) for name in names):
         return "modules of DeepSeek-V4 and MiMo-V2 are not supported, because their layers are not those of Llama"
-    if kind not in (None, "dflash", "dspark", "xpress", "eagle3", "peagle", "mtp"):
-        return f"speculators_model_type {kind!r} is not supported; use dflash, dspark, xpress, eagle3, peagle or mtp"
+    known = *(each.kind for each in BLOCK_KINDS), "eagle3", "peagle", "mtp"
+    if kind is not None and kind not in known:
+        return f"speculators_model_type {kind!r} is not supported; use {', '.join(known)}"
     return None
 
 

@@ -1,11 +1,14 @@
-"""Draft heads that fill in a block in one pass: DFlash (2602.06036), DSpark (2607.05147) and XPress (2608.02438).
+"""Draft heads that fill in a block in one pass.
+
+These are DFlash (2602.06036), DFlash 2, JetSpec (2606.18394), DSpark (2607.05147), XPress
+(2608.02438) and Domino (2605.29707).
 
 A block is the last committed token and mask tokens after it. Its columns attend to each other in
-both directions. In each layer they also attend to the target's hidden states of all tokens before
-the block; the layer's own key and value projections map these states. Only the columns of the block
-run through the layers. The keys and values of committed tokens are computed once and cached. DSpark
-also corrects the logits of each draft token by the token before it, and XPress by all draft tokens
-before it.
+both directions, or in JetSpec only to columns before them. In each layer they also attend to the
+target's hidden states of the tokens before the block; the layer's own key and value projections map
+these states. Only the columns of the block run through the layers. The keys and values of committed
+tokens are computed once and cached. DSpark and DFlash 2 also correct the logits of each draft token
+by the token before it, XPress and Domino by all draft tokens before it.
 
 The mask is a vector of the draft head. Some checkpoints have a `mask_token_id` instead, which names
 a row of the embedding. Import copies that row. Export is possible if the mask still equals a row,
@@ -20,17 +23,20 @@ from torch import nn
 
 from outrider.models.heads.description import HeadDescription
 from outrider.models.heads.modules.base import HeadBase
+from outrider.models.heads.modules.convolution import ConvolvedLayer
 from outrider.models.heads.modules.layers import AttentionFunction, Layer, Norm, rotation
+from outrider.models.heads.modules.recurrence import RecurrentCorrection
 from outrider.models.heads.modules.refiner import CausalRefiner
+from outrider.models.heads.modules.selector import CandidateSelector
 
 _INIT_STD = 0.02  # of new embeddings
 
 
 class BlockHead(HeadBase):
-    """Decoder layers over a block, with an optional Markov correction and confidence head, or a causal refiner.
+    """Decoder layers over a block, with an optional correction of the logits, and an optional confidence head.
 
-    Pass the result of `logits` to `correct_logits`, or add the corrections of `refiner`, before
-    sampling.
+    Pass the result of `logits` to `correct_logits`, or add the corrections of `refiner` or
+    `recurrence`, before sampling.
     """
 
     def __init__(self, description: HeadDescription) -> None:
@@ -47,9 +53,7 @@ class BlockHead(HeadBase):
             self.fuse = nn.Linear(len(aux.layers) * description.target_hidden, width, bias=aux.bias)
         self.state_norm = Norm(width, body.epsilon)
         self.mask = nn.Parameter(torch.empty(width).normal_(std=_INIT_STD))
-        self.layers = nn.ModuleList(
-            Layer(body, i, inputs=width, norm=body.first_norm or i > 0) for i in range(body.layers)
-        )
+        self.layers = nn.ModuleList(self._layer(i) for i in range(body.layers))
         if description.final_norm:
             self.norm = Norm(width, body.epsilon)
         if block.markov_rank:
@@ -61,6 +65,15 @@ class BlockHead(HeadBase):
             self.judge = nn.Linear(width + block.markov_rank, 1)
         if block.refiner:
             self.refiner = CausalRefiner(description)
+        if block.selector:
+            self.selector = CandidateSelector(description, block.selector)
+        if block.recurrence:
+            self.recurrence = RecurrentCorrection(description, block.recurrence)
+
+    def _layer(self, i: int) -> Layer:
+        if self.block.convolution:
+            return ConvolvedLayer(self.body, i, self.block.convolution, self.block.size)
+        return Layer(self.body, i, inputs=self.body.hidden, norm=self.body.first_norm or i > 0)
 
     def fuse_states(self, aux_states: torch.Tensor) -> torch.Tensor:
         """Return the fused states [*, H] of the target's hidden states [*, layers, target H]."""
@@ -86,7 +99,8 @@ class BlockHead(HeadBase):
         Args:
             anchors: [*, n] target ids of the first token of each block.
             positions: [*, n * size] positions of all columns, block after block.
-            attend: lets each column attend to its whole block and to the states before the block.
+            attend: lets each column attend to its block and to the states before the block, as far
+                as the view of the layer allows.
 
         Returns:
             Outputs [*, n, size, H] of all columns, after the final norm.
@@ -108,8 +122,20 @@ class BlockHead(HeadBase):
         # by it.
         return predicting.reshape(-1, out.shape[-1]).view(predicting.shape)
 
-    def correct_logits(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Return the logits [*, Vd] of draft tokens after the Markov correction by the tokens `before` [*] them."""
+    def correct_logits(self, logits: torch.Tensor, out: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Return the logits [*, Vd] of draft tokens, corrected by the token before each.
+
+        In training mode, a candidate selector corrects all tokens.
+
+        Args:
+            logits: [*, Vd] without the correction.
+            out: [*, H] the outputs that they are computed from.
+            before: [*] target ids of the tokens before.
+        """
+        if self.block.selector and self.training:
+            return logits + self.selector.corrections(out, before)
+        if self.block.selector:
+            return self.selector.select(logits, out, before)
         if not self.block.markov_rank:
             return logits
         return logits + self.markov_out(self.markov_in(before)).float()  # type: ignore[no-any-return]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -9,10 +10,12 @@ import torch
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Scores, SharedWeights
 from outrider.models.cache.static import StaticCache
+from outrider.models.heads.description import BlockView
 from outrider.models.heads.hidden_states import StateCache
 from outrider.models.heads.modules.block import BlockHead
+from outrider.models.heads.modules.layers import Attention, AttentionFunction
 from outrider.models.heads.targets.base import HeadRunner, at_depth, cached_attention
-from outrider.models.torch.attention import CacheReader
+from outrider.models.torch.attention import CacheReader, MaskRule
 
 
 class BlockTarget(HeadRunner):
@@ -29,6 +32,8 @@ class BlockTarget(HeadRunner):
         super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=module.block.draft_tokens)
         self._kv_cache = StaticCache(slots=slots, capacity=context + module.block.size, device=self.device)
         self.cache = StateCache(self._kv_cache, self._hidden_states, to_head_batch=without_last_tokens)
+        self._views = module.block.views or (BlockView(),) * module.body.layers
+        self._rules = {view: _mask_rule(view) for view in self._views}
         # These belong to the current round.
         self._last_tokens = torch.empty(0)  # [B, 1] last committed tokens
         self._out = torch.empty(0)  # [B, draft tokens, H] outputs
@@ -39,12 +44,13 @@ class BlockTarget(HeadRunner):
             self._run_blocks(batch)
         depth = torch.cat([torch.zeros_like(self._last_tokens), tree.depths(draft)], 1)[:, 1 + first :]
         before = torch.cat([self._last_tokens, draft.tokens], 1)[:, 1 + first :]
-        scores = self._scores(self.module.correct_logits(at_depth(self._logits, depth), before))
+        out = at_depth(self._out, depth)
+        scores = self._scores(self.module.correct_logits(at_depth(self._logits, depth), out, before))
         if not self.module.block.confidence:
             return scores
         # The confidence depends on a node and its ancestors, but not on the token that is sampled
         # after the node. So it may decide when a sequence stops drafting.
-        return replace(scores, confidence=self.module.confidence(at_depth(self._out, depth), before))
+        return replace(scores, confidence=self.module.confidence(out, before))
 
     def _run_blocks(self, batch: Batch) -> torch.Tensor:
         """Cache the keys and values of new hidden states, and run one block after each sequence.
@@ -59,12 +65,25 @@ class BlockTarget(HeadRunner):
         # The cache needs only the positions of the columns. Their tokens are not used.
         blocks = tree.chain(self._last_tokens.expand(-1, size), (size,) * len(batch.seqs))
         layout = self._kv_cache.stage(head_batch, blocks, 0)
-        reader = CacheReader(self._kv_cache, layout)
-        _set_bidirectional_masks(reader, self.module.body.heads // self.module.body.key_heads, self._dtype)
-        columns: torch.Tensor = self.module(self._last_tokens[:, 0], layout.positions, cached_attention(reader))
+        attend = self._attention(CacheReader(self._kv_cache, layout))
+        columns: torch.Tensor = self.module(self._last_tokens[:, 0], layout.positions, attend)
         self._out = self.module.predicting(columns)
         self._logits = self.module.logits(self._out)
         return columns
+
+    def _attention(self, reader: CacheReader) -> AttentionFunction:
+        """Return a function that lets the columns of blocks attend to what the view of each layer shows."""
+        sharing = self.module.body.heads // self.module.body.key_heads
+        for view, rule in self._rules.items():
+            if not view.causal:
+                masks = list(_bidirectional_masks(reader, view.window, sharing, self._dtype))
+                reader.masks[rule, sharing, self._dtype, None] = masks
+        by_view = {view: cached_attention(reader, rule) for view, rule in self._rules.items()}
+
+        def attend(module: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return by_view[self._views[module.layer_idx]](module, query, key, value)
+
+        return attend
 
     def _write_cache(self, batch: Batch) -> None:
         """Write the keys and values of the batch's hidden states."""
@@ -83,19 +102,33 @@ def without_last_tokens(batch: Batch) -> Batch:
     return replace(batch, feed=tuple(feed[:-1] for feed in batch.feed))
 
 
-def _set_bidirectional_masks(reader: CacheReader, sharing: int, dtype: torch.dtype) -> None:
-    """Set masks with which each column attends to the committed tokens of its sequence and to its whole block.
+def _mask_rule(view: BlockView) -> MaskRule:
+    """Return a mask rule of its own for a view. Its masks are causal unless others are set for it."""
+    window = view.window
+    return MaskRule(lambda _seq, _head, query, key: key > query - window, window or None)
 
+
+def _bidirectional_masks(
+    reader: CacheReader, window: int, sharing: int, dtype: torch.dtype
+) -> Iterator[torch.Tensor | None]:
+    """Yield masks with which each column attends to the committed tokens of its sequence and to its whole block.
+
+    With a window, it does not attend to the tokens that are `window` or more positions before it.
     `sharing` is the number of query heads per key head.
     """
-    masks: list[torch.Tensor | None] = []
+    device = reader.layout.positions.device
     for group in reader.groups:
-        ends = [span.start + span.end - span.begin for span in group]
-        if min(ends) == max(ends):
-            masks.append(None)
+        size = group[0].end - group[0].begin
+        ends = [span.start + size for span in group]
+        is_windowed = 0 < window < max(ends)
+        if min(ends) == max(ends) and not is_windowed:
+            yield None
             continue
-        device = reader.layout.positions.device
-        is_padding = torch.arange(max(ends), device=device) >= tree.upload(ends, device)[:, None]
-        mask = torch.zeros(is_padding.shape, dtype=dtype, device=device).masked_fill_(is_padding, -torch.inf)
-        masks.append(mask[:, None, None])
-    reader.masks[None, sharing, dtype, None] = masks
+        entries = torch.arange(max(ends), device=device)
+        end = tree.upload(ends, device)[:, None, None]
+        hidden = entries >= end  # [R, 1, S]
+        if is_windowed:
+            columns = end - size + torch.arange(size, device=device)[:, None]
+            hidden = (hidden | (entries <= columns - window)).repeat(1, sharing, 1)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+        yield mask[:, None]

@@ -39,7 +39,7 @@ class HeadDecoder(Passes):
         window: int | None = None,
         bits: int = FULL_BITS,
     ) -> None:
-        """Pack a module that shares `tables` and writes to `kv_cache`. All must have the same dtype.
+        """Pack a module that shares `tables` and writes to `kv_cache`. The module has the dtype of `tables`.
 
         With `window`, each token attends only to the latest `window` tokens. With `bits` below 16
         the linear layers and the LM head are quantized.
@@ -100,6 +100,7 @@ class HeadDecoder(Passes):
             id=ids.data_ptr() if module.description.draft_vocab else 0,
             pool=kv_cache.address(),
             head=self._head.c(),
+            bits=8 * embedding.dtype.itemsize,
             layers=body.layers,
             hidden=body.hidden,
             heads=body.heads,

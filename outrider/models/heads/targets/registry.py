@@ -115,6 +115,8 @@ def _recorded(module: HeadModule, tables: SharedWeights, *, slots: int, context:
 def _other_kind(module: HeadModule) -> str:
     """Return the module and the class of the target of a head that is not autoregressive."""
     if isinstance(module, BlockHead):
+        if module.block.recurrence:
+            return "recurrent_block:RecurrentBlockTarget"
         return "refined_block:RefinedBlockTarget" if module.block.refiner else "block:BlockTarget"
     if isinstance(module, ParallelHead):
         return "parallel:ParallelTarget"

@@ -56,15 +56,25 @@ _HEADS: Mapping[str, Architecture] = MappingProxyType(
             layer={**LAYER, **PERMUTED, "hidden_norm": module("attn_norm_2")},
             top={**_TABLES, "input_norm": module("enc.output_norm"), "d2t": Source(("d2t",), _offsets)},
         ),
-        "dflash": Architecture(  # and DSpark
+        "dflash": Architecture(  # and DSpark, and DFlash 2
             model_type="qwen3",
             layers="layers",
+            layer={
+                **LAYER,
+                "attention_conv.base_kernel": Source(("attn_conv_base",)),
+                "attention_conv.kernel_projection": module("attn_conv_proj"),
+                "mlp_conv.base_kernel": Source(("ffn_conv_base",)),
+                "mlp_conv.kernel_projection": module("ffn_conv_proj"),
+            },
             top={
                 **_TABLES,
                 "hidden_norm": module("enc.output_norm"),
                 "markov_head.markov_w1": module("markov_w1"),
                 "markov_head.markov_w2": module("markov_w2"),
                 "confidence_head.proj": module("conf_proj"),
+                "candidate_selector.predecessor_codebook": Source(("selector_predecessor.weight",)),
+                "candidate_selector.successor_codebook": Source(("selector_successor.weight",)),
+                "candidate_selector.hidden_projection": module("selector_hidden"),
                 "d2t": Source(("d2t",), _offsets),
             },
         ),
@@ -181,21 +191,34 @@ def _eagle3(file: GGUFFile, hidden: int, layers: list[int]) -> Settings:
 
 
 def _block(file: GGUFFile, layers: list[int]) -> Settings:
-    """Return the settings of DFlash and DSpark. The format refuses those that draft heads do not support."""
+    """Return the settings of DFlash, DFlash 2 and DSpark. The format refuses those that heads do not support."""
     from_anchor = file.size("sample_from_anchor", _ABSENT)  # only DSpark has it
+    selects = file.size("selector_top_k", 0) > 0  # only DFlash 2 does
     if any(file.size(scale, 1.0) != 1.0 for scale in ("embedding_scale", "attention.value_scale")):
         raise UnsupportedModel(f"{file.path} is a draft head with scaled embeddings or values; {FOLDER}")
+    window = file.size("attention.sliding_window", 0)
+    others = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k") if selects else ()
+    unanchored = "DFlash2DraftModel" if selects else "DFlashDraftModel"
     return {
-        "architectures": ["DFlashDraftModel" if from_anchor is _ABSENT else "Qwen3DSparkModel"],
+        **{name: file.size(name) for name in others},
+        "architectures": [unanchored if from_anchor is _ABSENT else "Qwen3DSparkModel"],
         "block_size": file.size("block_size"),
         "mask_token_id": file.field("tokenizer.ggml.mask_token_id"),
         "target_layer_ids": [layer - 1 for layer in layers],
         "sample_from_anchor": from_anchor is not _ABSENT and from_anchor,
-        "causal": file.size("attention.causal", False),
-        "use_sliding_window": file.size("attention.sliding_window", 0) > 0,
+        "causal": bool(file.size("attention.causal", False)),
+        "sliding_window": window or None,
+        "layer_types": _layer_types(file) if window else None,
         "logit_scale": file.size("logit_scale", 1.0),
         "final_logit_softcapping": file.size("final_logit_softcapping", 0.0) or None,
     }
+
+
+def _layer_types(file: GGUFFile) -> list[str]:
+    """Return the attention of each layer of a head with a window: all layers have it, unless a pattern says which."""
+    layers = file.size("block_count")
+    pattern = file.size("attention.sliding_window_pattern", [True] * layers)
+    return ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
 
 
 def _scaling(file: GGUFFile, config: Settings, factors: list[float]) -> Settings:

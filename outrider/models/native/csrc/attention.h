@@ -10,6 +10,10 @@
 // Values are grouped by words of neighboring entries: [kBlock / kPerWord][dim] words. bfloat16 values are then weighted
 // in pairs.
 //
+// A cache of bytes has a scale for each key and each value. Bytes are widened to 16 bits and multiplied in pairs, too.
+// Queries and weights are then rounded to integers of 16 bits, with a scale for each query and for the weights of a
+// block, so products and their sums are exact.
+//
 // The matrix units (AMX) multiply whole blocks of a bfloat16 cache, if the processor has them. A block is whole for a
 // column that attends to all of its entries. This depends on the column alone, so its sums have the same order in every
 // pass.
@@ -25,11 +29,21 @@ namespace outrider {
 
 // Maximum rows of a tile: columns times the query heads that share a key head. MAX_QUERIES_PER_KEY_HEAD in abi.py.
 constexpr int kMaxTileRows = 48;
+constexpr int kMaxHeadDim = 256;  // MAX_HEAD_DIM in abi.py
 constexpr int kBlock = 64;  // entries of a block, as in models/cache/paged.py
 constexpr int kGroups = kBlock / kLanes;
+// Whether keys and values are integers.
+template <class Element>
+constexpr bool kIntegers = std::is_same_v<Element, int8_t>;
+
+// Independent sums of a score, so that a product of floats does not wait for the one before it.
+template <class Element>
+constexpr int kSums = kIntegers<Element> ? 1 : 2;
+
 // Registers of scores that are summed together, and registers of outputs that are summed together. More do not fit.
-constexpr int kScoreRegs = kRegLanes == kLanes ? 2 : 1;
-constexpr int kOutputRegs = 2 * kScoreRegs;
+template <class Element>
+constexpr int kScoreRegs = (kRegLanes == kLanes ? 4 : 2) / kSums<Element>;
+constexpr int kOutputRegs = kRegLanes == kLanes ? 4 : 2;
 
 // The entries that each column of a pass attends to.
 struct Columns {
@@ -53,11 +67,34 @@ struct Tile {
   int first, last;
 };
 
-// Elements of a 32-bit word. Products are computed word by word.
+// Elements of a 32-bit word, into which bytes are widened. Products are computed word by word.
 template <class Element>
-constexpr int kPerWord = 4 / sizeof(Element);
+constexpr int kPerWord = sizeof(Element) == 4 ? 1 : 2;
 
-// The keys and values of one slot in one layer. Elements are bfloat16, or float in a float32 model.
+// The type of queries and of weights, which are multiplied with elements.
+template <class Element>
+using Factor = std::conditional_t<kIntegers<Element>, int16_t, Element>;
+
+template <class Element>
+using SumReg = std::conditional_t<kIntegers<Element>, IntReg, FloatReg>;
+
+// Elements of the keys or the values of a head in a block. The scales of bytes follow them: [kBlock] floats.
+template <class Element>
+constexpr int64_t part_size(int dim) { return int64_t(kBlock) * (dim + (kIntegers<Element> ? sizeof(float) : 0)); }
+
+inline float* scales_of(int8_t* part, int dim) { return reinterpret_cast<float*>(part + kBlock * dim); }
+inline const float* scales_of(const int8_t* part, int dim) { return scales_of(const_cast<int8_t*>(part), dim); }
+
+// Round numbers to elements. Return their scale.
+template <class Element>
+inline float round_all(const float* x, int count, Element* out) {
+  for (int i = 0; i < count; i++) set(out[i], x[i]);
+  return 1;
+}
+inline float round_all(const float* x, int count, int8_t* out) { return to_integers(x, count, out); }
+inline float round_all(const float* x, int count, int16_t* out) { return to_integers(x, count, out); }
+
+// The keys and values of one slot in one layer. Elements are bytes, bfloat16, or float in a float32 model.
 template <class Element>
 struct Entries {
   Element* first;        // key head 0 of block 0
@@ -69,9 +106,25 @@ struct Entries {
 
   // Return the keys of a head in the block that holds `entry`. The values of the head follow them.
   Element* keys(uint32_t entry, int head) const {
-    return first + table[entry / kBlock] * stride + int64_t(2 * head) * kBlock * dim;
+    return first + table[entry / kBlock] * stride + 2 * head * part_size<Element>(dim);
   }
-  Element* values(uint32_t entry, int head) const { return keys(entry, head) + kBlock * dim; }
+  Element* values(uint32_t entry, int head) const { return keys(entry, head) + part_size<Element>(dim); }
+
+  // Write the key or the value of an entry.
+  void set_key(uint32_t entry, int head, const float* x) const {
+    write(keys(entry, head), entry, key_start(entry % kBlock), key_offset, x);
+  }
+  void set_value(uint32_t entry, int head, const float* x) const {
+    write(values(entry, head), entry, value_start(entry % kBlock), value_offset, x);
+  }
+
+  template <class Offset>
+  void write(Element* part, uint32_t entry, int start, Offset offset, const float* x) const {
+    alignas(64) Element rounded[kMaxHeadDim];
+    const float scale = round_all(x, dim, rounded);
+    for (int i = 0; i < dim; i++) part[start + offset(i)] = rounded[i];
+    if constexpr (kIntegers<Element>) scales_of(part, dim)[entry % kBlock] = scale;
+  }
 
   // Element i of the key of an entry is key(entry, head)[key_offset(i)]. The same holds for values.
   Element* key(uint32_t entry, int head) const { return keys(entry, head) + key_start(entry % kBlock); }
@@ -85,8 +138,24 @@ struct Entries {
 // A query row that attends to the entries low .. count - 1 of a block.
 template <class Element>
 struct QueryRow {
-  const Element* query;  // [dim]
+  const Factor<Element>* query;  // [dim]
+  float scale;                   // of the query
   int row, low, count;
+};
+
+// The queries of a pass.
+template <class Element>
+struct Queries {
+  const Factor<Element>* query;  // [columns][query heads][dim]
+  const float* scale;            // [columns][query heads]
+};
+
+// The weights of the values of a block, for R rows.
+template <int R, class Element>
+struct Weights {
+  Factor<Element> weight[R][kBlock] = {};  // a row may attend to fewer groups than another one
+  float scale[R];                          // of the weights, with integers
+  float rescale[R];                        // factors of the sums of the blocks before
 };
 
 // The block that rows attend to, and the addresses to prefetch; null: nothing to prefetch.
@@ -99,20 +168,27 @@ struct Block {
 template <class Element>
 struct Scratch {
   std::vector<float> sums;                           // [rows][dim] weighted values
-  std::vector<Element> keys, values;                 // a block of gathered entries
-  std::vector<Element> queries;                      // [rows][dim]
+  std::vector<Element> keys, values;                 // a block of gathered entries, as in the cache
+  std::vector<Factor<Element>> queries;              // [rows][dim]
   std::vector<QueryRow<Element>> in_place, gathered;  // rows that read a block of the cache; rows with gathered entries
   float max[kMaxTileRows];                           // largest score of each row
   float mass[kMaxTileRows * kLanes];                 // sum of weights of each row
   explicit Scratch(int dim)
-      : sums(kMaxTileRows * dim), keys(kBlock * dim), values(kBlock * dim), queries(kMaxTileRows * dim) {}
+      : sums(kMaxTileRows * dim),
+        keys(part_size<Element>(dim)),
+        values(part_size<Element>(dim)),
+        queries(kMaxTileRows * dim) {}
 };
 
 template <class Element>
 inline IntReg load_words(const Element* from) {
-  IntReg out;
-  std::memcpy(&out, from, sizeof out);
-  return out;
+  if constexpr (kIntegers<Element>) {
+    return widen(from);
+  } else {
+    IntReg out;
+    std::memcpy(&out, from, sizeof out);
+    return out;
+  }
 }
 
 // Prefetch one cache line. The processor cannot predict where the next block is. Prefetches are spread over the
@@ -141,6 +217,13 @@ inline void gather_entries(const Entries<Element>& from, int head, const Columns
     std::memcpy(s.keys.data(), from.keys(begin, head), sizeof(Element) * copied * dim);
     std::memcpy(s.values.data(), from.values(begin, head), sizeof(Element) * copied * dim);
   }
+  const auto copy_scale = [&](int j, uint32_t entry) {
+    if constexpr (kIntegers<Element>) {
+      scales_of(s.keys.data(), dim)[j] = scales_of(from.keys(entry, head), dim)[entry % kBlock];
+      scales_of(s.values.data(), dim)[j] = scales_of(from.values(entry, head), dim)[entry % kBlock];
+    }
+  };
+  for (int j = 0; j < copied; j++) copy_scale(j, begin + j);
   for (int j = copied; j < count; j++) {
     const uint32_t entry = j < prefix ? begin + j : columns.tail[columns.tail_begin[column] + j - prefix];
     const Element* key = from.key(entry, head);
@@ -148,8 +231,9 @@ inline void gather_entries(const Entries<Element>& from, int head, const Columns
     Element* to_key = &s.keys[from.key_start(j)];
     Element* to_value = &s.values[from.value_start(j)];
     for (int i = 0; i < dim; i += kPerWord<Element>)
-      std::memcpy(to_key + from.key_offset(i), key + from.key_offset(i), 4);
+      std::memcpy(to_key + from.key_offset(i), key + from.key_offset(i), sizeof(Element) * kPerWord<Element>);
     for (int i = 0; i < dim; i++) to_value[from.value_offset(i)] = value[from.value_offset(i)];
+    copy_scale(j, entry);
   }
 }
 
@@ -158,54 +242,60 @@ template <int R, class Element>
 inline void compute_scores(const QueryRow<Element>* rows, const Block<Element>& block, int groups, int dim,
                            float (&scores)[R][kBlock]) {
   constexpr int each = kPerWord<Element>;
+  constexpr int regs = kScoreRegs<Element>;
+  constexpr int sums = kSums<Element>;
   constexpr int regs_per_group = kLanes / kRegLanes;
-  constexpr int groups_per_step = std::max(kScoreRegs / regs_per_group, 1);
-  for (int p = 0; p < groups * regs_per_group; p += kScoreRegs) {
-    // Two independent sums, so that a product does not wait for the one before it.
-    FloatReg even[R][kScoreRegs] = {};
-    FloatReg odd[R][kScoreRegs] = {};
+  constexpr int lines = 2 * each * kLanes * sizeof(Element) / 64 * std::max(regs / regs_per_group, 1);  // of a step
+  for (int p = 0; p < groups * regs_per_group; p += regs) {
+    SumReg<Element> sum[sums][R][regs] = {};
     const size_t begin = size_t(p / regs_per_group) * dim * kLanes;
     const Element* from = block.keys + begin + p % regs_per_group * kRegLanes * each;
     const Element* ahead = block.next_values && p % regs_per_group == 0 ? block.next_values + begin : nullptr;
     for (int d = 0; d < dim; d += 2 * each) {
-      for (int a = 0; ahead && a < 2 * groups_per_step; a++)
-        prefetch(ahead + (d * groups_per_step + a * each) * kLanes);
-      IntReg even_keys[kScoreRegs];
-      IntReg odd_keys[kScoreRegs];
-      for (int a = 0; a < kScoreRegs; a++) {
-        even_keys[a] = load_words(from + (a * dim + d) * kLanes);
-        odd_keys[a] = load_words(from + (a * dim + d + each) * kLanes);
-      }
-      for (int i = 0; i < R; i++) {
-        const IntReg even_query = broadcast_word(rows[i].query + d);
-        const IntReg odd_query = broadcast_word(rows[i].query + d + each);
-        for (int a = 0; a < kScoreRegs; a++) {
-          even[i][a] = dot_words<Element>(even[i][a], even_keys[a], even_query);
-          odd[i][a] = dot_words<Element>(odd[i][a], odd_keys[a], odd_query);
+      for (int a = 0; ahead && a < lines; a++) prefetch(ahead + (d / (2 * each) * lines + a) * (64 / sizeof(Element)));
+      for (int half = 0; half < 2; half++) {
+        IntReg keys[regs];
+        for (int a = 0; a < regs; a++)
+          keys[a] = load_words(from + (a / regs_per_group * dim + d + half * each) * kLanes +
+                               a % regs_per_group * kRegLanes * each);
+        for (int i = 0; i < R; i++) {
+          const IntReg query = broadcast_word(rows[i].query + d + half * each);
+          for (int a = 0; a < regs; a++) {
+            auto& to = sum[half % sums][i][a];
+            to = dot_words<Element>(to, keys[a], query);
+          }
         }
       }
     }
     for (int i = 0; i < R; i++)
-      for (int a = 0; a < kScoreRegs; a++)
-        store(scores[i] + (p + a) * kRegLanes, even[i][a] + odd[i][a]);
+      for (int a = 0; a < regs; a++) {
+        float* to = scores[i] + (p + a) * kRegLanes;
+        if constexpr (kIntegers<Element>) {
+          const FloatReg scale = load_reg(scales_of(block.keys, dim) + (p + a) * kRegLanes) * rows[i].scale;
+          store(to, __builtin_convertvector(sum[0][i][a], FloatReg) * scale);
+        } else {
+          store(to, sum[0][i][a] + sum[1][i][a]);
+        }
+      }
   }
 }
 
 // sums = sums * rescale + weights * values of `count` entries, for Width registers of each of R rows.
 template <int R, int Width, class Element>
-inline void add_values(const QueryRow<Element>* rows, const Element (&weight)[R][kBlock], const float (&rescale)[R],
-                       const Block<Element>& block, int count, int d, int dim, Scratch<Element>& s) {
+inline void add_values(const QueryRow<Element>* rows, const Weights<R, Element>& weights, const Block<Element>& block,
+                       int count, int d, int dim, Scratch<Element>& s) {
   constexpr int each = kPerWord<Element>;
-  FloatReg total[R][Width];
-  for (int i = 0; i < R; i++)
-    for (int v = 0; v < Width; v++)
-      total[i][v] = load_reg(&s.sums[rows[i].row * dim + d + v * kRegLanes]) * rescale[i];
+  SumReg<Element> total[R][Width] = {};
+  const auto sums = [&](int i, int v) { return &s.sums[rows[i].row * dim + d + v * kRegLanes]; };
+  if constexpr (!kIntegers<Element>)
+    for (int i = 0; i < R; i++)
+      for (int v = 0; v < Width; v++) total[i][v] = load_reg(sums(i, v)) * weights.rescale[i];
   const auto add = [&](int j, int32_t mask) {
     IntReg value[Width];
     for (int v = 0; v < Width; v++) value[v] = load_words(block.values + j * dim + (d + v * kRegLanes) * each) & mask;
     for (int i = 0; i < R; i++) {
-      const IntReg weights = broadcast_word(weight[i] + j);
-      for (int v = 0; v < Width; v++) total[i][v] = dot_words<Element>(total[i][v], value[v], weights);
+      const IntReg weight = broadcast_word(weights.weight[i] + j);
+      for (int v = 0; v < Width; v++) total[i][v] = dot_words<Element>(total[i][v], value[v], weight);
     }
   };
   int j = 0;
@@ -215,7 +305,12 @@ inline void add_values(const QueryRow<Element>* rows, const Element (&weight)[R]
   }
   if (j < count) add(j, 0xffff);  // the second element of the pair is unused memory and may be NaN
   for (int i = 0; i < R; i++)
-    for (int v = 0; v < Width; v++) store(&s.sums[rows[i].row * dim + d + v * kRegLanes], total[i][v]);
+    for (int v = 0; v < Width; v++)
+      if constexpr (kIntegers<Element>)
+        store(sums(i, v), load_reg(sums(i, v)) * weights.rescale[i] +
+                              __builtin_convertvector(total[i][v], FloatReg) * weights.scale[i]);
+      else
+        store(sums(i, v), total[i][v]);
 }
 
 // Compute the weights of a block for one row by online softmax (Milakov and Gimelshein 2018, algorithm 3). Scores of the
@@ -227,26 +322,38 @@ inline float compute_weights(const Heads& heads, int low, int count, float* scor
                              Element* weight) {
   const int size = (count + kLanes - 1) / kLanes * kLanes;
   const FloatReg masked = FloatReg{} - INFINITY;
-  float largest_scores[kLanes];
-  store(largest_scores, broadcast(-INFINITY));
+  FloatReg most = masked;
   for (int j = 0; j < size; j += kRegLanes) {
     const IntReg at = reg_lanes() + j;
     const auto visible = (at >= low) & (at < count);
     const FloatReg score = visible ? heads.score(load_reg(scores + j)) : masked;
     store(scores + j, score);
-    float* most = largest_scores + j % kLanes;
-    store(most, maximum(load_reg(most), score));
+    most = maximum(most, score);
   }
   const float old_max = max;
-  const float new_max = largest(load(largest_scores));
+  const float new_max = reduce(most, [](auto a, auto b) { return maximum(a, b); });
   max = new_max > old_max ? new_max : old_max;
   const float rescale = old_max == max ? 1.0f : exponential(FloatReg{} + (old_max - max))[0];
-  for (int lane = 0; lane < kLanes; lane += kRegLanes) {
-    FloatReg sum = load_reg(mass + lane) * rescale;
-    for (int j = lane; j < size; j += kLanes) sum += store_rounded(weight + j, exponential(load_reg(scores + j) - max));
-    store(mass + lane, sum);
-  }
+  constexpr int regs = kLanes / kRegLanes;
+  FloatReg sum[regs];
+  for (int r = 0; r < regs; r++) sum[r] = load_reg(mass + r * kRegLanes) * rescale;
+  for (int j = 0; j < size; j += kLanes)
+    for (int r = 0; r < regs; r++) {
+      const int at = j + r * kRegLanes;
+      sum[r] += store_rounded(weight + at, exponential(load_reg(scores + at) - max));
+    }
+  for (int r = 0; r < regs; r++) store(mass + r * kRegLanes, sum[r]);
   return rescale;
+}
+
+// Multiply the weights of `count` entries with the scales of their values, and round them to integers. Return the scale
+// of the integers. An unused entry has weight 0, and its scale may be NaN.
+inline float scale_weights(float* weight, const float* scales, int count, int16_t* out) {
+  for (int j = 0; j < count; j += kRegLanes) {
+    const FloatReg each = load_reg(weight + j);
+    store(weight + j, each != 0 ? each * load_reg(scales + j) : each);
+  }
+  return to_integers(weight, count, out);
 }
 
 // Update R rows with one block.
@@ -259,17 +366,25 @@ inline void attend_block(const QueryRow<Element>* rows, const Heads& heads, cons
   const int groups = (count + kLanes - 1) / kLanes;
   float scores[R][kBlock];
   compute_scores<R>(rows, block, groups, dim, scores);
-  float rescale[R];
-  Element weight[R][kBlock] = {};  // a row may attend to fewer groups than another one
+  Weights<R, Element> weights;
   for (int i = 0; i < R; i++) {
-    const int row = rows[i].row;
-    rescale[i] = compute_weights(heads, rows[i].low, rows[i].count, scores[i], s.max[row], &s.mass[row * kLanes],
-                                 weight[i]);
+    const auto compute = [&](auto* weight) {
+      const int row = rows[i].row;
+      weights.rescale[i] = compute_weights(heads, rows[i].low, rows[i].count, scores[i], s.max[row],
+                                           &s.mass[row * kLanes], weight);
+    };
+    if constexpr (kIntegers<Element>) {
+      compute(scores[i]);
+      const int size = (rows[i].count + kLanes - 1) / kLanes * kLanes;
+      weights.scale[i] = scale_weights(scores[i], scales_of(block.values, dim), size, weights.weight[i]);
+    } else {
+      compute(weights.weight[i]);
+    }
   }
   int d = 0;
   for (; d + kOutputRegs * kRegLanes <= dim; d += kOutputRegs * kRegLanes)
-    add_values<R, kOutputRegs>(rows, weight, rescale, block, count, d, dim, s);
-  for (; d < dim; d += kRegLanes) add_values<R, 1>(rows, weight, rescale, block, count, d, dim, s);
+    add_values<R, kOutputRegs>(rows, weights, block, count, d, dim, s);
+  for (; d < dim; d += kRegLanes) add_values<R, 1>(rows, weights, block, count, d, dim, s);
 }
 
 // Update all `rows` with one block, four rows at a time, and clear `rows`.
@@ -291,20 +406,19 @@ inline void attend_rows(std::vector<QueryRow<Element>>& rows, const Heads& heads
 // Return whether the matrix units attend to whole blocks.
 template <class Element>
 inline bool uses_matrix_units(int dim) {
-  return sizeof(Element) == 2 && dim % (2 * kLanes) == 0 && has_matrix_units();
+  return std::is_same_v<Element, uint16_t> && dim % (2 * kLanes) == 0 && has_matrix_units();
 }
 
 // Update rows first .. end - 1 with a whole block on the matrix units, as `attend_block` does. The values follow the
 // keys. `next` is the block to prefetch, or null.
-template <class Element>
-inline void attend_whole_block(MatrixUnits& units, int first, int end, const Heads& heads, const Element* keys,
-                               const Element* values, const Element* next, Scratch<Element>& s) {
+inline void attend_whole_block(MatrixUnits& units, int first, int end, const Heads& heads, const uint16_t* keys,
+                               const uint16_t* values, const uint16_t* next, Scratch<uint16_t>& s) {
   const int dim = heads.dim;
-  const size_t row_bytes = sizeof(Element) * dim;
+  const size_t row_bytes = sizeof(uint16_t) * dim;
   const int lines = next ? int(2 * kBlock * row_bytes / 64) : 0;  // cache lines of the next block
   int prefetched = 0;
   alignas(64) float scores[kMatrixBlock][kBlock];
-  alignas(64) Element weight[kMatrixBlock][kBlock];
+  alignas(64) uint16_t weight[kMatrixBlock][kBlock];
   for (int r = first; r < end; r += kMatrixBlock) {
     const int rows = std::min(kMatrixBlock, end - r);
     units.configure(rows);
@@ -326,31 +440,37 @@ inline void attend_whole_block(MatrixUnits& units, int first, int end, const Hea
   }
 }
 
-// Write the attention outputs of a tile for the query heads that share key head `head`. `query` and `out` are
+// There are no matrix units for other elements.
+template <class Element>
+inline void attend_whole_block(MatrixUnits&, int, int, const Heads&, const Element*, const Element*, const Element*,
+                               Scratch<Element>&) {}
+
+// Write the attention outputs of a tile for the query heads that share key head `head`. `out` is
 // [columns][query heads * dim].
 template <class Element>
 inline void attend(const Columns& columns, const Tile& tile, int head, const Heads& heads,
-                   const Entries<Element>& entries, const Element* query, float* out, Scratch<Element>& s) {
+                   const Entries<Element>& entries, const Queries<Element>& queries, float* out, Scratch<Element>& s) {
   const int sharing = heads.query / heads.key;
   const int width = heads.query * heads.dim;
   const int rows = (tile.last - tile.first) * sharing;
   std::fill(s.max, s.max + rows, -INFINITY);
   std::fill(s.mass, s.mass + rows * kLanes, 0.0f);
   std::fill(s.sums.begin(), s.sums.begin() + size_t(rows) * heads.dim, 0.0f);
+  const auto first_query = [&](int c) { return size_t(c) * heads.query + size_t(head) * sharing; };
   const bool uses_matrix = uses_matrix_units<Element>(heads.dim);
+  constexpr const Element* no_block = nullptr;
   MatrixUnits units;
   if (uses_matrix)
     for (int c = tile.first; c < tile.last; c++)
       std::memcpy(&s.queries[size_t(c - tile.first) * sharing * heads.dim],
-                  query + size_t(c) * width + size_t(head) * sharing * heads.dim,
-                  sizeof(Element) * sharing * heads.dim);
+                  queries.query + first_query(c) * heads.dim, sizeof(Element) * sharing * heads.dim);
   int end = 0;
   for (int c = tile.first; c < tile.last; c++)
     end = std::max(end, columns.prefix[c] + columns.tail_begin[c + 1] - columns.tail_begin[c]);
   for (int begin = 0; begin < end; begin += kBlock) {
     int whole_begin = 0;  // rows for which this block of the cache is whole
     int whole_end = 0;
-    const Element* next_keys = begin + kBlock < end ? entries.keys(begin + kBlock, head) : nullptr;
+    const Element* next_keys = begin + kBlock < end ? entries.keys(begin + kBlock, head) : no_block;
     const auto attend_whole = [&] {
       if (whole_begin < whole_end)
         attend_whole_block(units, whole_begin, whole_end, heads, entries.keys(begin, head), entries.values(begin, head),
@@ -366,7 +486,7 @@ inline void attend(const Columns& columns, const Tile& tile, int head, const Hea
       if (uses_matrix && count == kBlock && !low) {
         if (prefix < begin + kBlock) {
           gather_entries(entries, head, columns, c, begin, count, s);
-          attend_whole_block<Element>(units, row, row + sharing, heads, s.keys.data(), s.values.data(), nullptr, s);
+          attend_whole_block(units, row, row + sharing, heads, s.keys.data(), s.values.data(), no_block, s);
           continue;
         }
         if (row != whole_end) {
@@ -376,10 +496,11 @@ inline void attend(const Columns& columns, const Tile& tile, int head, const Hea
         whole_end = row + sharing;
         continue;
       }
-      const Element* queries = query + size_t(c) * width + size_t(head) * sharing * heads.dim;
       auto& query_rows = prefix < begin + count ? s.gathered : s.in_place;
-      for (int g = 0; g < sharing; g++)
-        query_rows.push_back({queries + g * heads.dim, row + g, low, count});
+      for (int g = 0; g < sharing; g++) {
+        const size_t number = first_query(c) + g;
+        query_rows.push_back({queries.query + number * heads.dim, queries.scale[number], row + g, low, count});
+      }
       if (s.gathered.empty()) continue;
       gather_entries(entries, head, columns, c, begin, count, s);
       attend_rows(s.gathered, heads, {s.keys.data(), s.values.data(), nullptr, nullptr}, s);

@@ -1,16 +1,16 @@
 // The forward pass of a Llama-like decoder, from tokens to logits in one call. Sequences may have different lengths.
 //
 // The residual stream is float32. Inputs of a linear layer are rounded to bfloat16, to bytes if its weights are bytes,
-// and not at all if its weights are float32. Keys, values and queries are bfloat16, or float32 in a float32 model. The
-// result at a column does not depend, in any bit, on the other columns of the pass.
+// and not at all if its weights are float32. The result at a column does not depend, in any bit, on the other columns of
+// the pass.
 #include <chrono>
 
-#include "attention.h"
 #include "experts.h"
 #include "layout.h"
 #include "sampling.h"
 #include "linear.h"
 #include "parallel.h"
+#include "pool.h"
 #include "team_size.h"
 #include "threads.h"
 
@@ -31,14 +31,6 @@ struct Layer {
   int32_t top, normalized;                 // experts of a column; whether their weights add up to 1
 };
 
-// Keys and values of all layers, in blocks that sequences may share.
-struct Pool {
-  void* entries;         // [blocks][layers][key heads][keys, values][kBlock * dim], as in attention.h
-  const int32_t* table;  // [slots][reach] block tables
-  int32_t layers, reach;
-  int32_t bits;          // of an element: 16 (bfloat16) or 32 (float)
-};
-
 // How a draft head combines the embedding of a token with the hidden state of the target at the token before it.
 struct Entry {
   Linear fuse;                // [hidden][tapped]; no outputs: the auxiliary hidden states are the state
@@ -52,7 +44,7 @@ struct Entry {
 
 struct Model {
   const Layer* layer;
-  const void* embedding;      // [vocab][hidden], in the element type of the pool; null: `table`
+  const void* embedding;      // [vocab][hidden] numbers of `bits`; null: `table`
   const float* norm;          // [hidden], or null: the LM head reads the output of the last layer without a norm
   const float* frequency;     // [rotaries][rotary_dim / 2]
   const float* rotary_scale;  // [rotaries]
@@ -62,11 +54,12 @@ struct Model {
   Linear head;
   Linear table;               // the embedding in panels, if `embedding` is null
   Linear reduce, rank;        // [r][hidden] and [head.outputs][r]: their product approximates the head; no outputs: unused
+  int32_t bits;                  // of a number of the model's type: 16 (bfloat16) or 32 (float)
   int32_t layers, hidden, heads, key_heads, dim, ffn, threads;
   int32_t rotaries, rotary_dim;  // rotary tables; leading dimensions of a head that they rotate
   int32_t gelu;                  // whether gates use GELU, approximated by tanh, instead of SiLU
   int32_t candidates;            // with `rank`: panels of the head that get exact logits, the most promising ones
-  int32_t rounds_table;          // whether entries of `table` times `table_scale` are rounded to elements
+  int32_t rounds_table;          // whether entries of `table` times `table_scale` are rounded to `bits`
   float epsilon, scale;
   float table_scale, embedding_scale, residual_scale, logit_divisor;  // 1 in most models
   float score_cap, logit_cap;    // limits of attention scores and of logits; 0: none
@@ -114,7 +107,7 @@ OUTRIDER_LAYOUT(Pool, entries, table, layers, reach, bits)
 OUTRIDER_LAYOUT(Entry, fuse, project, last_norm, tap_norm, embedding_norm, state_norm, tapped, tap, normed,
                 embedding_first, zero_first, residual_normed, recycle_normed)
 OUTRIDER_LAYOUT(Model, layer, embedding, norm, frequency, rotary_scale, entry, id, pool, head, table, reduce, rank,
-                layers, hidden, heads, key_heads, dim, ffn, threads, rotaries, rotary_dim, gelu, candidates,
+                bits, layers, hidden, heads, key_heads, dim, ffn, threads, rotaries, rotary_dim, gelu, candidates,
                 rounds_table, epsilon, scale, table_scale, embedding_scale, residual_scale, logit_divisor, score_cap, logit_cap)
 OUTRIDER_LAYOUT(Pass, token, position, slot, entry, prefix, tail_begin, tail, output_columns, logits, best,
                 export_layers, hidden_states, state, needs_fusion, num_columns, num_outputs, num_exports)
@@ -125,20 +118,14 @@ OUTRIDER_LAYOUT(SamplingParams, temperature, top_k, top_p, min_p)
 
 namespace {
 
-struct Runner {
-  virtual ~Runner() = default;
-  virtual void run(const Pass& pass) = 0;
-  virtual void draft_chains(Pass pass, const Chain& chain) = 0;
-  virtual int64_t touched_experts() const = 0;
-  virtual void copy_choices(int32_t* out) const = 0;
-};
-
-template <class Element>
-class Decoder final : public Runner {
+class Decoder {
  public:
   explicit Decoder(const Model& model)
-      : model_(model), phases_(model.threads), team_size_(model.threads), num_candidates_(model.head.outputs) {
-    for (int i = 0; i < model_.threads; i++) scratch_.emplace_back(model_.dim);
+      : model_(model),
+        phases_(model.threads),
+        team_size_(model.threads),
+        num_candidates_(model.head.outputs),
+        attention_(make_attention(*model.pool, heads(0), model.threads)) {
     for (int i = 0; i < model_.layers; i++) {
       const Layer& layer = model_.layer[i];
       if (!layer.router.outputs) continue;
@@ -148,7 +135,7 @@ class Decoder final : public Runner {
     }
   }
 
-  void run(const Pass& pass) override {
+  void run(const Pass& pass) {
     reserve(pass.num_columns);
     touched_experts_ = 0;
     choices_.clear();
@@ -176,14 +163,14 @@ class Decoder final : public Runner {
   }
 
   // The distinct experts that the last pass used, summed over layers.
-  int64_t touched_experts() const override { return touched_experts_; }
+  int64_t touched_experts() const { return touched_experts_; }
 
   // Copy the experts that the columns of the last pass chose, [layers with experts][num_columns][top].
-  void copy_choices(int32_t* out) const override { std::copy(choices_.begin(), choices_.end(), out); }
+  void copy_choices(int32_t* out) const { std::copy(choices_.begin(), choices_.end(), out); }
 
   // Draft a chain for each sequence. The first draft token follows from `pass`, each further one from a pass over the
   // one before it.
-  void draft_chains(Pass pass, const Chain& chain) override {
+  void draft_chains(Pass pass, const Chain& chain) {
     std::vector<int32_t> active(chain.batch_size), fields[6];
     int sampled = 0;
     for (int b = 0; b < chain.batch_size; b++) active[b] = b;
@@ -314,15 +301,18 @@ class Decoder final : public Runner {
 
   // Write the embedding of a token [hidden].
   void embed(int token, float* out) const {
+    const size_t begin = size_t(token) * model_.hidden;
+    if (model_.embedding && model_.bits == 32) {
+      std::memcpy(out, static_cast<const float*>(model_.embedding) + begin, 4 * size_t(model_.hidden));
+      return;
+    }
     if (model_.embedding) {
-      const Element* from = static_cast<const Element*>(model_.embedding) + size_t(token) * model_.hidden;
+      const uint16_t* from = static_cast<const uint16_t*>(model_.embedding) + begin;
       for (int i = 0; i < model_.hidden; i++) out[i] = to_float(from[i]);
       return;
     }
     const auto rounded = [&](float value) {
-      Element element;
-      set(element, value);
-      return model_.rounds_table ? to_float(element) : value;
+      return model_.rounds_table && model_.bits == 16 ? to_float(to_bfloat16(value)) : value;
     };
     read_row(model_.table, token, model_.hidden, out);
     for (int i = 0; i < model_.hidden; i++) out[i] = rounded(rounded(out[i]) * model_.table_scale);
@@ -407,11 +397,11 @@ class Decoder final : public Runner {
     const int all_heads = model_.heads + 2 * model_.key_heads;
     team.share(pass.num_columns * all_heads, [&](int i) { store_head(pass, number, i / all_heads, i % all_heads); });
     const Columns columns{pass.position, pass.prefix, pass.tail_begin, pass.tail};
-    const Heads heads{model_.heads, model_.key_heads, model_.dim, model_.scale, model_.score_cap, layer.window};
+    const Heads of_layer = heads(layer.window);
     team.share_interleaved(int(tiles_.size()) * model_.key_heads, [&](int i) {
       const Tile& tile = tiles_[i / model_.key_heads];
-      attend(columns, tile, i % model_.key_heads, heads, slot_entries(pass.slot[tile.first], number), query_.data(),
-             wide_.data(), scratch_[team.thread]);
+      attention_->attend(columns, tile, pass.slot[tile.first], number, i % model_.key_heads, of_layer, wide_.data(),
+                         team.thread);
     });
     pack_rows(team, pass.num_columns, wide_.data(), width, layer.out);
     add_output(team, pass.num_columns, layer.out, layer.attention_post_norm);
@@ -433,11 +423,8 @@ class Decoder final : public Runner {
     });
   }
 
-  Entries<Element> slot_entries(int slot, int layer) const {
-    const Pool& pool = *model_.pool;
-    const int64_t layer_size = int64_t(2) * model_.key_heads * kBlock * model_.dim;  // elements of a layer in a block
-    Element* first = static_cast<Element*>(pool.entries) + layer * layer_size;
-    return {first, pool.table + int64_t(slot) * pool.reach, pool.layers * layer_size, model_.dim};
+  Heads heads(int window) const {
+    return {model_.heads, model_.key_heads, model_.dim, model_.scale, model_.score_cap, window};
   }
 
   void mlp(Team& team, const Pass& pass, const Layer& layer) {
@@ -597,21 +584,13 @@ class Decoder final : public Runner {
     float* x = &wide_[(size_t(c) * (model_.heads + 2 * key_heads) + head) * dim];
     const float* norm = is_query ? layer.query_norm : is_key ? layer.key_norm : nullptr;
     if (norm && !layer.wide_norms) rms_norm(x, norm, dim, x);
-    if (!is_query && !is_key) {
-      const Entries<Element> entries = slot_entries(pass.slot[c], number);
-      Element* to = entries.value(pass.entry[c], head - model_.heads - key_heads);
-      for (int i = 0; i < dim; i++) set(to[entries.value_offset(i)], x[i]);
-      return;
-    }
+    if (!is_query && !is_key)
+      return attention_->set_value(pass.slot[c], number, pass.entry[c], head - model_.heads - key_heads, x);
     if (layer.rotary >= 0) rotate(c, layer.rotary, x);
-    if (is_query) {
-      Element* to = &query_[(size_t(c) * model_.heads + head) * dim];
-      for (int i = 0; i < dim; i++) set(to[i], x[i]);
-    } else {
-      const Entries<Element> entries = slot_entries(pass.slot[c], number);
-      Element* to = entries.key(pass.entry[c], head - model_.heads);
-      for (int i = 0; i < dim; i++) set(to[entries.key_offset(i)], x[i]);
-    }
+    if (is_query)
+      attention_->set_query(c, head, x);
+    else
+      attention_->set_key(pass.slot[c], number, pass.entry[c], head - model_.heads, x);
   }
 
   // Rotate the leading dimensions of a query or key of a column by the angles of a rotary table.
@@ -642,6 +621,8 @@ class Decoder final : public Runner {
 
   // Grow the buffers for a pass of this many columns.
   void reserve(int columns) {
+    packed_.count = columns;
+    routed_.count = columns * max_top_;
     if (columns <= capacity_) return;
     capacity_ = columns;
     const int heads = (model_.heads + 2 * model_.key_heads) * model_.dim;
@@ -655,16 +636,15 @@ class Decoder final : public Runner {
     aux_states_.resize(count * aux_size);
     normed_.resize(size_t(model_.threads) * model_.hidden);
     wide_.resize(count * widest);
-    query_.resize(count * model_.heads * model_.dim);
+    attention_->reserve(columns);
     output_.resize(count * model_.hidden);
     reduced_.resize(count * model_.reduce.outputs);
     panels_.resize(count * model_.candidates);
     cosine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
     sine_.resize(count * model_.rotaries * model_.rotary_dim / 2);
-    const int words = spaced(widest);  // enough for inputs of all formats, of which floats are the widest
+    const int words = row_words(widest);
     words_.resize(count * words);
-    groups_.resize(count * widest / kSmallGroup);
-    packed_ = {words_.data(), groups_.data(), words, widest / kSmallGroup};
+    packed_ = {words_.data(), words, columns};
     if (max_experts_) reserve_experts(columns);
   }
 
@@ -672,15 +652,14 @@ class Decoder final : public Runner {
   void reserve_experts(int columns) {
     const size_t rows = size_t(columns) * max_top_;
     const int widest = padded(std::max(model_.hidden, max_expert_ffn_));
-    const int words = spaced(widest);  // enough for the inputs of the router, which are floats
+    const int words = row_words(widest);  // for the inputs of the router, too
     mlp_input_.resize(size_t(columns) * model_.hidden);
     router_logits_.resize(size_t(columns) * max_experts_);
     assignment_.reserve(columns, max_top_, max_experts_);
     expert_wide_.resize(rows * max_expert_ffn_);
     expert_out_.resize(rows * model_.hidden);
     routed_words_.resize(rows * words);
-    routed_groups_.resize(rows * widest / kSmallGroup);
-    routed_ = {routed_words_.data(), routed_groups_.data(), words, widest / kSmallGroup};
+    routed_ = {routed_words_.data(), words, int(rows)};
   }
 
   Model model_;
@@ -688,16 +667,14 @@ class Decoder final : public Runner {
   TeamSize team_size_;
   int num_candidates_;  // `best` is the likeliest of the ids below it
   int capacity_ = 0;    // columns that the buffers have space for
+  std::unique_ptr<Attention> attention_;
   std::vector<Tile> tiles_;
-  std::vector<Scratch<Element>> scratch_;  // [threads]
   // [columns][...]. `pair_` holds embedding and state of a draft head. `wide_` holds the outputs of qkv, attention and
   // gate_up, and `output_` those of attention and MLP before a norm or a factor.
   std::vector<float> aux_states_, fused_, pair_, states_, residual_, normed_, wide_, output_, cosine_, sine_;
   std::vector<float> logits_, reduced_;
-  std::vector<Element> query_;
   std::vector<int32_t> panels_;  // [columns][candidates] of the head, which get exact logits
   std::vector<int32_t> words_, empty_tails_, best_;
-  std::vector<InputGroup> groups_;
   Rows packed_{};  // inputs of the next linear layer
   // Routed experts. A row is a column with one of its experts.
   int max_experts_ = 0, max_top_ = 0, max_expert_ffn_ = 0;  // of all layers
@@ -707,7 +684,6 @@ class Decoder final : public Runner {
   std::vector<float> mlp_input_, router_logits_;            // [columns][...]
   std::vector<float> expert_wide_, expert_out_;  // [rows][...]
   std::vector<int32_t> routed_words_;               // [rows][...]
-  std::vector<InputGroup> routed_groups_;           // [rows][...]
   Rows routed_{};  // inputs of the router, with a row for each column, or of the experts
 };
 
@@ -715,15 +691,12 @@ class Decoder final : public Runner {
 
 extern "C" {
 
-void* outrider_open(const Model* model) {
-  if (model->pool->bits == 32) return static_cast<Runner*>(new Decoder<float>(*model));
-  return static_cast<Runner*>(new Decoder<uint16_t>(*model));
-}
-void outrider_close(void* decoder) { delete static_cast<Runner*>(decoder); }
-void outrider_run(void* decoder, const Pass* pass) { static_cast<Runner*>(decoder)->run(*pass); }
+void* outrider_open(const Model* model) { return new Decoder(*model); }
+void outrider_close(void* decoder) { delete static_cast<Decoder*>(decoder); }
+void outrider_run(void* decoder, const Pass* pass) { static_cast<Decoder*>(decoder)->run(*pass); }
 void outrider_draft_chains(void* decoder, const Pass* pass, const Chain* chain) {
-  static_cast<Runner*>(decoder)->draft_chains(*pass, *chain);
+  static_cast<Decoder*>(decoder)->draft_chains(*pass, *chain);
 }
-int64_t outrider_touched_experts(const void* decoder) { return static_cast<const Runner*>(decoder)->touched_experts(); }
-void outrider_copy_choices(const void* decoder, int32_t* out) { static_cast<const Runner*>(decoder)->copy_choices(out); }
+int64_t outrider_touched_experts(const void* decoder) { return static_cast<const Decoder*>(decoder)->touched_experts(); }
+void outrider_copy_choices(const void* decoder, int32_t* out) { static_cast<const Decoder*>(decoder)->copy_choices(out); }
 }

@@ -31,17 +31,41 @@ struct InputGroup {
   int32_t start;       // what the sum of the products with weights begins with, see `Codes::center`
 };
 
+constexpr int kSpan = kSuperBlock;  // inputs whose products with all rows are computed before those of the next inputs
+
+// The bytes of a row in a span, with `step_words` words for four inputs.
+template <int step_words>
+struct RowSpan {
+  int32_t word[kSpan / 4 * step_words];
+  InputGroup group[kSpan / kSmallGroup];
+};
+
 // Input rows in the format of a linear layer: float, bfloat16, or bytes in groups. If the processor cannot multiply pairs
 // of bfloat16, bfloat16 inputs are stored as rounded floats. Tiles then need not split the pairs of a row.
+//
+// Bytes are stored by span, [inputs / kSpan][count] of RowSpan. The rows of a tile are neighbors, and compilers know the
+// distance of their words.
 struct Rows {
-  int32_t* words;      // [rows][stride]
-  InputGroup* group;   // [rows][groups]
-  int stride, groups;  // groups: capacity, for the smallest groups
+  int32_t* words;  // [count][stride]
+  int stride;
+  int count;       // rows of the pass
 };
 
 // Return the stride of rows of `words` words. An odd number of cache lines keeps the rows of a tile in different sets of
 // the cache. With a stride of 4096 bytes, all of them would share one set.
 inline int spaced(int words) { return ((words + kLine - 1) / kLine | 1) * kLine; }
+
+inline int parts(int size, int most);
+
+// Return the words that a row of `inputs` inputs needs in any format. Floats need the most, except for short rows.
+inline int row_words(int inputs) {
+  return std::max(spaced(inputs), parts(inputs, kSpan) * int(sizeof(RowSpan<byte_words(8)>) / 4));
+}
+
+template <int step_words>
+inline RowSpan<step_words>* row_span(const Rows& rows, int span, int r) {
+  return reinterpret_cast<RowSpan<step_words>*>(rows.words) + size_t(span) * rows.count + r;
+}
 
 template <class Element>
 inline void copy_row(const Rows& rows, int r, const float* x, int size) {
@@ -104,17 +128,16 @@ inline void pack_row(const Rows& rows, int r, const float* x, int size, const Li
   if (layer.order) x = ordered(x, size, layer.order);
   if (layer.bits == 32 || layer.values == Values::kHalf) return copy_row<float>(rows, r, x, size);
   if (layer.bits == 16) return copy_row<InputBfloat16>(rows, r, x, size);
-  int32_t* row = rows.words + size_t(r) * rows.stride;
   with_codes(layer, [&](auto format) {
     using Format = decltype(format);
     constexpr int group = Format::group;
-    for (int g = 0; g < padded(size) / group; g++) {
-      const int begin = g * group;
+    for (int begin = 0; begin < padded(size); begin += group) {
+      auto& span = *row_span<byte_words(Format::value_bits)>(rows, begin / kSpan, r);
       const int count = std::min(group, size - begin);
       float tail[group] = {};  // the last inputs, and zeros
       if (count > 0 && count < group) std::memcpy(tail, x + begin, sizeof(float) * count);
-      pack_group<Format>(count == group ? x + begin : tail, row, begin, Format::center(layer.offset),
-                         rows.group[size_t(r) * rows.groups + g]);
+      pack_group<Format>(count == group ? x + begin : tail, span.word, begin % kSpan, Format::center(layer.offset),
+                         span.group[begin % kSpan / group]);
     }
   });
 }

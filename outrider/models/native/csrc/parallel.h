@@ -1,11 +1,12 @@
-// Runs work on several threads: those of OpenMP, or threads of its own if the compiler has no OpenMP (Apple's clang).
+// Runs work on several threads. On Linux they are those of torch, which has the runtime library of OpenMP; two teams of
+// threads would compete for the cores. On other systems they are threads of its own.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 
-#if defined(_OPENMP)
-#include <omp.h>
+#if defined(__linux__) && !defined(OUTRIDER_OWN_THREADS)
+#define OUTRIDER_OPENMP 1
 #else
 #include <condition_variable>
 #include <functional>
@@ -15,15 +16,26 @@
 
 namespace outrider {
 
-#if defined(_OPENMP)
+#if defined(OUTRIDER_OPENMP)
+
+// Compilers call different functions for a parallel region. These are in the libraries of all of them, so any compiler
+// builds kernels that run with torch's library.
+extern "C" {
+void GOMP_parallel(void (*work)(void*), void* argument, unsigned threads, unsigned flags);
+int omp_get_max_threads();
+int omp_get_num_threads();
+int omp_get_thread_num();
+}
 
 inline int max_threads() { return omp_get_max_threads(); }
 
 // Call work(thread, size) on each thread of a team, at the same time. The team has `threads` threads, or fewer.
 template <class Work>
 inline void run_team(int threads, Work work) {
-#pragma omp parallel num_threads(threads)
-  work(omp_get_thread_num(), omp_get_num_threads());
+  const auto call = [](void* argument) {
+    (*static_cast<Work*>(argument))(omp_get_thread_num(), omp_get_num_threads());
+  };
+  GOMP_parallel(call, &work, unsigned(threads), 0);
 }
 
 #else

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 #include <type_traits>
 
 #if defined(__SSE2__)
@@ -83,12 +84,46 @@ inline FloatReg store_rounded(float* to, FloatReg value) {
 template <class F>
 inline F maximum(F a, F b) { return a > b ? a : b; }
 
+// Return the larger one of two numbers that are not negative; NaN if one is NaN. As an integer, NaN is larger than all.
+template <class F>
+inline F maximum_or_nan(F a, F b) {
+  using Integer = std::conditional_t<std::is_same_v<F, float>, int32_t, decltype(a > b)>;
+  return bits<F>(maximum(bits<Integer>(a), bits<Integer>(b)));
+}
+
+#if !defined(__AVX512F__)
+template <class Combine>
+inline float reduce(Floats value, Combine combine) {
+  FloatReg regs[kLanes / kRegLanes];
+  std::memcpy(regs, &value, sizeof value);
+  for (int width = kLanes / kRegLanes / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) regs[i] = combine(regs[i], regs[i + width]);
+  return reduce(regs[0], combine);
+}
+#endif
+
 inline float sum(Floats value) {
   return reduce(value, [](auto a, auto b) { return a + b; });
 }
 
 inline float largest(Floats value) {
   return reduce(value, [](auto a, auto b) { return maximum(a, b); });
+}
+
+// Round numbers to the nearest integers of a type, in units of the returned scale. The largest one gets the largest
+// integer. The scale is not finite if a number is not. `count` is a multiple of kLanes.
+template <class Integer>
+inline float to_integers(const float* x, int count, Integer* out) {
+  typedef Integer Integers __attribute__((vector_size(sizeof(Integer) * kRegLanes)));
+  FloatReg sizes = {};
+  for (int i = 0; i < count; i += kRegLanes)
+    sizes = maximum_or_nan(sizes, bits<FloatReg>(bits<IntReg>(load_reg(x + i)) & 0x7fffffff));
+  constexpr float most = std::numeric_limits<Integer>::max();
+  const float size = reduce(sizes, [](auto a, auto b) { return maximum_or_nan(a, b); });
+  const float inverse = size > 1e-30f ? most / size : 0;  // smaller numbers are 0
+  for (int i = 0; i < count; i += kRegLanes)
+    store(out + i, __builtin_convertvector(to_nearest(load_reg(x + i) * inverse), Integers));
+  return size * (1 / most);
 }
 
 // e^x, accurate to about two units in the last place. Exactly 0 below -87, so masked scores get weight 0.
@@ -125,10 +160,12 @@ inline Floats exponential(Floats x) {
 template <class F>
 inline F capped(F x, float cap) { return cap - 2 * cap / (1.0f + exponential(x * (2 / cap))); }
 
-// acc + the products of the elements in each word: two of bfloat16, or one of float.
+// acc + the products of the elements in each word: two of bytes that were widened, two of bfloat16, or one of float.
 template <class Element, class F, class I>
 inline F dot_words(F acc, I w, I x) {
-  if constexpr (sizeof(Element) == 2)
+  if constexpr (sizeof(Element) == 1)
+    return dot_shorts(acc, w, x);
+  else if constexpr (sizeof(Element) == 2)
     return dot_pairs(acc, w, x);
   else
     return multiply_add(acc, bits<F>(w), bits<F>(x));

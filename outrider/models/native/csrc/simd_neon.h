@@ -9,6 +9,7 @@
 namespace outrider {
 
 using plain::byte_to_int_reg;
+using plain::widen;
 using plain::reduce;
 using plain::kNarrowSums;
 using plain::dot_narrow;
@@ -53,6 +54,13 @@ inline IntReg look_up(const uint8_t* table, IntReg at) {
 
 template <class Reg>
 inline void settle(Reg& value) { asm("" : "+w"(value)); }
+
+template <class I>
+inline I dot_shorts(I acc, I w, I x) {
+  const int16x8_t weights = bits<int16x8_t>(w), inputs = bits<int16x8_t>(x);
+  const int32x4_t first = vmull_s16(vget_low_s16(weights), vget_low_s16(inputs));
+  return acc + bits<I>(vpaddq_s32(first, vmull_high_s16(weights, inputs)));
+}
 
 template <class I>
 inline I dot_bytes(I acc, I w, I x) {

@@ -45,16 +45,21 @@ inline IntReg byte_to_int_reg(const int8_t* from) {
   return __builtin_convertvector(raw, IntReg);
 }
 
+// Widen bytes to 16 bits: two in each lane.
+inline IntReg widen(const int8_t* from) {
+  typedef int8_t Bytes __attribute__((vector_size(2 * kRegLanes)));
+  typedef int16_t Shorts __attribute__((vector_size(4 * kRegLanes)));
+  Bytes raw;
+  std::memcpy(&raw, from, sizeof raw);
+  return bits<IntReg>(__builtin_convertvector(raw, Shorts));
+}
+
 // Combine the upper half of the lanes with the lower half until one lane is left.
 template <class Combine>
-inline float reduce(Floats value, Combine combine) {
-  float lanes[kLanes];
+inline float reduce(FloatReg value, Combine combine) {
+  float lanes[kRegLanes];
   store(lanes, value);
-  int width = kLanes / 2;
-  for (; width >= kRegLanes; width /= 2)
-    for (int i = 0; i < width; i += kRegLanes)
-      store(lanes + i, combine(load_reg(lanes + i), load_reg(lanes + i + width)));
-  for (; width; width /= 2)
+  for (int width = kRegLanes / 2; width; width /= 2)
     for (int i = 0; i < width; i++) lanes[i] = combine(lanes[i], lanes[i + width]);
   return lanes[0];
 }
@@ -85,9 +90,13 @@ inline IntReg look_up(const uint8_t* table, IntReg at) {
 template <class Reg>
 inline void settle(Reg&) {}
 
+// acc + the products of pairs of 16-bit integers.
+template <class I>
+inline I dot_shorts(I acc, I w, I x) { return acc + ((w << 16) >> 16) * ((x << 16) >> 16) + (w >> 16) * (x >> 16); }
+
 // acc + the products of weights from `bytes_for` with input words.
 template <class I>
-inline I dot_bytes(I acc, I w, I x) { return acc + (w & 0xffff) * ((x << 16) >> 16) + (w >> 16) * (x >> 16); }
+inline I dot_bytes(I acc, I w, I x) { return dot_shorts(acc, w, x); }
 
 // acc + the products of four weight bytes with four input bytes, in two 16-bit sums for each lane. Only for `kNarrowSums`.
 template <class I>

@@ -57,12 +57,27 @@ inline IntReg byte_to_int_reg(const int8_t* from) {
 #endif
 }
 
+inline IntReg widen(const int8_t* from) {
+#if defined(__AVX512BW__)
+  return bits<IntReg>(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return bits<IntReg>(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+  return plain::widen(from);
+#endif
+}
+
 template <class Combine>
-inline float reduce(Floats value, Combine combine) {
+inline float reduce(FloatReg value, Combine combine) {
+#if defined(__AVX2__)
+  for (int width = kRegLanes / 2; width; width /= 2) {
+    const IntReg at = reg_lanes() + width;  // only the lower bits count
 #if defined(__AVX512F__)
-  for (int width = kLanes / 2; width; width /= 2) {
-    const __m512i at = bits<__m512i>(lanes() + width);  // only the lower four bits count
-    value = combine(value, bits<Floats>(_mm512_permutexvar_ps(at, bits<__m512>(value))));
+    const auto upper = _mm512_permutexvar_ps(bits<__m512i>(at), bits<__m512>(value));
+#else
+    const auto upper = _mm256_permutevar8x32_ps(bits<__m256>(value), bits<__m256i>(at));
+#endif
+    value = combine(value, bits<FloatReg>(upper));
   }
   return value[0];
 #else
@@ -115,19 +130,30 @@ inline void settle(Reg& value) {
 }
 
 template <class I>
+inline I dot_shorts(I acc, I w, I x) {
+#if defined(__AVX512VNNI__)
+  return bits<I>(_mm512_dpwssd_epi32(bits<__m512i>(acc), bits<__m512i>(w), bits<__m512i>(x)));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+  return bits<I>(_mm256_dpwssd_avx_epi32(bits<__m256i>(acc), bits<__m256i>(w), bits<__m256i>(x)));
+#elif defined(__AVX512BW__)
+  return acc + bits<I>(_mm512_madd_epi16(bits<__m512i>(w), bits<__m512i>(x)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return acc + bits<I>(_mm256_madd_epi16(bits<__m256i>(w), bits<__m256i>(x)));
+#elif defined(__SSE2__) && !defined(__AVX__)
+  return acc + bits<I>(_mm_madd_epi16(bits<__m128i>(w), bits<__m128i>(x)));
+#else
+  return plain::dot_shorts(acc, w, x);
+#endif
+}
+
+template <class I>
 inline I dot_bytes(I acc, I w, I x) {
 #if defined(__AVX512VNNI__)
   return bits<I>(_mm512_dpbusd_epi32(bits<__m512i>(acc), bits<__m512i>(w), bits<__m512i>(x)));
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
   return bits<I>(_mm256_dpbusd_avx_epi32(bits<__m256i>(acc), bits<__m256i>(w), bits<__m256i>(x)));
-#elif defined(__AVX512BW__)
-  return acc + bits<I>(_mm512_madd_epi16(bits<__m512i>(w), bits<__m512i>(x)));
-#elif defined(__AVX2__)
-  return acc + bits<I>(_mm256_madd_epi16(bits<__m256i>(w), bits<__m256i>(x)));
-#elif defined(__SSE2__) && !defined(__AVX__)
-  return acc + bits<I>(_mm_madd_epi16(bits<__m128i>(w), bits<__m128i>(x)));
 #else
-  return plain::dot_bytes(acc, w, x);
+  return dot_shorts(acc, w, x);
 #endif
 }
 

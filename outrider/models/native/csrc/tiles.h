@@ -116,220 +116,231 @@ inline FloatReg numbers(const void* values, Number number, size_t at) {
   return number == Number::kHalf ? half_to_float_reg(half) : to_float_reg(half);
 }
 
-// The scales or minima of the outputs of one register in a group.
-struct ScaleRegs { FloatReg scale, minimum; };
+// The scales, minima and zero points of the groups of a span, as the numbers that are multiplied.
+template <int Group>
+struct alignas(64) Scales {
+  float scale[kSpan / Group][kPanel], minimum[kSpan / Group][kPanel];
+  int32_t zero[kSpan / Group][kPanel];
 
-// Return the scales and minima of group `g` of a panel for the outputs of one register, which begin at `lane`.
-template <class Format>
-inline ScaleRegs scales_at(const Linear& panel, int g, int lane) {
-  const bool two_levels = Format::may_have_two_levels && panel.sub_scale;
-  const size_t at = size_t(g) * kPanel + lane;
-  const size_t number_at = two_levels ? size_t(g * Format::group / kSuperBlock) * kPanel + lane : at;
-  const Number number = Format::any_scales ? panel.number : Format::number;
-  ScaleRegs out = {numbers(panel.scale, number, number_at), {}};
-  if (panel.minimum) out.minimum = numbers(panel.minimum, number, number_at);
-  if (!two_levels) return out;
-  const IntReg sub_scale = byte_to_int_reg(panel.sub_scale + at);
-  if constexpr (Format::joint_scales) {
-    out.scale *= __builtin_convertvector(sub_scale & 15, FloatReg);
-    out.minimum *= __builtin_convertvector(sub_scale >> 4 & 15, FloatReg);
-  } else {
-    out.scale *= __builtin_convertvector(sub_scale, FloatReg);
-    if (panel.sub_minimum) out.minimum *= __builtin_convertvector(byte_to_int_reg(panel.sub_minimum + at), FloatReg);
+  // Read those of `groups` groups of a panel from number `first` on.
+  template <class Format>
+  void read(const Linear& panel, int first, int groups) {
+    const Number number = Format::any_scales ? panel.number : Format::number;
+    const bool two_levels = Format::may_have_two_levels && panel.sub_scale;
+    const size_t begin = size_t(first) * kPanel;
+    for (int lane = 0; lane < kPanel; lane += kRegLanes) {
+      if (two_levels) {
+        read_two_levels<Format>(panel, first, groups, lane);
+        continue;
+      }
+      for (int g = 0; g < groups; g++) {
+        const size_t at = begin + size_t(g) * kPanel + lane;
+        store(scale[g] + lane, numbers(panel.scale, number, at));
+        if (panel.minimum) store(minimum[g] + lane, numbers(panel.minimum, number, at));
+      }
+    }
+    if (!Format::any_scales || !panel.zero) return;
+    for (int i = 0; i < groups * kPanel; i++) zero[0][i] = panel.zero[begin + i];
   }
-  return out;
+
+ private:
+  template <class Format>
+  void read_two_levels(const Linear& panel, int first, int groups, int lane) {
+    const size_t block = size_t(first * Group / kSuperBlock) * kPanel + lane;
+    const FloatReg block_scale = numbers(panel.scale, Number::kHalf, block);
+    const FloatReg block_minimum = panel.minimum ? numbers(panel.minimum, Number::kHalf, block) : FloatReg{};
+    for (int g = 0; g < groups; g++) {
+      const size_t at = size_t(first + g) * kPanel + lane;
+      IntReg sub_scale = byte_to_int_reg(panel.sub_scale + at), sub_minimum{};
+      if (Format::joint_scales) {
+        sub_minimum = sub_scale >> 4 & 15;
+        sub_scale &= 15;
+      } else if (panel.sub_minimum) {
+        sub_minimum = byte_to_int_reg(panel.sub_minimum + at);
+      }
+      store(scale[g] + lane, block_scale * __builtin_convertvector(sub_scale, FloatReg));
+      store(minimum[g] + lane, block_minimum * __builtin_convertvector(sub_minimum, FloatReg));
+    }
+  }
+};
+
+// Weights as they are stored. Each product unpacks them in registers.
+template <class Format>
+struct Packed {
+  static constexpr int group = Format::group, words = byte_words(Format::value_bits);
+  static constexpr bool narrow = Format::narrow, may_have_zero = Format::any_scales;
+  // Rows for which each tile unpacks the weights for itself. Joining two planes costs more than loading bytes.
+  static constexpr int most_rows = widest_plane(Format::bits) == Format::bits ? 2 * kCodeTile : 2;
+
+  const int32_t* chunks;
+  const Scales<group>& scales;
+
+  // Return what is multiplied with a word of the inputs of a step, for the outputs of one register, which begin at `lane`.
+  template <int step, int word>
+  IntReg values(int chunk, int lane) const {
+    return bytes_for<words>(values_at<Format>(chunks + chunk * Format::bits * kPanel + lane, step), word);
+  }
+};
+
+// Weights that are unpacked once for many rows.
+template <int Group, bool Narrow>
+struct Unpacked {
+  static constexpr int group = Group, words = Narrow ? 1 : byte_words(8);
+  static constexpr bool narrow = Narrow, may_have_zero = Group >= kChunk;
+
+  alignas(64) int32_t word[kSpan / 4 * words][kPanel];
+  const Scales<group>& scales;
+
+  template <class Format>
+  Unpacked(const Packed<Format>& packed, int chunks) : scales(packed.scales) {
+    for (int c = 0; c < chunks; c++)
+      for (int lane = 0; lane < kPanel; lane += kRegLanes)
+        for_each<kChunkSteps>([&](auto step) {
+          for_each<words>([&](auto i) {
+            store(word[(c * kChunkSteps + step) * words + i] + lane, packed.template values<step, i>(c, lane));
+          });
+        });
+  }
+
+  template <int step, int at>
+  IntReg values(int chunk, int lane) const { return load_reg(word[(chunk * kChunkSteps + step) * words + at] + lane); }
+};
+
+// What the products of a span of inputs have in common.
+struct Span {
+  int groups;
+  int correction;        // that is multiplied with the sum of the inputs of a group, and added
+  bool minimum, zero;    // whether the weights have them
+  const int32_t* ahead;  // weights that are needed next
+  int lines;             // cache lines of them to prefetch for each group in each pass over the inputs
+};
+
+// Add the products of a group, which were summed as integers, to the sums of a row. All are those of one register of outputs.
+template <bool with_minimum>
+inline void add_scaled(float* sums, IntReg products, const float* scale, const float* minimum, const InputGroup& input) {
+  const FloatReg scales = load_reg(scale) * input.scale;
+  FloatReg sum = multiply_add(load_reg(sums), __builtin_convertvector(products, FloatReg), scales);
+  if (with_minimum) sum = multiply_add(sum, load_reg(minimum), input.scaled_total - FloatReg{});
+  store(sums, sum);
 }
 
-// Add the products of group `g` to the sums of some outputs of a panel, which begin at `lane`, for one row. `w` is the
-// chunk of the group, which begins at step `First` of it. The weights are unpacked in registers.
-template <class Format, int First, int Regs>
-inline void add_group(FloatReg (&sums)[Regs], const Linear& panel, int g, const int32_t* w, int lane, const int32_t* x,
-                      const InputGroup& input) {
-  constexpr int chunks = std::max(1, Format::group / kChunk);
-  constexpr int steps = std::min(kChunk, Format::group) / 4;
-  constexpr int words = byte_words(Format::value_bits);
-  IntReg acc[Regs];
-  for (int p = 0; p < Regs; p++) acc[p] = IntReg{} + input.start;
-  for (int c = 0; c < chunks; c++, w += Format::bits * kPanel, x += steps * words)
-    for_each<steps>([&](auto i) {
-      constexpr int step = First + decltype(i)::value;
-      for (int k = step * Format::bits / 8; k < (step + 1) * Format::bits / 8; k++) prefetch<Regs>(w + lane + k * kPanel);
-      for_each<words>([&](auto word) {
-        const IntReg inputs = IntReg{} + x[i * words + word];
+// Add the products of group `g` of a span to the sums of M rows, for the outputs of `Regs` registers, which begin at `lane`.
+// The group begins at step `First` of its chunk. The products stay in registers only if they are summed and added in one
+// function, and if all lambdas are inlined.
+template <int First, int M, int Regs, class Weights>
+inline __attribute__((always_inline)) void add_group(const Weights& weights, const Span& span,
+                                                     const RowSpan<Weights::words>* x, int g, int lane,
+                                                     float (*sums)[kPanel]) {
+  constexpr int group = Weights::group, words = Weights::words;
+  const auto& scales = weights.scales;
+  IntReg acc[M][Regs];
+  for_each<M>([&](auto m) {
+    for_each<Regs>([&](auto p) { acc[m][p] = IntReg{} + x[m].group[g].start; });
+  });
+  int first = g * (group / 4 * words);
+  for (int c = 0; c < std::max(1, group / kChunk); c++, first += kChunkSteps * words)
+    for_each<std::min(kChunk, group) / 4 * words>([&](auto k) {
+      constexpr int step = First + decltype(k)::value / words, word = decltype(k)::value % words;
+      IntReg values[Regs];
+      for_each<Regs>([&](auto p) {
+        values[p] = weights.template values<step, word>(g * group / kChunk + c, lane + p * kRegLanes);
+      });
+      for_each<M>([&](auto m) {
+        const IntReg input = IntReg{} + x[m].word[first + k];
         for_each<Regs>([&](auto p) {
-          const IntReg weights = bytes_for<words>(values_at<Format>(w + lane + p * kRegLanes, step), word);
-          IntReg sum = Format::narrow ? dot_narrow(acc[p], weights, inputs) : dot_bytes(acc[p], weights, inputs);
+          IntReg sum = Weights::narrow ? dot_narrow(acc[m][p], values[p], input) : dot_bytes(acc[m][p], values[p], input);
           settle(sum);
-          acc[p] = sum;
+          acc[m][p] = sum;
         });
       });
     });
-  const int correction = (Format::center(panel.offset) - panel.offset) * input.total;
-  for_each<Regs>([&](auto p) {
-    const int at = lane + p * kRegLanes;
-    IntReg total = Format::narrow ? add_narrow(IntReg{}, acc[p]) + correction : acc[p];
-    if constexpr (Format::any_scales)
-      if (panel.zero) total -= byte_to_int_reg(panel.zero + size_t(g) * kPanel + at) * input.total;
-    const ScaleRegs scales = scales_at<Format>(panel, g, at);
-    sums[p] = multiply_add(sums[p], __builtin_convertvector(total, FloatReg), scales.scale * input.scale);
-    if (panel.minimum) sums[p] = multiply_add(sums[p], scales.minimum, input.scaled_total - FloatReg{});
-  });
-}
-
-// Compute a panel for one row.
-template <class Format>
-inline void tile_row(const Linear& panel, const int32_t* x, const InputGroup* group, float (*out)[kPanel]) {
-  constexpr int regs = kPanel / kRegLanes, regs_per_step = std::min(regs, 4);  // as many as fit into registers
-  constexpr int span = std::max(kChunk, Format::group);                        // inputs of whole chunks and whole groups
-  constexpr int groups = span / Format::group, words = Format::group / 4 * byte_words(Format::value_bits);
-  const auto* w = static_cast<const int32_t*>(panel.weight);
-  FloatReg sums[regs / regs_per_step][1][regs_per_step] = {};
-  for (int g = 0; g < panel.inputs / Format::group; g += groups, w += span / kChunk * Format::bits * kPanel)
-    for (int i = 0; i < regs / regs_per_step; i++)
-      for_each<groups>([&](auto part) {
-        constexpr int first = decltype(part)::value * Format::group / 4;
-        add_group<Format, first>(sums[i][0], panel, g + part, w, i * regs_per_step * kRegLanes, x + (g + part) * words,
-                                 group[g + part]);
+  if (Weights::narrow)
+    for_each<M>([&](auto m) {
+      for_each<Regs>([&](auto p) { acc[m][p] = add_narrow(IntReg{}, acc[m][p]); });
+    });
+  if (span.correction)
+    for_each<M>([&](auto m) {
+      for_each<Regs>([&](auto p) { acc[m][p] += span.correction * x[m].group[g].total; });
+    });
+  if constexpr (Weights::may_have_zero)
+    if (span.zero)
+      for_each<M>([&](auto m) {
+        for_each<Regs>([&](auto p) {
+          acc[m][p] -= load_reg(scales.zero[g] + lane + p * kRegLanes) * x[m].group[g].total;
+        });
       });
-  copy_sums(sums, out);
-}
-
-// The weights of some inputs of a panel, unpacked to what is multiplied with the words of input rows.
-constexpr int kSpan = 256;  // inputs
-struct alignas(64) Unpacked {
-  int32_t word[kSpan / 2][kPanel];
-  float scale[kSpan / kSmallGroup][kPanel], minimum[kSpan / kSmallGroup][kPanel];  // of each group
-  int32_t zero[kSpan / kChunk][kPanel];  // of each group, if the format has zero points
-};
-
-// Unpack the weights of the groups from number `first` on. `w` is the first word of their chunk.
-template <class Format>
-inline void unpack(const Linear& panel, const int32_t* w, int first, int groups, Unpacked& out) {
-  constexpr int words = byte_words(Format::value_bits);
-  for (int c = 0; c < groups * Format::group / kChunk; c++)
-    for (int lane = 0; lane < kPanel; lane += kRegLanes)
-      for_each<kChunkSteps>([&](auto step) {
-        const IntReg values = values_at<Format>(w + c * Format::bits * kPanel + lane, step);
-        for (int i = 0; i < words; i++)
-          store(out.word[(c * kChunkSteps + step) * words + i] + lane, bytes_for<words>(values, i));
+  const auto add = [&](auto with_minimum) {
+    for_each<M>([&](auto m) {
+      for_each<Regs>([&](auto p) {
+        const int at = lane + p * kRegLanes;
+        add_scaled<with_minimum>(sums[m] + at, acc[m][p], scales.scale[g] + at, scales.minimum[g] + at, x[m].group[g]);
       });
-  for (int g = 0; g < groups; g++)
-    for (int lane = 0; lane < kPanel; lane += kRegLanes) {
-      const ScaleRegs scales = scales_at<Format>(panel, first + g, lane);
-      store(out.scale[g] + lane, scales.scale);
-      if (panel.minimum) store(out.minimum[g] + lane, scales.minimum);
-      if constexpr (Format::any_scales)
-        if (panel.zero) store(out.zero[g] + lane, byte_to_int_reg(panel.zero + size_t(first + g) * kPanel + lane));
-    }
+    });
+  };
+  if (span.minimum) add(std::true_type());
+  else add(std::false_type());
 }
 
-// What all rows of a tile have in common.
-struct Span {
-  const Unpacked* weights;
-  int groups;
-  int correction;                  // that is multiplied with the sum of the inputs of a group, and added
-  bool minimum, zero;              // whether the weights have them
-  const int32_t* ahead = nullptr;  // weights that are needed next
-  int lines = 0;                   // cache lines of them to prefetch for each group in each pass
-};
+// Registers of outputs that are multiplied with an input of M rows at the same time.
+template <int M>
+constexpr int kTileRegs = std::min(kPanel / kRegLanes, M == 1 ? 4 : 2);
 
-constexpr int kUnrolled = 4;                                // words that are multiplied without a loop
-constexpr int kPassRegs = std::min(2, kPanel / kRegLanes);  // registers of sums for each row
-constexpr int kPasses = kPanel / (kPassRegs * kRegLanes);  // over the inputs of a span
-
-// Add the products of a span to the sums of M rows. `x` and `group` are the inputs of the first row in this span. Lambdas
-// must be inlined, or the sums lie in memory.
-template <int Group, bool narrow, int M>
-__attribute__((flatten)) void multiply(const Span& span, const Rows& rows, const int32_t* x, const InputGroup* group,
+// Add the products of a span to the sums of M rows.
+template <class Weights, int M>
+__attribute__((flatten)) void multiply(const Weights& weights, const Span& span, const RowSpan<Weights::words>* x,
                                        float (*sums)[kPanel]) {
-  constexpr int regs = kPassRegs;
-  constexpr int words = Group / 4 * (narrow ? 1 : byte_words(8));
-  const Unpacked& w = *span.weights;
+  constexpr int regs = kTileRegs<M>;
+  constexpr int groups = std::max(1, kChunk / Weights::group);  // that share a chunk
   const int32_t* ahead = span.ahead;
-  for (int lane = 0; lane < kPanel; lane += regs * kRegLanes) {
-    for (int g = 0; g < span.groups; g++) {
-      for (int i = 0; i < span.lines; i++, ahead += kLine) __builtin_prefetch(ahead);
-      const auto input = [&](int m) -> const InputGroup& { return group[size_t(m) * rows.groups + g]; };
-      IntReg acc[M][regs];
-      for_each<M>([&](auto m) {
-        for_each<regs>([&](auto p) { acc[m][p] = IntReg{} + input(m).start; });
+  for (int lane = 0; lane < kPanel; lane += regs * kRegLanes)
+    for (int g = 0; g < span.groups; g += groups)
+      for_each<groups>([&](auto part) {
+        for (int i = 0; i < span.lines; i++, ahead += kLine) __builtin_prefetch(ahead);
+        add_group<part * Weights::group / 4, M, regs>(weights, span, x, g + part, lane, sums);
       });
-      for (int first = g * words; first < (g + 1) * words; first += kUnrolled)
-        for_each<kUnrolled>([&](auto i) {
-          const int k = first + i;
-          IntReg weights[regs];
-          for_each<regs>([&](auto p) { weights[p] = load_reg(w.word[k] + lane + p * kRegLanes); });
-          for_each<M>([&](auto m) {
-            const IntReg word = IntReg{} + x[size_t(m) * rows.stride + k];
-            for_each<regs>([&](auto p) {
-              IntReg sum = narrow ? dot_narrow(acc[m][p], weights[p], word) : dot_bytes(acc[m][p], weights[p], word);
-              settle(sum);
-              acc[m][p] = sum;
-            });
-          });
-        });
-      for_each<M>([&](auto m) {
-        IntReg total[regs];
-        for_each<regs>([&](auto p) { total[p] = narrow ? add_narrow(IntReg{}, acc[m][p]) : acc[m][p]; });
-        if (span.correction || span.zero) {
-          for_each<regs>([&](auto p) {
-            total[p] += span.correction * input(m).total;
-            if (span.zero) total[p] -= load_reg(w.zero[g] + lane + p * kRegLanes) * input(m).total;
-          });
-        }
-        FloatReg sum[regs];
-        for_each<regs>([&](auto p) {
-          const int at = lane + p * kRegLanes;
-          const FloatReg scale = load_reg(w.scale[g] + at) * input(m).scale;
-          sum[p] = multiply_add(load_reg(sums[m] + at), __builtin_convertvector(total[p], FloatReg), scale);
-        });
-        if (span.minimum) {
-          const FloatReg scaled_total = input(m).scaled_total - FloatReg{};
-          for_each<regs>([&](auto p) {
-            sum[p] = multiply_add(sum[p], load_reg(w.minimum[g] + lane + p * kRegLanes), scaled_total);
-          });
-        }
-        for_each<regs>([&](auto p) { store(sums[m] + lane + p * kRegLanes, sum[p]); });
-      });
-    }
-  }
 }
 
-typedef void Multiply(const Span& span, const Rows& rows, const int32_t* x, const InputGroup* group,
+template <class Weights>
+using Multiply = void(const Weights& weights, const Span& span, const RowSpan<Weights::words>* x,
                       float (*sums)[kPanel]);
-struct Multipliers { Multiply* of_rows[kCodeTile]; };  // for 1, 2, ... rows
 
-template <int Group, bool narrow, int... I>
-constexpr Multipliers make_multipliers(std::integer_sequence<int, I...>) {
-  return {{multiply<Group, narrow, I + 1>...}};
+// Add the products of a span to the sums of all rows, in tiles of nearly equal size with at most sizeof...(I) rows.
+template <class Weights, int... I>
+void multiply_tiles(const Weights& weights, Span span, const RowSpan<Weights::words>* x, int rows,
+                    float (*sums)[kPanel], std::integer_sequence<int, I...>) {
+  static constexpr Multiply<Weights>* multipliers[] = {multiply<Weights, I + 1>...};
+  static constexpr int passes[] = {kPanel / (kTileRegs<I + 1> * kRegLanes)...};
+  const int tiles = parts(rows, sizeof...(I)), lines = span.lines;
+  for (int i = 0; i < tiles; i++) {
+    const int m = part_begin(rows, tiles, i), count = part_begin(rows, tiles, i + 1) - m;
+    span.lines = parts(lines, passes[count - 1] * tiles);
+    multipliers[count - 1](weights, span, x + m, sums + m);
+    span.ahead += passes[count - 1] * span.lines * span.groups * kLine;
+  }
 }
 
 // Compute a panel with quantized weights.
 template <class Format>
 void tile_codes(const Linear& layer, int number, const Rows& x, int r, int rows, float (*out)[kPanel]) {
-  static constexpr Multipliers multipliers =
-      make_multipliers<Format::group, Format::narrow>(std::make_integer_sequence<int, kCodeTile>());
   constexpr int span_words = kSpan * Format::bits / 32 * kPanel;
-  constexpr int words = byte_words(Format::value_bits);
   const Linear panel = from_panel(layer, number);
-  if (rows == 1)
-    return tile_row<Format>(panel, x.words + size_t(r) * x.stride, x.group + size_t(r) * x.groups, out);
-  const auto* w = static_cast<const int32_t*>(panel.weight);
-  Unpacked weights;
   const int correction = Format::narrow ? Format::center(layer.offset) - layer.offset : 0;
-  Span span{&weights, 0, correction, panel.minimum != nullptr, panel.zero != nullptr};
-  const int tiles = parts(rows, kCodeTile);
+  const auto* chunks = static_cast<const int32_t*>(panel.weight);
+  Scales<Format::group> scales;
   std::memset(out, 0, sizeof(*out) * rows);
-  for (int begin = 0; begin < layer.inputs; begin += kSpan, w += span_words) {
-    const int first = begin / Format::group;
-    span.groups = std::min(kSpan, layer.inputs - begin) / Format::group;
-    unpack<Format>(panel, w, first, span.groups, weights);
-    span.lines = parts(Format::group * Format::bits / 16 / kPasses, tiles);
-    for (int i = 0; i < tiles; i++) {
-      const int m = part_begin(rows, tiles, i), count = part_begin(rows, tiles, i + 1) - m;
-      span.ahead = w + span_words + i * kPasses * span.lines * span.groups * kLine;
-      multipliers.of_rows[count - 1](span, x, x.words + size_t(r + m) * x.stride + begin / 4 * words,
-                                     x.group + size_t(r + m) * x.groups + first, out + m);
+  for (int begin = 0; begin < layer.inputs; begin += kSpan, chunks += span_words) {
+    const int inputs = std::min(kSpan, layer.inputs - begin);
+    Span span{inputs / Format::group, correction, panel.minimum != nullptr, panel.zero != nullptr, chunks + span_words,
+              Format::group * Format::bits / 16};
+    scales.template read<Format>(panel, begin / Format::group, span.groups);
+    const Packed<Format> packed{chunks, scales};
+    const auto* row = row_span<packed.words>(x, begin / kSpan, r);
+    if (rows <= packed.most_rows) {
+      constexpr int tile = std::min(kCodeTile, packed.most_rows);
+      multiply_tiles(packed, span, row, rows, out, std::make_integer_sequence<int, tile>());
+    } else {
+      const Unpacked<Format::group, Format::narrow> unpacked(packed, inputs / kChunk);
+      multiply_tiles(unpacked, span, row, rows, out, std::make_integer_sequence<int, kCodeTile>());
     }
   }
 }

@@ -1,48 +1,7 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Outrider: HTTP API</title>
-<style>
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #16181d; --muted: #59606d; --line: #d3d8e0; --fast: #1d4ed8; --bad: #b3260b; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #101216; --card: #181b21; --ink: #e8eaee; --muted: #a0a7b4; --line: #2f3540; --fast: #82aeff; --bad: #ff9a73; }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0 auto; max-width: 64rem; padding: 1.25rem 1rem 3rem; background: var(--page); color: var(--ink);
-  font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif;
-}
-h1 { margin: 0; font-size: 1.4rem; }
-h2 { margin: 2rem 0 .5rem; font-size: 1.1rem; }
-a { color: var(--fast); }
-p { margin: .3rem 0; }
-code, summary b { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; font-weight: 400; overflow-wrap: anywhere; }
-details { margin: .5rem 0; padding: .5rem .8rem; border: 1px solid var(--line); border-radius: .5rem; background: var(--card); }
-details details { background: none; }
-summary { cursor: pointer; overflow-wrap: anywhere; }
-summary i { display: inline-block; min-width: 3.8rem; color: var(--fast); font-style: normal; font-weight: 600; }
-h3 { margin: .8rem 0 .2rem; font-size: .9rem; color: var(--muted); }
-dl { margin: .3rem 0; }
-dl > div { padding: .35rem 0; border-top: 1px solid var(--line); }
-dt small, .hint { color: var(--muted); }
-dd { margin: 0; }
-input { padding: .35rem .45rem; border: 1px solid var(--line); border-radius: .5rem; background: var(--card); color: inherit; font: inherit; }
-#error { color: var(--bad); font-weight: 600; }
-:focus-visible { outline: 3px solid var(--fast); outline-offset: 2px; }
-</style>
-</head>
-<body>
-<h1>Outrider <span id="version" class="hint"></span></h1>
-<p class="hint">The routes of this server. Programs read <a href="openapi.json">openapi.json</a>. <a href="./">Try the model</a></p>
-<p id="error" role="alert"></p>
-<form id="ask" hidden><label>API key <input type="password" id="key" autocomplete="off"></label> <button>Show</button></form>
-<main id="routes"></main>
-<section id="types" hidden><h2>Objects</h2></section>
-<script>
-"use strict";
-const $ = (id) => document.getElementById(id);
+// Shows openapi.json as a page.
+
+import {$} from "./dom.js";
+
 const METHODS = ["get", "post", "put", "patch", "delete"];
 
 function element(tag, text = "", properties = {}) {
@@ -159,6 +118,3 @@ const tryLoad = () => load().catch((error) => { $("error").textContent = "openap
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); tryLoad(); });
 addEventListener("hashchange", openTarget);
 tryLoad();
-</script>
-</body>
-</html>

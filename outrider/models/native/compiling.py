@@ -1,0 +1,67 @@
+"""Compile the C++ sources of this folder into a library."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from outrider.models.native.builds import SOURCES, MissingKernels
+
+# Translation units, the longest first, as they are compiled at the same time.
+UNITS = (
+    "tiles_integers.cpp",
+    "tiles_codes.cpp",
+    "decoder.cpp",
+    "pool.cpp",
+    "rules.cpp",
+    "blocks.cpp",
+    "quantize.cpp",
+    "suffix.cpp",
+)
+FLAGS = ("-O3", "-std=c++17", "-fPIC")
+_TIMEOUT = 600  # seconds for one call of the compiler
+
+
+def compile_kernels(
+    path: Path, compiler: Sequence[str], linker: Callable[[Sequence[str], str], Sequence[str]], done: Callable[[], None]
+) -> None:
+    """Write the library to `path`, in a folder that exists.
+
+    Args:
+        path: of the library.
+        compiler: the command of the compiler, with the flags for the processor.
+        linker: returns the command that links objects to a file.
+        done: called after each translation unit.
+
+    Raises:
+        MissingKernels: the compiler or the linker fails.
+        OSError: the folder cannot be written.
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        objects = [str(Path(folder) / f"{unit}.o") for unit in UNITS]
+        commands = [
+            (*compiler, *FLAGS, "-c", str(SOURCES / unit), "-o", output)
+            for unit, output in zip(UNITS, objects, strict=True)
+        ]
+        library = Path(folder) / "kernels.so"
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _ in pool.map(_run, commands):
+                done()
+        _run(linker(objects, str(library)))
+        # An atomic move, since other processes may compile at the same time.
+        os.replace(library, path)
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise MissingKernels(f"the C++ compiler does not run ({error}); name another in CXX") from error
+    if result.returncode:
+        message = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-200:])
+        fix = "free some space" if "No space left" in result.stderr else "name another in CXX"
+        raise MissingKernels(f"{command[0]} cannot compile the kernels ({message.strip()}); {fix}")

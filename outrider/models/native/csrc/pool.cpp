@@ -1,0 +1,59 @@
+#include "pool.h"
+
+namespace outrider {
+namespace {
+
+template <class Element>
+class PoolAttention final : public Attention {
+ public:
+  PoolAttention(const Pool& pool, const Heads& heads, int threads) : pool_(pool), heads_(heads) {
+    for (int i = 0; i < threads; i++) scratch_.emplace_back(heads.dim);
+  }
+
+  void reserve(int columns) override {
+    query_.resize(size_t(columns) * heads_.query * heads_.dim);
+    query_scale_.resize(size_t(columns) * heads_.query);
+  }
+
+  void set_query(int column, int head, const float* x) override {
+    const size_t number = size_t(column) * heads_.query + head;
+    query_scale_[number] = round_all(x, heads_.dim, &query_[number * heads_.dim]);
+  }
+
+  void set_key(int slot, int layer, int entry, int head, const float* x) override {
+    entries(slot, layer).set_key(entry, head, x);
+  }
+
+  void set_value(int slot, int layer, int entry, int head, const float* x) override {
+    entries(slot, layer).set_value(entry, head, x);
+  }
+
+  void attend(const Columns& columns, const Tile& tile, int slot, int layer, int head, const Heads& heads, float* out,
+              int thread) override {
+    outrider::attend<Element>(columns, tile, head, heads, entries(slot, layer), {query_.data(), query_scale_.data()},
+                              out, scratch_[thread]);
+  }
+
+ private:
+  Entries<Element> entries(int slot, int layer) const {
+    const int64_t layer_size = 2 * heads_.key * part_size<Element>(heads_.dim);  // elements of a layer in a block
+    Element* first = static_cast<Element*>(pool_.entries) + layer * layer_size;
+    return {first, pool_.table + int64_t(slot) * pool_.reach, pool_.layers * layer_size, heads_.dim};
+  }
+
+  const Pool& pool_;  // its memory may be replaced
+  Heads heads_;
+  std::vector<Factor<Element>> query_;     // [columns][query heads][dim]
+  std::vector<float> query_scale_;         // [columns][query heads]
+  std::vector<Scratch<Element>> scratch_;  // [threads]
+};
+
+}  // namespace
+
+std::unique_ptr<Attention> make_attention(const Pool& pool, const Heads& heads, int threads) {
+  if (pool.bits == 8) return std::make_unique<PoolAttention<int8_t>>(pool, heads, threads);
+  if (pool.bits == 16) return std::make_unique<PoolAttention<uint16_t>>(pool, heads, threads);
+  return std::make_unique<PoolAttention<float>>(pool, heads, threads);
+}
+
+}  // namespace outrider

@@ -1,0 +1,40 @@
+// The KV cache of a decoder, and attention over it, for all types of its elements.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "attention.h"
+
+extern "C" {
+
+// Keys and values of all layers, in blocks that sequences may share.
+struct Pool {
+  void* entries;         // [blocks][layers][key heads][keys, values] parts, as in attention.h
+  const int32_t* table;  // [slots][reach] block tables
+  int32_t layers, reach;
+  int32_t bits;          // of an element: 8 (bytes with scales), 16 (bfloat16) or 32 (float)
+};
+}
+
+namespace outrider {
+
+// Attention over a pool. Heads are counted from 0 among the queries, the keys or the values.
+class Attention {
+ public:
+  virtual ~Attention() = default;
+
+  // Grow the buffers for a pass of this many columns.
+  virtual void reserve(int columns) = 0;
+  virtual void set_query(int column, int head, const float* x) = 0;
+  virtual void set_key(int slot, int layer, int entry, int head, const float* x) = 0;
+  virtual void set_value(int slot, int layer, int entry, int head, const float* x) = 0;
+
+  // Attend as the function of the same name in attention.h, on thread number `thread`.
+  virtual void attend(const Columns& columns, const Tile& tile, int slot, int layer, int head, const Heads& heads,
+                      float* out, int thread) = 0;
+};
+
+std::unique_ptr<Attention> make_attention(const Pool& pool, const Heads& heads, int threads);
+
+}  // namespace outrider
