@@ -21,6 +21,7 @@ _OPTIONS = frozenset(
         "threads",
         "draft_window",
         "draft_quantize",
+        "draft_candidates",
         "max_model_len",
         "host",
         "port",

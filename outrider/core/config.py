@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, TypeGuard
 
 from outrider.core.option import LIMITS, MODEL, Option
@@ -22,11 +23,11 @@ ONCE, ALWAYS, NEVER = "once", "always", "never"  # when the logits of a model ar
 # Fields of `EngineConfig` that are options of commands. All commands that load a target have the
 # first ones.
 TARGET_OPTIONS = ("target", "dtype", "device", "kernels", "check", "quantize", "kv_dtype", "threads")
-DRAFT_OPTIONS = ("draft_window", "draft_quantize")
+DRAFT_OPTIONS = ("draft_window", "draft_quantize", "draft_candidates")
+NO_DRAFT: Mapping[str, Any] = MappingProxyType(dict.fromkeys(DRAFT_OPTIONS))  # for an engine without a draft
 ENGINE_OPTIONS = (
     *TARGET_OPTIONS,
     *DRAFT_OPTIONS,
-    "draft_candidates",
     "proposer",
     "k",
     "verifier",

@@ -37,6 +37,7 @@ class Prompt:
     prompt: str | None
     messages: tuple[dict[str, str], ...] | None
     source: str | None = None  # what the encoder of an encoder-decoder target reads
+    later: tuple[str, ...] = ()  # further messages of the user, each after the answer to the one before it
 
 
 def read_prompts(
@@ -46,8 +47,8 @@ def read_prompts(
 
     A line has either `prompt` or `messages`. `category` and `id` are optional, and other fields are
     ignored. Lines of public benchmarks are read as they are: `turns` of MT-Bench, Spec-Bench and
-    SPEED-Bench, of which the first one is the message of the user, and `question` of GSM8K. With
-    `with_sources`, for an encoder-decoder target, a line has `source` and maybe `prompt`.
+    SPEED-Bench, which are messages of the user, and `question` of GSM8K. With `with_sources`, for
+    an encoder-decoder target, a line has `source` and maybe `prompt`.
 
     Raises:
         OutriderError: the file cannot be read, or a line is invalid; the message has the line
@@ -124,8 +125,10 @@ def parse_prompt(line: Line) -> Prompt:
     category = line.fields.get("category", _DEFAULT_CATEGORY)
     prompt = line.fields.get("prompt")
     messages = line.fields.get("messages")
-    if prompt is None and messages is None:
-        messages = _benchmark_messages(line)
+    later: tuple[str, ...] = ()
+    if prompt is None and messages is None and (turns := _benchmark_turns(line)):
+        messages = [{"role": "user", "content": turns[0]}]
+        later = turns[1:]
     if not isinstance(category, str) or not category:
         raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
     if (prompt is None) == (messages is None):
@@ -139,6 +142,7 @@ def parse_prompt(line: Line) -> Prompt:
         category=category,
         prompt=prompt,
         messages=None if messages is None else parse_messages(messages, where),
+        later=later,
     )
 
 
@@ -148,22 +152,20 @@ def _id(line: Line) -> str:
     return str(next((line.fields[name] for name in names if name in line.fields), f"line-{line.number}"))
 
 
-def _benchmark_messages(line: Line) -> list[dict[str, str]] | None:
-    """Return the question of a benchmark's line as a conversation. None: it has no question.
-
-    Later turns are left out, because they continue the answer to the first one.
+def _benchmark_turns(line: Line) -> tuple[str, ...]:
+    """Return the messages of the user in a benchmark's line. (): it has no question.
 
     Raises:
-        OutriderError: the question is not a text.
+        OutriderError: a message is not a text.
     """
     turns = line.fields.get("turns", [line.fields.get("question")])
     if turns == [None]:
-        return None
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
+        return ()
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise OutriderError(
             f'{line.where}: the question must be a string; write "question": "..." or "turns": ["...", "..."]'
         )
-    return [{"role": "user", "content": turns[0]}]
+    return tuple(turns)
 
 
 def parse_sourced_prompt(line: Line) -> Prompt:

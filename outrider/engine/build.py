@@ -150,13 +150,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
     proposer = proposer_of(config)
     config = replace(config, proposer=proposer)
     find_verifier(config.verifier, proposer)
-    check_draft_settings(
-        proposer,
-        window=config.draft_window,
-        quantize=config.draft_quantize,
-        candidates=config.draft_candidates,
-        placement=config.draft_placement,
-    )
+    check_draft_settings(config, proposer)
     with stage("loading models"):
         return build_engine(load_target(config), config, planner=planner)
 

@@ -43,14 +43,14 @@ def check_folder(path: str | Path, option: str) -> None:
         raise OutriderError(f"{option} {path} cannot be written: no permission for {existing}; name another folder")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file atomically. A text becomes UTF-8.
 
     Raises:
         OutriderError: the file cannot be written.
     """
     with _temporary_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
 
 

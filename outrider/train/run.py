@@ -47,6 +47,8 @@ from outrider.train.evaluate import Evaluator
 from outrider.train.loss.losses import parse
 from outrider.train.model.joint import TARGET, DatasetCollator, DatasetTexts
 from outrider.train.model.presets import KINDS
+from outrider.train.report.card import FILE as CARD
+from outrider.train.report.card import model_card
 from outrider.train.report.log import Log, write
 from outrider.train.settings import DRAFT, Settings
 from outrider.train.setup import make_train_setup
@@ -120,6 +122,7 @@ class Training:
         self._evaluator = Evaluator(
             self._setup.parts,
             list(map(self._eval_prompt, eval_prompts)),
+            [prompt.category for prompt in eval_prompts],
             k=settings.k,
             tokens=eval_tokens or EVAL_TOKENS,
             seed=settings.seed,
@@ -350,11 +353,12 @@ class Training:
         return EncodedPrompt(tokens[: max(len(tokens) // 2, 1)])
 
     def _write_draft(self, evaluation: Mapping[str, Any]) -> None:
-        """Write the draft, and a JSON file that describes the training."""
+        """Write the draft, a JSON file that describes the training, and a model card."""
         self._setup.trainee.save(self._out)
         document = self._document(evaluation)
         facts = {**document, "arguments": as_json(self._settings), "data": _data_hashes(self._settings)}
         write(self._out / FACTS, json.dumps(facts, indent=2) + "\n")
+        write(self._out / CARD, model_card(facts))
 
     def _document(self, evaluation: Mapping[str, Any]) -> dict[str, Any]:
         """Return the results as a JSON document."""

@@ -109,11 +109,11 @@ def test_errors_name_the_fix():
     with pytest.raises(OutriderError, match="needs several ranks, and tp is 1; leave it out, or set tp"):
         EngineConfig(draft_placement="sharded")
     with pytest.raises(OutriderError, match="the proposer ngram has no draft that reads the text; use draft:DIR"):
-        check_draft_settings("ngram", placement="replicated")
+        check_draft_settings(EngineConfig(tp=2, draft_placement="replicated"), "ngram")
     with pytest.raises(OutriderError, match="dir is a draft head, which is not split; use auto"):
         place_head("dir", 2, asked="sharded")
-    check_draft_settings("ngram", placement="auto")
-    check_draft_settings("best(ngram,draft:dir)", placement="sharded")
+    check_draft_settings(EngineConfig(tp=2), "ngram")
+    check_draft_settings(EngineConfig(tp=2, draft_placement="sharded"), "best(ngram,draft:dir)")
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -62,8 +63,18 @@ def test_a_draft_model_for_vllm(model, tmp_path):
     assert config == {"method": "draft_model", "model": str(out / "draft"), "num_speculative_tokens": 5}
     assert command[:3] == ["vllm", "serve", "models/big model"]
     assert (out / "run.sh").read_text().startswith("#!/bin/sh\n# tested: vLLM 0.32.0")
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nbase_model: models/big model\ntags:\n")
+    assert f"## vLLM\n\n```sh\n{summary['command']}\n```" in card
     copied = load_checkpoint(out / "draft", dtype="float32", device="cpu")
     assert copied.vocab == tiny.VOCAB
+
+
+def test_the_card_of_a_training_is_kept(model, tmp_path):
+    draft = shutil.copytree(model, tmp_path / "trained")
+    (draft / "README.md").write_text("# My draft\n")
+    export(draft, "--for", "vllm", "--out", tmp_path / "out", "--k", 5)
+    assert (tmp_path / "out" / "README.md").read_text().startswith("# My draft\n\n## vLLM\n")
 
 
 def test_batch_needs_advice(model, tmp_path):

@@ -26,6 +26,7 @@ from outrider.models.heads.store import read_head
 from outrider.models.loader.embedded import embedded
 from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.distributed import join_group
+from outrider.train.report.card import model_card
 from outrider.train.report.log import FILE, read_log
 from outrider.train.run import FACTS, Training
 from outrider.train.settings import Settings
@@ -285,6 +286,26 @@ def test_full_disk_leaves_saved_files_intact(kind, function, data, uninterrupted
     assert not list(tmp_path.glob("*.new"))
     Training(kind, settings).run()
     assert _same_weights(tmp_path, uninterrupted(kind, **OPTIONS[kind]))
+
+
+def test_model_card_states_base_results_use_and_data(finished):
+    facts = json.loads((finished / FACTS).read_text())
+    card = (finished / "README.md").read_text()
+    assert card.startswith(f"---\nbase_model: {facts['target']}\nlibrary_name: outrider\ntags:\n")
+    (greedy, sampled) = (each["tau_by_category"] for each in facts["evaluation"].values())
+    for category in greedy:
+        assert f"| {category} | {greedy[category]:.2f} | {sampled[category]:.2f} |" in card
+    assert f"--proposer draft:{facts['out']}" in card
+    assert f"outrider export {facts['out']}" in card
+    assert all(f"| {digest} |" in card for digest in facts["data"])
+    assert "No license is stated" in card
+
+
+def test_license_of_the_target_is_in_the_card(finished, tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\ntags:\n- x\n---\n# Model\n")
+    facts = json.loads((finished / FACTS).read_text())
+    facts["arguments"]["target"] = str(tmp_path)
+    assert "\nlicense: apache-2.0\n" in model_card(facts)
 
 
 def test_finished_training_restores_missing_files(data, finished, uninterrupted):

@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
-from outrider.core.config import EngineConfig
+from outrider.core.config import DRAFT_OPTIONS, NO_DRAFT, EngineConfig
 from outrider.core.params import AUTO
 from outrider.core.proposer import Proposer, ProposerSetup
 from outrider.core.types import Needs
@@ -208,13 +208,7 @@ def has_draft(spec: str) -> bool:
     return any(NAMED[name].reads_text for name in parse(spec).names() if name in NAMED)
 
 
-def check_draft_settings(
-    *specs: str | Maker,
-    window: int | None = None,
-    quantize: str | None = None,
-    candidates: int | None = None,
-    placement: str = AUTO,
-) -> None:
+def check_draft_settings(config: EngineConfig, *specs: str | Maker) -> None:
     """Check that the settings `draft_window`, `draft_quantize` and so on apply to one of these proposers.
 
     Raises:
@@ -224,12 +218,8 @@ def check_draft_settings(
         return
     names = ", ".join(map(str, specs))
     subject = f"the proposer {names} has no draft" if len(specs) == 1 else f"none of {names} has a draft"
-    asked = {
-        "draft_window": window,
-        "draft_quantize": quantize,
-        "draft_candidates": candidates,
-        "draft_placement": None if placement == AUTO else placement,
-    }
+    asked = {name: getattr(config, name) for name in DRAFT_OPTIONS}
+    asked["draft_placement"] = None if config.draft_placement == AUTO else config.draft_placement
     for option, value in asked.items():
         if value is not None:
             raise OutriderError(
@@ -238,15 +228,14 @@ def check_draft_settings(
 
 
 def draft_settings(config: EngineConfig, *specs: str, draft_quantize: str | None = None) -> dict[str, Any]:
-    """Return `draft_window` and `draft_quantize`; None if none of the proposers has a draft model or a draft head.
+    """Return the `DRAFT_OPTIONS`; None if none of the proposers has a draft model or a draft head.
 
     A `draft_quantize` that is given takes precedence over that of `config`.
     """
-    drafts = any(map(has_draft, specs))
-    return {
-        "draft_window": config.draft_window if drafts else None,
-        "draft_quantize": (draft_quantize or config.draft_quantize) if drafts else None,
-    }
+    if not any(map(has_draft, specs)):
+        return dict(NO_DRAFT)
+    settings = {name: getattr(config, name) for name in DRAFT_OPTIONS}
+    return settings | {"draft_quantize": draft_quantize or config.draft_quantize}
 
 
 def draft_sources(spec: str | Maker) -> tuple[str, ...]:

@@ -233,9 +233,7 @@ def _load(config: EngineConfig, spec: str | Maker) -> tuple[Checkpoint, EngineCo
     """
     folder = model_folder(config.target)
     refuse_sources(folder, "audit")
-    check_draft_settings(
-        spec, window=config.draft_window, quantize=config.draft_quantize, placement=config.draft_placement
-    )
+    check_draft_settings(config, spec)
     wide = config.bits < FULL_BITS and config.dtype == "float32"
     dtype = "bfloat16" if wide else full_dtype(config.dtype, config.bits)
     checkpoint = load_checkpoint(folder, dtype=dtype, device=config.device, kernels=config.kernels, tp=config.tp)

@@ -15,6 +15,7 @@ from outrider.engine.build import assemble
 from outrider.lab.bench.figures import OVERALL, Spread, compare
 from outrider.lab.bench.run import load
 from outrider.lab.bench.settings import Settings
+from outrider.lab.common.conversations import each_turn
 from outrider.lab.common.jobs import Condition, PromptBatch, make_batches
 from outrider.lab.common.timeline import run_jobs
 from outrider.lab.common.trial import Trial, Variant
@@ -48,6 +49,7 @@ def run_ceiling(settings: Settings) -> dict[str, Any]:
     prompts = read_prompts(settings.prompts, limit=settings.limit)
     with stage("loading models"):
         llm = load(replace(settings, engine=replace(settings.engine, proposer="none", plan=None)))
+        prompts = each_turn(llm, prompts, max_tokens=settings.max_tokens)
     batches = {}
     for size in settings.batches:
         condition = Condition(batch=size, temperature=0.0)

@@ -25,6 +25,7 @@ from outrider.lab.bench.rates import best_rates, measure_rates
 from outrider.lab.bench.result import Result
 from outrider.lab.bench.settings import Settings
 from outrider.lab.bench.sweep import Measured, conditions, default_condition, draft_lengths, sweeps
+from outrider.lab.common.conversations import each_turn
 from outrider.lab.common.jobs import Condition, make_batches
 from outrider.lab.common.memory import measure_memory
 from outrider.lab.common.trial import Trial, Variant
@@ -57,6 +58,7 @@ def run_bench(settings: Settings, *, progress: Console) -> Result:
     fetch_models(settings.engine.target, settings.engine.proposer)
     with stage("loading models"):
         llm = load(settings)
+        prompts = each_turn(llm, prompts, max_tokens=settings.max_tokens)
         record_passes(llm.parts)  # before the planner measures the cost of passes
         engines = _Engines(llm, settings)
         turns = Turns(

@@ -39,6 +39,7 @@ class Entry:
             "value": self.value,
             **self.measured.overall.as_dict(),
             "speedup_by_category": {name: spread and asdict(spread) for name, spread in speedups.items()},
+            "tau_by_category": {name: each.speculative.stats.tau for name, each in self.measured.by_category.items()},
             "limits": asdict(self.measured.limits),
         }
 

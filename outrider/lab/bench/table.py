@@ -25,6 +25,9 @@ def show(result: Result, console: Console) -> None:
     console.print(_time(by_category))
     for axis, entries in result.sweeps.items():
         console.print(_sweep(axis, entries))
+        if axis == "temperature":  # the first one is above
+            for entry in entries[1:]:
+                console.print(_speed(entry.measured.by_category, f" at temperature {entry.value:g}"))
     for placement in result.placements:
         console.print(str(placement), highlight=False, markup=False)
     machine = _list("This machine, before and after", _rates(result))
@@ -33,8 +36,8 @@ def show(result: Result, console: Console) -> None:
         console.print(line, highlight=False)
 
 
-def _speed(by_category: dict[str, Comparison]) -> Table:
-    table = new_table("Decoding, tokens/s, and acceptance by position")
+def _speed(by_category: dict[str, Comparison], where: str = "") -> Table:
+    table = new_table(f"Decoding{where}, tokens/s, and acceptance by position")
     table.add_column("category", no_wrap=True)
     for name in ("plain", "speculative", "speedup", "tau"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -14,7 +14,8 @@ class PromptSettings:
 
     prompts: Annotated[str | None, Option("FILE", MEASURE)] = None
     """JSON lines with prompt or messages, or for an encoder-decoder target source, and optionally category. Files of
-    MT-Bench, Spec-Bench, SPEED-Bench, HumanEval and GSM8K are read as they are. Default: an embedded set."""
+    MT-Bench, Spec-Bench, SPEED-Bench, HumanEval and GSM8K are read as they are, with all their turns.
+    Default: an embedded set."""
     limit: Annotated[int | None, Option(panel=MEASURE)] = None
     """Prompts of each category. Default: all."""
     max_tokens: Annotated[int, Option(panel=SAMPLING)] = 128

@@ -60,24 +60,26 @@ def check_disk(folder: Path, size: TargetSize, plan: TrainingPlan) -> None:
 
 
 def check_drafts(settings: Settings, proposers: Sequence[str]) -> None:
-    """Check that --draft-window and --draft-quantize have a draft: a proposer that needs no training, or the head.
+    """Check that the options of drafts have a draft: a proposer that needs no training, or the head.
 
     Raises:
         OutriderError: nothing has one, or a head cannot read a window that is so small.
     """
-    window, quantize = settings.engine.draft_window, settings.engine.draft_quantize
+    window = settings.engine.draft_window
     if not settings.minutes:
-        check_draft_settings(*proposers, window=window, quantize=quantize)
+        check_draft_settings(settings.engine, *proposers)
     elif window is not None and window < MIN_WINDOW:
         raise OutriderError(f"--draft-window is {window}; use at least {MIN_WINDOW} tokens")
 
 
 def check_head(settings: Settings, size: TargetSize, plan: TrainingPlan) -> None:
-    """Check before the training that --draft-window and --draft-quantize apply to its head.
+    """Check before the training that the options of drafts apply to its head.
 
     Raises:
         OutriderError: heads of this kind support none of them.
     """
+    if settings.engine.draft_candidates is not None:
+        raise OutriderError("draft heads support no --draft-candidates; leave it out, or use --minutes 0 for no head")
     module = _empty_head(size, plan)
     if module is None or is_autoregressive(module):
         return

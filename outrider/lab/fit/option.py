@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from outrider.drafting.propose.expression import short
 from outrider.lab.common.trial import label
 from outrider.lab.tune.candidate import Candidate, CandidateKey
-from outrider.lab.tune.figures import Case
+from outrider.lab.tune.figures import Case, Estimate
 
 PLAIN = "plain decoding"
 
@@ -26,9 +26,7 @@ class Speed:
     @property
     def interval(self) -> str:
         """The speedup and its interval."""
-        if self.low is None or self.high is None:
-            return f"{self.speedup:.2f}"
-        return f"{self.speedup:.2f} ({self.low:.2f} to {self.high:.2f})"
+        return Estimate(value=self.speedup, low=self.low, high=self.high).text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

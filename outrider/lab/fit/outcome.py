@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from outrider.core.config import EngineConfig
 from outrider.drafting.propose.expression import command_line_form, short
 from outrider.lab.common.trial import label
+from outrider.lab.fit.drafts import DraftFigures, draft_figures
 from outrider.lab.fit.option import Option, Speed, size, speeds
 from outrider.lab.fit.rules import candidates, ranked
 from outrider.lab.tune.candidate import Candidate, CandidateKey
@@ -30,6 +32,7 @@ class Outcome:
     certificate: Mapping[str, Any] | None
     prompts: Mapping[str, int]  # number of prompts to train on, and held out
     out: str
+    engine: EngineConfig  # of the settings
 
     @property
     def complete(self) -> bool:
@@ -46,6 +49,11 @@ class Outcome:
         """All ways to decode: plain decoding, then the fastest first, then those of the first measurement only."""
         return tuple(self._options())
 
+    @cached_property
+    def drafts(self) -> tuple[DraftFigures, ...]:
+        """The draft models of the first measurement, the fastest first."""
+        return draft_figures(self.first)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the outcome for JSON."""
         certificate = self.certificate and {
@@ -60,6 +68,7 @@ class Outcome:
             "training": self.training and dict(self.training),
             "certificate": certificate,
             "options": list(map(asdict, self.options)),
+            "drafts": list(map(asdict, self.drafts)),
             "summary": list(self.sentences()),
         }
 
@@ -70,6 +79,8 @@ class Outcome:
         yield from self._certificate()
         if not self.complete:
             yield "The fit is not finished. This is the best so far; the same command continues."
+        if self.drafts:
+            yield f"The fastest draft model of the first measurement: {self.drafts[0].command(self.engine)}"
         yield f'Use it: outrider run --config {self.out}/fit.json "..."'
 
     @property

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from collections.abc import Sequence
 
+from rich.console import Console
+from rich.table import Table
+
+from outrider.drafting.propose.expression import short
 from outrider.lab.common.records import from_json
+from outrider.lab.fit.drafts import DraftFigures
 from outrider.lab.fit.option import Option, size
 from outrider.runtime.report.console import Document, new_table
 
@@ -29,5 +34,27 @@ def show(document: Document, console: Console) -> None:
             memory = size(option.memory_bytes) if option.memory_bytes else "no weights"
         table.add_row(option.name, *speeds, taus, memory, option.verdict)
     console.print(table)
+    if document["fit"]["drafts"]:
+        console.print(_drafts([from_json(DraftFigures, each) for each in document["fit"]["drafts"]]))
     for line in document["fit"]["summary"]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _drafts(drafts: Sequence[DraftFigures]) -> Table:
+    """Return a table of the draft models of the first measurement."""
+    table = new_table("Draft models of the first measurement: mean over the temperatures, and what a draft token takes")
+    table.add_column("draft", overflow="fold")
+    for name in ("weights", "memory", "ms per draft token", "tau", "acceptance", "k", "speedup"):
+        table.add_column(name, justify="left" if name == "weights" else "right")
+    for each in drafts:
+        table.add_row(
+            short(each.proposer),
+            each.draft_quantize or "as stored",
+            size(each.memory_bytes),
+            f"{each.token_ms:.2f}",
+            f"{each.tau:.2f}",
+            f"{each.acceptance:.0%}",
+            str(each.k),
+            each.speedup.text,
+        )
+    return table

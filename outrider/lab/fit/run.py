@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from outrider.core.option import as_json
-from outrider.drafting.propose.expression import short
+from outrider.drafting.propose.expression import command_line_form, short
 from outrider.engine.build import proposer_of
 from outrider.engine.default_proposer import can_draft_for_itself
 from outrider.engine.verifiers import find_verifier
@@ -36,6 +36,7 @@ from outrider.lab.fit.state import CONFIG, HEAD, RUNS, State
 from outrider.lab.tune.config import FIT
 from outrider.lab.tune.measurement import Measurement
 from outrider.models.loader.embedded import model_folder
+from outrider.models.loader.family import find_smaller
 from outrider.models.loader.fingerprint import model_fingerprint
 from outrider.models.loader.load import refuse_sources
 from outrider.runtime.atomic_files import check_folder, write_whole
@@ -128,6 +129,7 @@ class Fit:
             certificate=certificate,
             prompts={"train": len(self._split.train), "held_out": len(self._split.held_out)},
             out=str(self._folder),
+            engine=self._settings.engine,
         )
         measured: Document = final or first
         settings = dict(measured["settings"])
@@ -271,12 +273,14 @@ class Fit:
 
 
 def _untrained(settings: Settings, target: Path) -> tuple[str, ...]:
-    """Return the proposers of the first measurement."""
+    """Return the proposers of the first measurement. A short time limit may leave out the last ones."""
+    smaller = find_smaller(target, settings.family) if settings.family else ()
+    drafts = [command_line_form(f'draft:"{path}"') for path in smaller]
     if settings.proposers:
-        return settings.proposers
+        return tuple(dict.fromkeys((*settings.proposers, *drafts)))
     engine = settings.engine
-    default = str(proposer_of(engine))  # it comes first, because a short time limit may leave out the last ones
-    names = [default, "ngram", "suffix", "suffix:100000", "recycle", "merge(suffix,recycle)"]
+    names = [str(proposer_of(engine)), *drafts]
+    names += ["ngram", "suffix", "suffix:100000", "recycle", "merge(suffix,recycle)"]
     if can_draft_for_itself(target, device=engine.device, kernels=engine.kernels, quantize=engine.quantize):
         names += ["quantized:int4", "best(suffix:100000,quantized:int4)"]
     return tuple(dict.fromkeys(names))

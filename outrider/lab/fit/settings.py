@@ -22,6 +22,18 @@ _NOT_IN_IDENTITY = frozenset(
 )
 
 
+def parse_places(option: str, text: str) -> tuple[str, ...]:
+    """Return the folders of a list with commas.
+
+    Raises:
+        OutriderError: the list is empty.
+    """
+    places = tuple(dict.fromkeys(place.strip() for place in text.split(",") if place.strip()))
+    if not places:
+        raise OutriderError(f"{option} names no folder; give at least one, or leave it out")
+    return places
+
+
 def parse_ascending(option: str, text: str) -> tuple[float, ...]:
     """Return the numbers of a list as `parse_real`, the smallest one first."""
     return tuple(sorted(parse_real(option, text)))
@@ -53,9 +65,13 @@ class Settings:
     """Time for each of the two measurements, and for the certificate; the temperatures share it. If it is short,
     outputs are shorter and fewer variants run, so that each runs on two batches of prompts."""
     proposers: Annotated[tuple[str, ...], Option("LIST", MODEL, parse=parse_proposers)] = ()
-    """Proposers that need no training, separated by semicolons. Default: ngram, suffix, suffix:100000, recycle,
-    merge(suffix,recycle), on a CPU quantized:int4 and best(suffix:100000,quantized:int4), and the default proposer of
-    the target."""
+    """Proposers that need no training, separated by semicolons, besides the drafts of --family. Default: ngram,
+    suffix, suffix:100000, recycle, merge(suffix,recycle), on a CPU quantized:int4 and
+    best(suffix:100000,quantized:int4), and the default proposer of the target."""
+    family: Annotated[tuple[str, ...], Option("LIST", MODEL, parse=parse_places)] = ()
+    """Folders, separated by commas, in which to look for smaller models with the tokenizer of the target: folders of
+    safetensors and GGUF files. hub: the cache of the Hugging Face Hub. Each is measured as a draft model, also in 8 and
+    in 4 bits."""
     head: Annotated[str, Option("KIND", _TRAIN)] = AUTO_HEAD
     """Kind of the head to train; see `outrider train`. auto: slim for targets up to 1024 wide, eagle31 for wider ones,
     mtp below four layers."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.core.config import QUANTIZE_BITS, draft_weight_bits
+from outrider.core.config import NO_DRAFT, QUANTIZE_BITS, draft_weight_bits
 from outrider.drafting.plan.pass_cost import CostModel
 from outrider.drafting.propose.registry import check_proposer, draft_settings, has_draft
 from outrider.errors import OutriderError
@@ -138,8 +138,7 @@ def train_settings(settings: Settings, files: PromptFiles, plan: TrainingPlan, f
             settings.engine,
             proposer=TRAINING_ENGINE.proposer,
             k=_DRAFT_TOKENS,
-            draft_window=None,  # the head has them later
-            draft_quantize=None,
+            **NO_DRAFT,  # the head has them later
             max_model_len=None,
             max_num_seqs=_SEQUENCES,
         ),

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.core.config import QUANTIZE_BITS, EngineConfig
+from outrider.core.config import DRAFT_OPTIONS, QUANTIZE_BITS, EngineConfig
 from outrider.core.params import AUTO
 from outrider.drafting.propose.expression import absolute, model_names
 from outrider.drafting.propose.registry import draft_settings
@@ -21,7 +21,7 @@ BENCHMARK, VERSION = "outrider tune", 1
 FIT = "outrider fit"  # its documents have the same settings
 _TARGET_OPTIONS = ("target", "dtype", "kernels", "quantize", "kv_dtype")
 # Tuned for the proposer of the file, and useless for another one.
-_PROPOSER_OPTIONS = ("k", "verifier", "draft_window", "draft_quantize")
+_PROPOSER_OPTIONS = ("k", "verifier", *DRAFT_OPTIONS)
 _OPTIONS = (*_TARGET_OPTIONS, "proposer", *_PROPOSER_OPTIONS)
 
 _log = logging.getLogger("outrider")
@@ -131,7 +131,7 @@ def _is_valid(name: str, value: Any) -> bool:
     """Return whether a setting has the type that `settings_dict` writes."""
     if name == "k":
         return value == AUTO or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
-    if name == "draft_window":
+    if name in ("draft_window", "draft_candidates"):
         return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1)
     if name == "draft_quantize":
         return value is None or (isinstance(value, str) and value in QUANTIZE_BITS)

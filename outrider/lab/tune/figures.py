@@ -27,6 +27,13 @@ class Estimate:
     high: float | None = None
 
     @property
+    def text(self) -> str:
+        """The estimate with its interval: 1.52 (1.40 to 1.63)."""
+        if self.low is None or self.high is None:
+            return f"{self.value:.2f}"
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+    @property
     def is_faster(self) -> bool:
         """Whether the whole interval is above 1."""
         return self.low is not None and self.low > 1

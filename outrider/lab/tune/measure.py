@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from outrider.core.config import NO_DRAFT
 from outrider.core.planner import FixedPlanner, Planner
 from outrider.core.prompts import Prompt, read_prompts
 from outrider.core.proposer import Proposer, ProposerSetup
@@ -26,6 +27,7 @@ from outrider.engine.build import assemble, auto_planner, make_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.engine.warm import record_passes
 from outrider.errors import OutriderError
+from outrider.lab.common.conversations import each_turn
 from outrider.lab.common.jobs import Condition, PromptBatch, make_batches
 from outrider.lab.common.memory import MemoryUse, measure_memory
 from outrider.lab.common.trial import Trial, Variant, label, run
@@ -76,6 +78,7 @@ def measure(
         engines = VariantEngines(settings)
         for draft, reason in engines.left_out.items():
             progress.print(f"{draft} is left out: {reason}", highlight=False, markup=False, soft_wrap=True)
+        prompts = each_turn(engines.base, prompts, max_tokens=settings.max_tokens)
         conditions = [
             Condition(batch=batch, temperature=temperature)
             for temperature in settings.temperatures
@@ -134,8 +137,7 @@ class VariantEngines:
             proposer="none",
             k=0,
             verifier=None,
-            draft_window=None,  # each proposer has its own draft settings
-            draft_quantize=None,
+            **NO_DRAFT,  # each proposer has its own
             max_num_seqs=settings.max_num_seqs,
             prefix_caching=False,  # the prefill of a prompt must cost the same each time
         )

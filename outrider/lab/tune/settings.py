@@ -113,7 +113,7 @@ class Settings(RepeatedSettings):
                     f"proposer {proposer!r} drafts no tokens, and plain decoding is always measured as well; leave"
                     f" {_PLAIN} out"
                 )
-        check_draft_settings(*self.proposers, window=self.engine.draft_window, quantize=self.engine.draft_quantize)
+        check_draft_settings(self.engine, *self.proposers)
 
     @property
     def max_num_seqs(self) -> int:

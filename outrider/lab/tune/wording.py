@@ -12,7 +12,7 @@ from outrider.lab.common.trial import label
 from outrider.lab.tune.advice import Advice
 from outrider.lab.tune.candidate import WORTHWHILE
 from outrider.lab.tune.engines import other_engines
-from outrider.lab.tune.figures import Case, Estimate
+from outrider.lab.tune.figures import Case
 
 _MIN_SEQS = 0.5  # below this number of sequences the memory of a draft is called "less than one sequence"
 _MAX_SPEEDUP = 10  # above it the limit that prefill sets is not mentioned
@@ -31,13 +31,6 @@ def summary(advice: Advice, memory: Mapping[str, MemoryUse]) -> list[str]:
         *_changes(advice),
         *_other_engines(advice),
     ]
-
-
-def estimate_text(estimate: Estimate) -> str:
-    """Return an estimate with its interval: 1.52 (1.40 to 1.63)."""
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:.2f}"
-    return f"{estimate.value:.2f} ({estimate.low:.2f} to {estimate.high:.2f})"
 
 
 def _bottleneck(advice: Advice) -> str:
@@ -60,17 +53,15 @@ def _answer(advice: Advice) -> str:
         return f"Use {quote(command_line_form(choice.proposer))} with k {choice.k}{quantized}.{reason}"
     fastest = f"{label(short(choice.proposer), choice.draft_quantize)} with k {choice.k}"
     if overall.value < WORTHWHILE:
-        return (
-            f"Use plain decoding: the fastest proposer, {fastest}, is {estimate_text(overall)} times as fast overall."
-        )
+        return f"Use plain decoding: the fastest proposer, {fastest}, is {overall.text} times as fast overall."
     if choice.loses_at:
         slow = choice.loses_at[0]
         return (
-            f"Use plain decoding: the fastest proposer, {fastest}, is {estimate_text(overall)} times as fast overall,"
-            f" but {estimate_text(choice.speedups[slow])} at temperature {slow:g}."
+            f"Use plain decoding: the fastest proposer, {fastest}, is {overall.text} times as fast overall,"
+            f" but {choice.speedups[slow].text} at temperature {slow:g}."
         )
     return (
-        f"Use plain decoding for now: {fastest} looks {estimate_text(overall)} times as fast overall, which may be"
+        f"Use plain decoding for now: {fastest} looks {overall.text} times as fast overall, which may be"
         " chance. Measure more prompts."
     )
 
@@ -80,10 +71,10 @@ def _expected(advice: Advice) -> Iterator[str]:
         return
     for case in advice.cases:
         condition = f"batch {case.batch} and temperature {case.temperature:g}"
-        decoding = f", decoding alone {estimate_text(case.speedup)}" if case.speedup else ""
+        decoding = f", decoding alone {case.speedup.text}" if case.speedup else ""
         no_interval = "" if case.overall.low is not None else " With one batch of prompts there is no interval."
         lossy = "" if case.exact else " Its verifier is lossy: it changes the output distribution."
-        yield f"Expected speedup at {condition}: {estimate_text(case.overall)} overall{decoding}.{no_interval}{lossy}"
+        yield f"Expected speedup at {condition}: {case.overall.text} overall{decoding}.{no_interval}{lossy}"
 
 
 def _batches(advice: Advice) -> str:
@@ -128,7 +119,7 @@ def _changes(advice: Advice) -> Iterator[str]:
         runner_up = advice.runner_up
         yield (
             f"{short(runner_up.proposer)} with k {runner_up.k} is too close to decide, at"
-            f" {estimate_text(runner_up.overall)} overall; measure more prompts to decide."
+            f" {runner_up.overall.text} overall; measure more prompts to decide."
         )
     for plain, case in advice.others:
         other = case
@@ -136,7 +127,7 @@ def _changes(advice: Advice) -> Iterator[str]:
         if same_variant and case.overall.value >= WORTHWHILE and advice.worth:
             continue
         condition = f"At batch {plain.batch} and temperature {plain.temperature:g}"
-        fastest = f"the fastest is {short(other.proposer)} with k {other.k}, {estimate_text(case.overall)} overall"
+        fastest = f"the fastest is {short(other.proposer)} with k {other.k}, {case.overall.text} overall"
         no_gain = "" if case.overall.value >= WORTHWHILE else " no proposer pays;"
         yield f"{condition}{no_gain} {fastest}."
 

@@ -164,6 +164,7 @@ class Decoder(Passes):
         self._close: weakref.finalize[[int], Decoder] | None = None
         self._ids: torch.Tensor | None = None  # [Vd] int32 ids of the tokens that have logits; None: all
         self._factors: LowRankHead | None = None  # chooses the tokens with exact logits; None: all have them
+        self._candidates = 0  # panels of 32 tokens that get exact logits, if there are factors
 
     @property
     def _embedding_name(self) -> str:
@@ -219,20 +220,22 @@ class Decoder(Passes):
         self._ids = ids.to(torch.int32)
         self._open()
 
-    def rank_tokens(self, states: torch.Tensor, candidates: int) -> None:
-        """Compute exact logits for the likeliest tokens only. Weights cannot be replaced any more.
-
-        Low-rank factors of the LM head give the others, and choose which panels of 32 tokens are exact.
-
-        Args:
-            states: [N, hidden] outputs of the last layer, for which the factors are best.
-            candidates: the number of panels.
-        """
+    def factorize_head(self, states: torch.Tensor) -> LowRankHead:
+        """Return low-rank factors of the LM head. `states` [N, hidden] are outputs of the last layer to fit."""
         norm = self._norms[f"{self._body}.norm.weight"]
         inputs = functional.rms_norm(states, norm.shape, norm, self.shape.epsilon)
-        panels = -(-self.vocab // PANEL)
         head = self._packed_head
-        self._factors = factorize(_parts(head), head.bias, inputs, candidates=min(candidates, panels))
+        return factorize(_parts(head), head.bias, inputs)
+
+    def rank_tokens(self, factors: LowRankHead, candidates: int) -> None:
+        """Compute exact logits for the likeliest tokens only. Weights cannot be replaced any more.
+
+        Args:
+            factors: of the LM head. They give the other logits, and choose which panels of 32 tokens are exact.
+            candidates: the number of panels.
+        """
+        self._factors = factors
+        self._candidates = min(candidates, -(-self.vocab // PANEL))
         self._open()
 
     def attach(self, memory: PagedCache) -> None:
@@ -374,7 +377,7 @@ class Decoder(Passes):
             layers[int(name.partition(".")[0])] += size
         head = self._packed_head.nbytes
         if self._factors is not None:
-            head = self._factors.nbytes + head * self._factors.candidates * PANEL // self.vocab
+            head = self._factors.nbytes + head * self._candidates * PANEL // self.vocab
         return tuple(layers), head
 
     def _update_from_source(self, names: Iterable[str]) -> None:
@@ -505,7 +508,7 @@ class Decoder(Passes):
             table=self._table.c() if self._table else CLinear(),
             reduce=self._factors.reduce.c() if self._factors else CLinear(),
             rank=self._factors.rank.c() if self._factors else CLinear(),
-            candidates=self._factors.candidates if self._factors else 0,
+            candidates=self._candidates,
             bits=8 * self.dtype.itemsize,
             layers=len(layers),
             hidden=shape.hidden,

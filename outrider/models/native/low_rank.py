@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from outrider.models.native.pack import GROUP, PackedWeight, pack
+from outrider.models.native.pack import GROUP, Arena, PackedWeight, pack
 
+_REDUCE_BITS = 16  # of the smaller factor
 _BITS = 4  # of the larger factor: with twice the rank, it is better than one of 8 bits
 _SAMPLED_ROWS = 1 << 15  # of the head, from which the factors are computed
 _DAMPING = 0.05  # share of the mean variance that is added to that of each input
@@ -20,17 +21,40 @@ class LowRankHead:
 
     reduce: PackedWeight  # [r, hidden]
     rank: PackedWeight  # [vocab, r], with 4 bits
-    candidates: int  # panels of 32 tokens that get exact logits
 
     @property
     def nbytes(self) -> int:
         """Size in bytes, with padding."""
         return self.reduce.nbytes + self.rank.nbytes
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors, for a file."""
+        rank = self.rank
+        named = {"reduce": self.reduce.words, "rank": rank.words, "scale": rank.scale, "minimum": rank.minimum}
+        named["bias"] = rank.bias
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-def factorize(
-    head: Iterable[torch.Tensor], bias: torch.Tensor | None, inputs: torch.Tensor, *, candidates: int
-) -> LowRankHead:
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], *, vocab: int, hidden: int) -> LowRankHead:
+        """Return the factors of an LM head [vocab, hidden] of which these are the `tensors`."""
+        arena = Arena()
+        kept = {name: arena.keep(tensor) for name, tensor in tensors.items()}
+        size = _rank(hidden)
+        reduce = PackedWeight(
+            words=kept["reduce"], scale=None, minimum=None, bias=None, shape=(size, hidden), bits=_REDUCE_BITS
+        )
+        rank = PackedWeight(
+            words=kept["rank"],
+            scale=kept["scale"],
+            minimum=kept["minimum"],
+            bias=kept.get("bias"),
+            shape=(vocab, size),
+            bits=_BITS,
+        )
+        return cls(reduce=reduce, rank=rank)
+
+
+def factorize(head: Iterable[torch.Tensor], bias: torch.Tensor | None, inputs: torch.Tensor) -> LowRankHead:
     """Return the factors of a head with the smallest mean square error of logits.
 
     That is the singular value decomposition of the head times the square root of the covariance of
@@ -40,19 +64,21 @@ def factorize(
         head: parts [outputs, hidden] of the LM head, in order.
         bias: [vocab] of the head, or None.
         inputs: [N, hidden] typical inputs.
-        candidates: as in `LowRankHead`.
     """
     parts = [part.bfloat16() for part in head]
-    hidden = inputs.shape[1]
-    size = min(-(-hidden // 2 // GROUP) * GROUP, hidden)
     root, inverse = _square_roots(inputs)
     step = -(-sum(map(len, parts)) // _SAMPLED_ROWS)
-    rows = torch.cat([part[::step] for part in parts]).float() @ root
-    _, vectors = torch.linalg.eigh(rows.T @ rows)
-    basis = vectors[:, -size:]
+    rows = torch.cat([part[::step] for part in parts]).float()
+    _, vectors = torch.linalg.eigh(root @ (rows.T @ rows) @ root)
+    basis = vectors[:, -_rank(inputs.shape[1]) :]
     expand = root @ basis
     rank = torch.cat([part.float() @ expand for part in parts])
-    return LowRankHead(reduce=pack(basis.T @ inverse), rank=pack(rank, bias, bits=_BITS), candidates=candidates)
+    return LowRankHead(reduce=pack(basis.T @ inverse, bits=_REDUCE_BITS), rank=pack(rank, bias, bits=_BITS))
+
+
+def _rank(hidden: int) -> int:
+    """Return the rank of the factors: half of the width, in whole groups."""
+    return min(-(-hidden // 2 // GROUP) * GROUP, hidden)
 
 
 def _square_roots(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

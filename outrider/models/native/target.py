@@ -33,6 +33,7 @@ from outrider.models.native.abi import Columns
 from outrider.models.native.decoder import Decoder, body_name
 from outrider.models.native.dimensions import Dimensions
 from outrider.models.native.library import load_library
+from outrider.models.native.low_rank import LowRankHead
 from outrider.models.native.scores import Exported, NativeScores
 from outrider.models.torch.checkpoint import Checkpoint
 from outrider.models.torch.model_weights import ModelWeights
@@ -147,13 +148,16 @@ class NativeTarget:
         """Compute logits for the tokens `ids` [Vd] only, which ascend. `score` then returns Vd logits per node."""
         self._decoder.keep_tokens(ids)
 
-    def rank_tokens(self, texts: Sequence[Sequence[int]], candidates: int) -> None:
-        """Compute exact logits for the likeliest tokens only, see `Decoder.rank_tokens`.
+    def rank_tokens(self, factors: LowRankHead, candidates: int) -> None:
+        """Compute exact logits for the likeliest tokens only, see `Decoder.rank_tokens`."""
+        self._decoder.rank_tokens(factors, candidates)
 
-        Args:
-            texts: token ids of typical texts. Slot 0 is free.
-            candidates: panels of 32 tokens with exact logits.
-        """
+    def restored_factors(self, tensors: Mapping[str, torch.Tensor]) -> LowRankHead:
+        """Return the factors of the LM head whose `tensors` these are."""
+        return LowRankHead.of(tensors, vocab=self._decoder.vocab, hidden=self._decoder.shape.hidden)
+
+    def factorize_head(self, texts: Sequence[Sequence[int]]) -> LowRankHead:
+        """Return low-rank factors of the LM head that are best for token ids of typical texts. Slot 0 is free."""
         states = []
         for text in texts:
             feed = tuple(text[: self.context])
@@ -163,7 +167,7 @@ class NativeTarget:
             columns = columns_of(batch, tree.empty(1, self.device), -1, self.vocab).columns
             states.append(self._decoder.run(columns, (self.layers - 1,)).hidden_states[0])
             self.cache.release(0)
-        self._decoder.rank_tokens(torch.cat(states), candidates)
+        return self._decoder.factorize_head(torch.cat(states))
 
     def bytes(self) -> int:
         return self._decoder.bytes()

@@ -25,6 +25,7 @@ from outrider.tools.export.length import find_length
 from outrider.tools.export.mtp import architecture_of, write_in_target
 from outrider.tools.export.target import find_target, tokenizer_note
 from outrider.tools.settings import ExportSettings
+from outrider.train.report.card import FILE as CARD
 
 _DRAFT = "draft"  # the folder of the draft inside of --out
 _SCRIPT = "run.sh"
@@ -69,6 +70,8 @@ def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
     labels = [_label(recipe), *(filter(None, (length.note, tokenizer_note(named, recipe))))]
     comments = "".join(f"# {label}\n" for label in labels)
     files = {_SCRIPT: f"#!/bin/sh\n{comments}{command}\n", **recipe.files(draft)}
+    if source:
+        files[CARD] = _card(source, target, command, chosen.title)
     models: dict[Path, Callable[[], None]] = {}
     if source:
         models[written] = partial(_write, source, recipe, written, target)
@@ -89,6 +92,16 @@ def run_export(settings: ExportSettings, *, console: Console) -> dict[str, Any]:
         "notes": labels[1:],
         "files": list(files),
     }
+
+
+def _card(source: Path, target: str | Path | None, command: str, title: str) -> str:
+    """Return the card of an exported draft: that of its training, if it has one, with the command of the engine."""
+    file = source / CARD
+    base = f"base_model: {target}\n" if target else ""
+    card = f"---\n{base}tags:\n- speculative-decoding\n- draft-model\n---\n\n# Draft for {title}\n"
+    if file.is_file():
+        card = file.read_text("utf-8")
+    return f"{card}\n## {title}\n\n```sh\n{command}\n```\n"
 
 
 def _write_all(path: Path, models: Mapping[Path, Callable[[], None]], files: Mapping[str, str]) -> None:

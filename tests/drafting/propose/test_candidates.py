@@ -18,6 +18,7 @@ from outrider.models.loader.embedded import embedded
 from outrider.models.loader.load import load_checkpoint
 from outrider.models.loader.make import make_target
 from outrider.models.loader.tokenizer import read_tokenizer
+from outrider.models.native.target import NativeTarget
 from tests.helpers import tiny
 
 pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
@@ -34,7 +35,7 @@ def make(candidates=None, kernels="native"):
     checkpoint = load_checkpoint(embedded("nano"), dtype="float32", device="cpu")
     model = make_target(checkpoint, slots=3, context=96, kernels=kernels)
     if candidates:
-        use_candidates(model, checkpoint.tokenizer, candidates)
+        use_candidates(model, checkpoint, candidates)
     return model
 
 
@@ -63,6 +64,18 @@ def test_the_likeliest_tokens_have_the_logits_of_the_whole_head(ranked):
         assert equal[exact[b].argmax() // 32]
     overlap = torch.minimum(approximate.softmax(-1), exact.softmax(-1)).sum(-1)
     assert overlap.min() > 0.7
+
+
+def test_factors_are_computed_once_and_kept(ranked, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.drafting.propose.vocabulary.candidates.cache_folder", lambda: tmp_path)
+    expected = logits(make(PANELS), FEEDS)
+    (file,) = tmp_path.glob("factors-*.safetensors")
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeTarget, "factorize_head", None)
+        assert torch.equal(logits(make(PANELS), FEEDS), expected)
+    file.write_bytes(file.read_bytes()[:1000])  # a damaged file is replaced
+    assert torch.equal(logits(make(PANELS), FEEDS), expected)
+    assert file.stat().st_size > 1000
 
 
 def test_logits_do_not_depend_on_the_batch(ranked):

@@ -242,13 +242,15 @@ def test_lossy_verifier_fails_even_if_all_tests_pass(pair):
     assert not scripted_result(pair, distribution=SimpleNamespace(passed=False)).passed
 
 
+compiled = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
 DRAFT_SETTINGS = [
     {"draft_window": 16},
-    pytest.param({"draft_quantize": "int4"}, marks=pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")),
+    pytest.param({"draft_quantize": "int4"}, marks=compiled),
+    pytest.param({"draft_candidates": 1}, marks=compiled),
 ]
 
 
-@pytest.mark.fast_cases("draft_quantize")
+@pytest.mark.fast_cases("draft_candidates")
 @pytest.mark.parametrize("settings", DRAFT_SETTINGS, ids=", ".join)
 def test_audit_of_draft_settings(prompts_file, settings):
     draft = f"draft:{embedded('nano')}"

@@ -20,6 +20,7 @@ from outrider.lab.bench.pass_work import bytes_per_pass, flops_per_token
 from outrider.lab.bench.run import run_bench
 from outrider.lab.bench.settings import Settings
 from outrider.lab.common.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, token_gaps, with_times
+from outrider.lab.common.conversations import each_turn
 from outrider.lab.common.jobs import Condition, Job, PromptBatch
 from outrider.lab.common.trial import Trial, Variant, run
 from outrider.lab.common.turns import Turns, with_planner
@@ -72,9 +73,26 @@ def test_prompts_of_public_benchmarks(tmp_path, fields, name, category, content)
     (prompt,) = read_prompts(file)
     assert (prompt.id, prompt.category) == (name, category)
     assert (prompt.prompt or prompt.messages[0]["content"]) == content
+    assert prompt.later == tuple(fields.get("turns", ())[1:])
 
 
-@pytest.mark.parametrize("fields", [{"turns": []}, {"turns": "one"}, {"turns": [""]}, {"question": 3}])
+def test_later_turns_follow_the_answers_of_the_target(tmp_path):
+    file = tmp_path / "question.jsonl"
+    lines = [{"category": "a", "turns": ["One?", "Two?", "Three?"]}, {"category": "b", "prompt": "x"}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    llm = LLM(None, proposer="none", max_model_len=256)
+    first, other, second, third = each_turn(llm, read_prompts(file), max_tokens=8)
+    answers = [llm.generate(llm.encode_chat(each.messages), SamplingParams(max_tokens=8)) for each in (first, second)]
+    said = [{"role": "user", "content": "One?"}]
+    for (answer,), question, turn in zip(answers, ("Two?", "Three?"), (second, third), strict=True):
+        said += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": question}]
+        assert list(turn.messages) == said
+    assert [each.category for each in (first, other, second, third)] == ["a", "b", "a", "a"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"turns": []}, {"turns": "one"}, {"turns": [""]}, {"turns": ["a", 2]}, {"question": 3}]
+)
 def test_a_benchmark_question_must_be_a_text(tmp_path, fields):
     file = tmp_path / "question.jsonl"
     file.write_text(json.dumps(fields))

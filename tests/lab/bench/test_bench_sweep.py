@@ -152,7 +152,13 @@ def test_command_with_sweeps(prompts):
     assert document["arguments"]["temperature"] == 0.0
     assert document["arguments"]["sweep"] == {"k": [1, 2], "batch": [], "context": [], "temperature": [0.0, 1.0]}
     assert document["memory"]["draft_in_sequences"] == 0
-    for text in ("Against k", "Against temperature", "This machine, before and after", "Memory: target weights"):
+    for text in (
+        "Against k",
+        "Against temperature",
+        "Decoding at temperature 1, tokens/s",
+        "This machine, before and after",
+        "Memory: target weights",
+    ):
         assert text in result.stdout
 
 

@@ -6,7 +6,7 @@ from outrider.lab.common.memory import MemoryUse
 from outrider.lab.tune.figures import AcceptanceSummary, Case, Estimate, Plain, RoundMs
 from outrider.lab.tune.measurement import Measurement
 
-ROUND = RoundMs(draft=0.0, target=1.0, host=0.0)
+ROUND = RoundMs(draft=0.5, target=1.0, host=0.0)
 
 
 def case(proposer, k, value, *, low=None, high=None, tau=2.0, temperature=0.0, draft_quantize=None):

@@ -206,6 +206,19 @@ def test_draft_model_is_compared_with_8_and_4_bits(fit, tmp_path, monkeypatch):
     assert (chosen["proposer"], chosen["draft_quantize"]) == (draft, "int8")
 
 
+def test_family_is_measured_as_drafts(fit, tmp_path):
+    """A folder with the tokenizer of the target, smaller than it, is a proposer of the first measurement."""
+    small = save(tmp_path / "models" / "small", make_config("LlamaConfig", hidden_size=32))
+    words = {"--family": tmp_path / "models", "--minutes": 0, "--proposers": "ngram"}
+    document = json.loads(fit(tmp_path / "out", **words).stdout.splitlines()[-1])
+    (draft,) = document["fit"]["drafts"]
+    assert draft["proposer"] == f"draft:{small}"
+    assert draft["token_ms"] > 0
+    assert any(f"--proposer draft:{small} --k 2" in line for line in document["fit"]["summary"])
+    outcome = fit(tmp_path / "none", **words | {"--family": small / "models"})
+    assert "which is no folder; name folders" in one_line(outcome)
+
+
 @pytest.mark.slow
 def test_head_is_trained_on_a_hybrid(fit, tmp_path):
     layers = {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
@@ -502,6 +515,7 @@ def test_missing_target_is_reported(fit, tmp_path):
         ({"--temperature": "0,-1"}, "temperature is -1"),
         ({"--temperature": "hot"}, "--temperature is 'hot'; use up to 64 numbers such as 0,0.7,1"),
         ({"--draft-window": 8}, "--draft-window is 8; use at least 16 tokens"),
+        ({"--draft-candidates": 64}, "draft heads support no --draft-candidates; leave it out, or use --minutes 0"),
         ({"--draft-window": 32, "--head": "medusa"}, "heads of kind medusa support no --draft-window"),
         ({"--draft-window": 32, "--minutes": 0}, "none of ngram, suffix has a draft that reads the text"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.core.config import EngineConfig
 from outrider.drafting.plan.pass_cost import CostModel, PassCost
 from outrider.lab.common.records import from_json
 from outrider.lab.fit.option import Option, size
@@ -21,7 +22,8 @@ from tests.lab.fit.made_up import TRAINED, case, certificate, measured
 
 
 def outcome(first, final=None, **other):
-    given = {"training": None, "certificate": None, "prompts": {"train": 8, "held_out": 4}, "out": "folder"} | other
+    given = {"training": None, "certificate": None, "prompts": {"train": 8, "held_out": 4}, "out": "folder"}
+    given |= {"engine": EngineConfig()} | other
     return Outcome(first=first, final=final, **given)
 
 
@@ -92,6 +94,21 @@ def test_best_weights_of_a_draft_are_measured_again_and_named():
     assert found.options[1].by_temperature[0].speedup == 1.5
     assert found.options[1].memory_bytes == 1_000_000
     assert "Chosen: draft:/x/small in int8 with k 4" in words(found)
+
+
+def test_draft_models_are_listed_with_their_costs_and_the_command_of_the_fastest():
+    draft = "draft:/x/a model"
+    cases = [case("ngram", 4, 2.0), case("ngram", 4, 1.0, temperature=1.0)]
+    for k, quantize, value, taus in ((2, None, 1.1, (2, 2)), (4, "int4", 1.5, (3, 2)), (4, None, 1.3, (2, 2))):
+        for temperature, tau in enumerate(taus):
+            cases.append(case(draft, k, value, tau=tau, temperature=float(temperature), draft_quantize=quantize))
+    engine = EngineConfig(target="/x/large", quantize="int8")
+    found = outcome(measured(*cases), engine=engine)
+    fastest, stored = found.drafts
+    assert (fastest.draft_quantize, fastest.k, fastest.tau, fastest.token_ms) == ("int4", 4, 2.5, 0.25)
+    assert (stored.draft_quantize, stored.k, stored.acceptance) == (None, 4, 0.5)
+    command = "outrider run --target /x/large --quantize int8 --proposer 'draft:/x/a model' --draft-quantize int4 --k 4"
+    assert f"The fastest draft model of the first measurement: {command}" in words(found)
 
 
 # On SmolLM2, as docs/explanation/results/training.md gives them: the head is as fast at temperature 0, and loses at 1.

@@ -115,7 +115,10 @@ def test_weights_of_drafts_are_compared(tmp_path, prompts):
         VariantEngines(replace(settings, draft_quantizes={head: ("int8",)}))
 
 
-@pytest.mark.parametrize(("name", "value", "other"), [("draft_window", 32, 48), ("draft_quantize", "int4", "int8")])
+@pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [("draft_window", 32, 48), ("draft_quantize", "int4", "int8"), ("draft_candidates", 64, 8)],
+)
 def test_draft_settings_of_a_file(tmp_path, name, value, other):
     file = str(advice_file(tmp_path / "advice.json", proposer=f"draft:{embedded('nano')}", **{name: value}))
     assert getattr(configured(file), name) == value
@@ -154,7 +157,8 @@ def test_config_on_the_command_line(tmp_path, prompts):
 def advice_bytes(**settings):
     """Return the content of a file with these settings, which may be invalid."""
     defaults = {"target": None, "proposer": "ngram", "k": 3, "verifier": "walk", "dtype": "auto", "kernels": "auto"}
-    defaults |= {"quantize": None, "draft_window": None, "draft_quantize": None, "models": {}}
+    defaults |= {"quantize": None, "draft_window": None, "draft_quantize": None}
+    defaults |= {"draft_candidates": None, "models": {}}
     return json.dumps({"benchmark": "outrider tune", "version": 1, "settings": defaults | settings}).encode()
 
 
@@ -166,6 +170,7 @@ INVALID_SETTINGS = (
     ),
     *(("k", value) for value in (-1, "some", True, None, 1.5)),
     *(("draft_window", value) for value in (0, "some", True, 1.5)),
+    *(("draft_candidates", value) for value in (0, "some")),
     *(("draft_quantize", value) for value in ("int3", 4, True)),
     *(("models", value) for value in ([], None, {"x": 5})),
     ("proposer", None),

@@ -143,7 +143,7 @@ class _OpenedModel:
         if ids is not None:
             model = reduce_vocabulary(model, self.checkpoint, ids, kernels=kernels)
         if self.setup.draft_candidates is not None:
-            use_candidates(model, self.checkpoint.tokenizer, self.setup.draft_candidates)
+            use_candidates(model, self.checkpoint, self.setup.draft_candidates)
         if size == context:
             return model
         _log.info("the draft in %s reads the last %d of at most %d tokens", self.folder, size, context)

@@ -7,24 +7,39 @@ and verified with the same distribution, so the output stays exact.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 
 from outrider.core.prompts import read_prompts, text_tokens
 from outrider.core.target import Target
 from outrider.drafting.propose.vocabulary.wrapped_target import unwrapped
 from outrider.errors import OutriderError
+from outrider.models.loader.fingerprint import code_fingerprint, model_fingerprint
+from outrider.models.native.library import cache_folder
+from outrider.models.native.low_rank import LowRankHead
 from outrider.models.native.target import NativeTarget
+from outrider.models.torch.checkpoint import Checkpoint
+from outrider.runtime.atomic_files import write_whole
 from outrider.runtime.progress import stage
 
 _TEXT_TOKENS = 96  # that are read of each embedded prompt
+_FILES = 8  # with factors, about a quarter of an LM head of 8 bits each
 
 
-def use_candidates(model: Target, tokenizer: Any, candidates: int) -> None:
+def use_candidates(model: Target, checkpoint: Checkpoint, candidates: int) -> None:
     """Make a draft model compute exact logits for some panels of 32 tokens only: those that factors rank first.
+
+    The factors are best for the embedded prompts. They are computed once for a checkpoint and kept in the cache folder.
 
     Args:
         model: the draft model. No sequence runs on it.
-        tokenizer: its tokenizer, which reads the embedded prompts. The factors are best for them.
+        checkpoint: what it was made from.
         candidates: the number of panels.
 
     Raises:
@@ -36,10 +51,57 @@ def use_candidates(model: Target, tokenizer: Any, candidates: int) -> None:
             f"draft_candidates is {candidates}, and the draft runs on the kernels {model.kernels}; use"
             " device cpu and kernels native, or leave draft_candidates out"
         )
-    texts = [prompt.prompt or _joined(prompt.messages) for prompt in read_prompts()]
-    with stage("reducing the draft's LM head"):
-        native.rank_tokens([text_tokens(tokenizer, text)[-_TEXT_TOKENS:] for text in texts], candidates)
+    file = _file(checkpoint, native)
+    factors = _read(file, native)
+    if factors is None:
+        with stage("reducing the draft's LM head"):
+            factors = native.factorize_head(_texts(checkpoint.tokenizer))
+        _write(file, factors)
+    native.rank_tokens(factors, candidates)
+
+
+def _texts(tokenizer: Any) -> list[tuple[int, ...]]:
+    """Return the token ids of the embedded prompts."""
+    texts = (prompt.prompt or _joined(prompt.messages) for prompt in read_prompts())
+    return [tuple(text_tokens(tokenizer, text)[-_TEXT_TOKENS:]) for text in texts]
 
 
 def _joined(messages: Any) -> str:
     return "\n".join(message["content"] for message in messages)
+
+
+def _file(checkpoint: Checkpoint, native: NativeTarget) -> Path | None:
+    """Return the file of the factors. Its name depends on the model, the code and the weights.
+
+    Returns:
+        None: the model was not loaded from files, or there is no cache folder.
+    """
+    if not checkpoint.folder:
+        return None
+    facts = [model_fingerprint(Path(checkpoint.folder)), code_fingerprint(), native.kernels]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    try:
+        return cache_folder() / f"factors-{key[:32]}.safetensors"
+    except OutriderError:
+        return None
+
+
+def _read(file: Path | None, native: NativeTarget) -> LowRankHead | None:
+    """Return kept factors; None: there are none, or the file is damaged."""
+    if file is None:
+        return None
+    try:
+        return native.restored_factors(load_file(file))
+    except (OSError, SafetensorError, KeyError):
+        return None
+
+
+def _write(file: Path | None, factors: LowRankHead) -> None:
+    """Keep factors. If the cache folder cannot be written, the next start computes them again."""
+    if file is None:
+        return
+    with suppress(OSError, OutriderError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, save(factors.tensors()))
+        for old in sorted(file.parent.glob("factors-*"), key=lambda each: each.stat().st_mtime)[:-_FILES]:
+            old.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated
 
+from outrider.core.config import DRAFT_OPTIONS
 from outrider.core.option import SERVER, Option
 from outrider.errors import OutriderError
 from outrider.lab.client.settings import ClientSettings
@@ -37,7 +38,7 @@ class ServerOptions(ClientSettings):
 
 
 # Options of `outrider audit` that mean nothing for a server.
-NOT_FOR_SERVER = ("proposer", "verifier", "tp", "draft_placement", "draft_window", "draft_quantize")
+NOT_FOR_SERVER = ("proposer", "verifier", "tp", "draft_placement", *DRAFT_OPTIONS)
 
 
 def check_given(server: str | None, given: set[str]) -> None:

@@ -1,0 +1,115 @@
+"""Find smaller models with the tokenizer of a target: the other members of its family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from outrider.errors import OutriderError, UnsupportedModel
+from outrider.models.loader.fingerprint import model_fingerprint
+from outrider.models.loader.folder import check_folder, check_weights
+from outrider.models.loader.gguf.file import parts_of, read_gguf
+from outrider.models.loader.gguf.tokenizer import load_tokenizer
+from outrider.models.loader.load import read_model_config
+from outrider.models.loader.paths import GGUF_SUFFIX, is_gguf
+from outrider.models.loader.tokenizer import read_tokenizer
+from outrider.models.loader.weight_shapes import weight_shapes
+
+HUB = "hub"  # names the cache of the Hugging Face Hub
+_HEAD, _GGUF_HEAD = "lm_head.weight", "output.weight"
+_SMALLER = 0.9  # largest share of the target's parameters; a copy of the target in another format has about 1
+
+
+def find_smaller(target: Path, places: Sequence[str]) -> tuple[Path, ...]:
+    """Return the smaller models with the tokenizer of a target, the smallest one first.
+
+    Args:
+        target: a folder or a GGUF file.
+        places: folders to search, with the folders in them; `hub` is the cache of the Hub. Nothing is downloaded.
+
+    Raises:
+        OutriderError: a place is no folder, or there is no such model.
+    """
+    most = _SMALLER * count_parameters(target)
+    tokenizer = _tokenizer(target)
+    sizes = {path: _readable_size(path) for place in places for path in _models(_folder(place))}
+    found: dict[str, Path] = {}  # by contents: the cache may hold several revisions of one model
+    for path in sorted((path for path, size in sizes.items() if 0 < size <= most), key=sizes.__getitem__):
+        if _has_vocabulary(path, tokenizer):
+            found.setdefault(model_fingerprint(path), path)
+    if not found:
+        raise OutriderError(
+            f"no model in {', '.join(places)} is smaller than {target} and has its tokenizer; name other folders, or"
+            " leave --family out"
+        )
+    return tuple(found.values())
+
+
+def count_parameters(path: Path) -> int:
+    """Return the number of weights of a model without its LM head, from its configuration or the headers of its files.
+
+    A format may store a tied LM head or not, so it would tell copies of one model apart.
+
+    Raises:
+        OutriderError: it is no model, or a file is missing or damaged.
+    """
+    if is_gguf(path):
+        return sum(prod(tensor.shape) for name, tensor in read_gguf(path).tensors.items() if name != _GGUF_HEAD)
+    check_folder(path)
+    config = read_model_config(path)
+    check_weights(path, config)
+    text = config.get_text_config(decoder=True)
+    try:
+        shapes = weight_shapes(text)
+    except UnsupportedModel:
+        return sum(map(_stored_values, path.glob("*.safetensors")))
+    return sum(prod(shape) for name, shape in shapes.items() if name != _HEAD)
+
+
+def _stored_values(file: Path) -> int:
+    with safe_open(file, "pt") as tensors:
+        names = [name for name in tensors.keys() if name != _HEAD]  # noqa: SIM118  # it is no mapping
+        return sum(prod(tensors.get_slice(name).get_shape()) for name in names)
+
+
+def _folder(place: str) -> Path:
+    if place == HUB:
+        from huggingface_hub import constants  # its packages are only for names on the Hub
+
+        return Path(constants.HF_HUB_CACHE)  # which may not be there yet
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        raise OutriderError(f"--family names {folder}, which is no folder; name folders, or {HUB} for the Hub's cache")
+    return folder
+
+
+def _models(folder: Path) -> Iterator[Path]:
+    """Yield the model folders and GGUF files in a folder: of a split file the first part, and no image encoders."""
+    for file in sorted(folder.rglob("config.json")):
+        yield file.parent
+    for file in sorted(folder.rglob(f"*{GGUF_SUFFIX}")):
+        if parts_of(file)[0] == file and not file.name.lower().startswith("mmproj"):
+            yield file
+
+
+def _readable_size(path: Path) -> int:
+    """Return the parameters of a model; 0: it cannot be read, as other contents of the folders."""
+    try:
+        return count_parameters(path)
+    except OutriderError:
+        return 0
+
+
+def _has_vocabulary(path: Path, tokenizer: Any) -> bool:
+    try:
+        return bool(_tokenizer(path).get_vocab() == tokenizer.get_vocab())
+    except OutriderError:
+        return False
+
+
+def _tokenizer(path: Path) -> Any:
+    return load_tokenizer(read_gguf(path)) if is_gguf(path) else read_tokenizer(path)
