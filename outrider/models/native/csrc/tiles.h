@@ -169,8 +169,10 @@ template <class Format>
 struct Packed {
   static constexpr int group = Format::group, words = byte_words(Format::value_bits);
   static constexpr bool narrow = Format::narrow, may_have_zero = Format::any_scales;
-  // Rows for which each tile unpacks the weights for itself. Joining two planes costs more than loading bytes.
-  static constexpr int most_rows = widest_plane(Format::bits) == Format::bits ? 2 * kCodeTile : 2;
+  // Rows for which each tile unpacks the weights for itself. Joining planes costs more than loading what others unpacked.
+  // Values of 8 bits without byte products take two words, so loading them costs more than unpacking them.
+  static constexpr bool joined = widest_plane(Format::bits) < Format::bits;
+  static constexpr int most_rows = joined ? 2 : words == 1 ? 2 * kCodeTile : kRowBlock;
 
   const int32_t* chunks;
   const Scales<group>& scales;
@@ -330,15 +332,17 @@ void tile_codes(const Linear& layer, int number, const Rows& x, int r, int rows,
   std::memset(out, 0, sizeof(*out) * rows);
   for (int begin = 0; begin < layer.inputs; begin += kSpan, chunks += span_words) {
     const int inputs = std::min(kSpan, layer.inputs - begin);
-    Span span{inputs / Format::group, correction, panel.minimum != nullptr, panel.zero != nullptr, chunks + span_words,
-              Format::group * Format::bits / 16};
+    // One row takes all weights in their order. More rows take a part of each line in several passes.
+    const int32_t* ahead = chunks + (rows == 1 ? kAhead / 4 : span_words);
+    const Span span{inputs / Format::group, correction, panel.minimum != nullptr, panel.zero != nullptr, ahead,
+                    Format::group * Format::bits / 16};
     scales.template read<Format>(panel, begin / Format::group, span.groups);
     const Packed<Format> packed{chunks, scales};
     const auto* row = row_span<packed.words>(x, begin / kSpan, r);
-    if (rows <= packed.most_rows) {
+    if (packed.most_rows == kRowBlock || rows <= packed.most_rows) {
       constexpr int tile = std::min(kCodeTile, packed.most_rows);
       multiply_tiles(packed, span, row, rows, out, std::make_integer_sequence<int, tile>());
-    } else {
+    } else if constexpr (packed.most_rows < kRowBlock) {
       const Unpacked<Format::group, Format::narrow> unpacked(packed, inputs / kChunk);
       multiply_tiles(unpacked, span, row, rows, out, std::make_integer_sequence<int, kCodeTile>());
     }
