@@ -137,10 +137,9 @@ struct alignas(64) Scales {
         const size_t at = begin + size_t(g) * kPanel + lane;
         store(scale[g] + lane, numbers(panel.scale, number, at));
         if (panel.minimum) store(minimum[g] + lane, numbers(panel.minimum, number, at));
+        if (Format::any_scales && panel.zero) store(zero[g] + lane, byte_to_int_reg(panel.zero + at));
       }
     }
-    if (!Format::any_scales || !panel.zero) return;
-    for (int i = 0; i < groups * kPanel; i++) zero[0][i] = panel.zero[begin + i];
   }
 
  private:
