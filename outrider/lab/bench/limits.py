@@ -11,8 +11,9 @@ from outrider.lab.bench.figures import Comparison, Decoding
 DEFINITIONS: Mapping[str, str] = {
     "read_bytes_per_s": "the median bandwidth of summing a buffer larger than the caches, before and after the"
     " benchmark, in normal and in huge pages; the highest of these medians is used for the limit",
-    "gemm_flops_per_s": "the median rate of the product of two large square matrices in the model's precision, before"
-    " and after the benchmark; the higher one is used for the limit",
+    "gemm_flops_per_s": "the median rate of the product of two large square matrices in the model's precision or in"
+    " float32, whichever is faster, before and after the benchmark; the higher one is used for the limit, unless"
+    " weights are integers, whose products may be faster",
     "limit_passes_per_s": "min(bandwidth / bytes, gemm / flops) of a pass: it reads the weights once, of routed"
     " experts those that its tokens used, and the cached keys and values of each sequence, and each of its tokens costs"
     " two operations per weight that a token uses",

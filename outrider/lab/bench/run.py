@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -184,7 +185,8 @@ def _roofline(llm: LLM, settings: Settings, *, bandwidth: float, gemm: float) ->
         cache_bytes_per_token=cache_bytes_per_token(llm),
         flops_per_token=flops / settings.engine.tp,  # of this rank, as the bytes are
         read_bytes_per_s=bandwidth,
-        gemm_flops_per_s=gemm,
+        # Products of integers may be faster than those of floats. Then only the bandwidth is a limit.
+        gemm_flops_per_s=gemm if llm.parts.precision.weights.bits >= 16 else math.inf,
     )
 
 

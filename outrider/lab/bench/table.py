@@ -123,7 +123,7 @@ def _rates(result: Result) -> Iterator[str]:
         after = result.after.read[kind]
         yield f"read bandwidth, {kind.replace('_', ' ')} {bandwidth / 1e9:.1f} GB/s, then {after / 1e9:.1f}"
     gemm = f"{result.before.gemm / 1e9:.0f} GFLOP/s, then {result.after.gemm / 1e9:.0f}"
-    yield f"matrix product in {result.precision.as_dict()['dtype']} {gemm}"
+    yield f"matrix product {gemm}"
 
 
 def _memory(use: MemoryUse) -> Iterator[str]:

@@ -9,6 +9,7 @@ import torch
 
 from outrider import LLM, OutriderError, SamplingParams, Stats
 from outrider.drafting.plan.speedup import roof, sequences_instead
+from outrider.lab.bench import rates
 from outrider.lab.bench.figures import Comparison, Decoding, Spread
 from outrider.lab.bench.limits import Limit, Roofline, limits
 from outrider.lab.bench.pass_work import cache_bytes_per_token
@@ -150,3 +151,9 @@ def test_memory_of_a_recurrent_target(tmp_path):
     assert use.target_cache_bytes == llm.parts.target.cache.bytes() > 0
     assert cache_bytes_per_token(llm) == 0
     assert use.draft_in_sequences == 0
+
+
+def test_the_rate_is_that_of_float32_if_the_precision_is_emulated(monkeypatch):
+    monkeypatch.setattr(rates, "gemm_rate", lambda device, dtype: {torch.bfloat16: 1e9, torch.float32: 2e11}[dtype])
+    monkeypatch.setattr(rates, "read_bandwidth", lambda device: {"normal_pages": 1e10})
+    assert rates.measure_rates(CPU, torch.bfloat16).gemm == 2e11
