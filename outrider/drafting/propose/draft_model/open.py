@@ -138,7 +138,7 @@ class _OpenedModel:
         context = tokens_per_token * self.setup.context
         size = min(context, self._window_size())
         kernels = self.setup.kernels
-        model = self._quantized(size) if self.setup.draft_quantize else self._as_stored(size)
+        model = self._quantized(size) if self.setup.draft_quantize else self._make(size, kernels=kernels)
         ids = read_draft_vocabulary(self.folder, self.checkpoint.vocab)
         if ids is not None:
             model = reduce_vocabulary(model, self.checkpoint, ids, kernels=kernels)
@@ -149,13 +149,14 @@ class _OpenedModel:
         _log.info("the draft in %s reads the last %d of at most %d tokens", self.folder, size, context)
         return windowed(model, context=context)
 
-    def _as_stored(self, size: int) -> Target:
+    def _make(self, size: int, *, kernels: str, bits: int = FULL_BITS) -> Target:
         setup = self.setup
         return make_checked_target(
             self.checkpoint,
             slots=setup.slots,
             context=size,
-            kernels=setup.kernels,
+            kernels=kernels,
+            bits=bits,
             kv_dtype=setup.kv_dtype if self._may_be_native else AUTO,
             check=setup.check,
         ).target
@@ -178,15 +179,7 @@ class _OpenedModel:
         try:
             if kernels == "native" and not self._may_be_native:
                 raise UnsupportedModel(f"{config.model_type} does not run on the native kernels")
-            return make_checked_target(
-                self.checkpoint,
-                slots=setup.slots,
-                context=size,
-                kernels=kernels,
-                bits=bits,
-                kv_dtype=setup.kv_dtype,
-                check=setup.check,
-            ).target
+            return self._make(size, kernels=kernels, bits=bits)
         except UnsupportedModel as reason:
             raise _not_quantized(self.folder, setup, reason) from reason
 

@@ -125,24 +125,25 @@ struct alignas(64) Scales {
   // Read those of `groups` groups of a panel from number `first` on.
   template <class Format>
   void read(const Linear& panel, int first, int groups) {
-    const Number number = Format::any_scales ? panel.number : Format::number;
     const bool two_levels = Format::may_have_two_levels && panel.sub_scale;
-    const size_t begin = size_t(first) * kPanel;
     for (int lane = 0; lane < kPanel; lane += kRegLanes) {
-      if (two_levels) {
-        read_two_levels<Format>(panel, first, groups, lane);
-        continue;
-      }
-      for (int g = 0; g < groups; g++) {
-        const size_t at = begin + size_t(g) * kPanel + lane;
-        store(scale[g] + lane, numbers(panel.scale, number, at));
-        if (panel.minimum) store(minimum[g] + lane, numbers(panel.minimum, number, at));
-        if (Format::any_scales && panel.zero) store(zero[g] + lane, byte_to_int_reg(panel.zero + at));
-      }
+      if (two_levels) read_two_levels<Format>(panel, first, groups, lane);
+      else read_one_level<Format>(panel, first, groups, lane);
     }
   }
 
  private:
+  template <class Format>
+  void read_one_level(const Linear& panel, int first, int groups, int lane) {
+    const Number number = Format::any_scales ? panel.number : Format::number;
+    for (int g = 0; g < groups; g++) {
+      const size_t at = size_t(first + g) * kPanel + lane;
+      store(scale[g] + lane, numbers(panel.scale, number, at));
+      if (panel.minimum) store(minimum[g] + lane, numbers(panel.minimum, number, at));
+      if (Format::any_scales && panel.zero) store(zero[g] + lane, byte_to_int_reg(panel.zero + at));
+    }
+  }
+
   template <class Format>
   void read_two_levels(const Linear& panel, int first, int groups, int lane) {
     const size_t block = size_t(first * Group / kSuperBlock) * kPanel + lane;
@@ -158,7 +159,7 @@ struct alignas(64) Scales {
         sub_minimum = byte_to_int_reg(panel.sub_minimum + at);
       }
       store(scale[g] + lane, block_scale * __builtin_convertvector(sub_scale, FloatReg));
-      store(minimum[g] + lane, block_minimum * __builtin_convertvector(sub_minimum, FloatReg));
+      if (panel.minimum) store(minimum[g] + lane, block_minimum * __builtin_convertvector(sub_minimum, FloatReg));
     }
   }
 };
@@ -338,7 +339,7 @@ void tile_codes(const Linear& layer, int number, const Rows& x, int r, int rows,
     scales.template read<Format>(panel, begin / Format::group, span.groups);
     const Packed<Format> packed{chunks, scales};
     const auto* row = row_span<packed.words>(x, begin / kSpan, r);
-    if (packed.most_rows == kRowBlock || rows <= packed.most_rows) {
+    if (rows <= packed.most_rows) {
       constexpr int tile = std::min(kCodeTile, packed.most_rows);
       multiply_tiles(packed, span, row, rows, out, std::make_integer_sequence<int, tile>());
     } else if constexpr (packed.most_rows < kRowBlock) {
