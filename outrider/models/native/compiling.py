@@ -23,7 +23,7 @@ UNITS = (
     "suffix.cpp",
 )
 FLAGS = ("-O3", "-std=c++17", "-fPIC")
-_TIMEOUT = 600  # seconds for one call of the compiler
+_TIMEOUT = 3600  # seconds for one call of the compiler, which takes minutes on a busy or slow machine
 
 
 def compile_kernels(
@@ -59,7 +59,11 @@ def compile_kernels(
 def _run(command: Sequence[str]) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise MissingKernels(
+            f"{command[0]} took longer than {_TIMEOUT} seconds; start again on a less busy machine"
+        ) from error
+    except OSError as error:
         raise MissingKernels(f"the C++ compiler does not run ({error}); name another in CXX") from error
     if result.returncode:
         message = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-200:])
