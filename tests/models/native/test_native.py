@@ -222,13 +222,12 @@ def test_bits_do_not_depend_on_pass_width(bits, folders):
 def test_bits_do_not_depend_on_thread_count(bits, folders):
     tokens = random_ids(40)
     logits = []
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3, 8, 16):
         with torch_threads(threads):
             target, _ = load_target(folders["wide"], bits=bits)
             with torch.inference_mode():
                 logits.append(feed(target, [tokens[:20], tokens[20:21]], draft=chain(tokens[21:]))[1].logits)
-    assert torch.equal(logits[0], logits[1])
-    assert torch.equal(logits[0], logits[2])
+    assert all(torch.equal(logits[0], other) for other in logits[1:])
 
 
 @pytest.mark.slow

@@ -23,27 +23,29 @@ PHASES = """
 // How often item i has run before a round.
 int expected_runs(int i, int round) { return round / 101 * (100 - i) + std::max(0, round % 101 - i - 1); }
 int main() {
-  Phases phases(4);
-  std::vector<std::atomic<int>> runs(100);
-  std::atomic<int> wrong{0};
-  for (int pass = 0; pass < 50; pass++) {
-    for (auto& each : runs) each = 0;
-    const uint32_t first = phases.current();
-#pragma omp parallel num_threads(4)
-    {
-      Team team{phases, omp_get_thread_num(), omp_get_num_threads(), first};
-      for (int round = 0; round < 300; round++) {
-        const int count = round % 101;  // also none, and fewer than threads
-        const auto work = [&](int i) { wrong += runs[i]++ != expected_runs(i, round); };
-        if (round % 3 == 0) team.share(count, work);
-        if (round % 3 == 1) team.share(count, work, 1);
-        if (round % 3 == 2) team.share_interleaved(count, work);
+  for (const int threads : {2, 4, 8, 16}) {
+    Phases phases(threads);
+    std::vector<std::atomic<int>> runs(100);
+    std::atomic<int> wrong{0};
+    for (int pass = 0; pass < 12; pass++) {
+      for (auto& each : runs) each = 0;
+      const uint32_t first = phases.current();
+#pragma omp parallel num_threads(threads)
+      {
+        Team team{phases, omp_get_thread_num(), omp_get_num_threads(), first};
+        for (int round = 0; round < 300; round++) {
+          const int count = round % 101;  // also none, and fewer than threads
+          const auto work = [&](int i) { wrong += runs[i]++ != expected_runs(i, round); };
+          if (round % 3 == 0) team.share(count, work);
+          if (round % 3 == 1) team.share(count, work, 1);
+          if (round % 3 == 2) team.share_interleaved(count, work);
+        }
+        team.join();
       }
-      team.join();
+      for (int i = 0; i < 100; i++) CHECK(runs[i] == expected_runs(i, 300));
     }
-    for (int i = 0; i < 100; i++) CHECK(runs[i] == expected_runs(i, 300));
+    CHECK(!wrong);
   }
-  CHECK(!wrong);
   return 0;
 }
 """
@@ -52,20 +54,22 @@ int main() {
 LATE = """
 #include <omp.h>
 int main() {
-  constexpr int rounds = 1000;
-  Phases phases(4);
-  std::atomic<int> items{0}, late_items{0};
-  const uint32_t first = phases.current();
-#pragma omp parallel num_threads(4)
-  {
-    Team team{phases, omp_get_thread_num(), omp_get_num_threads(), first};
-    while (team.thread == 3 && phases.current() != first + rounds) std::this_thread::yield();
-    for (int round = 0; round < rounds; round++)
-      team.share(10, [&](int) { items++; if (team.thread == 3) late_items++; });
-    team.join();
+  constexpr int rounds = 500;
+  for (const int threads : {2, 4, 8, 16}) {
+    Phases phases(threads);
+    std::atomic<int> items{0}, late_items{0};
+    const uint32_t first = phases.current();
+#pragma omp parallel num_threads(threads)
+    {
+      Team team{phases, omp_get_thread_num(), omp_get_num_threads(), first};
+      const bool late = team.thread == threads - 1;
+      while (late && phases.current() != first + rounds) std::this_thread::yield();
+      for (int round = 0; round < rounds; round++) team.share(10, [&](int) { items++; late_items += late; });
+      team.join();
+    }
+    CHECK(items == 10 * rounds);
+    CHECK(late_items == 0);
   }
-  CHECK(items == 10 * rounds);
-  CHECK(late_items == 0);
   return 0;
 }
 """
