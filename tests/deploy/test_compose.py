@@ -1,11 +1,17 @@
-"""Tests of deploy/compose.yaml: its services agree with the image, the dashboard and each other."""
+"""Tests of deploy/compose.yaml: its schema, and that services agree with the image, the dashboard and each other."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
+import jsonschema
+import pytest
+import typer
 import yaml
+
+from outrider.cli.app import app
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))
@@ -16,13 +22,35 @@ def config(name):
     return yaml.safe_load(COMPOSE["configs"][name]["content"])
 
 
+def dockerfile():
+    return (DEPLOY.parent / SERVICES["outrider"]["build"]["dockerfile"]).read_text("utf-8")
+
+
+def test_schema_of_compose():
+    schemas = pytest.importorskip(
+        "check_jsonschema.builtin_schemas", reason="pip install check-jsonschema has the schema"
+    )
+    validator = jsonschema.Draft202012Validator(schemas.get_builtin_schema("vendor.compose-spec"))
+    validator.validate(COMPOSE)
+    damaged = {"image": 1, "port": ["8000:8000"], "restart": {}, "build": {"file": "Dockerfile"}}
+    for field, value in damaged.items():
+        assert not validator.is_valid({**COMPOSE, "services": {"outrider": {**SERVICES["outrider"], field: value}}})
+
+
+def test_options_and_variables_are_those_of_the_command():
+    program, verb, *options = json.loads(re.search(r"^ENTRYPOINT (.*)$", dockerfile(), re.MULTILINE)[1])
+    assert program == "outrider"
+    command = typer.main.get_command(app).commands[verb]
+    assert command.make_context(verb, [*options, *SERVICES["outrider"].get("command", [])])
+    assert set(SERVICES["outrider"]["environment"]) <= {parameter.envvar for parameter in command.params}
+
+
 def test_server_is_the_image_of_the_dockerfile():
     server = SERVICES["outrider"]
-    dockerfile = (DEPLOY.parent / server["build"]["dockerfile"]).read_text("utf-8")
-    assert set(server["build"]["args"]) <= set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE))
-    (port,) = re.findall(r"^EXPOSE (\d+)$", dockerfile, re.MULTILINE)
+    assert set(server["build"]["args"]) <= set(re.findall(r"^ARG (\w+)", dockerfile(), re.MULTILINE))
+    (port,) = re.findall(r"^EXPOSE (\d+)$", dockerfile(), re.MULTILINE)
     assert server["ports"] == [f"127.0.0.1:{port}:{port}"]
-    (cache,) = re.findall(r"^VOLUME (.*)$", dockerfile, re.MULTILINE)
+    (cache,) = re.findall(r"^VOLUME (.*)$", dockerfile(), re.MULTILINE)
     assert f"outrider-cache:{cache}" in server["volumes"]
     assert config("prometheus")["scrape_configs"][0]["static_configs"] == [{"targets": [f"outrider:{port}"]}]
 
