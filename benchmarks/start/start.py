@@ -5,13 +5,13 @@ python benchmarks/start/start.py models/smollm2.gguf models/smollm2 --llama-serv
 | Start | What is measured |
 |---|---|
 | first | `outrider run --target X --chat hi --max-tokens 1` in a new cache folder: with the load check |
+| first, compiling | the same without compiled kernels in this folder (`--compiling`, in a checkout) |
 | later | the same in the cache folder of an earlier start |
 | llama-server | from the start of the process to the answer of one token to the same prompt |
 
-The native kernels and the bytecode are compiled before, which happens once per machine. A start of Outrider ends at the
-first byte of the output. The memory is the sum of the peaks (VmHWM) of a process and its children, with mapped files.
-The starts of a round run in turns, after the files were read once. The table has medians. `import torch` bounds the
-rest.
+The bytecode is compiled before, which happens once per machine. A start of Outrider ends at the first byte of the
+output. The memory is the largest sum of the peaks (VmHWM) of a process and its running children, with mapped files. The
+starts of a round run in turns, after the files were read once. The table has medians. `import torch` bounds the rest.
 """
 
 from __future__ import annotations
@@ -79,17 +79,18 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON file for the results.")] = None,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     first: Annotated[bool, typer.Option(help="Measure first starts.")] = True,
+    compiling: Annotated[bool, typer.Option(help="Measure first starts that compile the kernels.")] = False,
     threads: Annotated[int, typer.Option(min=1)] = 2,
 ) -> None:
     """Print the table and one JSON document."""
     found = checkpoints or (sorted(_MODELS.iterdir()) if _MODELS.is_dir() else [])
     load_library()  # compiles the kernels if that has not happened
     with tempfile.TemporaryDirectory(prefix="start-") as scratch:
-        rows = _rows(found, llama_server, Path(scratch), first=first, threads=threads)
+        rows = _rows(found, llama_server, Path(scratch), first=first, compiling=compiling, threads=threads)
         for checkpoint in found:
             _read(checkpoint)
         for row in rows:
-            if not row.name.endswith("first"):
+            if "first" not in row.name:
                 row.start()  # fills the caches
         for turn in range(rounds):
             for row in rows:
@@ -105,7 +106,7 @@ def main(
 
 
 def _rows(
-    checkpoints: Sequence[Path], llama_server: str | None, scratch: Path, *, first: bool, threads: int
+    checkpoints: Sequence[Path], llama_server: str | None, scratch: Path, *, first: bool, compiling: bool, threads: int
 ) -> list[Row]:
     """Return the lines of the table, in the order in which they run."""
     warm = _new_cache(scratch / "warm")
@@ -114,15 +115,19 @@ def _rows(
         options = ["--target", target, "--threads", str(threads), "--chat", _PROMPT, "--max-tokens", "1"]
         return lambda: _run([sys.executable, "-m", "outrider", "run", *options], cache())
 
+    def empty_cache() -> Path:
+        return Path(tempfile.mkdtemp(dir=scratch))
+
     def new_cache() -> Path:
-        return _new_cache(Path(tempfile.mkdtemp(dir=scratch)))
+        return _new_cache(empty_cache())
 
     rows = [
         Row(name="import torch", start=lambda: _run([sys.executable, "-c", "import torch; print(1)"], warm)),
         Row(name="error: no such file", start=outrider("nofile.gguf", lambda: warm)),
-        Row(name="@mini, later", start=outrider("@mini", lambda: warm)),
     ]
-    for checkpoint in checkpoints:
+    for checkpoint in (Path("@mini"), *checkpoints):
+        if compiling:
+            rows.append(Row(name=f"{checkpoint.name}, first, compiling", start=outrider(str(checkpoint), empty_cache)))
         if first:
             rows.append(Row(name=f"{checkpoint.name}, first", start=outrider(str(checkpoint), new_cache)))
         rows.append(Row(name=f"{checkpoint.name}, later", start=outrider(str(checkpoint), lambda: warm)))
@@ -157,7 +162,7 @@ def _run(command: list[str], cache: Path) -> Started:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     assert process.stdout is not None
     first_byte = None
-    peaks: dict[int, int] = {}
+    peak = 0
     with DefaultSelector() as selector:
         selector.register(process.stdout, EVENT_READ)
         is_open = True
@@ -166,10 +171,10 @@ def _run(command: list[str], cache: Path) -> Started:
                 is_open = bool(os.read(process.stdout.fileno(), 1 << 16))
                 if is_open and first_byte is None:
                     first_byte = perf_counter()
-            peaks |= _peaks(process.pid)
+            peak = max(peak, sum(_peaks(process.pid).values()))
     process.wait()
     process.stdout.close()
-    return Started(seconds=(first_byte or perf_counter()) - began, peak_bytes=sum(peaks.values()))
+    return Started(seconds=(first_byte or perf_counter()) - began, peak_bytes=peak)
 
 
 def _llama_server(program: str, file: Path, threads: int) -> Callable[[], Started]:

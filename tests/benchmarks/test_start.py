@@ -95,7 +95,7 @@ def test_whole_table(models, tmp_path):
     document = json.loads(out.read_text())
     assert json.loads(done.stdout.splitlines()[-1]) == document
     file, folder = (model.name for model in models)
-    names = ["import torch", "error: no such file", "@mini, later"]
+    names = ["import torch", "error: no such file", "@mini, first", "@mini, later"]
     names += [f"{file}, first", f"{file}, later", f"{file}, llama-server", f"{folder}, first", f"{folder}, later"]
     assert list(document["results"]) == names
     assert all(result["seconds"] > 0 for result in document["results"].values())
