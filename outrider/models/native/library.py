@@ -66,6 +66,7 @@ def load_library() -> Library:
     try:
         # The OpenMP symbols are not linked, so they resolve to torch's. Two thread teams would
         # compete for the cores.
+        _share_openmp(Path(torch.__file__).parent / "lib")
         code = ctypes.CDLL(str(path))
     except OSError as error:
         fix = f"set {VARIABLE}={COMPILED}" if prebuilt else "delete that file"
@@ -73,6 +74,12 @@ def load_library() -> Library:
     check_layout(code)
     _declare_functions(code)
     return Library(code=code, build=build, compile_seconds=seconds)
+
+
+def _share_openmp(folder: Path) -> None:
+    """Give all libraries the symbols of the OpenMP library in a folder. torch for ARM loads it for itself alone."""
+    for path in folder.glob("libgomp*.so*"):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def is_available() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import subprocess
 
@@ -9,7 +10,7 @@ import pytest
 
 from outrider.models.native import builds
 from outrider.models.native.builds import BUILDS, MissingKernels, find_prebuilt, own_flags, prebuilt_path
-from outrider.models.native.library import find_compiler
+from outrider.models.native.library import _share_openmp, find_compiler
 from tests.helpers import tiny
 
 HASWELL = {"ssse3", "avx", "avx2", "fma3", "f16c", "bmi", "bmi2", "lzcnt"}
@@ -130,3 +131,18 @@ def test_a_build_has_the_instructions_of_its_name(build):
     present, absent = map(str.split, MACROS[build.name])
     assert defined.issuperset(present)
     assert not defined.intersection(absent)
+
+
+@pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
+def test_kernels_find_an_openmp_library_that_torch_loads_for_itself(tmp_path):
+    """As torch for ARM does. The kernels are not linked with it."""
+    sources = {"libgomp.so.1": "void of_openmp() {}", "kernels.so": "void of_openmp(); void kernel() { of_openmp(); }"}
+    for name, source in sources.items():
+        (tmp_path / "source.cpp").write_text(source)
+        command = [find_compiler(), "-shared", "-fPIC", "source.cpp", "-o", name]
+        subprocess.run(command, cwd=tmp_path, check=True)
+    ctypes.CDLL(str(tmp_path / "libgomp.so.1"))
+    with pytest.raises(OSError, match="undefined symbol"):
+        ctypes.CDLL(str(tmp_path / "kernels.so"))
+    _share_openmp(tmp_path)
+    ctypes.CDLL(str(tmp_path / "kernels.so"))
