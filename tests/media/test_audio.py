@@ -17,11 +17,12 @@ from outrider.errors import OutriderError
 from outrider.media import AudioModels, QualityGate, Scorer, StreamDecoder, TargetOnly, load_models
 from outrider.media.models.audio.captions import LANGUAGE
 from outrider.media.models.audio.config import AudioConfig
-from outrider.media.models.audio.scorer import SoundMatchModel, SoundScorer, SoundScorerConfig
+from outrider.media.models.audio.scorer import SoundMatchModel, SoundScorerConfig
 from outrider.media.models.audio.spectrum import encode, magnitudes
 from outrider.media.models.audio.store import AudioNetworks, save_audio_networks
 from outrider.media.models.audio.synthesizer import StreamingSynthesizer
 from outrider.media.models.config import GeneratorConfig
+from outrider.media.models.scorer import MatchScorer
 from outrider.media.models.transformer import BlockTransformer
 from outrider.media.output.wav import check_sound_file, write_wav
 from recipes.audio import train
@@ -127,7 +128,7 @@ def test_wild_and_silent_latents_give_finite_samples():
 
 def test_scores_are_probabilities_of_windows():
     torch.manual_seed(0)
-    scorer = SoundScorer(SoundMatchModel(SCORERS[0], AUDIO).eval())
+    scorer = MatchScorer(SoundMatchModel(SCORERS[0], AUDIO).eval())
     assert isinstance(scorer, Scorer)
     block = 0.5 * torch.randn(8 * AUDIO.hop)
     scores = scorer.score(CAPTION, block)
