@@ -26,7 +26,6 @@ def read_views(at: At, layer: ConfigReader, count: int, nested_causal: bool | No
 
     Args:
         at: finds the values of a config.
-        layer: the config of the layers.
         count: the number of layers.
         nested_causal: whether layers with a window are causal if a config of speculators does not
             say; None: the config is flat.

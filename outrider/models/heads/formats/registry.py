@@ -120,7 +120,6 @@ def check_projection(folder: Path, *, alone: bool = False) -> None:
     """Check that the MTP modules of a folder have their projection.
 
     Args:
-        folder: the folder.
         alone: whether to accept a full model, which runs without its modules.
 
     Raises:
