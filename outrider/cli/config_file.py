@@ -21,7 +21,6 @@ def merge_config(options: Mapping[str, Any], file: str, *, given: Collection[str
 
     Args:
         options: the options of a command, by name.
-        file: the path.
         given: names of the options that the user has set. They take precedence over the file.
 
     Raises:

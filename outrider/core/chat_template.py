@@ -23,7 +23,6 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **values: Any) 
     """Return a conversation as text.
 
     Args:
-        template: the source of the template.
         messages: the messages. Keys with the value None are left out.
         values: what else the template can read, such as `tools` and `bos_token`.
 

@@ -184,7 +184,6 @@ def check_draft_length(k: object, *, least: int = 0, or_auto: bool = False) -> N
     """Check a number of draft tokens per round.
 
     Args:
-        k: the number.
         least: the smallest number that is allowed.
         or_auto: "auto" is allowed as well.
 

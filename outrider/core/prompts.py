@@ -70,7 +70,6 @@ def read_lines(file: str | Path, *, form: str) -> Iterator[Line]:
     """Yield the objects of a JSON Lines file. There is at least one.
 
     Args:
-        file: the file.
         form: an example of a valid line, for error messages.
 
     Raises:
@@ -153,11 +152,7 @@ def _id(line: Line) -> str:
 
 
 def _benchmark_turns(line: Line) -> tuple[str, ...]:
-    """Return the messages of the user in a benchmark's line. (): it has no question.
-
-    Raises:
-        OutriderError: a message is not a text.
-    """
+    """Return the messages of the user in a benchmark's line. (): it has no question."""
     turns = line.fields.get("turns", [line.fields.get("question")])
     if turns == [None]:
         return ()
@@ -268,8 +263,6 @@ def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int
     """Return the tokens of a text.
 
     Args:
-        tokenizer: the tokenizer.
-        text: the text.
         special: whether the tokenizer adds its special tokens, such as a begin-of-text token. A
             text that begins with this token, as the output of a chat template may, gets no second
             one.

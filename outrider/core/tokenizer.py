@@ -28,7 +28,6 @@ class FastTokenizer:
         """Wrap a tokenizer.
 
         Args:
-            backend: the tokenizer.
             named: the named special tokens, such as `{"eos_token": "<|end|>"}`.
             chat_template: the chat template; None: there is none.
             make_full: makes the tokenizer of transformers.

@@ -213,7 +213,6 @@ def build_engine(
     """Make a proposer and an engine for a loaded target.
 
     Args:
-        loaded: the target.
         config: the fields about models are not read again.
         planner: sets the number of draft tokens in place of `config.k`.
         slots: the engine's own part of the target's slots, if engines share the target. None of
@@ -332,7 +331,6 @@ def make_planner(k: int | str, target: Target, proposer: Proposer, *, replay: bo
 
     Args:
         k: draft tokens per round, or "auto".
-        target: the target.
         proposer: the proposer. Plain decoding needs no measured costs.
         replay: as in `auto_planner`.
         has_plan: whether a plan file keeps what the planner learns.

@@ -216,11 +216,7 @@ class Engine:
         return seconds
 
     def _propose(self, batch: Batch, timer: RoundTimer) -> Draft:
-        """Return the draft of the proposer.
-
-        Raises:
-            OutriderError: it exceeds its budget, or the verifier does not support it.
-        """
+        """Return the draft of the proposer."""
         with timer.drafting:
             draft = self._proposer.propose(batch)
         check_budget(batch, draft)

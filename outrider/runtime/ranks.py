@@ -116,7 +116,6 @@ class Ranks:
         seconds.
 
         Args:
-            value: of this rank.
             failure: why it is false; "": all ranks ask at the same place, whatever their values
                 are.
         """

@@ -95,11 +95,8 @@ def check_bound(
         rule: the rule, for a vocabulary of `vocab` tokens.
         distance: how far a distribution of emitted tokens is from the target's.
         limit: the declared bound.
-        vocab: V.
         trees: whether the rule verifies trees.
         trials: number of random instances of each case.
-        seed: the seed of the instances.
-        tolerance: for rounding.
 
     Raises:
         ConformanceError: the emitted tokens are further from the target's distribution than

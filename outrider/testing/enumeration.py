@@ -72,7 +72,6 @@ class Instance:
         """Return an instance with random conditional distributions.
 
         Args:
-            vocab: V.
             parent: [N] the shape of the tree.
             kinds: [N] how each draft token is chosen. One-hot siblings are the likeliest tokens of
                 q in order. Sampled siblings after them are sampled from the other tokens.

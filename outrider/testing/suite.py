@@ -59,7 +59,6 @@ def check_proposer(
         make: makes a new proposer from the setup of a toy target with vocabulary 6 and context 256.
         learns: whether drafts may depend on earlier rounds and on other sequences.
         trials: number of random runs.
-        seed: the seed of the runs.
 
     Raises:
         ConformanceError: the first requirement that is violated.
@@ -102,7 +101,6 @@ def check_cache(
     Args:
         make: makes a new target.
         trials: number of random runs.
-        seed: the seed of the runs.
         tolerance: largest difference of the logits, relative to their norm.
         trees: whether the target supports trees.
 
@@ -140,9 +138,7 @@ def check_verifier(verifier: Verifier, *, trials: int = 3, seed: int = 0, tolera
     have.
 
     Args:
-        verifier: the verifier.
         trials: number of random instances of each case.
-        seed: the seed of the instances.
         tolerance: largest difference of a probability.
 
     Raises:

@@ -71,7 +71,6 @@ class Training:
 
         Args:
             kind: what is trained.
-            settings: the options.
             eval_tokens: most tokens of an answer in the evaluation; None: 128.
 
         Raises:
@@ -271,11 +270,7 @@ class Training:
         return train_prompts, eval_prompts
 
     def _prepare_data(self, prompts: Sequence[Prompt]) -> tuple[PromptSchedule, Collator | DatasetCollator]:
-        """Encode the prompts of this process. Return the schedule of samples, and the collator that batches them.
-
-        Raises:
-            OutriderError: there are too few prompts, or no draft can be trained for the target.
-        """
+        """Encode the prompts of this process. Return the schedule of samples, and the collator that batches them."""
         settings = self._settings
         parts = self._setup.parts
         recorder = self._setup.recorder
@@ -382,12 +377,7 @@ class Training:
 
 
 def _read_resumable(folder: Path, identity: str, *, overwrite: bool) -> dict[str, Any] | None:
-    """Return the state of an interrupted training in a folder. None for a new training.
-
-    Raises:
-        OutriderError: the folder has the state of a training with other options, or a model without
-            a state.
-    """
+    """Return the state of an interrupted training in a folder. None for a new training."""
     is_trained = (folder / FACTS).is_file()
     has_model = (folder / "config.json").is_file()
     if has_model and not (folder / STATE).is_file() and not (is_trained and overwrite):

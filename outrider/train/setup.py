@@ -85,11 +85,7 @@ def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts
 
 
 def _check_encoder_decoder(kind: str, settings: Settings) -> None:
-    """Reject kinds and options that read sequences without their sources, which encoder-decoder targets need.
-
-    Raises:
-        OutriderError: the training has such a kind or option.
-    """
+    """Reject kinds and options that read sequences without their sources, which encoder-decoder targets need."""
     problems = (
         (kind == DRAFT, f"the kind {DRAFT} does not support encoder-decoder targets; train medusa, hydra or mtp"),
         (kind == KV_SHARING, f"{kind} does not support encoder-decoder targets; train medusa, hydra or mtp"),

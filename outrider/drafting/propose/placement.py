@@ -58,7 +58,6 @@ def choose_placement(asked: str, draft: str, ranks: int, estimate: PassEstimate)
 
     Args:
         asked: auto, replicated or sharded.
-        draft: its folder.
         ranks: ranks of tensor parallelism.
         estimate: the estimated times. auto takes the shorter one, and replicates if they are equal.
     """

@@ -308,11 +308,7 @@ def combine(name: str, setup: ProposerSetup, parts: Sequence[Proposer]) -> Propo
 
 
 def _import_maker(expression: Expression) -> Maker:
-    """Import the class or function of `module:name`.
-
-    Raises:
-        OutriderError: the name is unknown, or the import fails.
-    """
+    """Import the class or function of `module:name`."""
     module = expression.name
     name = expression.argument
     if module in COMBINATIONS:

@@ -44,7 +44,6 @@ def read_split(file: str | None, *, batch: int, seed: int) -> PromptSplit:
     Args:
         file: JSON lines; None is the embedded set.
         batch: sequences at once. Each part has at least so many prompts.
-        seed: of the choice.
 
     Raises:
         OutriderError: the file cannot be read, or has too few different prompts.

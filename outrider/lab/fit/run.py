@@ -56,7 +56,6 @@ class Fit:
         """Check everything that can be checked before a model is loaded.
 
         Args:
-            settings: the options.
             progress: where progress goes.
 
         Raises:

@@ -189,8 +189,6 @@ def certify(settings: Settings, target: Path, advice: Advice, *, native: bool, t
     """Audit the chosen proposer in about `--measure-minutes`: fewer samples and shorter texts where time is short.
 
     Args:
-        settings: the options.
-        target: folder of the target.
         advice: the choice of the second measurement.
         native: whether the target runs on native kernels. Kernels whose rounding depends on the batch are audited in
             float32.

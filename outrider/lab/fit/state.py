@@ -30,7 +30,6 @@ class State:
         """Read the state of a folder, or start with none.
 
         Args:
-            folder: the folder of the fit.
             identity: what the interrupted fit must have in common with this one.
             overwrite: discard a state that is there, and its head.
 

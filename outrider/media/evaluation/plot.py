@@ -37,7 +37,6 @@ def draw_plot(groups: Sequence[tuple[str, str, bool, Sequence[Summary]]], file: 
 
     Args:
         groups: label, marker, whether a line joins the points, and the figures.
-        file: the plot.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -46,7 +46,6 @@ def is_head(folder: str | Path, target: Callable[[], TargetInfo | None] | None =
     target, and as a draft model otherwise.
 
     Args:
-        folder: the folder.
         target: returns the target, or None if there is none. It is called only for a full model
             with MTP modules.
 
@@ -106,8 +105,6 @@ def read_head(
     """Load a draft head.
 
     Args:
-        folder: the folder.
-        dtype: the dtype of the weights.
         device: the device of the weights.
         target: the target. Some formats do not store everything and need it.
 
@@ -132,7 +129,6 @@ def load_module(
     """Return a module with these weights.
 
     Args:
-        description: the architecture.
         weights: exactly the weights that the module has, by name.
         where: a name for the checkpoint in error messages.
         stored_name: returns the name of a weight in the checkpoint, for error messages. None: it is

@@ -36,7 +36,6 @@ def check_weights(
     """Check that these are the weights of a draft head.
 
     Args:
-        description: the architecture.
         expected: the weights of a module of this architecture, of which only names and shapes are
             read.
         weights: the weights by name.

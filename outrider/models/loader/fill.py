@@ -41,7 +41,6 @@ def fill_model(
 
     Args:
         config: the configuration of transformers.
-        weights: the weights.
         dtype: the type in which the model computes, and of all weights that are not in quantized
             blocks.
         attention: the arguments that choose the attention of the model.

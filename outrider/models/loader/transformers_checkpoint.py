@@ -127,7 +127,6 @@ def load_folder(path: Path, dtype: str, device: torch.device, *, kernels: str, t
     """Load a model folder with transformers. Arguments and errors are those of `load_checkpoint`.
 
     Args:
-        path: the folder.
         dtype: auto, float32, bfloat16 or float16.
         device: of this process.
         kernels: what will run the model.

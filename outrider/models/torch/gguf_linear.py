@@ -63,7 +63,6 @@ class BlockWeight:
         """Refer to `data` [rows, bytes per row] of the type `kind`, such as "Q4_K".
 
         Args:
-            data: the blocks.
             kind: their type.
             columns: values of a row.
             order: [rows] the row of `data` of each row; None: the same.

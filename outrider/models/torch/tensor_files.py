@@ -88,7 +88,6 @@ class TensorFiles(Weights):
 
         Args:
             path: the folder or file, for messages.
-            files: the files with the tensors.
 
         Raises:
             OutriderError: a file is missing or damaged.

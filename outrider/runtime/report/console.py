@@ -51,7 +51,6 @@ def print_document(
     measurement is not lost.
 
     Args:
-        document: the results.
         show: prints the tables.
         as_json: print the JSON document on a terminal, too.
         write: writes the files. It runs first, because files do not depend on the output.

@@ -141,9 +141,7 @@ def one_pass(
     it is 1, they do not overlap.
 
     Args:
-        model: the model.
         machine: the machine that it runs on.
-        efficiency: the efficiency of the software.
         tokens: tokens of the pass, of all sequences together.
         seqs: sequences whose KV caches the pass reads.
         context: cached tokens of each sequence.

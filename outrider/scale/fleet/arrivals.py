@@ -80,7 +80,6 @@ def bursts(
         rate: mean requests per second.
         peak: rate in a burst over the mean, from 1 to 5. With 5, all requests are in bursts.
         seconds: length of the trace.
-        lengths: lengths of the requests.
         period: seconds from burst to burst.
         seed: of the random numbers.
     """

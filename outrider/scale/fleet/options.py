@@ -65,7 +65,6 @@ def check_given(options: FleetOptions, given: Collection[str]) -> None:
     """Refuse options that would have no effect.
 
     Args:
-        options: the options.
         given: names of those that the user has set.
 
     Raises:

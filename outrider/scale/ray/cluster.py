@@ -12,7 +12,6 @@ def connect(ray: Any, address: str | None, *, processes: int, cpus: float, kind:
     """Connect to the cluster at `address`. None: start Ray here.
 
     Args:
-        ray: the package.
         address: of a running cluster, or "auto".
         processes: how many processes will be started.
         cpus: what each of them reserves.

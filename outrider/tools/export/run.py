@@ -119,11 +119,7 @@ def _write_all(path: Path, models: Mapping[Path, Callable[[], None]], files: Map
 
 
 def _empty_folder(out: str) -> Path:
-    """Return the folder of `--out`, which need not exist.
-
-    Raises:
-        OutriderError: it cannot be written, or is not empty.
-    """
+    """Return the folder of `--out`, which need not exist."""
     path = Path(out).expanduser()
     check_folder(out, "--out")
     if path.exists() and any(path.iterdir()):
@@ -157,11 +153,7 @@ def _kind(description: HeadDescription) -> str:
 
 
 def _check(engine: str, head: ImportedHead) -> None:
-    """Refuse what an engine would drop silently, or fail to load.
-
-    Raises:
-        OutriderError: the engine would run another head than this one, or none.
-    """
+    """Refuse what an engine would drop silently, or fail to load."""
     description = head.description
     if engine == "vllm" and description.kind is Kind.MEDUSA and description.draft_vocab:
         raise OutriderError(
@@ -185,11 +177,7 @@ def _check(engine: str, head: ImportedHead) -> None:
 
 
 def _check_family(title: str, recipe: Recipe, target: str | None) -> None:
-    """Check the target of an MTP module.
-
-    Raises:
-        OutriderError: there is none, or the engine runs no modules of its family.
-    """
+    """Check the target of an MTP module."""
     if target is None:
         raise OutriderError(f"{title} reads MTP modules from the checkpoint of their target; give it with --target DIR")
     architecture = architecture_of(model_folder(target, weights=False))

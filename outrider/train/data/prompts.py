@@ -116,11 +116,7 @@ def _content(prompt: Prompt) -> str:
 
 
 def _prompt(line: Line) -> Prompt:
-    """Return the prompt of a line.
-
-    Raises:
-        OutriderError: the line has neither a prompt nor messages.
-    """
+    """Return the prompt of a line."""
     prompt = line.fields.get("prompt")
     messages = line.fields.get("messages")
     category = str(line.fields.get("category", ""))

@@ -160,11 +160,7 @@ def write_model(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _draft_ids(settings: Settings, folder: Path, vocab: int) -> torch.Tensor:
-    """Return the draft vocabulary [Vd]. `begin` chooses its ids if its size is an option.
-
-    Raises:
-        OutriderError: the draft model has a draft vocabulary already, and the size is an option.
-    """
+    """Return the draft vocabulary [Vd]. `begin` chooses its ids if its size is an option."""
     size = settings.draft_vocab_size
     present = read_draft_vocabulary(folder, vocab)
     if present is not None and size:

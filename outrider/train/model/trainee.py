@@ -79,7 +79,6 @@ class HeadTrainee:
         """Make a new head, or load the one in `settings.init_from`.
 
         Args:
-            kind: the kind of the head.
             settings: the options of the training.
             setup: the engine with the target.
             tables: the weights that the head shares with the target.
@@ -225,10 +224,6 @@ def _load_head(settings: Settings, wanted: HeadDescription, setup: ProposerSetup
         settings: the options of the training.
         wanted: the description of a new head for this target.
         setup: the engine with the target.
-
-    Raises:
-        OutriderError: the head is of another kind or for another target, or an option would change
-            its shape.
     """
     assert settings.init_from is not None
     module = read_head(model_folder(settings.init_from), dtype=torch.float32, device=setup.device).requires_grad_(True)

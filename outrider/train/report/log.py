@@ -22,7 +22,6 @@ class Log:
         """Open the log, and remove all lines after generation cycle `begin`.
 
         Args:
-            folder: the folder of the training.
             begin: number of the last cycle that the state of the training includes.
             events: also write TensorBoard events.
 

@@ -69,7 +69,6 @@ def answer_logprobs(model: Any, answers: Answers, *, temperature: float, share_p
 
     Args:
         model: a causal language model of transformers.
-        answers: the answers.
         temperature: divides the logits.
         share_prompt: compute the keys and values of the prompt once for all answers. Gradients flow
             through them. A model with recurrent layers cannot: transformers writes their states in

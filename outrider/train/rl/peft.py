@@ -57,11 +57,7 @@ def _weights(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor
 
 
 def _merged(module: nn.Module, prefix: str) -> Any:
-    """Return a module of the base model that computes what a module with its adapter does.
-
-    Raises:
-        OutriderError: the adapter is not LoRA, or the weights under it are quantized.
-    """
+    """Return a module of the base model that computes what a module with its adapter does."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper

@@ -177,7 +177,6 @@ def sort_suffixes(
 
     Args:
         tokens: of all documents, each followed by a separator.
-        documents: number of documents.
         tell: gets the share of suffixes that have their final place.
     """
     size = len(tokens)

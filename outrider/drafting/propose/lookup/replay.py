@@ -59,7 +59,6 @@ class ReplayProposer:
         """Replay outputs.
 
         Args:
-            setup: the target's.
             recordings: outputs of the target. A prompt may have several.
             acceptance: probability that a draft token is the recorded one. Another token takes the
                 place of the others.

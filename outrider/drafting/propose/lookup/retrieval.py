@@ -100,7 +100,6 @@ class RetrievalProposer:
         """Yield the `most` most frequent children of a candidate, which has become `node`.
 
         Args:
-            parent: the candidate.
             node: its node in the tree.
             match_size: tokens of the matching suffix.
             next_tokens: [S] the token of each sample at the depth of the children.

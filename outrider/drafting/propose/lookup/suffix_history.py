@@ -101,7 +101,6 @@ class History:
 
         Args:
             scope: only outputs of this scope are searched.
-            tokens: the sequence.
             most: tokens of each continuation.
 
         Returns:

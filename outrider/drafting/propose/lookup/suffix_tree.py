@@ -70,7 +70,6 @@ def grow(
     """Return the likeliest draft tokens.
 
     Args:
-        automaton: of the sequence.
         continuations: how past outputs continued.
         matched: tokens that these outputs have in common with the end of the sequence.
         factors: see `ShareCalibration`.

@@ -121,8 +121,6 @@ def grow(
     """Score a prompt with every likely beginning.
 
     Args:
-        target: the model.
-        prompt: the tokens of the prompt.
         depth: tokens of an outcome.
         width: likeliest tokens that are distinguished at each position.
         draft: the draft model of the server, if it is known.

@@ -25,10 +25,8 @@ def gguf_checkpoint(
     """Return the record of a model without recurrent layers. It takes its weights from `lazy_model`.
 
     Args:
-        file: the file.
         config: the configuration of the model, with the names of transformers.
         lazy_model: the model of transformers.
-        weights: the weights of the file.
         choice: the type of activations and of weights in no blocks.
         device: where the model runs.
 

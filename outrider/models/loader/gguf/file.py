@@ -102,7 +102,6 @@ class Strings(Sequence[str]):
         """Refer to strings in `data`. Each is preceded by its length of 8 bytes.
 
         Args:
-            data: the file.
             ends: the end of each string.
             first: where the array begins.
         """

@@ -38,7 +38,6 @@ class GGUFWeights(Weights):
         """List the weights.
 
         Args:
-            file: the file.
             config: the configuration of its model.
             dtype: the type of all weights that are not in quantized blocks.
             architecture: how the file describes them; None: as a model.

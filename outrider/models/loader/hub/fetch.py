@@ -30,7 +30,6 @@ def hub_folder(name: HubName, *, weights: bool = True) -> Path:
     Ranks may call it at once: the cache has a lock for each file.
 
     Args:
-        name: the name.
         weights: whether the weights are needed. A GGUF file is always whole.
 
     Raises:

@@ -168,11 +168,7 @@ class QuantizedWeights(Weights):
             self._kinds.pop(name, None)
 
     def _of(self, name: str, read: Callable[[Parts], Value]) -> Value:
-        """Read something of a quantized weight.
-
-        Raises:
-            OutriderError: its tensors do not fit together.
-        """
+        """Read something of a quantized weight."""
         try:
             return read(self._quantized[name])
         except _DAMAGE as error:
