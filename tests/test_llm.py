@@ -1,7 +1,5 @@
 """The Python front door, on the embedded pair in float32."""
 
-from __future__ import annotations
-
 import math
 import random
 

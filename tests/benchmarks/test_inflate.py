@@ -1,7 +1,5 @@
 """Tests of inflated models: their logits equal those of the small model, up to rounding."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Environment variables of options, and completion."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

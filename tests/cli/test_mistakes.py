@@ -1,7 +1,5 @@
 """Tests of the line that a wrong option, value, argument or command prints."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

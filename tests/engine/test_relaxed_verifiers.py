@@ -1,7 +1,5 @@
 """Relaxed verifiers in an engine: their spelling, their tables, their labels, and where they are refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of `Engine.step` and of `drive`: rounds, admission, commit, the end of sequences, and what can go wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Contexts that end: that of a draft model before the target's, and that of the target within a draft."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 

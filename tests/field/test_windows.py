@@ -1,7 +1,5 @@
 """The context passes the sliding window while a sequence runs."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A server of OpenAI's API that answers "x" to everything, with the /metrics of other engines."""
 
-from __future__ import annotations
-
 import json
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

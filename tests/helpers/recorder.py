@@ -1,7 +1,5 @@
 """A stand-in for CUDA graphs on a CPU."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils._pytree import tree_flatten as flatten
 from torch.utils._pytree import tree_map_only, tree_unflatten

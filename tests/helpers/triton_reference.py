@@ -1,7 +1,5 @@
 """The functions of the Triton kernels in plain torch, which take less time than the interpreter."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 

@@ -1,7 +1,5 @@
 """Audio models: spectra and samples, the streaming synthesizer, scores of windows, files, commands and the recipe."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

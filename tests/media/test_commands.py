@@ -1,7 +1,5 @@
 """The commands `outrider media demo`, `bench` and `tune`."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """The engine: who makes a block, what the caches hold, and what a broken scorer does."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Wan of diffusers at tiny random sizes: caches, streaming decoding, and the engine over both."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The recipe of image tokens from end to end, in the smallest size."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

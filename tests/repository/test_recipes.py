@@ -1,7 +1,5 @@
 """Recipes run from end to end, in the smallest size."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Stages of work, and how they are shown."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

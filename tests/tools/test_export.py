@@ -1,7 +1,5 @@
 """Tests of `outrider export`: layouts, commands, the k of tune, and refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Training data: answers and hidden states, batches, prompts, the feature cache and the log."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

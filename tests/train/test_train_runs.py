@@ -1,7 +1,5 @@
 """Complete trainings: results, resuming, rejected options, the feature cache, reports, and use of the draft."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tests of the equations of speculative decoding, against sums over all outcomes and published values."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

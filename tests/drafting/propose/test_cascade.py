@@ -1,7 +1,5 @@
 """The cascade: it drafts the same greedy chains as its draft model, in fewer passes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of chains of a draft model: catching up, staying within the budget, and the cache of the draft model."""
 
-from __future__ import annotations
-
 import pytest
 
 from outrider.core.params import SamplingParams

@@ -1,7 +1,5 @@
 """Lookahead: the window and the n-gram pool, compared with the paper, and the value of window tokens."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Token recycling: the stored successors, the trees that grow from them, and the separation of sequences."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Self-speculation: submodels and quantized copies of the target, shared memory, and unchanged output."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -4,8 +4,6 @@ The model attends to a few tokens in two layers. A draft with the same weights a
 same logits in its window, and each of its draft tokens must be accepted.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

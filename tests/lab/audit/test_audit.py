@@ -1,7 +1,5 @@
 """Tests that the audit passes for exact pairs and fails for all others."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

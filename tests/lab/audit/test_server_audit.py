@@ -1,7 +1,5 @@
 """Tests that the audit of a server passes for an exact one and names the defect of a broken one."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Whole fits on a tiny model: run, interrupted and resumed, refused, and used by other commands."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import namedtuple

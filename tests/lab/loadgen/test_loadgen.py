@@ -1,7 +1,5 @@
 """Tests of the load generator: the planned requests, the parsed streams and the reported results."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from contextlib import contextmanager, suppress

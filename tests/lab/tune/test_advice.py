@@ -1,7 +1,5 @@
 """Tests of the recommendations of `outrider tune`, for made-up figures."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

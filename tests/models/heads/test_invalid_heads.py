@@ -1,7 +1,5 @@
 """Checkpoints of draft heads that are rejected: damaged, unsupported, or of another target."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Draft heads that attend to the target's keys and values: what they attend to, and agreement with training."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Encoder-decoder targets: greedy outputs, batches, trees, caches, drafts, sampled outputs and mistakes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Draft heads on encoder-decoder targets: states and weights that they read, greedy and sampled outputs, mistakes."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Which passes run as recordings: by their cost, after failures, and after differences from the eager pass."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Speech targets: greedy outputs, suppressed tokens, trees, caches, drafts, sampled outputs, recordings, mistakes."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 

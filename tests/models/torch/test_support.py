@@ -3,8 +3,6 @@
 `test_architectures.py` and `test_encoder_decoder.py` run chains, trees and batches of each architecture.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels of attention and layers fit the registers and the shared memory of GPUs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Rotary embedding, norms and moves of entries in Triton, against plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Weights of quantized checkpoints and GGUF files keep their values in the layouts of the Triton kernels."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

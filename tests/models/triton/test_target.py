@@ -1,7 +1,5 @@
 """The target on Triton kernels, which run in Triton's interpreter on the CPU."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The equations of `outrider project`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of `outrider fleet`: arrivals, one replica computed by hand, queues, routing, and the command line."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Weight updates of an engine: what follows them, what they refuse, and what they cost."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil
